@@ -1,0 +1,1 @@
+//! A libcuda/libamdhip64 on host memory that detects misuse. Development only.
