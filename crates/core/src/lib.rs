@@ -1,7 +1,12 @@
 //! Loads safetensors checkpoints into CPU and GPU memory at the speed of the hardware.
 
+pub mod device;
 pub mod error;
 pub mod format;
+pub mod layout;
+pub mod options;
 pub mod placement;
+pub mod schedule;
+pub mod source;
 
 pub use error::{Error, ErrorKind, Result};

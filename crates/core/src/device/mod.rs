@@ -1,0 +1,76 @@
+//! Devices: where bytes end.
+//!
+//! Like a source, a device is a submit/poll queue with tickets that never blocks. A copy takes the pieces of one slab to
+//! their blocks in one submission; when its ticket comes back the bytes are there for everybody (on a GPU: the host has
+//! seen the event), and only then may the slab be rewritten.
+
+use crate::error::{Error, Result};
+use crate::source::Ticket;
+use std::any::Any;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+/// One copy, with addresses resolved.
+#[derive(Debug, Clone, Copy)]
+pub struct Copy {
+    /// First source byte, in the slab.
+    pub from: *mut u8,
+    /// First destination byte: a host address (CPU) or a device pointer.
+    pub to: u64,
+    /// Bytes of each row.
+    pub len: u64,
+    /// Rows, at least 1.
+    pub rows: u64,
+    /// Bytes from row to row in the slab.
+    pub from_stride: u64,
+    /// Bytes from row to row at the destination.
+    pub to_stride: u64,
+}
+
+/// The copies out of one slab.
+pub struct Batch {
+    /// Comes back with the outcome.
+    pub ticket: Ticket,
+    /// First byte of the slab and its capacity: between the read's completion and the copy's the slab is the device's
+    /// alone, which may rearrange its bytes.
+    pub slab: (*mut u8, usize),
+    /// The copies.
+    pub copies: Vec<Copy>,
+    /// Keeps slab and destination memory alive until the copies have completed.
+    pub keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: as for `source::Read`: addresses are used only while the batch is held and `keep` keeps them valid.
+unsafe impl Send for Batch {}
+
+/// The outcome of a batch.
+#[derive(Debug)]
+pub struct Copied {
+    /// The batch's ticket.
+    pub ticket: Ticket,
+    /// Whether the bytes are there.
+    pub result: Result<(), Error>,
+}
+
+/// What the allocating stream still does to a granted block: an event the copy stream must wait for (a `CUevent`, owned by
+/// the caller and valid until the load has ended).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fence(pub u64);
+
+/// A queue of copies.
+pub trait Device: Send {
+    /// Makes the device's copies wait for `fence` before they touch what is copied from now on.
+    fn wait_for(&mut self, fence: Fence) -> Result<()>;
+
+    /// Queues a batch.
+    fn copy(&mut self, batch: Batch) -> Result<()>;
+
+    /// Moves finished batches into `done`, without waiting.
+    fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()>;
+
+    /// Readable whenever `poll` may have something to give.
+    fn wake(&self) -> RawFd;
+
+    /// Batches queued and not yet polled.
+    fn in_flight(&self) -> usize;
+}

@@ -1,0 +1,107 @@
+//! Every default and limit, in one place. Python's `penstock.Options` mirrors this struct and adds nothing.
+
+use std::time::Duration;
+
+/// 1 KiB, 1 MiB, 1 GiB in bytes.
+pub(crate) const KIB: u64 = 1 << 10;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
+
+/// Page size assumed for alignment of reads and of file-phase blocks: O_DIRECT needs 512 or 4096 and both divide it.
+pub const PAGE: u64 = 4096;
+/// A transparent huge page; also the granule in which private CPU memory is given back.
+pub const HUGE_PAGE: u64 = 2 * MIB;
+/// Where tensors start in blocks allocated on a GPU (the alignment that cudaMalloc itself promises).
+pub const GPU_ALIGN: u64 = 256;
+/// Where tensors start in dense blocks allocated on the CPU (a cache line).
+pub const CPU_ALIGN: u64 = 64;
+/// Small neighbours share an allocated block of at most this size; a larger tensor has a block of its own.
+pub const SHARED_BLOCK: u64 = 32 * MIB;
+
+/// How bytes should travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Io {
+    /// Chosen per extent from file system, residency, device and cache policy.
+    #[default]
+    Auto,
+    /// The page cache is mapped (CPU targets only).
+    Mapped,
+    /// Reads through the page cache.
+    Buffered,
+    /// O_DIRECT, on the best interface that this kernel grants.
+    Direct,
+    /// O_DIRECT through io_uring.
+    Uring,
+    /// O_DIRECT through Linux AIO.
+    Aio,
+    /// O_DIRECT through a pool of threads.
+    Threads,
+}
+
+/// What a load does to the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cache {
+    /// Keep where keeping costs nothing, else bypass.
+    #[default]
+    Auto,
+    /// Cold bytes go through the page cache, so that the next start is warm.
+    Keep,
+    /// Cold bytes leave the page cache as it was.
+    Bypass,
+}
+
+/// In which order tensors are read and handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    /// As they stand in the files.
+    #[default]
+    File,
+    /// Grouped by layer (the first number in the name), files within.
+    Layer,
+}
+
+/// Options of one load. `Default` is what nearly everybody should use.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// How bytes should travel.
+    pub io: Io,
+    /// What the load does to the page cache.
+    pub cache: Cache,
+    /// Most bytes of staging memory (slabs) for this process. At least two extents.
+    pub staging: u64,
+    /// Most bytes of one extent: one I/O.
+    pub extent: u64,
+    /// Most reads in flight; 0 adapts to the route.
+    pub depth: u32,
+    /// Worker threads of the buffered and mapped routes; 0 adapts to cores and file system.
+    pub threads: u32,
+    /// On a CPU target: `Some(true)` gives private copies, `Some(false)` insists on mapping where the file system allows
+    /// it, `None` maps what is worth mapping.
+    pub copy: Option<bool>,
+    /// Unwanted bytes between two wanted runs are read, not skipped, up to this many.
+    pub gap: u64,
+    /// Order of reading and hand-out.
+    pub order: Order,
+    /// Most bytes read ahead of the consumer of a stream; at least the largest tensor is always allowed.
+    pub window: u64,
+    /// With nothing moving for this long, reads count as hung and the load fails.
+    pub stall_timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            io: Io::Auto,
+            cache: Cache::Auto,
+            staging: 256 * MIB,
+            extent: 4 * MIB,
+            depth: 0,
+            threads: 0,
+            copy: None,
+            gap: 16 * KIB,
+            order: Order::File,
+            window: GIB,
+            stall_timeout: Duration::from_secs(120),
+        }
+    }
+}
