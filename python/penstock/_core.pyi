@@ -1,0 +1,158 @@
+"""The extension module: thin bindings of the Rust core. Not public; `penstock` re-exports what is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+__version__: Final[str]
+
+@final
+class Options:
+    """Options of one load: see `penstock.Options`."""
+
+    def __new__(
+        cls,
+        *,
+        io: str | None = None,
+        cache: str | None = None,
+        staging: int | str | None = None,
+        extent: int | str | None = None,
+        depth: int | None = None,
+        threads: int | None = None,
+        copy: bool | None = None,
+        gap: int | str | None = None,
+        window: int | str | None = None,
+        stall_timeout: float | None = None,
+    ) -> Options: ...
+    @property
+    def io(self) -> str: ...
+    @property
+    def cache(self) -> str: ...
+    @property
+    def staging(self) -> int: ...
+    @property
+    def extent(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def copy(self) -> bool | None: ...
+    @property
+    def gap(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def stall_timeout(self) -> float: ...
+    @staticmethod
+    def names() -> list[str]: ...
+
+@final
+class Checkpoint:
+    """A validated checkpoint. Tensors are numbered in file order."""
+
+    @staticmethod
+    def open(sources: Sequence[str]) -> Checkpoint: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, name: object) -> bool: ...
+    def keys(self) -> list[str]: ...
+    def index(self, name: str) -> int: ...
+    def info(self, index: int) -> tuple[str, str, tuple[int, ...], int, int, int]:
+        """(name, dtype, shape, file number, begin, end) with offsets counted from the start of the file."""
+    def matching(self, patterns: Sequence[str]) -> list[int]: ...
+    def files(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
+    def file_metadata(self, file: int) -> dict[str, str] | None: ...
+    def file_tensors(self, file: int) -> tuple[int, int]: ...
+    def data_start(self, file: int) -> int: ...
+    def nbytes(self) -> int: ...
+    def warnings(self) -> list[str]: ...
+    def verify_unchanged(self) -> None: ...
+
+@final
+class Load:
+    """One load, running in the background from the moment it is made."""
+
+    @staticmethod
+    def start(
+        checkpoint: Checkpoint,
+        options: Options,
+        *,
+        wants: Sequence[int] | None = None,
+        regions: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+        device: str = "cpu",
+        order: str = "file",
+        stream: bool = False,
+        caller_blocks: bool = False,
+        into: Sequence[tuple[int, int]] | None = None,
+        keep: object = None,
+        fence: int = 0,
+    ) -> Load:
+        """Plans and starts.
+
+        wants: tensor numbers (None: all). regions: per want, one (start, stop) per dimension, or None for the whole.
+        device: "cpu", "cuda:N", "rocm:N". stream: bound read-ahead by options.window until `take`.
+        caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
+        into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load has ended;
+        `fence` is a CUevent that the copies wait for.
+        """
+    def blocks(self) -> list[int]:
+        """Sizes in bytes of the destination blocks, in the order of hand-out."""
+    def places(self) -> list[tuple[int, int, int]]:
+        """(block, offset, nbytes) of each want."""
+    def wanted_blocks(self) -> list[int]:
+        """Blocks that the engine would like granted now (stream: those inside the window), not yet granted."""
+    def grant(self, block: int, address: int, keep: object, fence: int = 0) -> None: ...
+    def next(self, timeout: float | None = None) -> int | None | bool:
+        """The next want in hand-out order: its number; None at the end; True: blocks want granting; False: timed out."""
+    def take(self, want: int) -> None:
+        """The consumer has taken this want: its bytes no longer count against the window."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end of the load; False if `timeout` (seconds) passed first. Raises its error. Ctrl-C raises."""
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None:
+        """Cancels if still running and waits until nothing of it runs any more. Idempotent."""
+    def progress(self) -> tuple[int, int]:
+        """(bytes ready, bytes wanted)."""
+    def report(self) -> dict[str, Any]: ...
+    def touched(self) -> list[int]:
+        """Wants (with `into`) whose destination is no longer what it was before the load."""
+    def address(self, want: int) -> int: ...
+    def capsule(self, want: int, dtype: tuple[int, int], shape: Sequence[int]) -> object:
+        """A DLPack capsule ("dltensor") that owns a share of the block. dtype: (code, bits). Once per want."""
+    def capsules(
+        self, wants: Sequence[int], dtypes: dict[str, tuple[int, int, int]], convert: Callable[[object], Any]
+    ) -> list[Any]:
+        """`convert(capsule)` for many ready wants, with the loop in Rust.
+
+        dtypes: per dtype name (DLPack code, bits, elements of the last dimension that make up one DLPack element).
+        """
+    def views(self, wants: Sequence[int]) -> list[View]: ...
+
+@final
+class View:
+    """Bytes of one want on the CPU, owning a share of its block: `__array_interface__` (uint8, 1-D, writable)."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __dlpack__(self, *, stream: object = None, **kwargs: object) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+def residency(path: str) -> tuple[int, int, int]:
+    """(resident bytes, size in bytes, number of probes) of one file in the page cache."""
+
+def evict(path: str) -> int:
+    """Drops the file's clean pages from the page cache; bytes still resident afterwards."""
+
+def warm(path: str, threads: int = 0) -> int:
+    """Reads the file into the page cache; bytes resident afterwards."""
+
+def probe(path: str) -> dict[str, Any]:
+    """What the machine and the file system of `path` offer: for `penstock doctor`."""
+
+def gpus() -> dict[str, Any]:
+    """Drivers and GPUs found, or why not."""
