@@ -1,4 +1,7 @@
-"""The extension module: thin bindings of the Rust core. Not public; `penstock` re-exports what is."""
+"""The extension module: thin bindings of the Rust core. Not public; `penstock` re-exports what is.
+
+Errors of the core are raised as what `penstock._errors.from_core(kind, message, path, range, errno)` returns.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
@@ -7,7 +10,7 @@ __version__: Final[str]
 
 @final
 class Options:
-    """Options of one load: see `penstock.Options`."""
+    """Options of one load: see `penstock.Options`. An unknown keyword is a ValueError that lists the known ones."""
 
     def __new__(
         cls,
@@ -59,6 +62,8 @@ class Checkpoint:
     def info(self, index: int) -> tuple[str, str, tuple[int, ...], int, int, int]:
         """(name, dtype, shape, file number, begin, end) with offsets counted from the start of the file."""
     def matching(self, patterns: Sequence[str]) -> list[int]: ...
+    def by_dtype(self, wants: Sequence[int] | None = None) -> dict[str, list[int]]:
+        """Positions in `wants` (tensor numbers; None: all) by dtype name, each list ascending."""
     def files(self) -> list[str]: ...
     def metadata(self) -> dict[str, str] | None: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
@@ -131,10 +136,15 @@ class Load:
 
 @final
 class View:
-    """Bytes of one want on the CPU, owning a share of its block: `__array_interface__` (uint8, 1-D, writable)."""
+    """Bytes of one ready want, owning a share of its block and nothing else of the load.
+
+    `__array_interface__` (CPU only): uint8, 1-D, writable. `__dlpack__`: the same bytes as uint8.
+    """
 
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
+    def capsule(self, dtype: tuple[int, int], shape: Sequence[int]) -> object:
+        """A DLPack capsule ("dltensor") of the whole view on its device; as often as wanted. dtype: (code, bits)."""
     @property
     def address(self) -> int: ...
     @property
