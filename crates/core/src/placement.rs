@@ -1,7 +1,7 @@
 //! Placement: what part of each tensor this process wants, as contiguous byte ranges ("runs").
 
-use crate::error::Result;
-use crate::format::{Checkpoint, TensorInfo};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{quoted, Checkpoint, TensorInfo};
 use std::ops::Range;
 
 /// One wanted tensor or part of a tensor.
@@ -28,7 +28,7 @@ impl Want {
     pub fn shape(&self, info: &TensorInfo<'_>) -> Vec<u64> {
         match &self.region {
             None => info.shape.to_vec(),
-            Some(r) => r.iter().map(|r| r.end - r.start).collect(),
+            Some(r) => r.iter().map(|r| r.end.saturating_sub(r.start)).collect(),
         }
     }
 }
@@ -46,11 +46,70 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The runs of `want`. Errors with kind `Slice` if a range is out of bounds or does not fall on whole bytes
-    /// (sub-byte dtypes).
+    /// The runs of `want`, as few and as long as they can be.
+    ///
+    /// # Errors
+    /// `Slice` if the region has the wrong rank, leaves the tensor, or does not fall on whole bytes (sub-byte dtypes);
+    /// `UnknownTensor` if the checkpoint has no tensor of that number.
     pub fn of(checkpoint: &Checkpoint, want: &Want) -> Result<Runs> {
-        let _ = (checkpoint, want);
-        unimplemented!()
+        if want.tensor as usize >= checkpoint.len() {
+            return Err(Error::new(
+                ErrorKind::UnknownTensor,
+                format!("no tensor number {}: the checkpoint has {}", want.tensor, checkpoint.len()),
+            ));
+        }
+        let info = checkpoint.tensor(want.tensor);
+        let Some(region) = &want.region else {
+            return Ok(Runs { start: info.begin, len: info.nbytes(), axes: Vec::new() });
+        };
+        let fail = |why: String| {
+            let path = &checkpoint.files()[info.file as usize].path;
+            Err(Error::new(
+                ErrorKind::Slice,
+                format!("slice {region:?} of tensor {} ({} x {:?}): {why}", quoted(info.name), info.dtype, info.shape),
+            )
+            .at(path)
+            .range(info.begin..info.end))
+        };
+        if region.len() != info.shape.len() {
+            return fail(format!("it has {} dimensions, the tensor {}", region.len(), info.shape.len()));
+        }
+        for (axis, (r, &extent)) in region.iter().zip(info.shape).enumerate() {
+            if r.start > r.end || r.end > extent {
+                return fail(format!("{}..{} is not within 0..{extent} in dimension {axis}", r.start, r.end));
+            }
+        }
+        if region.iter().any(|r| r.start == r.end) {
+            return Ok(Runs { start: info.begin, len: 0, axes: Vec::new() });
+        }
+        // No product below overflows: opening the checkpoint has multiplied this shape out, and as nothing here is empty
+        // every factor is at least 1.
+        let bits = info.dtype.bits();
+        let (mut start, mut len, mut stride) = (0, bits, bits);
+        let mut whole = true;
+        let mut axes: Vec<(u64, u64)> = Vec::new();
+        for (r, &extent) in region.iter().zip(info.shape).rev() {
+            let count = r.end - r.start;
+            start += r.start * stride;
+            if whole {
+                // Everything further in is wanted in full, so this range is contiguous.
+                len *= count;
+                whole = count == extent;
+            } else if count > 1 {
+                match axes.last_mut() {
+                    // The next axis out goes on where this one ends: one longer axis.
+                    Some(inner) if inner.0 * inner.1 == stride => inner.0 *= count,
+                    _ => axes.push((count, stride)),
+                }
+            }
+            stride *= extent;
+        }
+        if start % 8 != 0 || len % 8 != 0 || axes.iter().any(|a| a.1 % 8 != 0) {
+            return fail(format!("with {bits} bits to an element it does not fall on whole bytes"));
+        }
+        axes.reverse();
+        axes.iter_mut().for_each(|a| a.1 /= 8);
+        Ok(Runs { start: info.begin + start / 8, len: len / 8, axes })
     }
 
     /// How many runs there are.

@@ -3,12 +3,22 @@
 //! The layout of a shard file is: eight bytes of little-endian header length N, N bytes of JSON, then the data section,
 //! in which tensors follow each other without gaps or overlaps (safetensors format specification).
 
+mod discover;
 mod dtype;
+mod header;
+mod identity;
+mod index;
+mod open;
+mod shard;
 
 pub use dtype::DType;
+pub(crate) use header::quoted;
+pub use header::{MAX_HEADER, MAX_RANK};
+pub use identity::Identity;
 
 use crate::error::Result;
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +34,8 @@ pub struct Checkpoint {
     shapes: Vec<u64>,
     /// Open-addressed index from name to tensor number.
     by_name: hashbrown::HashTable<u32>,
+    hasher: RandomState,
+    metadata: BTreeMap<String, String>,
     warnings: Vec<String>,
 }
 
@@ -36,25 +48,12 @@ pub struct ShardFile {
     pub identity: Identity,
     /// Offset of the data section: 8 + header length, in bytes.
     pub data_start: u64,
+    /// Bytes that opening the checkpoint read from this file: its header, or the first read where that is longer.
+    pub header_read: u64,
     /// `__metadata__`, if present and not null.
     pub metadata: Option<BTreeMap<String, String>>,
     /// Numbers of this file's tensors: a contiguous range, in offset order.
     pub tensors: Range<u32>,
-}
-
-/// Tells two versions of a file apart: from statx.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Identity {
-    /// Device number of the file system.
-    pub dev: u64,
-    /// Inode number.
-    pub ino: u64,
-    /// Size in bytes.
-    pub size: u64,
-    /// Last modification, nanoseconds since the epoch.
-    pub mtime_ns: i128,
-    /// Last status change, nanoseconds since the epoch.
-    pub ctime_ns: i128,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -94,10 +93,29 @@ impl TensorInfo<'_> {
 }
 
 impl Checkpoint {
-    /// Opens what `sources` name: one shard file, several, a directory, or an index file.
+    /// Opens what `sources` name: one shard file, several, a directory, or an index file (`*.json`).
+    ///
+    /// In a directory, `model.safetensors.index.json` is looked for, then any other `*.safetensors.index.json`, then every
+    /// `*.safetensors`. With an index, files it does not name are ignored, and so are tensors in its files that it does
+    /// not map (with a warning).
+    ///
+    /// Every header is read and checked here, in parallel; nothing of the tensors is. No descriptor stays open.
+    ///
+    /// # Errors
+    /// `NotFound` (also for shard files an index names: all of them in one error), `Permission`, `NotACheckpoint`,
+    /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
-        let _ = sources;
-        unimplemented!()
+        let sources: Vec<&Path> = sources.iter().map(AsRef::as_ref).collect();
+        open::open(&sources)
+    }
+
+    /// A checkpoint of one file from its first bytes in memory (at least the header) and its size: for tests and fuzzing.
+    #[doc(hidden)]
+    pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
+        let hasher = RandomState::new();
+        let path = Path::new("memory.safetensors");
+        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(path))?;
+        open::merge(vec![(path.to_path_buf(), shard)], hasher, Vec::new())
     }
 
     /// Number of tensors.
@@ -115,7 +133,7 @@ impl Checkpoint {
         let e = &self.tensors[index as usize];
         TensorInfo {
             index,
-            name: &self.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize],
+            name: self.name(index),
             dtype: e.dtype,
             shape: &self.shapes[e.shape.0 as usize..e.shape.0 as usize + usize::from(e.shape.1)],
             file: e.file,
@@ -126,8 +144,13 @@ impl Checkpoint {
 
     /// The tensor called `name`.
     pub fn find(&self, name: &str) -> Option<TensorInfo<'_>> {
-        let _ = (&self.by_name, name);
-        unimplemented!()
+        let hash = self.hasher.hash_one(name);
+        self.by_name.find(hash, |&i| self.name(i) == name).map(|&i| self.tensor(i))
+    }
+
+    fn name(&self, index: u32) -> &str {
+        let (start, len) = self.tensors[index as usize].name;
+        &self.names[start as usize..(start + len) as usize]
     }
 
     /// All tensors in file order.
@@ -143,6 +166,17 @@ impl Checkpoint {
     /// Bytes of all tensors together.
     pub fn nbytes(&self) -> u64 {
         self.tensors.iter().map(|e| e.end - e.begin).sum()
+    }
+
+    /// `__metadata__` of all files together; where they disagree on a key, the first file's value. Each file's own is in
+    /// [`ShardFile::metadata`].
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Bytes that opening the checkpoint read from its shard files.
+    pub fn header_read(&self) -> u64 {
+        self.files.iter().map(|f| f.header_read).sum()
     }
 
     /// Oddities that were tolerated, for the log: a wrong `total_size`, say.

@@ -1,0 +1,166 @@
+//! From what the user named to the shard files it stands for.
+
+use super::shard::os_error;
+use crate::error::{Error, ErrorKind, Result};
+use std::cmp::Ordering;
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// What a source stands for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// Shard files, in natural order.
+    Files(Vec<PathBuf>),
+    /// An index; the files are in it.
+    Index(PathBuf),
+}
+
+/// What `sources` stand for: one path (shard file, directory, index) or a list of shard files.
+pub(super) fn discover(sources: &[&Path]) -> Result<Found> {
+    match sources {
+        [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
+        [one] if is_index(one) => Ok(Found::Index(one.to_path_buf())),
+        [one] => {
+            let found = fs::metadata(one).map_err(|e| os_error("open", &e).at(one))?;
+            if found.is_dir() {
+                directory(one)
+            } else {
+                Ok(Found::Files(vec![one.to_path_buf()]))
+            }
+        }
+        many => {
+            let mut files: Vec<PathBuf> = many.iter().map(|p| p.to_path_buf()).collect();
+            if let Some(index) = files.iter().find(|f| is_index(f)) {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    "an index in a list of files: give the index alone, it names its files, or the shard files without it",
+                )
+                .at(index));
+            }
+            files.sort_by(|a, b| natural(a.as_os_str(), b.as_os_str()));
+            if let Some(twice) = files.windows(2).find(|w| w[0] == w[1]) {
+                return Err(Error::new(ErrorKind::Invalid, "this file is in the list twice").at(&twice[0]));
+            }
+            Ok(Found::Files(files))
+        }
+    }
+}
+
+fn is_index(path: &Path) -> bool {
+    path.extension() == Some(OsStr::new("json"))
+}
+
+/// Indexes are called `model.safetensors.index.json`; a variant stands before (`model.fp16.safetensors.index.json`,
+/// diffusers) or inside the ending (`model.safetensors.index.fp16.json`, transformers).
+fn is_index_name(name: &str) -> bool {
+    match name.strip_suffix(".json").and_then(|n| n.split_once(".safetensors.index")) {
+        Some((_, variant)) => variant.is_empty() || variant.starts_with('.'),
+        None => false,
+    }
+}
+
+fn has_variant(name: &str) -> bool {
+    name.strip_suffix(".safetensors.index.json").is_none_or(|stem| stem.contains('.'))
+}
+
+fn directory(dir: &Path) -> Result<Found> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(|e| os_error("list", &e).at(dir))? {
+        names.push(entry.map_err(|e| os_error("list", &e).at(dir))?.file_name());
+    }
+    names.sort_by(|a, b| natural(a, b));
+    let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
+    if !indexes.is_empty() {
+        let plain: Vec<&str> = indexes.iter().copied().filter(|n| !has_variant(n)).collect();
+        let chosen = match (&plain[..], &indexes[..]) {
+            (plain, _) if plain.contains(&"model.safetensors.index.json") => "model.safetensors.index.json",
+            ([one], _) | ([], [one]) => one,
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Index,
+                    format!("several indexes in this directory, give the one that is meant: {}", indexes.join(", ")),
+                )
+                .at(dir));
+            }
+        };
+        return Ok(Found::Index(dir.join(chosen)));
+    }
+    let files: Vec<PathBuf> = names
+        .iter()
+        .filter(|n| Path::new(n).extension() == Some(OsStr::new("safetensors")))
+        .map(|n| dir.join(n))
+        .collect();
+    if files.is_empty() {
+        return Err(nothing_in(dir, &names));
+    }
+    Ok(Found::Files(files))
+}
+
+/// The error for a directory without safetensors files: says what is there instead.
+fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
+    const SHOWN: usize = 8;
+    let lossy: Vec<_> = names.iter().map(|n| n.to_string_lossy()).collect();
+    let ends = |ends: &[&str]| lossy.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));
+    let text = if names.is_empty() {
+        "the directory is empty".to_owned()
+    } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
+        format!("no safetensors file in this directory, but {n}: a download that has not ended?")
+    } else if let Some(n) = ends(&[".bin", ".pt", ".pth", ".ckpt"]) {
+        format!("no safetensors file in this directory, but {n}, a torch.save file: convert it to safetensors first")
+    } else if let Some(n) = ends(&[".gguf"]) {
+        format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
+    } else {
+        let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
+        format!("no safetensors file in this directory; it holds {}{more}", lossy[..names.len().min(SHOWN)].join(", "))
+    };
+    Error::new(ErrorKind::NotFound, text).at(dir)
+}
+
+/// Natural order: runs of digits compare as numbers, so that `model-2` stands before `model-10`. A total order: names
+/// that differ only in leading zeros still differ.
+pub(super) fn natural(a: &OsStr, b: &OsStr) -> Ordering {
+    let (full_a, full_b) = (a.as_bytes(), b.as_bytes());
+    let (mut a, mut b) = (full_a, full_b);
+    loop {
+        match (a.first(), b.first()) {
+            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
+                let ((m, rest_a), (n, rest_b)) = (number(a), number(b));
+                match m.len().cmp(&n.len()).then_with(|| m.cmp(n)) {
+                    Ordering::Equal => (a, b) = (rest_a, rest_b),
+                    unequal => return unequal,
+                }
+            }
+            (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
+            (x, y) => return x.cmp(&y).then_with(|| full_a.cmp(full_b)),
+        }
+    }
+}
+
+/// The digits at the start without leading zeros, and what follows.
+fn number(s: &[u8]) -> (&[u8], &[u8]) {
+    let end = s.iter().position(|b| !b.is_ascii_digit()).unwrap_or(s.len());
+    let zeros = s[..end].iter().take_while(|&&b| b == b'0').count();
+    (&s[zeros..end], &s[end..])
+}
+
+/// Shard files whose names say `-00001-of-00003` when not all of the three are there: (set, number missing).
+pub(super) fn incomplete_sets(files: &[PathBuf]) -> Vec<String> {
+    let mut sets: Vec<(&str, usize, usize)> = Vec::new();
+    for name in files.iter().filter_map(|f| f.file_stem()?.to_str()) {
+        let Some((head, of)) = name.rsplit_once("-of-") else { continue };
+        let (Some((prefix, part)), Ok(of)) = (head.rsplit_once('-'), of.parse::<usize>()) else { continue };
+        if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
+            continue;
+        }
+        match sets.iter_mut().find(|s| (s.0, s.1) == (prefix, of)) {
+            Some(set) => set.2 += 1,
+            None => sets.push((prefix, of, 1)),
+        }
+    }
+    sets.iter()
+        .filter(|s| s.2 < s.1)
+        .map(|(prefix, of, there)| format!("{there} of the {of} shard files of `{prefix}` are here, by their names"))
+        .collect()
+}

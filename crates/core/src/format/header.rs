@@ -1,0 +1,519 @@
+//! One shard file's header: JSON straight into arenas, then the checks that make it believable.
+//!
+//! The parser writes names, shapes and entries into three growing arrays and allocates nothing else per tensor. Its
+//! memory is bounded by a small multiple of the header's length, which is capped before the header is read.
+//!
+//! Compared with the safetensors crate 0.8, whose verdict is otherwise ours, this parser is stricter in four points: keys
+//! may not repeat (at the top, in an entry, in `__metadata__`), an entry must be an object (the crate also takes an array
+//! of its three fields), a dtype must be a string, and a shape has at most [`MAX_RANK`] dimensions. It is looser in none.
+
+use super::dtype::DType;
+use super::Entry;
+use crate::error::{Error, ErrorKind, Result};
+use hashbrown::hash_table::Entry as Slot;
+use hashbrown::{HashSet, HashTable};
+use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use std::collections::btree_map;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+
+/// Longest header that is read, in bytes; the format's own limit.
+pub const MAX_HEADER: u64 = 100_000_000;
+
+/// Most dimensions a tensor may have: torch and numpy both stop at 64.
+pub const MAX_RANK: usize = 64;
+
+/// The tensors of one header, sorted by offset. Entries refer to `names` and `shapes`; their offsets count from the start
+/// of the file; their `file` is 0.
+#[derive(Debug, Default)]
+pub(super) struct Header {
+    pub(super) names: String,
+    pub(super) shapes: Vec<u64>,
+    pub(super) entries: Vec<Entry>,
+    /// Hash of each entry's name.
+    pub(super) hashes: Vec<u64>,
+    pub(super) metadata: Option<BTreeMap<String, String>>,
+}
+
+/// Parses `json`, the header without its length, of a file `size` bytes long whose data section begins at `data_start`.
+pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &RandomState) -> Result<Header> {
+    let text = std::str::from_utf8(json).map_err(|e| {
+        let at = 8 + e.valid_up_to() as u64;
+        Error::new(ErrorKind::Header, "the header is not valid UTF-8").range(at..at + 1)
+    })?;
+    // A tensor takes about 100 bytes of header; too small a guess only costs a rehash.
+    let guess = text.len() / 96;
+    let mut state = State {
+        header: Header {
+            names: String::with_capacity(text.len() / 3),
+            shapes: Vec::with_capacity(guess * 2),
+            entries: Vec::with_capacity(guess),
+            hashes: Vec::with_capacity(guess),
+            metadata: None,
+        },
+        by_name: HashTable::with_capacity(guess),
+        hasher,
+        has_metadata: false,
+        inside: None,
+    };
+    let mut json = serde_json::Deserializer::from_str(text);
+    let parsed = json.deserialize_map(Top(&mut state)).and_then(|()| json.end());
+    if let Err(e) = parsed {
+        let at = 8 + offset_of(text, e.line(), e.column());
+        let of = match &state.inside {
+            Some(Inside::Tensor((start, len))) => {
+                format!("tensor {}: ", quoted(&state.header.names[*start as usize..(*start + *len) as usize]))
+            }
+            Some(Inside::Metadata) => "__metadata__: ".to_owned(),
+            None => String::new(),
+        };
+        return Err(
+            Error::new(ErrorKind::Header, format!("malformed header: {of}{}", without_position(&e))).range(at..at + 1)
+        );
+    }
+    let mut header = state.header;
+    check(&mut header, data_start, size)?;
+    Ok(header)
+}
+
+/// Sorts the entries by offset and checks that each has the bytes its dtype and shape need, that together they cover the
+/// data section without gap or overlap, and that the section is there. Makes offsets count from the start of the file.
+fn check(h: &mut Header, data_start: u64, size: u64) -> Result<()> {
+    let sorted = h.entries.is_sorted_by_key(|e| (e.begin, e.end));
+    if !sorted {
+        // Ties (empty tensors) keep the header's order, so that numbering is the same on every rank.
+        let mut order: Vec<u32> = (0..h.entries.len() as u32).collect();
+        order.sort_by_key(|&i| (h.entries[i as usize].begin, h.entries[i as usize].end));
+        h.entries = order.iter().map(|&i| h.entries[i as usize]).collect();
+        h.hashes = order.iter().map(|&i| h.hashes[i as usize]).collect();
+    }
+    let name = |e: &Entry| quoted(&h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize]);
+    let fail = |text: String| Err(Error::new(ErrorKind::Header, text));
+    let mut at = 0;
+    let mut previous: Option<&Entry> = None;
+    for e in &h.entries {
+        if e.begin > e.end {
+            return fail(format!("tensor {} begins at {}, after its end at {}", name(e), e.begin, e.end));
+        }
+        if e.begin != at {
+            let before = previous.map_or("the start of the data section".to_owned(), |p| format!("tensor {}", name(p)));
+            return fail(if e.begin < at {
+                format!(
+                    "tensor {} at data offsets {}..{} overlaps {before}, which ends at {at}",
+                    name(e),
+                    e.begin,
+                    e.end
+                )
+            } else {
+                format!("hole: {} bytes between {before} and tensor {} belong to no tensor", e.begin - at, name(e))
+            });
+        }
+        let shape = &h.shapes[e.shape.0 as usize..e.shape.0 as usize + usize::from(e.shape.1)];
+        let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+        let Some(bits) = elements.and_then(|n| n.checked_mul(e.dtype.bits())) else {
+            return fail(format!("tensor {}: the size of {} x {shape:?} overflows 64 bits", name(e), e.dtype));
+        };
+        if bits % 8 != 0 {
+            return fail(format!("tensor {}: {} x {shape:?} does not fill whole bytes", name(e), e.dtype));
+        }
+        if bits / 8 != e.end - e.begin {
+            return fail(format!(
+                "tensor {}: {} x {shape:?} takes {} bytes, but its data offsets {}..{} span {}",
+                name(e),
+                e.dtype,
+                bits / 8,
+                e.begin,
+                e.end,
+                e.end - e.begin
+            ));
+        }
+        at = e.end;
+        previous = Some(e);
+    }
+    let held = size - data_start;
+    if at > held {
+        return Err(Error::new(
+            ErrorKind::Truncated,
+            format!(
+                "the file is {size} bytes long, {} bytes short of what its header describes: unfinished download?",
+                at - held
+            ),
+        )
+        .range(size..data_start.saturating_add(at)));
+    }
+    if at < held {
+        return Err(Error::new(
+            ErrorKind::Header,
+            format!("the last {} bytes of the file belong to no tensor: the header does not cover it", held - at),
+        )
+        .range(data_start + at..size));
+    }
+    for e in &mut h.entries {
+        e.begin += data_start;
+        e.end += data_start;
+    }
+    Ok(())
+}
+
+/// A tensor's name for a message: quoted, control characters escaped, and cut where somebody made it a megabyte long.
+pub(crate) fn quoted(name: &str) -> String {
+    const SHOWN: usize = 160;
+    let mut out = String::from("`");
+    out.extend(name.chars().take(SHOWN).flat_map(|c| {
+        let plain = (!c.is_control()).then_some(c);
+        plain.into_iter().chain(plain.is_none().then(|| c.escape_default()).into_iter().flatten())
+    }));
+    if name.chars().nth(SHOWN).is_some() {
+        out.push_str("...");
+    }
+    out.push('`');
+    out
+}
+
+/// What serde_json says, without its "at line 1 column 2": we give the byte range.
+pub(super) fn without_position(e: &serde_json::Error) -> String {
+    let mut text = e.to_string();
+    if let Some(at) = text.rfind(" at line ") {
+        text.truncate(at);
+    }
+    text
+}
+
+/// Byte offset in `text` of serde_json's one-based line and column (a column counts bytes).
+pub(super) fn offset_of(text: &str, line: usize, column: usize) -> u64 {
+    let line_start = match line {
+        0 | 1 => 0,
+        _ => text.bytes().enumerate().filter(|b| b.1 == b'\n').nth(line - 2).map_or(text.len(), |b| b.0 + 1),
+    };
+    (line_start + column.saturating_sub(1)).min(text.len()) as u64
+}
+
+enum Inside {
+    Tensor((u32, u32)),
+    Metadata,
+}
+
+struct State<'h> {
+    header: Header,
+    by_name: HashTable<u32>,
+    hasher: &'h RandomState,
+    has_metadata: bool,
+    /// Where the parser is, for messages.
+    inside: Option<Inside>,
+}
+
+impl State<'_> {
+    fn key<E: de::Error>(&mut self, key: &str) -> Result<Key, E> {
+        if key == "__metadata__" {
+            if std::mem::replace(&mut self.has_metadata, true) {
+                return Err(E::custom("duplicate key `__metadata__`"));
+            }
+            self.inside = Some(Inside::Metadata);
+            return Ok(Key::Metadata);
+        }
+        let Header { names, entries, hashes, .. } = &mut self.header;
+        let hash = self.hasher.hash_one(key);
+        let number = entries.len() as u32;
+        let same = |&i: &u32| {
+            let (start, len) = entries[i as usize].name;
+            hashes[i as usize] == hash && names[start as usize..(start + len) as usize] == *key
+        };
+        match self.by_name.entry(hash, same, |&i| hashes[i as usize]) {
+            Slot::Occupied(_) => return Err(E::custom(format_args!("duplicate key {}", quoted(key)))),
+            Slot::Vacant(slot) => slot.insert(number),
+        };
+        // A header has at most MAX_HEADER bytes, so its arenas stay far below u32::MAX.
+        let name = (names.len() as u32, key.len() as u32);
+        names.push_str(key);
+        hashes.push(hash);
+        self.inside = Some(Inside::Tensor(name));
+        Ok(Key::Tensor(name))
+    }
+}
+
+enum Key {
+    Metadata,
+    Tensor((u32, u32)),
+}
+
+struct Top<'a, 'h>(&'a mut State<'h>);
+
+impl<'de> Visitor<'de> for Top<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with one entry for each tensor")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let state = self.0;
+        while let Some(key) = map.next_key_seed(KeySeed(state))? {
+            match key {
+                Key::Metadata => state.header.metadata = map.next_value_seed(MetadataSeed)?,
+                Key::Tensor(name) => {
+                    let entry = map.next_value_seed(EntrySeed { name, shapes: &mut state.header.shapes })?;
+                    state.header.entries.push(entry);
+                }
+            }
+            state.inside = None;
+        }
+        Ok(())
+    }
+}
+
+struct KeySeed<'a, 'h>(&'a mut State<'h>);
+
+impl<'de> DeserializeSeed<'de> for KeySeed<'_, '_> {
+    type Value = Key;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Key, D::Error> {
+        d.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for KeySeed<'_, '_> {
+    type Value = Key;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the name of a tensor")
+    }
+    fn visit_str<E: de::Error>(self, key: &str) -> Result<Key, E> {
+        self.0.key(key)
+    }
+}
+
+struct EntrySeed<'a> {
+    name: (u32, u32),
+    shapes: &'a mut Vec<u64>,
+}
+
+impl<'de> DeserializeSeed<'de> for EntrySeed<'_> {
+    type Value = Entry;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Entry, D::Error> {
+        d.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for EntrySeed<'_> {
+    type Value = Entry;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with `dtype`, `shape` and `data_offsets`")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entry, A::Error> {
+        let (mut dtype, mut shape, mut offsets) = (None, None, None);
+        // Unknown fields are let be, as the safetensors crate does; the set is made when the first one comes.
+        let mut others: Option<HashSet<String>> = None;
+        fn once<T, E: de::Error>(slot: &mut Option<T>, value: T, key: &str) -> Result<(), E> {
+            match slot.replace(value) {
+                None => Ok(()),
+                Some(_) => Err(E::custom(format_args!("duplicate key `{key}`"))),
+            }
+        }
+        while let Some(field) = map.next_key_seed(FieldSeed)? {
+            match field {
+                Field::DType => once(&mut dtype, map.next_value_seed(DTypeSeed)?, "dtype")?,
+                Field::Shape => once(&mut shape, map.next_value_seed(ShapeSeed(self.shapes))?, "shape")?,
+                Field::Offsets => once(&mut offsets, map.next_value_seed(OffsetsSeed)?, "data_offsets")?,
+                Field::Other(key) => {
+                    let message = format!("duplicate key {}", quoted(&key));
+                    if !others.get_or_insert_default().insert(key) {
+                        return Err(de::Error::custom(message));
+                    }
+                    map.next_value_seed(Ignored)?;
+                }
+            }
+        }
+        let (begin, end) = offsets.ok_or_else(|| de::Error::missing_field("data_offsets"))?;
+        Ok(Entry {
+            name: self.name,
+            begin,
+            end,
+            shape: shape.ok_or_else(|| de::Error::missing_field("shape"))?,
+            dtype: dtype.ok_or_else(|| de::Error::missing_field("dtype"))?,
+            file: 0,
+        })
+    }
+}
+
+enum Field {
+    DType,
+    Shape,
+    Offsets,
+    Other(String),
+}
+
+struct FieldSeed;
+
+impl<'de> DeserializeSeed<'de> for FieldSeed {
+    type Value = Field;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Field, D::Error> {
+        d.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for FieldSeed {
+    type Value = Field;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a field's name")
+    }
+    fn visit_str<E: de::Error>(self, key: &str) -> Result<Field, E> {
+        Ok(match key {
+            "dtype" => Field::DType,
+            "shape" => Field::Shape,
+            "data_offsets" => Field::Offsets,
+            other => Field::Other(other.to_owned()),
+        })
+    }
+}
+
+struct DTypeSeed;
+
+impl<'de> DeserializeSeed<'de> for DTypeSeed {
+    type Value = DType;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<DType, D::Error> {
+        d.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for DTypeSeed {
+    type Value = DType;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a dtype such as \"BF16\"")
+    }
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<DType, E> {
+        DType::parse(name).ok_or_else(|| E::custom(format_args!("unknown dtype {}", quoted(name))))
+    }
+}
+
+/// Appends the dimensions to the arena and gives their place in it.
+struct ShapeSeed<'a>(&'a mut Vec<u64>);
+
+impl<'de> DeserializeSeed<'de> for ShapeSeed<'_> {
+    type Value = (u32, u8);
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(u32, u8), D::Error> {
+        d.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ShapeSeed<'_> {
+    type Value = (u32, u8);
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a shape: an array of integers from 0 to 2^64 - 1")
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(u32, u8), A::Error> {
+        let start = self.0.len();
+        while let Some(extent) = seq.next_element::<u64>()? {
+            if self.0.len() - start == MAX_RANK {
+                return Err(de::Error::custom(format_args!("shape has more than {MAX_RANK} dimensions")));
+            }
+            self.0.push(extent);
+        }
+        Ok((start as u32, (self.0.len() - start) as u8))
+    }
+}
+
+struct OffsetsSeed;
+
+impl<'de> DeserializeSeed<'de> for OffsetsSeed {
+    type Value = (u64, u64);
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(u64, u64), D::Error> {
+        d.deserialize_tuple(2, self)
+    }
+}
+
+impl<'de> Visitor<'de> for OffsetsSeed {
+    type Value = (u64, u64);
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("data_offsets: an array of two integers, begin and end")
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(u64, u64), A::Error> {
+        let begin = seq.next_element()?.ok_or_else(|| de::Error::invalid_length(0, &self))?;
+        let end = seq.next_element()?.ok_or_else(|| de::Error::invalid_length(1, &self))?;
+        Ok((begin, end))
+    }
+}
+
+/// `__metadata__`: null, or an object of strings.
+struct MetadataSeed;
+
+impl<'de> DeserializeSeed<'de> for MetadataSeed {
+    type Value = Option<BTreeMap<String, String>>;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Self::Value, D::Error> {
+        d.deserialize_option(self)
+    }
+}
+
+impl<'de> Visitor<'de> for MetadataSeed {
+    type Value = Option<BTreeMap<String, String>>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("null or an object whose values are strings")
+    }
+    fn visit_none<E: de::Error>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_unit<E: de::Error>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_some<D: Deserializer<'de>>(self, d: D) -> Result<Self::Value, D::Error> {
+        d.deserialize_map(self)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut metadata = BTreeMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            match metadata.entry(key) {
+                btree_map::Entry::Occupied(slot) => {
+                    return Err(de::Error::custom(format_args!("duplicate key {}", quoted(slot.key()))));
+                }
+                btree_map::Entry::Vacant(slot) => slot.insert(map.next_value()?),
+            };
+        }
+        Ok(Some(metadata))
+    }
+}
+
+/// Any value, parsed in full and dropped. Unlike [`serde::de::IgnoredAny`], which serde_json skips over, this refuses what
+/// the safetensors crate refuses inside unknown fields: lone surrogates, numbers out of range, nesting deeper than 128.
+pub(super) struct Ignored;
+
+impl<'de> DeserializeSeed<'de> for Ignored {
+    type Value = ();
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
+        d.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Ignored {
+    type Value = ();
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any JSON value")
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        while seq.next_element_seed(Ignored)?.is_some() {}
+        Ok(())
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while map.next_key_seed(Ignored)?.is_some() {
+            map.next_value_seed(Ignored)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! Telling two versions of a file apart.
+
+use crate::error::{Error, ErrorKind, Result};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Tells two versions of a file apart: device, inode, size and modification time, as the kernel reports them.
+///
+/// Two identities are equal when those four are. The time of the last status change is kept for reports but takes no
+/// part: `chmod`, `chown` and hard links (how hub caches deduplicate) move it and leave every byte as it was. What that
+/// costs: a rewrite in place, of the same size, by somebody who then restores the modification time is not seen.
+#[derive(Debug, Clone, Copy)]
+pub struct Identity {
+    /// Device number of the file system.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+    /// Size in bytes.
+    pub size: u64,
+    /// Last modification, nanoseconds since the epoch.
+    pub mtime_ns: i128,
+    /// Last status change, nanoseconds since the epoch.
+    pub ctime_ns: i128,
+}
+
+impl PartialEq for Identity {
+    fn eq(&self, other: &Self) -> bool {
+        (self.dev, self.ino, self.size, self.mtime_ns) == (other.dev, other.ino, other.size, other.mtime_ns)
+    }
+}
+
+impl Eq for Identity {}
+
+impl Identity {
+    /// The identity of an open file, now.
+    pub fn of(file: impl AsFd) -> io::Result<Identity> {
+        stat(file).map(|s| Self::from_stat(&s))
+    }
+
+    pub(super) fn from_stat(s: &libc::stat64) -> Identity {
+        // Field types differ between architectures, hence the casts.
+        #[allow(clippy::unnecessary_cast)]
+        Identity {
+            dev: s.st_dev as u64,
+            ino: s.st_ino as u64,
+            size: s.st_size as u64,
+            mtime_ns: s.st_mtime as i128 * 1_000_000_000 + s.st_mtime_nsec as i128,
+            ctime_ns: s.st_ctime as i128 * 1_000_000_000 + s.st_ctime_nsec as i128,
+        }
+    }
+
+    /// Compares what the file was with what it is `now`: an error of kind [`ErrorKind::Changed`] that says what differs.
+    /// The caller adds the path.
+    pub fn check(&self, now: &Identity) -> Result<()> {
+        if self == now {
+            return Ok(());
+        }
+        let what = if (self.dev, self.ino) != (now.dev, now.ino) {
+            format!(
+                "another file stands in its place (device {}, inode {} then; device {}, inode {} now)",
+                self.dev, self.ino, now.dev, now.ino
+            )
+        } else if self.size != now.size {
+            format!("it was {} bytes long and is {} now", self.size, now.size)
+        } else {
+            format!("it was modified at {} ns and again at {} ns since the epoch", self.mtime_ns, now.mtime_ns)
+        };
+        Err(Error::new(
+            ErrorKind::Changed,
+            format!(
+                "the file changed after the checkpoint was opened: {what}; open the checkpoint again once nobody writes to it"
+            ),
+        ))
+    }
+}
+
+/// `fstat`, for the type of the file as well as its identity.
+pub(super) fn stat(file: impl AsFd) -> io::Result<libc::stat64> {
+    let mut s = MaybeUninit::<libc::stat64>::uninit();
+    // SAFETY: the descriptor is borrowed for the call, and `s` has the size the kernel writes.
+    if unsafe { libc::fstat64(file.as_fd().as_raw_fd(), s.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: fstat returned 0, so it has filled the structure.
+    Ok(unsafe { s.assume_init() })
+}

@@ -1,0 +1,326 @@
+//! Index files: `weight_map` from tensor names to shard files.
+
+use super::header::{offset_of, quoted, without_position, Ignored};
+use crate::error::{Error, ErrorKind, Result};
+use hashbrown::hash_table::Entry as Slot;
+use hashbrown::HashTable;
+use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::OpenOptions;
+use std::hash::{BuildHasher, RandomState};
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Component, Path, PathBuf};
+
+/// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
+const MAX_INDEX: u64 = 400_000_000;
+
+/// A parsed index: every tensor's name and the shard file it is said to be in.
+#[derive(Default)]
+pub(super) struct Index {
+    /// Shard files as paths relative to the index, in order of first mention.
+    pub(super) files: Vec<PathBuf>,
+    pub(super) total_size: Option<f64>,
+    names: String,
+    entries: Vec<Mapped>,
+    by_name: HashTable<u32>,
+}
+
+struct Mapped {
+    name: (u32, u32),
+    file: u32,
+    hash: u64,
+}
+
+impl Index {
+    /// Reads and checks the index at `path`. Errors carry the path.
+    pub(super) fn read(path: &Path, hasher: &RandomState) -> Result<Index> {
+        Self::load(path, hasher).map_err(|e| e.at(path))
+    }
+
+    fn load(path: &Path, hasher: &RandomState) -> Result<Index> {
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
+            .open(path)
+            .map_err(|e| super::shard::os_error("open", &e))?;
+        let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
+        if !found.is_file() {
+            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, and this is no regular file"));
+        }
+        if found.len() > MAX_INDEX {
+            return Err(Error::new(
+                ErrorKind::Index,
+                format!("an index of {} bytes is over the limit of {MAX_INDEX}", found.len()),
+            ));
+        }
+        let mut bytes = Vec::with_capacity(found.len() as usize + 1);
+        // One byte more than the limit, so that a file growing meanwhile cannot fill the memory.
+        file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read the index", &e))?;
+        if bytes.is_empty() {
+            return Err(Error::new(
+                ErrorKind::NotACheckpoint,
+                "the index is empty: an unfinished download? Fetch it again",
+            ));
+        }
+        if bytes.starts_with(b"version https://git-lfs") {
+            return Err(Error::new(
+                ErrorKind::NotACheckpoint,
+                "not a checkpoint: a Git LFS pointer, not the index it stands for: run `git lfs pull` in the repository",
+            ));
+        }
+        Self::parse(&bytes, hasher)
+    }
+
+    /// Parses the text of an index.
+    pub(super) fn parse(bytes: &[u8], hasher: &RandomState) -> Result<Index> {
+        let text = std::str::from_utf8(bytes).map_err(|e| {
+            let at = e.valid_up_to() as u64;
+            Error::new(ErrorKind::Index, "the index is not valid UTF-8").range(at..at + 1)
+        })?;
+        let mut state = State { index: Index::default(), file_numbers: HashMap::new(), hasher, has_map: false };
+        let mut json = serde_json::Deserializer::from_str(text);
+        json.deserialize_map(Top(&mut state)).and_then(|()| json.end()).map_err(|e| {
+            let at = offset_of(text, e.line(), e.column());
+            Error::new(ErrorKind::Index, format!("malformed index: {}", without_position(&e))).range(at..at + 1)
+        })?;
+        if !state.has_map {
+            return Err(Error::new(ErrorKind::Index, "malformed index: it has no `weight_map`"));
+        }
+        if state.index.entries.is_empty() {
+            return Err(Error::new(ErrorKind::Index, "the index maps no tensor: its `weight_map` is empty"));
+        }
+        Ok(state.index)
+    }
+
+    /// Number of tensors in the index.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn name(&self, i: u32) -> &str {
+        let (start, len) = self.entries[i as usize].name;
+        &self.names[start as usize..(start + len) as usize]
+    }
+
+    /// Number of the file in [`files`](Self::files) that the index maps `name` to, and of the entry.
+    pub(super) fn file_of(&self, name: &str, hash: u64) -> Option<u32> {
+        let i = self.by_name.find(hash, |&i| self.entries[i as usize].hash == hash && self.name(i) == name)?;
+        Some(self.entries[*i as usize].file)
+    }
+
+    /// All (name, hash of the name, file number), in the index's order.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (&str, u64, u32)> {
+        self.entries.iter().enumerate().map(|(i, e)| (self.name(i as u32), e.hash, e.file))
+    }
+}
+
+/// `file` of a `weight_map` as a path that stays in the index's folder, judged by the name alone: hub caches are full of
+/// links that lead out of the folder, and rightly so.
+fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
+    if file.is_empty() {
+        return Err("is empty");
+    }
+    if file.contains('\0') {
+        return Err("contains a NUL character");
+    }
+    let mut path = PathBuf::new();
+    for part in Path::new(file).components() {
+        match part {
+            Component::Normal(part) => path.push(part),
+            Component::CurDir => {}
+            Component::ParentDir => return Err("leads out of the index's folder with `..`"),
+            Component::RootDir | Component::Prefix(_) => return Err("is an absolute path"),
+        }
+    }
+    if path.as_os_str().is_empty() {
+        return Err("names the folder itself");
+    }
+    Ok(path)
+}
+
+struct State<'h> {
+    index: Index,
+    file_numbers: HashMap<String, u32>,
+    hasher: &'h RandomState,
+    has_map: bool,
+}
+
+impl State<'_> {
+    fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
+        if let Some(&number) = self.file_numbers.get(file) {
+            return Ok(number);
+        }
+        let path = inside_folder(file)
+            .map_err(|why| E::custom(format_args!("the file name {} in weight_map {why}: refused", quoted(file))))?;
+        // `a` and `./a` are one file.
+        let number = match self.index.files.iter().position(|f| *f == path) {
+            Some(known) => known as u32,
+            None => {
+                self.index.files.push(path);
+                self.index.files.len() as u32 - 1
+            }
+        };
+        self.file_numbers.insert(file.to_owned(), number);
+        Ok(number)
+    }
+
+    fn name<E: de::Error>(&mut self, name: &str) -> Result<(), E> {
+        let Index { names, entries, by_name, .. } = &mut self.index;
+        let hash = self.hasher.hash_one(name);
+        let number = entries.len() as u32;
+        let same = |&i: &u32| {
+            let e = &entries[i as usize];
+            e.hash == hash && names[e.name.0 as usize..(e.name.0 + e.name.1) as usize] == *name
+        };
+        match by_name.entry(hash, same, |&i| entries[i as usize].hash) {
+            Slot::Occupied(_) => return Err(E::custom(format_args!("duplicate key {} in weight_map", quoted(name)))),
+            Slot::Vacant(slot) => slot.insert(number),
+        };
+        let place = (names.len() as u32, name.len() as u32);
+        names.push_str(name);
+        entries.push(Mapped { name: place, file: u32::MAX, hash });
+        Ok(())
+    }
+}
+
+struct Top<'a, 'h>(&'a mut State<'h>);
+
+impl<'de> Visitor<'de> for Top<'_, '_> {
+    type Value = ();
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with `weight_map`")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "weight_map" => {
+                    if std::mem::replace(&mut self.0.has_map, true) {
+                        return Err(de::Error::custom("duplicate key `weight_map`"));
+                    }
+                    map.next_value_seed(WeightMap(self.0))?;
+                }
+                "metadata" => self.0.index.total_size = map.next_value_seed(TotalSize)?,
+                _ => map.next_value_seed(Ignored)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+struct WeightMap<'a, 'h>(&'a mut State<'h>);
+
+impl<'de> DeserializeSeed<'de> for WeightMap<'_, '_> {
+    type Value = ();
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
+        d.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for WeightMap<'_, '_> {
+    type Value = ();
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("weight_map: an object from tensor names to file names")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while map.next_key_seed(Text(|name: &str| self.0.name(name)))?.is_some() {
+            let file = map.next_value_seed(Text(|file: &str| self.0.file(file)))?;
+            if let Some(last) = self.0.index.entries.last_mut() {
+                last.file = file;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A string handed to a function without being copied first.
+struct Text<F>(F);
+
+impl<'de, T, F: FnOnce(&str) -> Result<T, serde_json::Error>> DeserializeSeed<'de> for Text<F> {
+    type Value = T;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<T, D::Error> {
+        d.deserialize_str(self)
+    }
+}
+
+impl<T, F: FnOnce(&str) -> Result<T, serde_json::Error>> Visitor<'_> for Text<F> {
+    type Value = T;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string")
+    }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
+        (self.0)(text).map_err(E::custom)
+    }
+}
+
+/// `total_size` of the index's `metadata`. It only ever leads to a warning, so whatever else stands there is let be.
+struct TotalSize;
+
+impl<'de> DeserializeSeed<'de> for TotalSize {
+    type Value = Option<f64>;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Option<f64>, D::Error> {
+        d.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for TotalSize {
+    type Value = Option<f64>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("metadata: null or an object")
+    }
+    fn visit_unit<E>(self) -> Result<Option<f64>, E> {
+        Ok(None)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Option<f64>, A::Error> {
+        let mut total = None;
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "total_size" => total = map.next_value_seed(Number)?,
+                _ => map.next_value_seed(Ignored)?,
+            }
+        }
+        Ok(total)
+    }
+}
+
+/// A number, or `None` for anything else: writers have put floats and strings there.
+struct Number;
+
+impl<'de> DeserializeSeed<'de> for Number {
+    type Value = Option<f64>;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Option<f64>, D::Error> {
+        d.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Number {
+    type Value = Option<f64>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number")
+    }
+    fn visit_u64<E>(self, v: u64) -> Result<Option<f64>, E> {
+        Ok(Some(v as f64))
+    }
+    fn visit_i64<E>(self, v: i64) -> Result<Option<f64>, E> {
+        Ok(Some(v as f64))
+    }
+    fn visit_f64<E>(self, v: f64) -> Result<Option<f64>, E> {
+        Ok(Some(v))
+    }
+    fn visit_str<E>(self, v: &str) -> Result<Option<f64>, E> {
+        Ok(v.trim().parse().ok())
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<Option<f64>, E> {
+        Ok(None)
+    }
+    fn visit_unit<E>(self) -> Result<Option<f64>, E> {
+        Ok(None)
+    }
+    fn visit_seq<A: de::SeqAccess<'de>>(self, seq: A) -> Result<Option<f64>, A::Error> {
+        Ignored.visit_seq(seq).map(|()| None)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Option<f64>, A::Error> {
+        Ignored.visit_map(map).map(|()| None)
+    }
+}

@@ -1,0 +1,274 @@
+//! Opening a checkpoint: headers in parallel, then one set of arenas, then the index's say.
+
+use super::discover::{self, Found};
+use super::header::quoted;
+use super::index::Index;
+use super::shard::{self, Shard};
+use super::{Checkpoint, ShardFile};
+use crate::error::{Error, ErrorKind, Result};
+use hashbrown::hash_table::Entry as Slot;
+use hashbrown::HashTable;
+use std::collections::btree_map::Entry as MetadataSlot;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::hash::RandomState;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Headers read at once, at least: on a cold disk or a network file system the wait for the first bytes of each file is
+/// longer than the parse, so more threads than cores. Each holds one header in memory.
+const IN_FLIGHT: usize = 8;
+
+/// Names listed in one message.
+const SHOWN: usize = 12;
+
+pub(super) fn open(sources: &[&Path]) -> Result<Checkpoint> {
+    let hasher = RandomState::new();
+    match discover::discover(sources)? {
+        Found::Files(files) => {
+            let shards = read_all(&files, &hasher)?;
+            // One file on its own was chosen on purpose, whatever its name says about others.
+            let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
+            merge(files.into_iter().zip(shards).collect(), hasher, warnings)
+        }
+        Found::Index(path) => indexed(&path, hasher),
+    }
+}
+
+fn indexed(path: &Path, hasher: RandomState) -> Result<Checkpoint> {
+    let index = Index::read(path, &hasher)?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    // In natural order; `order[i]` is the index's number of file i.
+    let mut order: Vec<u32> = (0..index.files.len() as u32).collect();
+    let spelled = |&i: &u32| index.files[i as usize].as_os_str();
+    order.sort_by(|a, b| discover::natural(spelled(a), spelled(b)));
+    let files: Vec<PathBuf> = order.iter().map(|&i| folder.join(&index.files[i as usize])).collect();
+    let mut shards = read_all(&files, &hasher).map_err(|e| missing(path, &files).unwrap_or(e))?;
+
+    // One tensor in two files is refused before the index has its say: it would pick one of two contents silently.
+    let mut warnings = Vec::new();
+    let all: usize = shards.iter().map(|s| s.header.entries.len()).sum();
+    let mut kept = 0;
+    for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
+        let h = &mut shard.header;
+        let before = h.entries.len();
+        let mut unmapped: Vec<&str> = Vec::new();
+        let mut misplaced = None;
+        let mut keep = Vec::with_capacity(before);
+        for (e, &hash) in h.entries.iter().zip(&h.hashes) {
+            let name = &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
+            match index.file_of(name, hash) {
+                Some(mapped) if mapped == number => keep.push(true),
+                other => {
+                    if let (Some(mapped), None) = (other, &misplaced) {
+                        misplaced = Some((name.to_owned(), mapped));
+                    }
+                    unmapped.push(name);
+                    keep.push(false);
+                }
+            }
+        }
+        if let Some((name, mapped)) = misplaced {
+            return Err(Error::new(
+                ErrorKind::Index,
+                format!(
+                    "tensor {} is in {}, but the index maps it to {}",
+                    quoted(&name),
+                    file.display(),
+                    index.files[mapped as usize].display()
+                ),
+            )
+            .at(path));
+        }
+        if !unmapped.is_empty() {
+            let names = listed(unmapped.iter().map(|n| quoted(n)), unmapped.len());
+            warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.display()));
+            let mut k = keep.iter();
+            h.entries.retain(|_| *k.next().unwrap_or(&true));
+            let mut k = keep.iter();
+            h.hashes.retain(|_| *k.next().unwrap_or(&true));
+        }
+        kept += h.entries.len();
+    }
+    debug_assert!(kept <= all);
+    let mapped = index.len();
+    let named: Vec<(PathBuf, Shard)> = files.into_iter().zip(shards).collect();
+    let mut checkpoint = merge(named, hasher, warnings)?;
+    if kept < mapped {
+        let absent: Vec<String> = index
+            .entries()
+            .filter(|&(name, ..)| checkpoint.find(name).is_none())
+            .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize].display()))
+            .collect();
+        let n = absent.len();
+        return Err(Error::new(
+            ErrorKind::Index,
+            format!("{n} tensors of the index are not in the file it maps them to: {}", listed(absent.into_iter(), n)),
+        )
+        .at(path));
+    }
+    if let Some(total) = index.total_size {
+        let actual = checkpoint.nbytes();
+        if total != actual as f64 {
+            checkpoint
+                .warnings
+                .push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", path.display()));
+        }
+    }
+    Ok(checkpoint)
+}
+
+/// The error that lists every shard file of the index that is not there, if there is one.
+fn missing(index: &Path, files: &[PathBuf]) -> Option<Error> {
+    let gone: Vec<&PathBuf> = files.iter().filter(|f| f.metadata().is_err_and(|e| not_there(&e))).collect();
+    if gone.is_empty() {
+        return None;
+    }
+    let names =
+        listed(gone.iter().map(|f| f.file_name().unwrap_or(f.as_os_str()).to_string_lossy().into_owned()), gone.len());
+    let links = gone.iter().filter(|f| f.is_symlink()).count();
+    let links = if links > 0 { format!(" ({links} are links to nothing)") } else { String::new() };
+    Some(
+        Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{} of the {} shard files of this index are missing{links}: {names}. Fetch them into the same folder",
+                gone.len(),
+                files.len()
+            ),
+        )
+        .at(index),
+    )
+}
+
+fn not_there(e: &std::io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
+}
+
+fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
+    let mut out = names.take(SHOWN).collect::<Vec<_>>().join(", ");
+    if count > SHOWN {
+        let _ = write!(out, " and {} more", count - SHOWN);
+    }
+    out
+}
+
+/// Reads every header, several at a time. On failure the error is that of the first file (in order) that failed.
+fn read_all(files: &[PathBuf], hasher: &RandomState) -> Result<Vec<Shard>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = files.len().min(cores.max(IN_FLIGHT));
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    let work = || {
+        let mut done = Vec::new();
+        while !stop.load(Ordering::Relaxed) {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some(file) = files.get(i) else { break };
+            let shard = shard::open(file, hasher);
+            if shard.is_err() {
+                stop.store(true, Ordering::Relaxed);
+            }
+            done.push((i, shard));
+        }
+        done
+    };
+    let mut done = std::thread::scope(|scope| {
+        // Where no thread can be had (a process limit), the calling thread does all of it.
+        let others: Vec<_> =
+            (1..threads).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
+        let mut done = work();
+        for thread in others {
+            match thread.join() {
+                Ok(part) => done.extend(part),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        done
+    });
+    // Files are handed out in ascending order, so the first one that fails has always been read.
+    done.sort_unstable_by_key(|d| d.0);
+    done.into_iter().map(|d| d.1).collect()
+}
+
+/// Joins the headers into one checkpoint, refusing a name that stands in two files.
+pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: RandomState, warnings: Vec<String>) -> Result<Checkpoint> {
+    let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
+    let count = sum(|s| s.header.entries.len());
+    let (name_bytes, dims) = (sum(|s| s.header.names.len()), sum(|s| s.header.shapes.len()));
+    if [count, name_bytes, dims].iter().any(|&n| u32::try_from(n).is_err()) {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{count} tensors with {name_bytes} bytes of names: over 4 GiB of names or 2^32 tensors in one checkpoint"),
+        ));
+    }
+    let mut checkpoint = Checkpoint {
+        files: Vec::with_capacity(shards.len()),
+        tensors: Vec::with_capacity(count),
+        names: String::with_capacity(name_bytes),
+        shapes: Vec::with_capacity(dims),
+        by_name: HashTable::with_capacity(count),
+        hasher,
+        metadata: BTreeMap::new(),
+        warnings,
+    };
+    let mut hashes: Vec<u64> = Vec::with_capacity(count);
+    for (number, (path, shard)) in shards.into_iter().enumerate() {
+        let h = shard.header;
+        let (names, shapes) = (checkpoint.names.len() as u32, checkpoint.shapes.len() as u32);
+        let first = checkpoint.tensors.len() as u32;
+        checkpoint.names.push_str(&h.names);
+        checkpoint.shapes.extend_from_slice(&h.shapes);
+        hashes.extend_from_slice(&h.hashes);
+        checkpoint.tensors.extend(h.entries.iter().map(|e| {
+            let mut e = *e;
+            e.name.0 += names;
+            e.shape.0 += shapes;
+            e.file = number as u32;
+            e
+        }));
+        for (key, value) in h.metadata.iter().flatten() {
+            if let MetadataSlot::Vacant(slot) = checkpoint.metadata.entry(key.clone()) {
+                slot.insert(value.clone());
+            }
+        }
+        checkpoint.files.push(ShardFile {
+            path,
+            identity: shard.identity,
+            data_start: shard.data_start,
+            header_read: shard.header_read,
+            metadata: h.metadata,
+            tensors: first..checkpoint.tensors.len() as u32,
+        });
+    }
+    let mut by_name = std::mem::take(&mut checkpoint.by_name);
+    for (i, &hash) in hashes.iter().enumerate() {
+        let name = checkpoint.name(i as u32);
+        let same = |&j: &u32| hashes[j as usize] == hash && checkpoint.name(j) == name;
+        match by_name.entry(hash, same, |&j| hashes[j as usize]) {
+            Slot::Vacant(slot) => {
+                slot.insert(i as u32);
+            }
+            Slot::Occupied(slot) => {
+                let file = |i: u32| &checkpoint.files[checkpoint.tensors[i as usize].file as usize];
+                let (a, b) = (file(*slot.get()), file(i as u32));
+                let same_file = if (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino) {
+                    " (both names lead to one file)"
+                } else {
+                    ""
+                };
+                return Err(Error::new(
+                    ErrorKind::Header,
+                    format!(
+                        "tensor {} is also in {}{same_file}: the files do not belong to one checkpoint, or a variant of it \
+                         lies beside it; give only the files that are meant",
+                        quoted(name),
+                        a.path.display()
+                    ),
+                )
+                .at(&b.path));
+            }
+        }
+    }
+    checkpoint.by_name = by_name;
+    Ok(checkpoint)
+}
