@@ -8,5 +8,6 @@ pub mod options;
 pub mod placement;
 pub mod schedule;
 pub mod source;
+pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};

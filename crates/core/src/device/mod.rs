@@ -4,6 +4,8 @@
 //! their blocks in one submission; when its ticket comes back the bytes are there for everybody (on a GPU: the host has
 //! seen the event), and only then may the slab be rewritten.
 
+pub mod cpu;
+
 use crate::error::{Error, Result};
 use crate::source::Ticket;
 use std::any::Any;

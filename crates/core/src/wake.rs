@@ -1,0 +1,69 @@
+//! How other threads wake the one that sleeps in `poll(2)`: an eventfd.
+
+use crate::error::{Error, Result};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+/// An eventfd: readable from [`ring`](Self::ring) until [`quiet`](Self::quiet).
+///
+/// The pattern that loses no wake-up: the waker first makes its news visible, then rings; the woken thread is first
+/// quiet, then looks for news.
+#[derive(Debug)]
+pub struct Wake(OwnedFd);
+
+impl Wake {
+    /// A new one, not readable, closed on exec.
+    pub fn new() -> Result<Self> {
+        // SAFETY: no pointer is passed; the result is checked.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(Error::io("create an eventfd", &io::Error::last_os_error()));
+        }
+        // SAFETY: the call gave a new descriptor that nobody else owns.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// The descriptor to wait on for readability.
+    pub fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    /// Makes the descriptor readable. It fails only where the counter is at its maximum, and then it is readable.
+    pub fn ring(&self) {
+        // SAFETY: eight readable bytes, as eventfd(2) asks.
+        unsafe { libc::write(self.fd(), (&raw const ONE).cast(), 8) };
+    }
+
+    /// Makes the descriptor unreadable until the next ring.
+    pub fn quiet(&self) {
+        let mut count = 0u64;
+        // SAFETY: eight writable bytes, as eventfd(2) asks. EAGAIN means that it was quiet already.
+        unsafe { libc::read(self.fd(), (&raw mut count).cast(), 8) };
+    }
+
+    /// Whether it was rung since it was last quiet; waits up to `timeout_ms` (-1: for ever) for that.
+    pub fn wait(&self, timeout_ms: i32) -> bool {
+        let mut fd = libc::pollfd { fd: self.fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, as the count says.
+        unsafe { libc::poll(&mut fd, 1, timeout_ms) == 1 }
+    }
+}
+
+static ONE: u64 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_readable_from_ring_to_quiet() {
+        let wake = Wake::new().unwrap();
+        assert!(!wake.wait(0));
+        wake.quiet();
+        wake.ring();
+        wake.ring();
+        assert!(wake.wait(0) && wake.wait(0));
+        wake.quiet();
+        assert!(!wake.wait(0));
+    }
+}
