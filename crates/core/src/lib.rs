@@ -8,6 +8,7 @@ pub mod options;
 pub mod placement;
 pub mod schedule;
 pub mod source;
+pub mod staging;
 pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};

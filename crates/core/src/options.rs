@@ -18,6 +18,9 @@ pub const CPU_ALIGN: u64 = 64;
 /// Small neighbours share an allocated block of at most this size; a larger tensor has a block of its own.
 pub const SHARED_BLOCK: u64 = 32 * MIB;
 
+/// Staging memory that stays for the next load once the last one of the process has ended: 16 slabs of the default size.
+pub const IDLE_STAGING: u64 = 64 * MIB;
+
 /// How bytes should travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
