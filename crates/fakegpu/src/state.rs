@@ -1,0 +1,308 @@
+//! The one state of the library, and the frame around every driver call.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
+
+use crate::clocks::{AccessMap, Clock};
+use crate::codes::{Vendor, INVALID_CONTEXT, NOT_INITIALIZED};
+use crate::inject::Settings;
+use crate::memory::{Allocation, Region};
+use crate::misuse::{Kind, Log};
+use crate::stream::{Event, Stream};
+
+/// One device: its primary context and what is charged to it.
+#[derive(Debug, Default)]
+pub(crate) struct Device {
+    /// Outstanding `cuDevicePrimaryCtxRetain` calls.
+    pub(crate) retains: u64,
+    /// HIP makes the context by itself on first use and never gives it back.
+    pub(crate) touched_by_hip: bool,
+    /// The legacy default stream, once somebody used it.
+    pub(crate) default_stream: Option<usize>,
+    /// Bytes allocated now.
+    pub(crate) bytes: u64,
+    /// When the link to the device is free again, where a bandwidth is set.
+    pub(crate) link_free_at: Option<Instant>,
+}
+
+/// Numbers that tests read.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) calls: BTreeMap<&'static str, u64>,
+    pub(crate) bytes_h2d: u64,
+    pub(crate) bytes_d2h: u64,
+    pub(crate) device_bytes: u64,
+    pub(crate) peak_device_bytes: u64,
+    pub(crate) adopted_bytes: u64,
+    pub(crate) registered_bytes: u64,
+    pub(crate) peak_registered_bytes: u64,
+    pub(crate) contexts_made: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) settings: Settings,
+    pub(crate) log: Log,
+    pub(crate) counters: Counters,
+    /// Grows at every reset, so that what threads remember from before is void.
+    pub(crate) generation: u64,
+    pub(crate) initialized: bool,
+    pub(crate) devices: Vec<Device>,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// Freed too early: kept mapped so that the misuse is a line in the log and not a crash.
+    pub(crate) condemned: Vec<Region>,
+    /// Registered host ranges: start to length.
+    pub(crate) registrations: BTreeMap<u64, u64>,
+    pub(crate) host_accesses: AccessMap,
+    pub(crate) host_clock: Clock,
+    pub(crate) streams: BTreeMap<usize, Stream>,
+    pub(crate) events: BTreeMap<usize, Event>,
+    /// Handles that were destroyed; handles are never used again.
+    pub(crate) dead: BTreeSet<usize>,
+    pub(crate) handles: usize,
+    pub(crate) stream_indices: usize,
+    /// Copies submitted so far.
+    pub(crate) copies: u64,
+    /// Copies up to this number no longer hang.
+    pub(crate) released: u64,
+    /// The code that everything returns once the context is broken.
+    pub(crate) sticky: Option<i32>,
+}
+
+static STATE: OnceLock<Mutex<State>> = OnceLock::new();
+
+/// Signalled at every change that somebody may wait for: work submitted, done, released, streams gone.
+static CHANGED: Condvar = Condvar::new();
+
+pub(crate) fn lock() -> MutexGuard<'static, State> {
+    let state = STATE.get_or_init(|| {
+        // SAFETY: the handler is a plain function of this library, and takes the lock only if it is free.
+        unsafe { libc::atexit(report_at_exit) };
+        Mutex::new(State::new(0))
+    });
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn wait(guard: MutexGuard<'static, State>) -> MutexGuard<'static, State> {
+    CHANGED.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn changed() {
+    CHANGED.notify_all();
+}
+
+extern "C" fn report_at_exit() {
+    let Some(Ok(state)) = STATE.get().map(Mutex::try_lock) else { return };
+    if let Some(path) = &state.settings.report {
+        let text = format!("{}{}", state.log.text(), state.leaks());
+        if let Err(cause) = std::fs::write(path, text) {
+            eprintln!("fakegpu: cannot write the report {}: {cause}", path.display());
+        }
+    }
+}
+
+impl State {
+    pub(crate) fn new(generation: u64) -> Self {
+        let settings = Settings::from_environment();
+        let devices = std::iter::repeat_with(Device::default).take(settings.devices).collect();
+        Self {
+            settings,
+            log: Log::default(),
+            counters: Counters::default(),
+            generation,
+            initialized: false,
+            devices,
+            allocations: BTreeMap::new(),
+            condemned: Vec::new(),
+            registrations: BTreeMap::new(),
+            host_accesses: AccessMap::default(),
+            host_clock: Clock::default(),
+            streams: BTreeMap::new(),
+            events: BTreeMap::new(),
+            dead: BTreeSet::new(),
+            handles: 0,
+            stream_indices: 0,
+            copies: 0,
+            released: 0,
+            sticky: None,
+        }
+    }
+
+    pub(crate) fn misuse(&mut self, kind: Kind, detail: String) {
+        self.log.add(self.settings.on_misuse, kind, detail);
+    }
+
+    /// A handle nobody has had before in this generation. They look like addresses and point nowhere.
+    pub(crate) fn new_handle(&mut self) -> usize {
+        self.handles += 1;
+        0x00fa_ce00_0000 + ((self.generation as usize & 0xfff) << 32) + self.handles * 0x40
+    }
+
+    /// Makes the device's context if it has none, which only the expected devices may have.
+    pub(crate) fn context_made(&mut self, device: usize) {
+        self.counters.contexts_made += 1;
+        if self.settings.expect_devices >> device & 1 == 0 {
+            self.misuse(Kind::ForeignDevice, format!("a context was made on device {device}"));
+        }
+    }
+
+    /// What the program still holds, a line each.
+    pub(crate) fn leaks(&self) -> String {
+        let mut text = String::new();
+        let mut line = |what: std::fmt::Arguments<'_>| {
+            let _ = writeln!(text, "leak: {what}");
+        };
+        for a in self.allocations.values().filter(|a| a.region.is_some()) {
+            line(format_args!("device allocation of {} bytes at {:#x} on device {}", a.len, a.start, a.device));
+        }
+        for (start, len) in &self.registrations {
+            line(format_args!("host registration of {len} bytes at {start:#x}"));
+        }
+        for (handle, s) in self.streams.iter().filter(|(_, s)| s.counted && !s.destroyed) {
+            line(format_args!("stream {handle:#x} (stream #{}) on device {}", s.index, s.device));
+        }
+        for (handle, event) in &self.events {
+            line(format_args!("event {handle:#x} on device {}", event.device));
+        }
+        for (ordinal, device) in self.devices.iter().enumerate().filter(|(_, d)| d.retains > 0) {
+            line(format_args!("primary context of device {ordinal} retained {} times", device.retains));
+        }
+        text
+    }
+}
+
+thread_local! {
+    /// (generation, context handle) of this thread.
+    static CONTEXT: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+    /// (generation, current device) of this thread, for HIP.
+    static HIP_DEVICE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+}
+
+/// The handle of the primary context of `device`.
+pub(crate) fn context_handle(device: usize) -> usize {
+    0x00c0_de00_0000 + (device + 1) * 0x1000
+}
+
+/// A driver call under way: the state, locked, and which function it is.
+pub(crate) struct Call {
+    guard: Option<MutexGuard<'static, State>>,
+    pub(crate) vendor: Vendor,
+    pub(crate) name: &'static str,
+}
+
+impl Deref for Call {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        self.guard.as_deref().expect("the lock is only away inside wait()")
+    }
+}
+
+impl DerefMut for Call {
+    fn deref_mut(&mut self) -> &mut State {
+        self.guard.as_deref_mut().expect("the lock is only away inside wait()")
+    }
+}
+
+/// Functions that still work when the context is broken.
+const UNBREAKABLE: &[&str] =
+    &["cuInit", "cuDriver", "cuDevice", "cuCtx", "cuGetError", "hipInit", "hipDriver", "hipDevice", "hipGet", "hipSet"];
+
+/// Runs `body` as the driver function `name`: counted, made to fail when that was asked for, refused when the context is
+/// broken. Functions that give something back do so even then, as the context's end would.
+pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Call) -> Result<(), i32>) -> i32 {
+    let mut call = Call { guard: Some(lock()), vendor, name };
+    *call.counters.calls.entry(name).or_default() += 1;
+    if let Some(code) = call.settings.failure_of(name) {
+        return code;
+    }
+    let breakable = !UNBREAKABLE.iter().any(|prefix| name.starts_with(prefix));
+    let gives_back = ["Free", "Destroy", "Unregister"].iter().any(|verb| name.contains(verb));
+    if let Some(code) = call.sticky.filter(|_| breakable && !gives_back) {
+        return code;
+    }
+    let result = body(&mut call);
+    if let Some(code) = call.sticky.filter(|_| breakable) {
+        return code;
+    }
+    result.err().unwrap_or(0)
+}
+
+impl Call {
+    /// Lets others have the state until something changes.
+    pub(crate) fn wait(&mut self) {
+        let guard = self.guard.take().map(wait);
+        self.guard = guard;
+    }
+
+    /// Logs a misuse with the function's name in front and gives the code to return.
+    pub(crate) fn wrong(&mut self, kind: Kind, code: i32, detail: String) -> i32 {
+        let detail = format!("{}: {detail}", self.name);
+        self.misuse(kind, detail);
+        code
+    }
+
+    pub(crate) fn initialized(&mut self) -> Result<(), i32> {
+        if self.initialized || self.vendor == Vendor::Hip {
+            return Ok(());
+        }
+        Err(self.wrong(Kind::NoContext, NOT_INITIALIZED, "called before cuInit".to_owned()))
+    }
+
+    /// The current context's handle on this thread, 0 for none.
+    pub(crate) fn context(&self) -> usize {
+        let (generation, handle) = CONTEXT.get();
+        if generation == self.generation {
+            handle
+        } else {
+            0
+        }
+    }
+
+    pub(crate) fn set_context(&mut self, handle: usize) {
+        CONTEXT.set((self.generation, handle));
+    }
+
+    pub(crate) fn hip_device(&self) -> usize {
+        let (generation, device) = HIP_DEVICE.get();
+        if generation == self.generation {
+            device
+        } else {
+            0
+        }
+    }
+
+    pub(crate) fn set_hip_device(&mut self, device: usize) {
+        HIP_DEVICE.set((self.generation, device));
+    }
+
+    /// The device whose context is current on this thread: what every call that touches memory or queues needs.
+    pub(crate) fn current(&mut self) -> Result<usize, i32> {
+        self.initialized()?;
+        if self.vendor == Vendor::Hip {
+            let device = self.hip_device();
+            if !self.devices[device].touched_by_hip {
+                self.devices[device].touched_by_hip = true;
+                self.context_made(device);
+            }
+            return Ok(device);
+        }
+        let handle = self.context();
+        let Some(device) = (0..self.devices.len()).find(|d| context_handle(*d) == handle) else {
+            return Err(self.wrong(
+                Kind::NoContext,
+                INVALID_CONTEXT,
+                "no context is current on this thread".to_owned(),
+            ));
+        };
+        if self.devices[device].retains == 0 {
+            let detail = format!("the context of device {device} is current but was released");
+            return Err(self.wrong(Kind::NoContext, INVALID_CONTEXT, detail));
+        }
+        Ok(device)
+    }
+}
