@@ -5,11 +5,20 @@
 //! comes back with the outcome. Retrying short reads is the source's business; a read that is `Done` without error brought
 //! at least `need` bytes.
 
-use crate::error::{Error, Result};
+mod file;
+mod threads;
+
+pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residency};
+pub use threads::Threads;
+
+use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
 use std::any::Any;
-use std::os::fd::RawFd;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Names one read (or copy) from its submission to its completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -81,6 +90,11 @@ pub trait Source: Send {
 
     /// Reads submitted and not yet polled.
     fn in_flight(&self) -> usize;
+
+    /// Routes that were refused since the last call, and what took their place.
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        Vec::new()
+    }
 }
 
 /// A route that was refused, and what took its place.
@@ -92,4 +106,84 @@ pub struct Fallback {
     pub to: &'static str,
     /// Why: the file where one is concerned, the system call and its errno.
     pub reason: String,
+}
+
+/// How long dropping a source waits for reads that the kernel is still working on, before it leaves them behind with
+/// their memory. A disk answers within milliseconds even when it is busy; what takes longer hangs.
+const GRACE: Duration = Duration::from_secs(2);
+
+static QUARANTINED: AtomicUsize = AtomicUsize::new(0);
+
+/// Reads of this process that hang in the kernel and were left behind with their thread or ring, and their memory. Falls
+/// again if they ever finish.
+pub fn quarantined() -> usize {
+    QUARANTINED.load(Ordering::Relaxed)
+}
+
+/// What a source tells the router: done, or refused in a way that another interface may not share.
+enum Outcome {
+    Done(Done),
+    Refused { read: Read, cause: io::Error },
+}
+
+impl Outcome {
+    /// For a source that stands alone: what is refused has failed.
+    fn into_done(self, files: &Files) -> Done {
+        match self {
+            Outcome::Done(done) => done,
+            Outcome::Refused { read, cause } => read.done(files, Err(Error::io("read", &cause))),
+        }
+    }
+}
+
+impl Read {
+    /// The outcome of this read, which lets go of its memory; an error learns the file and the range.
+    fn done(self, files: &Files, result: Result<u64>) -> Done {
+        let range = self.offset..self.offset + self.need;
+        let result = result.map_err(|e| e.at(files.path(self.file)).range(range));
+        Done { ticket: self.ticket, result, route: self.route }
+    }
+
+    /// What became of a read that was given up.
+    fn cancelled(self, files: &Files) -> Done {
+        self.done(files, Err(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")))
+    }
+
+    /// `got` bytes arrived and then the file ended.
+    fn ended(&self, got: u64) -> Result<u64> {
+        if got >= self.need {
+            return Ok(got);
+        }
+        let text = format!(
+            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by a download that broke \
+             off or a writer that started over",
+            self.offset + got
+        );
+        Err(Error::new(ErrorKind::Truncated, text))
+    }
+}
+
+/// An eventfd that does not block.
+fn eventfd() -> Result<OwnedFd> {
+    // SAFETY: a plain system call.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 {
+        return Err(Error::io("create an eventfd", &io::Error::last_os_error()));
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Makes an eventfd readable.
+fn raise(eventfd: &OwnedFd) {
+    let one = 1u64;
+    // SAFETY: eight bytes are written from `one`. EAGAIN means that it is readable already.
+    unsafe { libc::write(eventfd.as_raw_fd(), (&raw const one).cast(), 8) };
+}
+
+/// Makes an eventfd unreadable again.
+fn lower(eventfd: &OwnedFd) {
+    let mut count = 0u64;
+    // SAFETY: eight bytes are read into `count`. EAGAIN means that it was not readable.
+    unsafe { libc::read(eventfd.as_raw_fd(), (&raw mut count).cast(), 8) };
 }

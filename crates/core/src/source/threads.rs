@@ -1,0 +1,493 @@
+//! A pool of threads that read: the buffered and the mapped route, and O_DIRECT where no asynchronous interface is
+//! granted.
+//!
+//! Threads start as reads queue up and end with the load. One that hangs in the kernel (a network mount whose server is
+//! gone cannot be interrupted) is left behind with its read, which keeps the memory that the kernel may still write to.
+
+use super::file::{lock, page_size, read_fully, Files};
+use super::{eventfd, lower, raise, Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use crate::error::{Error, ErrorKind, Result};
+use crate::schedule::Route;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Where bytes go that nobody wants: gaps between wanted runs are rarely longer, and it stays in the cache.
+const SCRATCH: usize = 64 << 10;
+/// Threads here need no stack to speak of, and a network file system gets many of them.
+const STACK: usize = 128 << 10;
+
+/// Reads by a pool of threads.
+#[derive(Debug)]
+pub struct Threads {
+    shared: Arc<Shared>,
+    handles: Vec<JoinHandle<()>>,
+    most_threads: usize,
+    depth: usize,
+    in_flight: usize,
+    process: u32,
+}
+
+#[derive(Debug)]
+struct Shared {
+    files: Arc<Files>,
+    state: Mutex<State>,
+    /// A read was queued, or the pool closes.
+    work: Condvar,
+    /// A read has finished or a thread has ended.
+    finished: Condvar,
+    wake: OwnedFd,
+    /// RWF_DONTCACHE was refused once.
+    no_uncached: AtomicBool,
+    /// MADV_POPULATE_READ was refused once.
+    no_populate: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<(Read, Way)>,
+    done: Vec<Outcome>,
+    fallbacks: Vec<Fallback>,
+    /// `wake` was raised and not lowered since: one write for however many completions.
+    raised: bool,
+    /// Threads alive, waiting for work, reading.
+    threads: usize,
+    idle: usize,
+    reading: usize,
+    /// Reads finished so far.
+    finished: u64,
+    closing: bool,
+    abandoned: bool,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State")
+            .field("queued", &self.queue.len())
+            .field("reading", &self.reading)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How a thread performs a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    Buffered,
+    /// Through the page cache, leaving nothing behind in it (RWF_DONTCACHE, 6.14): for O_DIRECT refused.
+    #[allow(dead_code)] // until the router is here
+    Uncached,
+    Mapped,
+    Direct,
+}
+
+impl Threads {
+    /// A pool of at most `threads` threads that takes at most `depth` reads at a time.
+    pub fn new(files: Arc<Files>, threads: usize, depth: usize) -> Result<Threads> {
+        let shared = Shared {
+            files,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            finished: Condvar::new(),
+            wake: eventfd()?,
+            no_uncached: AtomicBool::new(false),
+            no_populate: AtomicBool::new(false),
+        };
+        Ok(Threads {
+            shared: Arc::new(shared),
+            handles: Vec::new(),
+            most_threads: threads.max(1),
+            depth: depth.max(1),
+            in_flight: 0,
+            process: std::process::id(),
+        })
+    }
+
+    /// Threads started so far.
+    pub fn started(&self) -> usize {
+        self.handles.len()
+    }
+
+    pub(super) fn submit_as(&mut self, read: Read, way: Way) -> Result<(), Read> {
+        if self.in_flight >= self.depth {
+            return Err(read);
+        }
+        self.in_flight += 1;
+        let mut state = lock(&self.shared.state);
+        state.queue.push_back((read, way));
+        if state.idle >= state.queue.len() {
+            self.shared.work.notify_one();
+            return Ok(());
+        }
+        if state.threads < self.most_threads {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name("penstock-read".into()).stack_size(STACK);
+            match thread.spawn(move || shared.work()) {
+                Ok(handle) => {
+                    state.threads += 1;
+                    self.handles.push(handle);
+                }
+                // Fewer threads than wished for do the work too; none cannot.
+                Err(_) if state.threads > 0 => self.most_threads = state.threads,
+                Err(cause) => {
+                    if let Some((read, _)) = state.queue.pop_back() {
+                        let e = Error::new(ErrorKind::Limit, format!("cannot start a thread to read with: {cause}"));
+                        let done = read.done(&self.shared.files, Err(e));
+                        self.shared.finish(&mut state, Outcome::Done(done));
+                    }
+                }
+            }
+        }
+        self.shared.work.notify_one();
+        Ok(())
+    }
+
+    pub(super) fn drain(&mut self, out: &mut Vec<Outcome>) {
+        let mut state = lock(&self.shared.state);
+        if std::mem::take(&mut state.raised) {
+            lower(&self.shared.wake);
+        }
+        self.in_flight -= state.done.len();
+        out.append(&mut state.done);
+    }
+}
+
+impl Source for Threads {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        let way = match read.route {
+            Route::Mapped => Way::Mapped,
+            Route::Buffered => Way::Buffered,
+            Route::Direct => Way::Direct,
+        };
+        self.submit_as(read, way)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        let mut out = Vec::new();
+        self.drain(&mut out);
+        done.extend(out.into_iter().map(|o| o.into_done(&self.shared.files)));
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        let mut state = lock(&self.shared.state);
+        while let Some((read, _)) = state.queue.pop_front() {
+            let done = read.cancelled(&self.shared.files);
+            self.shared.finish(&mut state, Outcome::Done(done));
+        }
+    }
+
+    fn wake(&self) -> RawFd {
+        self.shared.wake.as_raw_fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut lock(&self.shared.state).fallbacks)
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // A forked child: the threads do not exist here, and one of them may have held the lock when it forked.
+            std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
+            std::mem::forget(self.shared.clone());
+            return;
+        }
+        let mut state = lock(&self.shared.state);
+        state.closing = true;
+        state.queue.clear();
+        self.shared.work.notify_all();
+        self.shared.finished.notify_all();
+        let until = Instant::now() + GRACE;
+        while state.threads > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = self.shared.finished.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let hung = state.threads;
+        state.abandoned = hung > 0;
+        QUARANTINED.fetch_add(hung, Ordering::Relaxed);
+        drop(state);
+        for handle in self.handles.drain(..) {
+            // With none hung all have left their loop and joining is a matter of microseconds. A hung one is detached:
+            // it owns its read, and so the memory that the kernel may still write to.
+            if hung == 0 || handle.is_finished() {
+                let _panicked = handle.join();
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn finish(&self, state: &mut State, outcome: Outcome) {
+        state.done.push(outcome);
+        if !std::mem::replace(&mut state.raised, true) {
+            raise(&self.wake);
+        }
+    }
+
+    fn fell_back(&self, fallback: Fallback) {
+        lock(&self.state).fallbacks.push(fallback);
+    }
+
+    /// What each thread does.
+    fn work(&self) {
+        block_signals();
+        let mut tools = Tools::default();
+        let mut state = lock(&self.state);
+        loop {
+            let Some((read, way)) = state.queue.pop_front() else {
+                if state.closing {
+                    break;
+                }
+                state.idle += 1;
+                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.idle -= 1;
+                continue;
+            };
+            state.reading += 1;
+            let finished = state.finished;
+            drop(state);
+            let result = catch_unwind(AssertUnwindSafe(|| self.perform(&read, way, &mut tools)));
+            let result = result.unwrap_or_else(|_| {
+                Err(Failure::Error(Error::new(ErrorKind::Internal, "a reading thread panicked: a bug in penstock")))
+            });
+            if matches!(&result, Err(Failure::Error(e)) if e.kind() == ErrorKind::Limit) {
+                // No descriptor left: those that other threads are using become free when they finish.
+                state = lock(&self.state);
+                let freed = state.finished != finished;
+                if (state.reading > 1 || freed) && !state.closing {
+                    state.queue.push_front((read, way));
+                    state.reading -= 1;
+                    if !freed {
+                        state = self.finished.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    }
+                    continue;
+                }
+                drop(state);
+            }
+            // The read lets go of its memory before anybody learns that it is done.
+            let outcome = match result {
+                Ok(got) => Outcome::Done(read.done(&self.files, Ok(got))),
+                Err(Failure::Error(e)) => Outcome::Done(read.done(&self.files, Err(e))),
+                Err(Failure::Refused(cause)) => Outcome::Refused { read, cause },
+            };
+            state = lock(&self.state);
+            state.reading -= 1;
+            state.finished += 1;
+            if state.closing {
+                continue;
+            }
+            self.finish(&mut state, outcome);
+            self.finished.notify_all();
+        }
+        state.threads -= 1;
+        if state.abandoned {
+            QUARANTINED.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.finished.notify_all();
+    }
+
+    fn perform(&self, read: &Read, way: Way, tools: &mut Tools) -> Result<u64, Failure> {
+        match (way, &read.into) {
+            (Way::Mapped, Destination::Mapping(at)) => self.populate(read, *at, tools),
+            (Way::Buffered, _) => self.read(read, 0, tools),
+            (Way::Uncached, _) => self.read_uncached(read, tools),
+            (Way::Direct, Destination::Memory(at)) => self.read_direct(read, *at),
+            _ => Err(Error::new(ErrorKind::Internal, "a read's route and destination do not go together").into()),
+        }
+    }
+
+    fn read(&self, read: &Read, flags: i32, tools: &mut Tools) -> Result<u64, Failure> {
+        let fd = self.files.open(read.file, false)?;
+        tools.aim(read)?;
+        // SAFETY: the read's places are valid while `keep` is held (invariant 5), and scratch is this thread's own.
+        let got =
+            unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, flags, self.files.most_per_call()) };
+        match got {
+            Ok(got) => Ok(read.ended(got)?),
+            Err(e) if flags != 0 => Err(Failure::Refused(e)),
+            Err(e) => Err(Error::io("read", &e).into()),
+        }
+    }
+
+    fn read_uncached(&self, read: &Read, tools: &mut Tools) -> Result<u64, Failure> {
+        if !self.no_uncached.load(Ordering::Relaxed) {
+            match self.read(read, libc::RWF_DONTCACHE, tools) {
+                Err(Failure::Refused(e)) => {
+                    if !self.no_uncached.swap(true, Ordering::Relaxed) {
+                        let reason = format!("{}: preadv2: {e}", self.files.path(read.file).display());
+                        self.fell_back(Fallback { from: "RWF_DONTCACHE", to: "page cache", reason });
+                    }
+                }
+                other => return other,
+            }
+        }
+        self.read(read, 0, tools)
+    }
+
+    fn read_direct(&self, read: &Read, at: *mut u8) -> Result<u64, Failure> {
+        let fd = match self.files.open(read.file, true) {
+            Err(e) if refuses_direct(e.errno()) => {
+                return Err(Failure::Refused(io::Error::from_raw_os_error(e.errno().unwrap_or(libc::EINVAL))))
+            }
+            fd => fd?,
+        };
+        let mut to = [libc::iovec { iov_base: at.cast(), iov_len: read.len as usize }];
+        // SAFETY: `len` bytes from `at` on are valid while `keep` is held (invariant 5).
+        let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut to, 0, self.files.most_per_call()) };
+        match got {
+            Ok(got) => Ok(read.ended(got)?),
+            Err(e) if refuses_direct(e.raw_os_error()) => self.finish_tail(read, at, &to[0], e),
+            Err(e) => Err(Error::io("read", &e).into()),
+        }
+    }
+
+    /// A read that stops at an odd byte (the end of the file, nearly always) cannot go on with O_DIRECT.
+    fn finish_tail(&self, read: &Read, at: *mut u8, left: &libc::iovec, refused: io::Error) -> Result<u64, Failure> {
+        let got = left.iov_base as u64 - at as u64;
+        if got == 0 {
+            return Err(Failure::Refused(refused));
+        }
+        if got >= read.need {
+            return Ok(got);
+        }
+        let fd = self.files.open(read.file, false)?;
+        let mut to = [*left];
+        // SAFETY: what is left of the read's memory.
+        let more = unsafe { read_fully(fd.as_raw_fd(), read.offset + got, &mut to, 0, self.files.most_per_call()) };
+        Ok(read.ended(got + more.map_err(|e| Error::io("read", &e))?)?)
+    }
+
+    /// Brings the pages under `len` bytes at `at` into the mapping, and reports what would be SIGBUS on first touch.
+    fn populate(&self, read: &Read, at: *mut u8, tools: &mut Tools) -> Result<u64, Failure> {
+        // Pages wholly past the end cannot be populated; what is wanted must not need them.
+        let got = read.len.min(self.files.size(read.file).saturating_sub(read.offset));
+        read.ended(got)?;
+        if got == 0 {
+            return Ok(0);
+        }
+        let page = page_size() as usize;
+        let start = at as usize / page * page;
+        let len = (at as usize + got as usize).next_multiple_of(page) - start;
+        while !self.no_populate.load(Ordering::Relaxed) {
+            // SAFETY: populating neither moves nor changes memory; the caller says that the range is mapped, and a
+            // range that is not is ENOMEM.
+            if unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_POPULATE_READ) } == 0 {
+                return Ok(got);
+            }
+            let e = io::Error::last_os_error();
+            match e.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => {}
+                // Before 5.14.
+                Some(libc::EINVAL) => {
+                    if !self.no_populate.swap(true, Ordering::Relaxed) {
+                        let reason = format!("madvise: {e}");
+                        self.fell_back(Fallback { from: "MADV_POPULATE_READ", to: "pread", reason });
+                    }
+                }
+                // A page could not be had: the file shrank, or the disk failed. Reading tells which.
+                Some(libc::EFAULT) => {
+                    self.files.verify_file(read.file)?;
+                    self.read_through(read, got, tools)?;
+                    return Err(Error::io("populate the mapping of the file", &e).into());
+                }
+                _ => return Err(Error::io("populate the mapping of the file", &e).into()),
+            }
+        }
+        // The page cache holds the bytes then and a first touch is a minor fault; touching the pages here instead could
+        // kill the process (SIGBUS).
+        self.read_through(read, got, tools)
+    }
+
+    fn read_through(&self, read: &Read, len: u64, tools: &mut Tools) -> Result<u64, Failure> {
+        let fd = self.files.open(read.file, false)?;
+        tools.places.clear();
+        tools.discard(len as usize);
+        // SAFETY: every place is this thread's scratch.
+        let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, 0, self.files.most_per_call()) };
+        Ok(read.ended(got.map_err(|e| Error::io("read", &e))?)?)
+    }
+}
+
+enum Failure {
+    Error(Error),
+    Refused(io::Error),
+}
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Self {
+        Failure::Error(e)
+    }
+}
+
+/// What a thread keeps from read to read.
+#[derive(Default)]
+struct Tools {
+    places: Vec<libc::iovec>,
+    scratch: Vec<u8>,
+}
+
+impl Tools {
+    /// Makes `places` what `read` wants filled.
+    fn aim(&mut self, read: &Read) -> Result<()> {
+        self.places.clear();
+        match &read.into {
+            Destination::Memory(at) => {
+                self.places.push(libc::iovec { iov_base: at.cast(), iov_len: read.len as usize });
+            }
+            Destination::Scatter(to) => {
+                for &(at, len) in to {
+                    if at.is_null() {
+                        self.discard(len);
+                    } else {
+                        self.places.push(libc::iovec { iov_base: at.cast(), iov_len: len });
+                    }
+                }
+            }
+            Destination::Mapping(_) => {
+                return Err(Error::new(ErrorKind::Internal, "a mapping is populated, not read into"))
+            }
+        }
+        Ok(())
+    }
+
+    fn discard(&mut self, mut len: usize) {
+        self.scratch.resize(SCRATCH, 0);
+        while len > 0 {
+            let step = len.min(SCRATCH);
+            self.places.push(libc::iovec { iov_base: self.scratch.as_mut_ptr().cast(), iov_len: step });
+            len -= step;
+        }
+    }
+}
+
+/// Errors by which a file system says that it does not do O_DIRECT, or not so.
+pub(super) fn refuses_direct(errno: Option<i32>) -> bool {
+    matches!(errno, Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTTY))
+}
+
+/// Signals are for the program's own threads: a handler that runs here would interrupt reads for nothing.
+fn block_signals() {
+    // SAFETY: the set is initialised by sigfillset before it is used; only this thread's mask changes.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut());
+    }
+}
