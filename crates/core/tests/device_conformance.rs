@@ -150,6 +150,8 @@ fn copies_every_byte_to_its_place(kind: &impl Kind) {
                         rows: p.rows,
                         from_stride: p.len + p.from_gap,
                         to_stride: p.len + p.to_gap,
+                        block: 0,
+                        pad: 0,
                     });
                     at += p.rows * (p.len + p.to_gap);
                 }
@@ -239,7 +241,16 @@ fn whole_slab(
     Batch {
         ticket: Ticket(ticket),
         slab: (slab.address(), SLAB),
-        copies: vec![Copy { from: slab.address(), to, len: SLAB as u64, rows: 1, from_stride: 0, to_stride: 0 }],
+        copies: vec![Copy {
+            from: slab.address(),
+            to,
+            len: SLAB as u64,
+            rows: 1,
+            from_stride: 0,
+            to_stride: 0,
+            block: 0,
+            pad: 0,
+        }],
         keep: Held::new(count, (slab.clone(), memory)),
     }
 }

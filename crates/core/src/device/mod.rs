@@ -27,6 +27,12 @@ pub struct Copy {
     pub from_stride: u64,
     /// Bytes from row to row at the destination.
     pub to_stride: u64,
+    /// Number of the destination block. Neighbours are joined into one transfer only within a block, since two blocks that
+    /// happen to touch may be two allocations.
+    pub block: u32,
+    /// Bytes right behind the last destination byte that the device may overwrite with anything: where this copy ends a
+    /// tensor in a block of ours, those up to the next possible tensor start; else 0.
+    pub pad: u32,
 }
 
 /// The copies out of one slab.
