@@ -27,7 +27,7 @@ PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5"
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick wheel deny clean
+.PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick peers wheel deny clean
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -67,19 +67,15 @@ lint-python: develop
 	$(VENV)/bin/mypy
 	$(RUN) -m mypy.stubtest penstock._core
 
-bench: $(BENCH_VENV) ceilings
+bench: peers
 	$(BENCH_VENV)/bin/python benches/bench.py $(BENCH)
 
-bench-quick: $(BENCH_VENV) ceilings
+bench-quick: peers
 	$(BENCH_VENV)/bin/python benches/bench.py --quick $(BENCH)
 
-# The peers have an environment of their own; torch and penstock are those of .venv.
-.PHONY: $(BENCH_VENV) ceilings
-$(BENCH_VENV): develop
-	@$(RUN) tools/environment.py $(BENCH_VENV) --torch $(PEERS)
-
-ceilings:
-	cargo build --release -p penstock-core --example ceilings
+# The peers have an environment of their own; torch is that of .venv, and penstock is imported from python/.
+peers: develop
+	@$(RUN) tools/environment.py $(BENCH_VENV) --torch --path python $(PEERS)
 
 # With ziglang the wheel is built against glibc 2.28 whatever this machine has; without it, for this machine alone.
 wheel: environment

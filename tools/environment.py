@@ -1,11 +1,11 @@
 """Makes a virtual environment, reusing a torch that is already there.
 
-    python tools/environment.py DIR [--torch] [--bare PACKAGE] REQUIREMENT...
+    python tools/environment.py DIR [--torch] [--path FOLDER] [--bare PACKAGE] REQUIREMENT...
 
 torch is by far the largest thing that the tests, the demo and the benchmark need. Where the interpreter that runs this
 script has one, a `.pth` file shows it to the new environment; otherwise `--torch` installs it. The other requirements
 are always installed into the environment itself, so that their versions and command-line tools are its own; `--bare`
-ones without what they depend on.
+ones without what they depend on. `--path` puts a folder of Python sources on the environment's path.
 
 Standard library only. Does nothing when the environment already holds what is asked for.
 """
@@ -51,13 +51,16 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--torch", action="store_true", help="torch is needed: reuse one, else install one")
     parser.add_argument("--bare", action="append", default=[], metavar="PACKAGE", help="install without dependencies")
+    parser.add_argument("--path", action="append", default=[], metavar="FOLDER", help="also import from here")
     parser.add_argument("requirements", nargs="*")
     arguments = parser.parse_intermixed_args()
 
     directory: Path = arguments.directory.absolute()
     python = directory / "bin" / "python"
     stamp = directory / ".installed"
-    wanted = "\n".join([*arguments.requirements, *arguments.bare, f"torch={arguments.torch}", sys.version])
+    wanted = "\n".join(
+        [*arguments.requirements, *arguments.bare, *arguments.path, f"torch={arguments.torch}", sys.version]
+    )
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return
 
@@ -79,6 +82,8 @@ def main() -> None:
             print(f"using the torch in {home}", flush=True)
         if not has_torch(python):
             pip_install(python, ["torch"])
+    if arguments.path:
+        (packages / "sources.pth").write_text("".join(f"{Path(path).absolute()}\n" for path in arguments.path))
     stamp.write_text(wanted)
 
 
