@@ -1,6 +1,7 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
 use super::header::{offset_of, quoted, without_position, Ignored};
+use super::shard;
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
@@ -44,7 +45,7 @@ impl Index {
             .read(true)
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
             .open(path)
-            .map_err(|e| super::shard::os_error("open", &e))?;
+            .map_err(|e| shard::os_error("open", &e))?;
         let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
         if !found.is_file() {
             return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, and this is no regular file"));
@@ -64,11 +65,8 @@ impl Index {
                 "the index is empty: an unfinished download? Fetch it again",
             ));
         }
-        if bytes.starts_with(b"version https://git-lfs") {
-            return Err(Error::new(
-                ErrorKind::NotACheckpoint,
-                "not a checkpoint: a Git LFS pointer, not the index it stands for: run `git lfs pull` in the repository",
-            ));
+        if let (false, Some(other)) = (bytes.trim_ascii_start().starts_with(b"{"), shard::recognise(&bytes)) {
+            return Err(other);
         }
         Self::parse(&bytes, hasher)
     }

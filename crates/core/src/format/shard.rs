@@ -71,13 +71,11 @@ fn read(path: &Path, hasher: &RandomState) -> Result<Shard> {
     if let Some(&first) = seen.iter().find(|b| !b.is_ascii_whitespace()) {
         // Not JSON at all: say so before 100 MB of it are read.
         if first != b'{' {
-            return Err(recognise(&bytes).unwrap_or_else(|| {
-                Error::new(
-                    ErrorKind::Header,
-                    format!("malformed header: it begins with byte {first:#04x}, not with `{{`"),
-                )
-                .range(8..data_start)
-            }));
+            return Err(Error::new(
+                ErrorKind::Header,
+                format!("malformed header: it begins with byte {first:#04x}, not with `{{`"),
+            )
+            .range(8..data_start));
         }
     }
     fill(&file, &mut bytes, data_start)?;
@@ -101,13 +99,11 @@ pub(super) fn parse(bytes: &[u8], size: u64, hasher: &RandomState) -> Result<Sha
 /// The header length in the first eight bytes of a file, checked against the limit and the file's size.
 fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
     let Some(length) = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)) else {
-        return Err(recognise(bytes).unwrap_or_else(|| {
-            Error::new(
-                ErrorKind::Truncated,
-                format!("the file is {size} bytes long, too short for a header: unfinished download?"),
-            )
-            .range(size..8)
-        }));
+        return Err(Error::new(
+            ErrorKind::Truncated,
+            format!("the file is {size} bytes long, too short for a header: unfinished download?"),
+        )
+        .range(size..8));
     };
     if length > MAX_HEADER {
         return Err(recognise(bytes).unwrap_or_else(|| {
@@ -186,8 +182,9 @@ fn not_a_file(mode: libc::mode_t) -> Error {
     Error::new(ErrorKind::NotACheckpoint, text)
 }
 
-/// Names the kinds of file that turn up where a safetensors file was expected.
-fn recognise(start: &[u8]) -> Option<Error> {
+/// Names the kinds of file that turn up where a safetensors file was expected. To be asked only once the first eight bytes
+/// have been found to be no header length: as one, `{` is 123 and the start of a pickle 640.
+pub(super) fn recognise(start: &[u8]) -> Option<Error> {
     let text = |s: &[u8]| {
         let blank = start.iter().take_while(|b| b.is_ascii_whitespace()).count();
         start.len() >= blank + s.len() && start[blank..blank + s.len()].eq_ignore_ascii_case(s)

@@ -1,0 +1,441 @@
+//! What a source stands for: files, lists, directories, indexes.
+
+mod checkpoints;
+
+use checkpoints::{header, shard, write, write_index};
+use penstock::format::{Checkpoint, DType, Identity};
+use penstock::{Error, ErrorKind};
+use std::fs::{self, File};
+use std::os::unix::fs::{symlink, FileExt};
+use std::path::{Path, PathBuf};
+use ErrorKind::{Changed, Header, Index, Invalid, NotACheckpoint, NotFound};
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+fn open(path: impl AsRef<Path>) -> Checkpoint {
+    Checkpoint::open(&[path]).expect("opens")
+}
+
+fn names(c: &Checkpoint) -> Vec<&str> {
+    c.tensors().map(|t| t.name).collect()
+}
+
+fn file_names(c: &Checkpoint) -> Vec<String> {
+    c.files().iter().map(|f| f.path.file_name().expect("a name").to_string_lossy().into_owned()).collect()
+}
+
+/// The error of opening `path`, which must be of `kind` and say all of `says`.
+fn refused(path: impl AsRef<Path>, kind: ErrorKind, says: &[&str]) -> Error {
+    let e = Checkpoint::open(&[path]).expect_err("must not open");
+    assert_eq!(e.kind(), kind, "{e}");
+    for text in says {
+        assert!(e.to_string().contains(text), "{text:?} is not in: {e}");
+    }
+    e
+}
+
+const INDEX: &str = "model.safetensors.index.json";
+
+#[test]
+fn every_dtype_is_read_as_it_is_written() {
+    let mut at = 0;
+    let entries: Vec<String> = DType::ALL
+        .iter()
+        .map(|d| {
+            let end = at + d.nbytes(8).expect("whole bytes");
+            let text = format!("\"{d}\":{{\"dtype\":\"{d}\",\"shape\":[2,4],\"data_offsets\":[{at},{end}]}}");
+            at = end;
+            text
+        })
+        .collect();
+    let d = folder();
+    let path = d.path().join("a.safetensors");
+    let bytes = shard(format!("{{{}}}", entries.join(",")).as_bytes(), at as usize);
+    fs::write(&path, &bytes).expect("written");
+    let c = open(&path);
+    let theirs = safetensors::SafeTensors::deserialize(&bytes).expect("the oracle takes it");
+    assert_eq!(c.len(), 22);
+    for t in c.tensors() {
+        assert_eq!(t.name, t.dtype.name());
+        assert_eq!(&bytes[t.begin as usize..t.end as usize], theirs.tensor(t.name).expect("there").data());
+    }
+}
+
+#[test]
+fn names_are_any_unicode_and_odd_header_sizes_are_fine() {
+    let d = folder();
+    let path = d.path().join("a.safetensors");
+    let odd = ["", "a b", "層.0.重み", "😀", "quote\"back\\slash", "\u{0}\u{7f}", "__metadata", "e\u{301}", "é"];
+    let list: Vec<(&str, u64)> = odd.iter().zip(1..).map(|(n, i)| (*n, i)).collect();
+    for pad in 0..9 {
+        let (json, data) = header(&list);
+        fs::write(&path, shard(format!("{json}{}", " ".repeat(pad)).as_bytes(), data)).expect("written");
+        let c = open(&path);
+        assert_eq!(names(&c), odd);
+        for (n, i) in &list {
+            assert_eq!(c.find(n).map(|t| t.nbytes()), Some(*i));
+        }
+        assert!(c.find("e").is_none());
+    }
+}
+
+#[test]
+fn offsets_beyond_4_gib_are_whole() {
+    let d = folder();
+    let path = d.path().join("sparse.safetensors");
+    let n: u64 = 5 << 30;
+    let json = format!(
+        r#"{{"big":{{"dtype":"F32","shape":[{},2],"data_offsets":[0,{n}]}},"tail":{{"dtype":"U8","shape":[3],"data_offsets":[{n},{}]}}}}"#,
+        n / 8,
+        n + 3
+    );
+    let file = File::create(&path).expect("created");
+    file.write_all_at(&shard(json.as_bytes(), 0), 0).expect("written");
+    let data_start = 8 + json.len() as u64;
+    file.set_len(data_start + n + 3).expect("sparse");
+    let c = open(&path);
+    let tail = c.find("tail").expect("there");
+    assert_eq!((tail.begin, tail.end), (data_start + n, data_start + n + 3));
+    assert_eq!(c.nbytes(), n + 3);
+    assert!(c.header_read() <= 64 * 1024);
+}
+
+#[test]
+fn tensors_are_numbered_in_file_order_whatever_the_header_says() {
+    let d = folder();
+    let path = d.path().join("a.safetensors");
+    let json = r#"{"late":{"dtype":"U8","shape":[2],"data_offsets":[2,4]},"none":{"dtype":"F32","shape":[0],"data_offsets":[2,2]},"early":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"also none":{"dtype":"U8","shape":[1,0],"data_offsets":[2,2]}}"#;
+    fs::write(&path, shard(json.as_bytes(), 4)).expect("written");
+    // Empty tensors at one offset keep the header's order.
+    assert_eq!(names(&open(&path)), ["early", "none", "also none", "late"]);
+}
+
+#[test]
+fn metadata_is_kept_for_each_file_and_merged_with_the_first_file_winning() {
+    let d = folder();
+    for (name, metadata) in [("1", r#"{"format":"pt","a":"1"}"#), ("2", "null"), ("3", r#"{"format":"np","b":"3"}"#)] {
+        let json = format!(r#"{{"__metadata__":{metadata}}}"#);
+        fs::write(d.path().join(name).with_extension("safetensors"), shard(json.as_bytes(), 0)).expect("written");
+    }
+    write(d.path().join("4.safetensors"), &[("t", 1)]);
+    let c = open(d.path());
+    let each: Vec<Option<usize>> = c.files().iter().map(|f| f.metadata.as_ref().map(|m| m.len())).collect();
+    assert_eq!(each, [Some(2), None, Some(2), None]);
+    let merged: Vec<(&str, &str)> = c.metadata().iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+    assert_eq!(merged, [("a", "1"), ("b", "3"), ("format", "pt")]);
+}
+
+#[test]
+fn a_directory_without_index_is_all_its_shard_files_in_natural_order() {
+    let d = folder();
+    for n in [10, 9, 1, 2] {
+        write(d.path().join(format!("model-{n}.safetensors")), &[(&format!("t{n}"), n)]);
+    }
+    fs::write(d.path().join("config.json"), "{}").expect("written");
+    fs::write(d.path().join("training.bin"), "x").expect("written");
+    let c = open(d.path());
+    assert_eq!(names(&c), ["t1", "t2", "t9", "t10"]);
+    assert_eq!(file_names(&c)[3], "model-10.safetensors");
+    let ranges: Vec<_> = c.files().iter().map(|f| f.tensors.clone()).collect();
+    assert_eq!(ranges, [0..1, 1..2, 2..3, 3..4]);
+    assert!(c.files()[0].path.starts_with(d.path()), "spelled as the caller spelled it");
+}
+
+#[test]
+fn a_list_of_files_is_sorted_and_may_name_each_once() {
+    let d = folder();
+    let path = |n: &str| d.path().join(n);
+    write(path("b-10.safetensors"), &[("x", 1)]);
+    write(path("b-9.safetensors"), &[("y", 1)]);
+    let c = Checkpoint::open(&[path("b-10.safetensors"), path("b-9.safetensors")]).expect("opens");
+    assert_eq!(names(&c), ["y", "x"]);
+    let twice = Checkpoint::open(&[path("b-9.safetensors"), path("b-9.safetensors")]).expect_err("twice");
+    assert!(twice.kind() == Invalid && twice.to_string().contains("b-9.safetensors: this file is in the list twice"));
+    symlink(path("b-9.safetensors"), path("link.safetensors")).expect("linked");
+    let linked = Checkpoint::open(&[path("b-9.safetensors"), path("link.safetensors")]).expect_err("one file");
+    assert!(linked.to_string().contains("both names lead to one file"), "{linked}");
+    let none: [&Path; 0] = [];
+    assert_eq!(Checkpoint::open(&none).expect_err("nothing").kind(), Invalid);
+    write_index(path(INDEX), &[("x", "b-10.safetensors")], "1");
+    let e = Checkpoint::open(&[path("b-9.safetensors"), path(INDEX)]).expect_err("an index in a list");
+    assert!(e.kind() == Invalid && e.to_string().contains(INDEX), "{e}");
+}
+
+#[test]
+fn a_tensor_in_two_files_is_refused_naming_both() {
+    let d = folder();
+    write(d.path().join("model.safetensors"), &[("w", 1)]);
+    write(d.path().join("model.fp16.safetensors"), &[("w", 1)]);
+    refused(d.path(), Header, &["`w`", "model.safetensors", "model.fp16.safetensors"]);
+}
+
+#[test]
+fn one_shard_of_a_set_opens_alone_and_an_incomplete_set_is_warned_about() {
+    let d = folder();
+    for n in [1, 3] {
+        write(d.path().join(format!("model-0000{n}-of-00003.safetensors")), &[(&format!("t{n}"), 1)]);
+    }
+    assert_eq!(open(d.path().join("model-00003-of-00003.safetensors")).warnings().len(), 0);
+    let c = open(d.path());
+    assert!(c.warnings()[0].contains("2 of the 3 shard files of `model`"), "{:?}", c.warnings());
+}
+
+#[test]
+fn an_index_is_honoured_and_files_it_does_not_name_are_ignored() {
+    let d = folder();
+    write(d.path().join("model-1.safetensors"), &[("a", 3), ("b", 2)]);
+    write(d.path().join("model-2.safetensors"), &[("c", 5)]);
+    write(d.path().join("consolidated.safetensors"), &[("a", 3), ("b", 2), ("c", 5)]);
+    fs::write(d.path().join("broken.safetensors"), "not read").expect("written");
+    let map = [("c", "model-2.safetensors"), ("a", "model-1.safetensors"), ("b", "./model-1.safetensors")];
+    write_index(d.path().join(INDEX), &map, "10");
+    for source in [d.path().to_path_buf(), d.path().join(INDEX)] {
+        let c = open(source);
+        assert_eq!(names(&c), ["a", "b", "c"]);
+        assert_eq!(file_names(&c), ["model-1.safetensors", "model-2.safetensors"]);
+        assert_eq!(c.warnings(), [] as [&str; 0]);
+    }
+}
+
+#[test]
+fn an_index_may_be_named_without_its_folder() {
+    // As in `penstock.open("model.safetensors.index.json")` from within the folder: the folder is "".
+    let d = folder();
+    write(d.path().join("a.safetensors"), &[("a", 3)]);
+    write_index(d.path().join(INDEX), &[("a", "a.safetensors")], "3");
+    let here = std::env::current_dir().expect("a folder");
+    std::env::set_current_dir(d.path()).expect("entered");
+    let c = Checkpoint::open(&[INDEX]);
+    std::env::set_current_dir(here).expect("left");
+    assert_eq!(c.expect("opens").files()[0].path, Path::new("a.safetensors"));
+}
+
+#[test]
+fn hub_caches_whose_files_are_links_out_of_the_folder_open() {
+    let d = folder();
+    let (blobs, snapshot) = (d.path().join("blobs"), d.path().join("snapshots/abc"));
+    fs::create_dir_all(&blobs).expect("made");
+    fs::create_dir_all(snapshot.join("sub")).expect("made");
+    write(blobs.join("4d7a"), &[("a", 3)]);
+    write_index(blobs.join("99ff"), &[("a", "sub/model-1.safetensors")], "3");
+    symlink("../../../blobs/4d7a", snapshot.join("sub/model-1.safetensors")).expect("linked");
+    symlink("../../blobs/99ff", snapshot.join(INDEX)).expect("linked");
+    let c = open(&snapshot);
+    assert_eq!(c.files()[0].path, snapshot.join("sub/model-1.safetensors"), "links are not resolved");
+    assert_eq!(open(blobs.join("4d7a")).len(), 1, "a blob is a file like any other");
+}
+
+#[test]
+fn names_in_an_index_that_lead_out_of_the_folder_are_refused() {
+    let d = folder();
+    let inner = d.path().join("inner");
+    fs::create_dir(&inner).expect("made");
+    write(d.path().join("a.safetensors"), &[("a", 3)]);
+    let absolute = d.path().join("a.safetensors").to_string_lossy().into_owned();
+    for (file, why) in [
+        ("../a.safetensors", "leads out of the index's folder"),
+        ("x/../../a.safetensors", "leads out of the index's folder"),
+        ("x/..", "leads out of the index's folder"),
+        (absolute.as_str(), "is an absolute path"),
+        ("/dev/zero", "is an absolute path"),
+        ("", "is empty"),
+        (".", "names the folder itself"),
+        ("a\0b", "contains a NUL"),
+    ] {
+        write_index(inner.join(INDEX), &[("a", file)], "3");
+        refused(&inner, Index, &[INDEX, why]);
+    }
+}
+
+#[test]
+fn malformed_indexes() {
+    let d = folder();
+    write(d.path().join("a.safetensors"), &[("a", 3)]);
+    let cases: &[(&[u8], ErrorKind, &str)] = &[
+        (b"", NotACheckpoint, "the index is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", NotACheckpoint, "a Git LFS pointer"),
+        (b"{", Index, "EOF while parsing"),
+        (b"[]", Index, "expected an object with `weight_map`"),
+        (b"{}", Index, "it has no `weight_map`"),
+        (b"{\"weight_map\":null}", Index, "expected weight_map: an object"),
+        (b"{\"weight_map\":[]}", Index, "expected weight_map: an object"),
+        (b"{\"weight_map\":{}}", Index, "maps no tensor"),
+        (b"{\"weight_map\":{\"a\":1}}", Index, "expected a string"),
+        (b"{\"weight_map\":{\"a\":null}}", Index, "expected a string"),
+        (
+            b"{\"weight_map\":{\"a\":\"a.safetensors\",\"a\":\"a.safetensors\"}}",
+            Index,
+            "duplicate key `a` in weight_map",
+        ),
+        (b"{\"weight_map\":{\"a\":\"a.safetensors\"},\"weight_map\":{}}", Index, "duplicate key `weight_map`"),
+        (b"{\"weight_map\":{\"a\":\"a.safetensors\"}} x", Index, "trailing characters"),
+        (b"{\"weight_map\":{\"\xff\":\"a.safetensors\"}}", Index, "not valid UTF-8"),
+        (b"{\"weight_map\":{\"\\ud800\":\"a.safetensors\"}}", Index, "hex escape"),
+        (b"{\"metadata\":7,\"weight_map\":{\"a\":\"a.safetensors\"}}", Index, "expected metadata"),
+        (b"<html>404</html>", NotACheckpoint, "a web page"),
+        (b"{\"weight_map\":{\"a\":\"A.safetensors\"}}", NotFound, "A.safetensors"),
+        (b"{\"weight_map\":{\"b\":\"a.safetensors\"}}", Index, "1 tensors of the index are not in the file"),
+    ];
+    for (text, kind, says) in cases {
+        fs::write(d.path().join(INDEX), text).expect("written");
+        refused(d.path(), *kind, &[INDEX, says]);
+    }
+}
+
+#[test]
+fn every_missing_shard_is_reported_in_one_error() {
+    let d = folder();
+    write(d.path().join("m-2.safetensors"), &[("b", 1)]);
+    // Malformed as well: what is missing is said first, because that is what has to be done first.
+    fs::write(d.path().join("m-1.safetensors"), "").expect("written");
+    symlink("nowhere", d.path().join("m-4.safetensors")).expect("linked");
+    let files: Vec<String> = (1..=40).map(|i| format!("m-{i}.safetensors")).collect();
+    let map: Vec<(String, &str)> = files.iter().enumerate().map(|(i, f)| (format!("t{i}"), f.as_str())).collect();
+    let map: Vec<(&str, &str)> = map.iter().map(|(t, f)| (t.as_str(), *f)).collect();
+    write_index(d.path().join(INDEX), &map[..5], "1");
+    let says =
+        ["3 of the 5 shard files", "1 are links to nothing", "m-3.safetensors, m-4.safetensors, m-5.safetensors"];
+    refused(d.path(), NotFound, &[&[INDEX][..], &says].concat());
+    write_index(d.path().join(INDEX), &map, "1");
+    refused(d.path(), NotFound, &["38 of the 40 shard files", "and 26 more"]);
+}
+
+#[test]
+fn a_tensor_in_another_file_than_the_index_says_is_refused() {
+    let d = folder();
+    write(d.path().join("1.safetensors"), &[("a", 3)]);
+    write(d.path().join("2.safetensors"), &[("b", 3)]);
+    write_index(d.path().join(INDEX), &[("a", "2.safetensors"), ("b", "2.safetensors"), ("c", "1.safetensors")], "6");
+    refused(d.path(), Index, &[INDEX, "`a` is in", "1.safetensors", "maps it to 2.safetensors"]);
+    // In both: which one is meant would be a guess.
+    write(d.path().join("2.safetensors"), &[("b", 3), ("a", 3)]);
+    write_index(d.path().join(INDEX), &[("a", "2.safetensors"), ("b", "2.safetensors"), ("c", "1.safetensors")], "6");
+    refused(d.path(), Index, &[INDEX, "`a` is in", "1.safetensors", "maps it to 2.safetensors"]);
+}
+
+#[test]
+fn tensors_that_the_index_does_not_map_are_left_out_with_a_warning() {
+    let d = folder();
+    write(d.path().join("1.safetensors"), &[("x", 1), ("a", 3), ("y", 2), ("b", 4), ("z", 1)]);
+    write(d.path().join("2.safetensors"), &[("c", 4)]);
+    write_index(d.path().join(INDEX), &[("a", "1.safetensors"), ("c", "2.safetensors"), ("b", "1.safetensors")], "11");
+    let c = open(d.path());
+    assert_eq!(names(&c), ["a", "b", "c"]);
+    assert_eq!(c.files()[0].tensors, 0..2);
+    assert_eq!(c.files()[1].tensors, 2..3);
+    let begin = c.files()[0].data_start;
+    assert_eq!(c.tensors().take(2).map(|t| (t.begin - begin, t.end - begin)).collect::<Vec<_>>(), [(1, 4), (6, 10)]);
+    assert!(c.find("x").is_none());
+    assert_eq!(c.warnings().len(), 1);
+    assert!(c.warnings()[0].contains("`x`, `y`, `z`") && c.warnings()[0].contains("1.safetensors"));
+}
+
+#[test]
+fn a_wrong_total_size_is_tolerated_with_a_warning() {
+    let d = folder();
+    write(d.path().join("1.safetensors"), &[("a", 3)]);
+    for (total, warned) in [("3", 0), ("3.0", 0), ("4", 1), ("-1", 1), ("\"3\"", 0), ("null", 0), ("[3]", 0), ("{}", 0)]
+    {
+        write_index(d.path().join(INDEX), &[("a", "1.safetensors")], total);
+        let c = open(d.path());
+        assert_eq!(c.warnings().len(), warned, "{total}: {:?}", c.warnings());
+        assert!(c.warnings().iter().all(|w| w.contains("total_size") && w.contains(INDEX)));
+    }
+}
+
+#[test]
+fn the_index_of_a_directory_is_the_plain_one_or_the_only_one() {
+    let files = |indexes: &[&str]| -> Result<String, Error> {
+        let d = folder();
+        for (i, index) in indexes.iter().enumerate() {
+            let file = format!("{i}.safetensors");
+            write(d.path().join(&file), &[("a", 3)]);
+            write_index(d.path().join(index), &[("a", &file)], "3");
+        }
+        let c = Checkpoint::open(&[d.path()])?;
+        let number: usize = file_names(&c)[0].trim_end_matches(".safetensors").parse().expect("a number");
+        Ok(indexes[number].to_owned())
+    };
+    let fp16 = "diffusion_pytorch_model.fp16.safetensors.index.json";
+    let plain = "diffusion_pytorch_model.safetensors.index.json";
+    let inner = "model.safetensors.index.fp16.json";
+    assert_eq!(files(&[fp16]).expect("the only one"), fp16);
+    assert_eq!(files(&[inner]).expect("the only one"), inner);
+    assert_eq!(files(&[fp16, plain]).expect("without variant"), plain);
+    assert_eq!(files(&[fp16, plain, INDEX, inner]).expect("model"), INDEX);
+    for ambiguous in [&[fp16, inner][..], &[plain, "other.safetensors.index.json"]] {
+        let e = files(ambiguous).expect_err("ambiguous");
+        assert_eq!(e.kind(), Index);
+        assert!(ambiguous.iter().all(|i| e.to_string().contains(i)), "{e}");
+    }
+}
+
+#[test]
+fn a_directory_without_safetensors_says_what_is_there() {
+    let d = folder();
+    refused(d.path(), NotFound, &["the directory is empty"]);
+    fs::write(d.path().join("config.json"), "{}").expect("written");
+    refused(d.path(), NotFound, &["it holds config.json"]);
+    fs::write(d.path().join("pytorch_model.bin"), "x").expect("written");
+    refused(d.path(), NotFound, &["pytorch_model.bin, a torch.save file"]);
+    fs::write(d.path().join("model.safetensors.incomplete"), "x").expect("written");
+    refused(d.path(), NotFound, &["model.safetensors.incomplete: a download that has not ended?"]);
+}
+
+#[test]
+fn a_failure_in_one_of_many_files_is_that_of_the_first_in_order() {
+    let d = folder();
+    for i in 0..60 {
+        write(d.path().join(format!("m-{i}.safetensors")), &[(&format!("t{i}"), 1)]);
+    }
+    fs::write(d.path().join("m-41.safetensors"), shard(b"{]", 0)).expect("written");
+    fs::write(d.path().join("m-17.safetensors"), shard(b"{]", 0)).expect("written");
+    for _ in 0..50 {
+        refused(d.path(), Header, &["m-17.safetensors"]);
+    }
+}
+
+#[test]
+fn reading_a_small_header_takes_one_read_and_a_large_one_the_rest_exactly() {
+    let d = folder();
+    let path = d.path().join("a.safetensors");
+    write(&path, &[("a", 100_000)]);
+    assert_eq!(open(&path).header_read(), 65_536);
+    write(&path, &[("a", 10)]);
+    assert_eq!(open(&path).header_read(), fs::metadata(&path).expect("there").len());
+    let many: Vec<String> = (0..2000).map(|i| format!("tensor{i}")).collect();
+    let many: Vec<(&str, u64)> = many.iter().map(|n| (n.as_str(), 1000)).collect();
+    write(&path, &many);
+    let c = open(&path);
+    assert!(c.header_read() > 65_536);
+    assert_eq!(c.header_read(), c.files()[0].data_start);
+}
+
+#[test]
+fn an_identity_sees_rewrites_and_replacement_but_not_chmod_or_links() {
+    let d = folder();
+    let path = d.path().join("a.safetensors");
+    write(&path, &[("a", 10)]);
+    let was = open(&path).files()[0].identity;
+    let now = |path: &PathBuf| Identity::of(File::open(path).expect("there")).expect("stat");
+    assert_eq!(was, now(&path));
+    was.check(&now(&path)).expect("unchanged");
+
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("mode set");
+    fs::hard_link(&path, d.path().join("b")).expect("linked");
+    was.check(&now(&path)).expect("same bytes");
+
+    let file = File::options().write(true).open(&path).expect("opened");
+    file.set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_nanos(1_700_000_000_000_000_001)).expect("set");
+    let e = was.check(&now(&path)).expect_err("modified");
+    assert!(e.kind() == Changed && e.to_string().contains("modified at"), "{e}");
+    file.set_len(3).expect("cut");
+    let e = was.check(&now(&path)).expect_err("shorter");
+    assert!(e.to_string().contains("bytes long and is 3 now"), "{e}");
+    fs::remove_file(&path).expect("removed");
+    write(&path, &[("a", 10)]);
+    let e = was.check(&now(&path)).expect_err("another file");
+    assert!(e.to_string().contains("another file stands in its place"), "{e}");
+}
