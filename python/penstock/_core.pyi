@@ -97,7 +97,7 @@ class Load:
         wants: tensor numbers (None: all). regions: per want, one (start, stop) per dimension, or None for the whole.
         device: "cpu", "cuda:N", "rocm:N". stream: bound read-ahead by options.window until `take`.
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
-        into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load has ended;
+        into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
         `fence` is a CUevent that the copies wait for.
         """
     def blocks(self) -> list[int]:
@@ -107,8 +107,8 @@ class Load:
     def wanted_blocks(self) -> list[int]:
         """Blocks that the engine would like granted now (stream: those inside the window), not yet granted."""
     def grant(self, block: int, address: int, keep: object, fence: int = 0) -> None: ...
-    def next(self, timeout: float | None = None) -> int | None | bool:
-        """The next want in hand-out order: its number; None at the end; True: blocks want granting; False: timed out."""
+    def next(self, timeout: float | None = None) -> int | bool | None:
+        """The next want in hand-out order; None at the end; True: blocks want granting; False: timed out."""
     def take(self, want: int) -> None:
         """The consumer has taken this want: its bytes no longer count against the window."""
     def wait(self, timeout: float | None = None) -> bool:

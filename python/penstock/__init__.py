@@ -1,0 +1,75 @@
+"""Loads safetensors checkpoints into CPU and GPU memory at the speed of the hardware.
+
+    import penstock
+
+    checkpoint = penstock.open("model/")            # a file, a list of files, a folder, an index file
+    state = checkpoint.load("cuda:0")               # {name: torch.Tensor}
+    print(checkpoint.last_report)
+
+Importing penstock imports neither torch nor numpy.
+"""
+
+from ._checkpoint import Checkpoint, open
+from ._core import Options, __version__
+from ._errors import (
+    AccessError,
+    CancelledError,
+    ChangedError,
+    DeviceError,
+    ForkedError,
+    HeaderError,
+    IndexFileError,
+    InternalError,
+    InvalidError,
+    LimitError,
+    MismatchError,
+    NotACheckpointError,
+    NotFoundError,
+    OutOfMemoryError,
+    PenstockError,
+    ReadError,
+    SafetensorError,
+    SliceError,
+    StalledError,
+    TruncatedError,
+    UnknownTensorError,
+    UnsupportedError,
+)
+from ._load import Job
+from ._report import Report
+from ._safe_open import load_file, safe_open
+from ._selection import TensorInfo
+
+__all__ = [
+    "AccessError",
+    "CancelledError",
+    "ChangedError",
+    "Checkpoint",
+    "DeviceError",
+    "ForkedError",
+    "HeaderError",
+    "IndexFileError",
+    "InternalError",
+    "InvalidError",
+    "Job",
+    "LimitError",
+    "MismatchError",
+    "NotACheckpointError",
+    "NotFoundError",
+    "Options",
+    "OutOfMemoryError",
+    "PenstockError",
+    "ReadError",
+    "Report",
+    "SafetensorError",
+    "SliceError",
+    "StalledError",
+    "TensorInfo",
+    "TruncatedError",
+    "UnknownTensorError",
+    "UnsupportedError",
+    "__version__",
+    "load_file",
+    "open",
+    "safe_open",
+]

@@ -1,0 +1,259 @@
+"""The checkpoint: what is in it, and the ways to get it out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from . import _core, _load
+from ._core import Options
+from ._device import parse_device
+from ._errors import InvalidError
+from ._progress import Progress
+from ._report import Report
+from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A shard file, several, a directory, or an index file."""
+
+_log = logging.getLogger("penstock")
+
+
+def source_paths(source: Source) -> list[str]:
+    """The paths that ``source`` names."""
+    listed = [source] if isinstance(source, (str, os.PathLike)) else source
+    try:
+        paths = [os.fspath(path) for path in listed]
+    except TypeError:
+        paths = [b""]  # type: ignore[list-item]
+    if not all(isinstance(path, str) for path in paths):
+        raise InvalidError(f"source={source!r}: give a path (str or PathLike), or a list of paths")
+    return paths
+
+
+class Checkpoint:
+    """One or more safetensors files, validated whole; `penstock.open` makes them.
+
+    Holds no descriptor and no data. Behaves like a read-only mapping of names to `TensorInfo`, in file order (files in
+    natural order of their names, tensors by offset). May be shared by threads, and used after a fork.
+    """
+
+    def __init__(self, core: _core.Checkpoint) -> None:
+        self._core = core
+        self._last_report: Report | None = None
+        for warning in core.warnings():
+            _log.warning("%s", warning)
+
+    # What is in it
+
+    def keys(self) -> list[str]:
+        """The tensors' names in file order."""
+        return self._core.keys()
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._core.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._core
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """What the checkpoint says of the tensor called ``name``. Raises UnknownTensorError, a KeyError."""
+        if name not in self._core:
+            raise unknown(self._core, name)
+        return info_of(self._core, self._core.index(name), self._core.files())
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The files' ``__metadata__`` together; where files disagree the first one counts."""
+        return self._core.metadata() or {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return self._core.nbytes()
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the shard files, in natural order."""
+        return self._core.files()
+
+    @property
+    def warnings(self) -> list[str]:
+        """Oddities that were tolerated, such as a wrong ``total_size`` in the index."""
+        return self._core.warnings()
+
+    @property
+    def last_report(self) -> Report | None:
+        """The report of the last load of this checkpoint that ended well, or None."""
+        return self._last_report
+
+    def _ended(self, load: _core.Load) -> Report:
+        self._last_report = Report(load.report())
+        return self._last_report
+
+    # Getting it out
+
+    def load(
+        self,
+        device: Any = "cpu",
+        names: Names = None,
+        dtype: Any = None,
+        framework: str | None = None,
+        progress: Progress = None,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        slices: Slices = None,
+        order: str = "file",
+    ) -> dict[str, Any]:
+        """Loads tensors.
+
+        Args:
+            device: "cpu", "cuda", "cuda:1", a GPU number, or a torch.device.
+            names: A glob ("model.layers.0.*"), a list of names and globs, or a predicate on the name; None is all.
+            dtype: Casts floating-point tensors of 16 bits and more, on the device; others stay as they are. "raw" gives
+                every tensor's bytes instead, as uint8 of shape (nbytes,).
+            framework: "pt" (the default where torch is installed), "np", or "dlpack".
+            progress: True, False, None (only on a terminal), or a callable (bytes done, bytes in all).
+            options: `Options`, or a dict of its keywords.
+            slices: What part of which tensor is wanted, as {name: slice or tuple of slices}, or as a function from
+                `TensorInfo` to that or None. Only those bytes are read. Tensors without an entry come whole.
+            order: "file", or "layer" to read layer by layer across files.
+
+        Returns:
+            Tensors by name, in the order of ``names`` (file order for globs and predicates). Every one has a storage of
+            exactly its bytes, is writable, and may be kept for as long as anybody likes. Writing to one never changes
+            the file.
+
+        Raises:
+            UnknownTensorError: a name that is not there.
+            UnsupportedError: a dtype that the framework lacks, before anything is read.
+            PenstockError: everything else, always with the file's name.
+        """
+        where = parse_device(device)
+        selection = select(self._core, names, slices)
+        adapter = _load.make_adapter(framework, selection, where, dtype)
+        return _load.load(self, selection, adapter, where, _load.make_options(options), order, progress)
+
+    def start(
+        self,
+        device: Any = "cpu",
+        names: Names = None,
+        dtype: Any = None,
+        framework: str | None = None,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        slices: Slices = None,
+        order: str = "file",
+    ) -> _load.Job:
+        """The same as `load`, in the background: returns at once, with all memory on a GPU allocated on this thread."""
+        where = parse_device(device)
+        selection = select(self._core, names, slices)
+        adapter = _load.make_adapter(framework, selection, where, dtype)
+        return _load.Job(self, selection, adapter, where, _load.make_options(options), order)
+
+    def stream(
+        self,
+        device: Any = "cpu",
+        names: Names = None,
+        order: str = "file",
+        window: int | str | None = None,
+        dtype: Any = None,
+        framework: str | None = None,
+        progress: Progress = False,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        slices: Slices = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields (name, tensor) in the order of reading, while the next ones are being read.
+
+        Arguments are checked at once; reading starts with the first tensor asked for. Tensors may be kept. Closing or
+        dropping the iterator stops the load and leaves nothing running.
+
+        Args:
+            order: "file", or "layer" to get the tensors of one layer together even if they are in different files.
+            window: Most bytes read ahead of the consumer, such as "1GiB" (the default); the largest tensor always fits.
+
+        The other arguments, and the errors, are those of `load`.
+        """
+        where = parse_device(device)
+        selection = select(self._core, names, slices)
+        adapter = _load.make_adapter(framework, selection, where, dtype)
+        made = _load.make_options(options, **({} if window is None else {"window": window}))
+        if order not in _load.ORDERS:
+            raise InvalidError(f"order={order!r}: give one of {', '.join(_load.ORDERS)}")
+        return _load.stream(self, selection, adapter, where, made, order, progress)
+
+    def load_into(
+        self,
+        module_or_mapping: Any,
+        strict: bool = True,
+        *,
+        names: Names = None,
+        slices: Slices = None,
+        progress: Progress = None,
+        options: Options | Mapping[str, Any] | None = None,
+        order: str = "file",
+    ) -> Report:
+        """Loads straight into existing tensors: no staging on the device, no second copy.
+
+        Args:
+            module_or_mapping: A torch module (its parameters and persistent buffers), or a mapping of names to torch
+                tensors or numpy arrays, which may be on several devices. Tied tensors are loaded once, under whichever
+                of their names the checkpoint has. Non-contiguous ones are copied once more (the report says which).
+            strict: Whether names on one side only are an error; else the report lists them as ``missing`` (no bytes for
+                that destination) and ``unexpected`` (no destination for those bytes).
+            names: Restricts what is taken from the checkpoint.
+            slices: As in `load`: a destination then has the shape of its slice.
+
+        Returns:
+            The load's report.
+
+        Raises:
+            MismatchError: destinations do not fit: one error that lists every problem, before any byte has moved.
+            PenstockError: the load failed. ``touched`` lists the names whose tensors are no longer what they were.
+        """
+        from . import _into
+
+        selection = select(self._core, names, slices)
+        report = _into.load_into(
+            self, selection, module_or_mapping, strict, _load.make_options(options), order, progress
+        )
+        self._last_report = report
+        return report
+
+    # Harmless, so that it can be used like a file
+
+    def close(self) -> None:
+        """Does nothing: a checkpoint holds no descriptor, and its tensors do not depend on it."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        files = self.files
+        named = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} first" if files else "no files"
+        return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
+
+
+def open(source: Source) -> Checkpoint:
+    """Opens a safetensors checkpoint: reads and validates the headers, nothing else.
+
+    Args:
+        source: A shard file, a list of them, a directory, or an index file (``model.safetensors.index.json``).
+
+    Raises:
+        NotFoundError: (a FileNotFoundError) nothing is there.
+        HeaderError, IndexFileError, TruncatedError, NotACheckpointError: something is, but not a whole checkpoint.
+    """
+    return Checkpoint(_core.Checkpoint.open(source_paths(source)))

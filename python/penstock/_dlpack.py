@@ -1,0 +1,89 @@
+"""DLPack: tensors for whatever framework speaks it, without importing any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import _core
+from ._device import Device
+from ._dtypes import DTYPES, RAW
+from ._errors import UnsupportedError
+from ._selection import Selection
+
+
+class DLTensor:
+    """A loaded tensor that any DLPack consumer can take: ``jax.dlpack.from_dlpack(t)``, ``torch.from_dlpack(t)``, ...
+
+    Attributes:
+        dtype: As spelled in the header; ``"U8"`` where DLPack lacks the tensor's own dtype (F4, F6), or for bytes.
+        shape: In elements of ``dtype``.
+        nbytes: Size in bytes.
+    """
+
+    __slots__ = ("dtype", "shape", "nbytes", "_view")
+
+    def __init__(self, view: _core.View, dtype: str, shape: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = view.nbytes
+        self._view = view
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """A capsule that shares this tensor's memory. The bytes are complete, so any ``stream`` may use them at once.
+
+        Raises:
+            BufferError: a copy, or another device than the tensor's, was asked for.
+        """
+        if copy:
+            raise BufferError("penstock hands out its memory as it is: copy the tensor with the framework")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"this tensor is on DLPack device {self.__dlpack_device__()}, not {tuple(dl_device)}")
+        code_bits = DTYPES[self.dtype].dlpack
+        assert code_bits is not None
+        return self._view.capsule(code_bits, self.shape)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(device type, device number) as DLPack counts them: (1, 0) is the CPU, (2, n) CUDA, (10, n) ROCm."""
+        return self._view.__dlpack_device__()
+
+    def __repr__(self) -> str:
+        return f"DLTensor(dtype={self.dtype!r}, shape={self.shape!r}, device={self.__dlpack_device__()!r})"
+
+
+class DLPack:
+    """Makes the `DLTensor` objects of one load. On a GPU the core allocates the memory itself."""
+
+    framework = "dlpack"
+    caller_blocks = False
+    casts = False
+
+    def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
+        if target not in (None, RAW):
+            raise UnsupportedError('framework="dlpack" casts nothing: leave dtype out, or ask for dtype="raw"')
+        self._selection = selection
+        self._raw = target == RAW
+
+    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
+        """Nothing: the blocks are the core's."""
+
+    def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[DLTensor]:
+        """Tensors on these ready wants."""
+        made = []
+        for want, view in zip(wants, load.views(wants), strict=True):
+            dtype, shape = self._selection.describe(want)
+            if self._raw or DTYPES[dtype].dlpack is None:
+                dtype, shape = "U8", (view.nbytes,)
+            made.append(DLTensor(view, dtype, shape))
+        return made
+
+    def cast(self, tensor: Any) -> Any:
+        """The tensor as it is."""
+        return tensor

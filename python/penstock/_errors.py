@@ -1,0 +1,239 @@
+"""Errors: one family, split by kind, each also a subclass of the exception people already catch for it.
+
+The core raises what `from_core` returns. Every error carries ``kind``, ``path``, ``range`` and ``errno``, and its text
+says what happened, in which file and bytes, why, and where it helps what to do next. All of them survive pickling, so
+that they cross process boundaries (data loaders, launchers) unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from safetensors import SafetensorError as SafetensorError
+except ImportError:  # safetensors is not a dependency: without it nobody can be catching its error
+
+    class SafetensorError(Exception):  # type: ignore[no-redef]
+        """Stands in for ``safetensors.SafetensorError`` where safetensors is not installed."""
+
+
+class PenstockError(SafetensorError):
+    """Any failure of penstock.
+
+    Attributes:
+        kind: What kind of failure, such as ``"Truncated"``; one per subclass.
+        path: The file concerned, or None.
+        range: (first, past-the-last) byte within ``path``, or None.
+        errno: The operating system's error number where it was the cause, or None.
+    """
+
+    kind: str = "Internal"
+    path: str | None
+    range: tuple[int, int] | None
+    errno: int | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        range: tuple[int, int] | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.range = range
+        self.errno = errno
+
+    def __str__(self) -> str:
+        where = ""
+        if self.path is not None and self.path not in self.message:
+            where += f"{self.path}: "
+        if self.range is not None:
+            where += f"bytes {self.range[0]}..{self.range[1]}: "
+        return where + self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        more = {k: v for k, v in self.__dict__.items() if k not in ("message", "path", "range", "errno")}
+        return _rebuild, (type(self), self.message, self.path, self.range, self.errno), more
+
+
+def _rebuild(
+    cls: type[PenstockError], message: str, path: str | None, range: tuple[int, int] | None, errno: int | None
+) -> PenstockError:
+    return cls(message, path=path, range=range, errno=errno)
+
+
+class NotFoundError(PenstockError, FileNotFoundError):
+    """The file, directory or index does not exist."""
+
+    kind = "NotFound"
+
+
+class AccessError(PenstockError, PermissionError):
+    """The operating system refused access."""
+
+    kind = "Permission"
+
+
+class NotACheckpointError(PenstockError, ValueError):
+    """Something is there but cannot be a shard file: a directory, a FIFO, a Git LFS pointer, an unfinished download."""
+
+    kind = "NotACheckpoint"
+
+
+class HeaderError(PenstockError, ValueError):
+    """A shard file's header is malformed."""
+
+    kind = "Header"
+
+
+class IndexFileError(PenstockError, ValueError):
+    """The index file is malformed, or it disagrees with the shard files."""
+
+    kind = "Index"
+
+
+class TruncatedError(PenstockError, EOFError):
+    """The file is shorter than its header says, or ended in the middle of a read."""
+
+    kind = "Truncated"
+
+
+class ChangedError(PenstockError, RuntimeError):
+    """The file changed between opening the checkpoint and the end of the load."""
+
+    kind = "Changed"
+
+
+class UnknownTensorError(PenstockError, KeyError):
+    """A name that the checkpoint does not contain."""
+
+    kind = "UnknownTensor"
+
+
+class SliceError(PenstockError, ValueError):
+    """A slice outside its tensor, or one that does not fall on whole bytes."""
+
+    kind = "Slice"
+
+
+class InvalidError(PenstockError, ValueError):
+    """Options or arguments that make no sense, alone or together."""
+
+    kind = "Invalid"
+
+
+class UnsupportedError(PenstockError, NotImplementedError):
+    """This build, machine or framework cannot do that."""
+
+    kind = "Unsupported"
+
+
+class MismatchError(PenstockError, ValueError):
+    """Destinations do not match the checkpoint."""
+
+    kind = "Mismatch"
+
+
+class ReadError(PenstockError, OSError):
+    """The operating system reported an I/O error."""
+
+    kind = "Io"
+
+
+class StalledError(PenstockError, TimeoutError):
+    """Nothing moved for longer than the stall timeout."""
+
+    kind = "Timeout"
+
+
+class CancelledError(PenstockError):
+    """The load was cancelled."""
+
+    kind = "Cancelled"
+
+
+class DeviceError(PenstockError, RuntimeError):
+    """The accelerator or its driver reported an error, or there is none."""
+
+    kind = "Device"
+
+
+class OutOfMemoryError(PenstockError, MemoryError):
+    """Host or device memory could not be had."""
+
+    kind = "OutOfMemory"
+
+
+class LimitError(PenstockError, OSError):
+    """A limit of the process (file descriptors, mappings, locked memory) was hit and could not be worked around."""
+
+    kind = "Limit"
+
+
+class ForkedError(PenstockError, RuntimeError):
+    """The process forked: a job or handle of the parent was used in the child."""
+
+    kind = "Forked"
+
+
+class InternalError(PenstockError, RuntimeError):
+    """A bug in penstock."""
+
+    kind = "Internal"
+
+
+_BY_KIND: dict[str, type[PenstockError]] = {
+    cls.kind: cls
+    for cls in (
+        NotFoundError,
+        AccessError,
+        NotACheckpointError,
+        HeaderError,
+        IndexFileError,
+        TruncatedError,
+        ChangedError,
+        UnknownTensorError,
+        SliceError,
+        InvalidError,
+        UnsupportedError,
+        MismatchError,
+        ReadError,
+        StalledError,
+        CancelledError,
+        DeviceError,
+        OutOfMemoryError,
+        LimitError,
+        ForkedError,
+        InternalError,
+    )
+}
+
+
+def from_core(
+    kind: str,
+    message: str,
+    path: str | None = None,
+    range: tuple[int, int] | None = None,
+    errno: int | None = None,
+) -> PenstockError:
+    """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``."""
+    cls = _BY_KIND.get(kind)
+    if cls is None:  # the enum is non-exhaustive: a kind added there is still an error here
+        error = PenstockError(message, path=path, range=range, errno=errno)
+        error.kind = kind
+        return error
+    return cls(message, path=path, range=range, errno=errno)
+
+
+def raise_if_forked(owner: int, what: str) -> None:
+    """Raises `ForkedError` if ``owner`` is not this process: ``what`` belongs to the process that made it."""
+    import os
+
+    if os.getpid() != owner:
+        raise ForkedError(
+            f"this {what} was made by process {owner} and cannot be used in its forked child {os.getpid()}: "
+            "threads do not survive a fork; open the checkpoint and start the load in the child instead"
+        )

@@ -1,0 +1,336 @@
+"""Loading into tensors that exist already: everything is compared first, then the bytes go to their final place."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from . import _accelerator, _core
+from ._core import Options
+from ._device import CPU, Device, parse_device
+from ._dtypes import DTYPES
+from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
+from ._load import await_load, begin, make_adapter, stream
+from ._progress import Meter, Progress
+from ._report import Report, merged
+from ._selection import Selection
+
+if TYPE_CHECKING:
+    from ._checkpoint import Checkpoint
+
+
+class _Destination:
+    """One tensor to be filled, with every name that it goes by."""
+
+    __slots__ = ("names", "tensor", "device", "address", "nbytes", "dtype", "shape", "contiguous", "problem")
+
+    def __init__(self, tensor: Any) -> None:
+        self.names: list[str] = []
+        self.tensor = tensor
+        self.device: Device = CPU
+        self.address = 0
+        self.nbytes = 0
+        self.dtype = ""
+        self.shape: tuple[int, ...] = ()
+        self.contiguous = True
+        self.problem: str | None = None
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _torch_destination(tensor: Any) -> _Destination:
+    import torch
+
+    from ._torch import torch_dtype
+
+    to = _Destination(tensor)
+    to.shape = tuple(tensor.shape)
+    to.dtype = next((name for name in DTYPES if torch_dtype(name) is tensor.dtype), str(tensor.dtype))
+    if to.dtype == "F4" and to.shape:
+        to.shape = (*to.shape[:-1], 2 * to.shape[-1])
+    if tensor.is_meta:
+        to.problem = 'is on the "meta" device and has no memory: allocate it first, as with module.to_empty(device=...)'
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)):
+        to.problem = f"is a {type(tensor).__name__}, whose memory is not one plain tensor: give the local tensor inside"
+    elif tensor.layout is not torch.strided:
+        to.problem = f"has layout {tensor.layout}, not the plain strided one"
+    elif tensor.is_conj() or tensor.is_neg():
+        to.problem = "is a conjugated or negated view"
+    else:
+        try:
+            to.device = parse_device(tensor.device)
+        except UnsupportedError as error:
+            to.problem = str(error)
+            return to
+        to.address = tensor.data_ptr()
+        to.nbytes = tensor.numel() * tensor.element_size()
+        to.contiguous = tensor.is_contiguous()
+        if not to.contiguous and any(
+            step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            to.problem = "is expanded: several of its elements are the same memory"
+    return to
+
+
+def _numpy_destination(array: Any) -> _Destination:
+    from ._numpy import numpy_dtype
+
+    to = _Destination(array)
+    to.shape = tuple(array.shape)
+    to.dtype = next((name for name in DTYPES if numpy_dtype(name) == array.dtype), str(array.dtype))
+    to.nbytes = array.nbytes
+    to.address = array.__array_interface__["data"][0]
+    to.contiguous = bool(array.flags.c_contiguous)
+    if not array.flags.writeable:
+        to.problem = "is read-only"
+    elif not to.contiguous and any(
+        step == 0 and size > 1 for step, size in zip(array.strides, array.shape, strict=True)
+    ):
+        to.problem = "is broadcast: several of its elements are the same memory"
+    return to
+
+
+def _destinations(given: Any) -> list[_Destination]:
+    """The distinct destinations in a module or mapping. Names of one and the same tensor share one."""
+    state_dict = getattr(given, "state_dict", None)
+    if not isinstance(given, Mapping) and callable(state_dict):
+        values = [(name, t) for name, t in state_dict(keep_vars=True).items() if _is_torch(t)]
+    elif isinstance(given, Mapping):
+        values = list(given.items())
+    else:
+        raise InvalidError(
+            f"load_into: {type(given).__name__} is neither a torch module nor a mapping of names to tensors"
+        )
+    found: list[_Destination] = []
+    by_memory: dict[Any, _Destination] = {}
+    for name, value in values:
+        if not isinstance(name, str):
+            raise InvalidError(f"load_into: {name!r} is no name of a tensor")
+        if _is_torch(value):
+            to = _torch_destination(value)
+            strides = tuple(value.stride()) if to.problem is None else ()
+        elif _is_numpy(value):
+            to = _numpy_destination(value)
+            strides = tuple(value.strides)
+        else:
+            raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
+        # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
+        same: Any = (to.device, to.address, to.dtype, to.shape, strides) if to.address and to.nbytes else id(value)
+        to = by_memory.setdefault(same, to)
+        if not to.names:
+            found.append(to)
+        to.names.append(name)
+    return found
+
+
+def _writable_ranges() -> list[tuple[int, int]] | None:
+    """Address ranges that this process may write to, ascending and joined; None where /proc does not say."""
+    ranges: list[tuple[int, int]] = []
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            for line in maps:
+                span, mode = line.split(b" ", 2)[:2]
+                if mode[1:2] != b"w":
+                    continue
+                start, end = (int(x, 16) for x in span.split(b"-"))
+                if ranges and ranges[-1][1] == start:
+                    ranges[-1] = (ranges[-1][0], end)
+                else:
+                    ranges.append((start, end))
+    except (OSError, ValueError):
+        return None
+    return ranges
+
+
+def _memory_problems(found: list[_Destination]) -> list[str]:
+    """Destinations that overlap each other, or whose memory may not be written to."""
+    problems = []
+    placed = sorted(
+        (to for to in found if to.problem is None and to.contiguous and to.nbytes),
+        key=lambda to: (to.device, to.address),
+    )
+    for a, b in pairwise(placed):
+        if a.device == b.device and a.address + a.nbytes > b.address:
+            problems.append(f"{b.names[0]} overlaps {a.names[0]} in memory without being the same tensor")
+    ranges = _writable_ranges()
+    if ranges is not None:
+        starts = [start for start, _ in ranges]
+        for to in placed:
+            if not to.device.is_cpu:
+                continue
+            at = bisect.bisect_right(starts, to.address) - 1
+            if at < 0 or ranges[at][1] < to.address + to.nbytes:
+                problems.append(f"{to.names[0]} is in memory that this process may not write to")
+    return problems
+
+
+def _match(
+    selection: Selection, found: list[_Destination], strict: bool
+) -> tuple[list[tuple[int, _Destination]], list[str], list[str]]:
+    """((want, destination) pairs, missing names, unexpected names). Raises MismatchError listing all that is wrong."""
+    wants = {name: want for want, name in enumerate(selection.names)}
+    pairs: list[tuple[int, _Destination]] = []
+    missing: list[str] = []
+    problems: list[str] = []
+    known: set[str] = set()
+    for to in found:
+        present = [name for name in to.names if name in wants]
+        known.update(present)
+        if not present:
+            missing.extend(to.names)
+            continue
+        name = present[-1]  # as load_state_dict, where of several names for one tensor the last one wins
+        if to.problem is not None:
+            problems.append(f"{name} {to.problem}")
+            continue
+        dtype, shape = selection.describe(wants[name])
+        if shape != to.shape:
+            problems.append(f"{name} has shape {list(shape)} in the checkpoint, and its destination {list(to.shape)}")
+        if dtype != to.dtype:
+            problems.append(f"{name} is {dtype} in the checkpoint, and its destination {to.dtype}")
+        pairs.append((wants[name], to))
+    unexpected = [name for name in selection.names if name not in known]
+    problems += _memory_problems([to for _, to in pairs])
+    if strict:
+        problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
+        problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]
+    if problems:
+        files = selection.core.files()
+        where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+        error = MismatchError(
+            f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)} with the destinations; nothing was loaded\n  "
+            + "\n  ".join(problems),
+            path=files[0] if files else None,
+        )
+        error.problems = problems  # type: ignore[attr-defined]
+        error.touched = []  # type: ignore[attr-defined]
+        raise error
+    return sorted(pairs, key=lambda pair: pair[0]), missing, unexpected
+
+
+class _Part:
+    """The load into the contiguous destinations of one device."""
+
+    def __init__(
+        self, selection: Selection, pairs: list[tuple[int, _Destination]], device: Device, options: Options, order: str
+    ) -> None:
+        self.destinations = [to for _, to in pairs]
+        fence, event = (0, None) if device.is_cpu else _accelerator.Accelerator(device).fence()
+        self.load: _core.Load = begin(
+            selection.part([want for want, _ in pairs]),
+            None,
+            device,
+            options,
+            order=order,
+            into=[(to.address, to.nbytes) for to in self.destinations],
+            keep=([to.tensor for to in self.destinations], event),
+            fence=fence,
+        )
+
+
+def load_into(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    given: Any,
+    strict: bool,
+    options: Options,
+    order: str,
+    progress: Progress,
+) -> Report:
+    """Fills the destinations; see `Checkpoint.load_into`."""
+    pairs, missing, unexpected = _match(selection, _destinations(given), strict)
+    straight = [(want, to) for want, to in pairs if to.contiguous]
+    roundabout = [(want, to) for want, to in pairs if not to.contiguous]
+    parts: list[_Part] = []
+    reports: list[Report] = []
+    copied: list[_Destination] = []
+    try:
+        with Meter(progress, "load_into") as meter:
+            for device in sorted({to.device for _, to in straight}):
+                on_it = [(want, to) for want, to in straight if to.device == device]
+                parts.append(_Part(selection, on_it, device, options, order))
+            for part in parts:
+                await_load(part.load, meter)
+            reports += [Report(part.load.report()) for part in parts]
+        for device in sorted({to.device for _, to in roundabout}):
+            on_it = [(want, to) for want, to in roundabout if to.device == device]
+            reports.append(_copy_through(checkpoint, selection, on_it, device, options, order, copied))
+    except BaseException as error:
+        for part in parts:
+            part.load.close()
+        touched = [to for part in parts for to in (part.destinations[i] for i in part.load.touched())] + copied
+        _say_touched(error, [name for to in touched for name in to.names])
+        raise
+    finally:
+        for part in parts:
+            part.load.close()
+    _bump_versions(to.tensor for _, to in straight)
+    report = merged(reports) if reports else Report(seconds=0.0, nbytes=0, tensors=0, gbps=0.0)
+    report["missing"], report["unexpected"] = missing, unexpected
+    report["copied_through"] = [name for _, to in roundabout for name in to.names]
+    return report
+
+
+def _copy_through(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    pairs: list[tuple[int, _Destination]],
+    device: Device,
+    options: Options,
+    order: str,
+    copied: list[_Destination],
+) -> Report:
+    """Loads non-contiguous destinations by way of one temporary each, a window of them at a time."""
+    reports = []
+    for framework, is_kind in (("pt", _is_torch), ("np", _is_numpy)):
+        those = [(want, to) for want, to in pairs if is_kind(to.tensor)]
+        if not those:
+            continue
+        part = selection.part([want for want, _ in those])
+        by_name = {selection.names[want]: to for want, to in those}
+        adapter = make_adapter(framework, part, device, None)
+        for name, tensor in stream(checkpoint, part, adapter, device, options, order, False):
+            to = by_name[name]
+            copied.append(to)
+            if framework == "pt":
+                import torch
+
+                with torch.no_grad():
+                    to.tensor.copy_(tensor)
+            else:
+                to.tensor[...] = tensor
+        reports.append(checkpoint.last_report or Report())
+    return merged(reports)
+
+
+def _bump_versions(tensors: Any) -> None:
+    """Tells autograd that these tensors were written to: what was saved of them for a backward pass is void."""
+    torch = sys.modules.get("torch")
+    bump = getattr(getattr(getattr(torch, "autograd", None), "graph", None), "increment_version", None)
+    if bump is not None:
+        for tensor in tensors:
+            if _is_torch(tensor) and not tensor.is_inference():
+                bump(tensor)
+
+
+def _say_touched(error: BaseException, touched: list[str]) -> None:
+    """Adds to an error which destinations are no longer what they were."""
+    if not isinstance(error, PenstockError):
+        return
+    error.touched = touched  # type: ignore[attr-defined]
+    if not touched:
+        error.message += "; no destination was changed"
+        return
+    more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
+    error.message += f"; no longer what they were: {', '.join(touched[:5])}{more} (all of them in the error's .touched)"

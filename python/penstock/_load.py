@@ -1,0 +1,347 @@
+"""Loads: in one go, in the background, or as a stream."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from . import _core
+from ._core import Options
+from ._device import Device
+from ._dtypes import cast_target
+from ._errors import CancelledError, InvalidError, StalledError, raise_if_forked
+from ._progress import INTERVAL, Meter, Progress
+from ._report import Report
+from ._selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._checkpoint import Checkpoint
+
+_FRAMEWORKS = {
+    "pt": "pt",
+    "torch": "pt",
+    "pytorch": "pt",
+    "np": "np",
+    "numpy": "np",
+    "dlpack": "dlpack",
+}
+ORDERS = ("file", "layer")
+
+
+class Adapter(Protocol):
+    """Makes one framework's tensors for one load."""
+
+    framework: str
+
+    @property
+    def caller_blocks(self) -> bool:
+        """Whether the load's block memory is granted by the adapter."""
+
+    @property
+    def casts(self) -> bool:
+        """Whether `cast` may change anything."""
+
+    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
+        """Gives the load the memory of these blocks."""
+
+    def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
+        """Tensors on these ready wants."""
+
+    def cast(self, tensor: Any) -> Any:
+        """The tensor in the dtype asked for, where that applies to it."""
+
+
+@cache
+def _torch_is_installed() -> bool:
+    return find_spec("torch") is not None
+
+
+def framework_named(framework: str | None) -> str:
+    """ "pt", "np" or "dlpack" for what people write; None is torch where it is installed and numpy elsewhere."""
+    if framework is None:
+        return "pt" if _torch_is_installed() else "np"
+    found = _FRAMEWORKS.get(framework) if isinstance(framework, str) else None
+    if found is None:
+        raise InvalidError(
+            f'framework={framework!r}: give one of {", ".join(_FRAMEWORKS)}; "dlpack" serves every other framework'
+        )
+    return found
+
+
+def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
+    """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
+    name, target = framework_named(framework), cast_target(dtype)
+    if name == "pt":
+        from ._torch import Torch
+
+        return Torch(selection, device, target)
+    if name == "np":
+        from ._numpy import Numpy
+
+        return Numpy(selection, device, target)
+    from ._dlpack import DLPack
+
+    return DLPack(selection, device, target)
+
+
+def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:
+    """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
+    if isinstance(options, Options):
+        if not changes:
+            return options
+        given = {name: getattr(options, name) for name in Options.names()}
+    elif options is None:
+        given = {}
+    elif isinstance(options, Mapping):
+        given = dict(options)
+    else:
+        raise InvalidError(f"options={options!r}: give penstock.Options(...) or a dict of its keywords")
+    given.update(changes)
+    unknown = [str(name) for name in given if name not in Options.names()]
+    if unknown:
+        raise InvalidError(
+            f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}: the options are "
+            + ", ".join(Options.names())
+        )
+    return Options(**given)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: with 371,474 new tensors it would scan all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def begin(
+    selection: Selection,
+    adapter: Adapter | None,
+    device: Device,
+    options: Options,
+    *,
+    order: str = "file",
+    stream: bool = False,
+    into: Sequence[tuple[int, int]] | None = None,
+    keep: object = None,
+    fence: int = 0,
+) -> _core.Load:
+    """Starts a load in the core. Whoever calls this closes it."""
+    if order not in ORDERS:
+        raise InvalidError(f"order={order!r}: give one of {', '.join(ORDERS)}")
+    caller_blocks = adapter is not None and adapter.caller_blocks
+    load = _core.Load.start(
+        selection.core,
+        options,
+        wants=selection.wants,
+        regions=selection.regions,
+        device=str(device),
+        order=order,
+        stream=stream,
+        caller_blocks=caller_blocks,
+        into=into,
+        keep=keep,
+        fence=fence,
+    )
+    if caller_blocks and not stream and adapter is not None:
+        try:
+            adapter.grant(load, range(len(load.blocks())))
+        except BaseException:
+            load.close()
+            raise
+    return load
+
+
+def await_load(load: _core.Load, meter: Meter) -> None:
+    """Waits for the end of the load, showing its progress. Raises its error."""
+    if not meter.active:
+        load.wait()
+        return
+    while not load.wait(INTERVAL):
+        meter.update(*load.progress())
+    meter.update(*load.progress(), final=True)
+
+
+class Job:
+    """A load that runs in the background from the moment it is made: `Checkpoint.start` makes them.
+
+    Use it as a context manager, or call `close`, `result` or `cancel`: each of them leaves nothing running. A job that
+    is dropped is cancelled. A job belongs to its process: in a forked child every method raises `ForkedError`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        selection: Selection,
+        adapter: Adapter,
+        device: Device,
+        options: Options,
+        order: str,
+    ) -> None:
+        self._owner = os.getpid()
+        self._checkpoint = checkpoint
+        self._selection = selection
+        self._adapter = adapter
+        self._cancelled = False
+        self._result: dict[str, Any] | None = None
+        self._report: Report | None = None
+        self._load = begin(selection, adapter, device, options, order=order)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until every byte is in place, at most ``timeout`` seconds; says whether. Raises the load's error."""
+        raise_if_forked(self._owner, "job")
+        if self._result is not None:
+            return True
+        return self._load.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether the load has ended, well or badly."""
+        raise_if_forked(self._owner, "job")
+        return self._result is not None or self._load.done()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(bytes in place, bytes wanted)."""
+        raise_if_forked(self._owner, "job")
+        return self._load.progress()
+
+    @property
+    def report(self) -> Report:
+        """What the load has done so far, or did."""
+        raise_if_forked(self._owner, "job")
+        return self._report if self._report is not None else Report(self._load.report())
+
+    def cancel(self) -> None:
+        """Stops the load and waits until nothing of it runs. `result` then raises `CancelledError`."""
+        raise_if_forked(self._owner, "job")
+        if self._result is None:
+            self._cancelled = True
+            self._load.cancel()
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what still runs and releases what was not handed out. Idempotent; never raises the load's error."""
+        raise_if_forked(self._owner, "job")
+        self._load.close()
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """The tensors by name, in the order asked for; the same dictionary every time.
+
+        With ``dtype=`` the tensors are cast here, on the calling thread, one after the other.
+
+        Raises:
+            StalledError: (a TimeoutError) not done after ``timeout`` seconds; the load goes on.
+            CancelledError: the job was cancelled.
+            PenstockError: the load's own error.
+        """
+        raise_if_forked(self._owner, "job")
+        if self._result is not None:
+            return self._result
+        if self._cancelled:
+            raise CancelledError("the job was cancelled before it was done")
+        try:
+            if not self._load.wait(timeout):
+                done, total = self._load.progress()
+                raise StalledError(f"the load is not done after {timeout} s ({done} of {total} bytes are); it goes on")
+        except StalledError:
+            if not self._load.done():
+                raise
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        return self._hand_out()
+
+    def _hand_out(self) -> dict[str, Any]:
+        adapter, names = self._adapter, self._selection.names
+        try:
+            with collector_paused():
+                tensors = adapter.tensors(self._load, range(len(names)))
+            self._report = self._checkpoint._ended(self._load)
+        finally:
+            self._load.close()
+        if adapter.casts:
+            for i, tensor in enumerate(tensors):
+                tensors[i] = adapter.cast(tensor)
+        self._result = dict(zip(names, tensors, strict=True))
+        return self._result
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    adapter: Adapter,
+    device: Device,
+    options: Options,
+    order: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Every want's tensor by name."""
+    if adapter.casts:
+        # As a stream, so that at no time more than the window exists in both dtypes
+        arrived = dict(stream(checkpoint, selection, adapter, device, options, order, progress))
+        return {name: arrived[name] for name in selection.names}
+    with Meter(progress, "load") as meter, Job(checkpoint, selection, adapter, device, options, order) as job:
+        await_load(job._load, meter)
+        return job.result()
+
+
+def stream(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    adapter: Adapter,
+    device: Device,
+    options: Options,
+    order: str,
+    progress: Progress,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name, tensor) as tensors become ready; blocks are granted on the thread of whoever iterates."""
+    owner = os.getpid()
+    with Meter(progress, "load") as meter:
+        load = begin(selection, adapter, device, options, order=order, stream=True)
+        try:
+            while True:
+                want = load.next(INTERVAL if meter.active else None)
+                if want is None:
+                    break
+                if meter.active:
+                    meter.update(*load.progress())
+                if want is True:
+                    adapter.grant(load, load.wanted_blocks())
+                    continue
+                if want is False:
+                    continue
+                [tensor] = adapter.tensors(load, [want])
+                load.take(want)
+                if adapter.casts:
+                    tensor = adapter.cast(tensor)
+                yield selection.names[want], tensor
+                del tensor  # or the frame would keep it until the next one is there
+                raise_if_forked(owner, "stream")
+            load.wait()
+            meter.update(*load.progress(), final=True)
+            checkpoint._ended(load)
+        finally:
+            if os.getpid() == owner:
+                load.close()

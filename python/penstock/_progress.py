@@ -1,0 +1,133 @@
+"""Progress bars, in bytes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from ._errors import InvalidError
+
+Progress = bool | Callable[[int, int], object] | None
+"""True: a bar. None: a bar if stderr is a terminal. False: nothing. Callable: given (bytes done, bytes in all)."""
+
+INTERVAL = 0.1
+"""Seconds between two updates."""
+
+
+class _Sink(Protocol):
+    def update(self, done: int, total: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def _rank() -> int:
+    """This process' rank in a distributed job, 0 outside of one. Never imports torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0
+
+
+class _Tqdm:
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def update(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Plain:
+    """A line on stderr, rewritten on a terminal and repeated every few seconds elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._tty = sys.stderr.isatty()
+        self._every = INTERVAL if self._tty else 5.0
+        self._next = 0.0
+        self._last = (0, 0)
+
+    def _write(self, end: str) -> None:
+        done, total = self._last
+        share = 100.0 * done / total if total else 100.0
+        sys.stderr.write(f"\r{self._label}: {done / 1e9:.2f}/{total / 1e9:.2f} GB ({share:.0f}%)" + end)
+        sys.stderr.flush()
+
+    def update(self, done: int, total: int) -> None:
+        self._last = (done, total)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every
+            self._write("" if self._tty else "\n")
+
+    def close(self) -> None:
+        self._write("\n")
+
+
+class _Call:
+    def __init__(self, function: Callable[[int, int], object]) -> None:
+        self._function = function
+
+    def update(self, done: int, total: int) -> None:
+        self._function(done, total)
+
+    def close(self) -> None:
+        pass
+
+
+def _sink(progress: Progress, label: str) -> _Sink | None:
+    if progress is False:
+        return None
+    if progress is not None and progress is not True:
+        if not callable(progress):
+            raise InvalidError(f"progress={progress!r}: give True, False, None or a callable(done, total)")
+        return _Call(progress) if _rank() == 0 else None
+    if _rank() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
+        return None
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return _Plain(label)
+    return _Tqdm(tqdm(desc=label, unit="B", unit_scale=True, unit_divisor=1000, leave=True))
+
+
+class Meter:
+    """Shows how far a load has come; does nothing, at no cost, where nobody is looking.
+
+    In a distributed job only rank 0 shows anything.
+    """
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._sink = _sink(progress, label)
+        self._next = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody is looking."""
+        return self._sink is not None
+
+    def update(self, done: int, total: int, *, final: bool = False) -> None:
+        """Shows ``done`` of ``total`` bytes, at most every `INTERVAL` seconds unless ``final``."""
+        if self._sink is None:
+            return
+        now = time.monotonic()
+        if final or now >= self._next:
+            self._next = now + INTERVAL
+            self._sink.update(done, total)
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._sink is not None:
+            self._sink.close()

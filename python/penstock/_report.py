@@ -1,0 +1,106 @@
+"""The report of a load: what moved, which way, how fast, and what held it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+class Report(dict[str, Any]):
+    """A dictionary of what a load did; every key is an attribute too, and ``print(report)`` is made for people.
+
+    Sizes are bytes, times seconds, rates GB/s with GB = 1e9 bytes. The keys are described in docs/api.md.
+    """
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"this report has no {key!r}; it has {', '.join(self)}") from None
+
+    def __str__(self) -> str:
+        get = self.get
+        lines = [
+            f"{get('tensors', 0)} tensors, {_size(get('nbytes', 0))} in {_time(get('seconds', 0.0))}: "
+            f"{get('gbps', 0.0):.2f} GB/s"
+        ]
+
+        def line(label: str, text: str) -> None:
+            lines.append(f"  {label:<14}{text}")
+
+        times = [
+            f"{label} {_time(get(key, 0.0))}"
+            for label, key in (
+                ("plan", "plan_seconds"),
+                ("first tensor", "first_tensor_seconds"),
+                ("CPU", "cpu_seconds"),
+            )
+            if get(key) is not None
+        ]
+        if times:
+            line("time", ", ".join(times))
+        if get("seconds_per_tensor") is not None:
+            line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
+        for route, way in get("routes", {}).items():
+            line(route, f"{_size(way.get('bytes', 0))} in {way.get('extents', 0)} extents")
+        if get("bottleneck"):
+            line("bound by", str(get("bottleneck")))
+        waits = {k: v for k, v in get("waits", {}).items() if v}
+        if waits:
+            line("waited for", ", ".join(f"{stage} {_time(s)}" for stage, s in waits.items()))
+        if get("peak_staging"):
+            line("staging", f"{_size(get('peak_staging', 0))} at most")
+        if get("slack_bytes") or get("gap_bytes"):
+            line("read besides", f"{_size(get('slack_bytes', 0))} slack, {_size(get('gap_bytes', 0))} gaps")
+        if get("cache"):
+            line("page cache", str(get("cache")))
+        for fallback in get("fallbacks", ()):
+            line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
+        if get("copied_through"):
+            line("not in place", f"{len(get('copied_through', ()))} destinations are not contiguous: copied once more")
+        for name in ("missing", "unexpected"):
+            if get(name):
+                line(name, f"{len(get(name, ()))} tensors, {get(name, [''])[0]} first")
+        for warning in get("warnings", ()):
+            line("warning", str(warning))
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Report({super().__repr__()})"
+
+
+def merged(reports: list[Report]) -> Report:
+    """One report for loads that ran as one: sums where things add up, the longest where they overlap."""
+    if len(reports) == 1:
+        return reports[0]
+    total = Report()
+    for report in reports:
+        for key, value in report.items():
+            total[key] = _merge(key, total[key], value) if key in total else value
+    if total.get("seconds"):
+        total["gbps"] = total.get("nbytes", 0) / total["seconds"] / 1e9
+    if total.get("tensors"):
+        total["seconds_per_tensor"] = total.get("seconds", 0.0) / total["tensors"]
+    if reports:  # what bounds the longest part bounds the whole
+        total["bottleneck"] = max(reports, key=lambda r: r.get("seconds", 0.0)).get("bottleneck")
+    return total
+
+
+def _merge(key: str, a: Any, b: Any) -> Any:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {k: _merge(k, a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}
+    if isinstance(a, list) and isinstance(b, list):
+        return a + [item for item in b if item not in a]
+    if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+        return a
+    return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging",) else a + b

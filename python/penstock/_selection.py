@@ -1,0 +1,192 @@
+"""Which tensors, and which part of each: what ``names=`` and ``slices=`` mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _core
+from ._errors import InvalidError, SliceError, UnknownTensorError
+
+Names = str | Iterable[str] | Callable[[str], bool] | None
+"""A glob, a list of names and globs, or a predicate on the name; None is every tensor."""
+
+Cut = slice | tuple[Any, ...]
+"""A slice, or one slice per dimension (missing ones are whole; one Ellipsis stands for as many as fit)."""
+
+Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
+"""Per name the part that is wanted, or a function that says so for each tensor (None: the whole)."""
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the checkpoint says of one tensor."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """Its element type as spelled in the header, such as ``"BF16"``."""
+    shape: tuple[int, ...]
+    """Its extent per dimension, in elements; ``()`` for a scalar."""
+    nbytes: int
+    """Its size in bytes."""
+    file: str
+    """Path of its shard file."""
+    offsets: tuple[int, int]
+    """(first, past-the-last) byte, counted from the start of the file."""
+
+
+class Selection:
+    """The wants of one load: tensor numbers, their names, and the regions of those that are cut."""
+
+    __slots__ = ("core", "names", "wants", "regions")
+
+    def __init__(
+        self,
+        core: _core.Checkpoint,
+        names: list[str],
+        wants: list[int] | None,
+        regions: list[list[tuple[int, int]] | None] | None = None,
+    ) -> None:
+        self.core = core
+        self.names = names
+        self.wants = wants
+        self.regions = regions
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def tensor(self, want: int) -> int:
+        """Number of the tensor that want number ``want`` is (a part of)."""
+        return want if self.wants is None else self.wants[want]
+
+    def describe(self, want: int) -> tuple[str, tuple[int, ...]]:
+        """(dtype, shape in elements) of what is wanted."""
+        _, dtype, shape, _, _, _ = self.core.info(self.tensor(want))
+        region = None if self.regions is None else self.regions[want]
+        return dtype, shape if region is None else tuple(stop - start for start, stop in region)
+
+    def by_dtype(self) -> dict[str, list[int]]:
+        """Want numbers by dtype."""
+        return self.core.by_dtype(self.wants)
+
+    def file(self, want: int) -> str:
+        """Path of the file that the want's bytes are in."""
+        return self.core.files()[self.core.info(self.tensor(want))[3]]
+
+    def part(self, wants: Sequence[int]) -> Selection:
+        """The selection of these wants alone."""
+        return Selection(
+            self.core,
+            [self.names[w] for w in wants],
+            [self.tensor(w) for w in wants],
+            None if self.regions is None else [self.regions[w] for w in wants],
+        )
+
+
+def unknown(core: _core.Checkpoint, name: str) -> UnknownTensorError:
+    """The error for a name that the checkpoint does not contain, with what was perhaps meant."""
+    files = core.files()
+    where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files" if files else "checkpoint"
+    text = f"{where}: File does not contain tensor {name}"
+    if len(core) <= 20_000:  # a comparison with every name takes microseconds each
+        import difflib
+
+        close = difflib.get_close_matches(name, core.keys(), 1)
+        if close:
+            text += f" (did you mean {close[0]}?)"
+    return UnknownTensorError(text, path=files[0] if len(files) == 1 else None)
+
+
+def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
+    if names is None:
+        return None
+    if callable(names):
+        return [i for i, name in enumerate(core.keys()) if names(name)]
+    found: dict[int, None] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if not isinstance(name, str):
+            raise InvalidError(f"names: {name!r} is no name: give strings, a glob, or a predicate on the name")
+        if name in core:  # a name may contain what looks like a glob
+            found[core.index(name)] = None
+            continue
+        matching = core.matching([name]) if _GLOB.search(name) else []
+        if not matching:
+            raise unknown(core, name)
+        found.update(dict.fromkeys(matching))
+    return list(found)
+
+
+def _region(info: TensorInfo, cut: Any) -> list[tuple[int, int]]:
+    name, shape = info.name, info.shape
+
+    def refused(why: str) -> SliceError:
+        return SliceError(f"slice of {name}: {why}", path=info.file)
+
+    cuts = list(cut) if isinstance(cut, tuple) else [cut]
+    dots = [i for i, c in enumerate(cuts) if c is Ellipsis]
+    if len(dots) > 1:
+        raise refused("more than one Ellipsis")
+    if dots:
+        cuts[dots[0] : dots[0] + 1] = [slice(None)] * max(0, len(shape) - len(cuts) + 1)
+    if len(cuts) > len(shape):
+        raise refused(f"{len(cuts)} slices for the {len(shape)} dimensions of {list(shape)}")
+    region = []
+    for d, size in enumerate(shape):
+        c = cuts[d] if d < len(cuts) else slice(None)
+        if not isinstance(c, slice):
+            raise refused(f"dimension {d} wants a slice(start, stop), not {c!r}")
+        if c.step not in (None, 1):
+            raise refused(f"dimension {d} has step {c.step}; only whole ranges can be loaded")
+        for bound in (c.start, c.stop):
+            # Python would clamp this; a rank whose range does not fit has been given the wrong plan
+            if bound is not None and not -size <= bound <= size:
+                raise refused(f"{c.start}:{c.stop} is outside dimension {d} of {list(shape)}")
+        start, stop, _ = c.indices(size)
+        region.append((start, max(start, stop)))
+    return region
+
+
+def info_of(core: _core.Checkpoint, index: int, files: Sequence[str]) -> TensorInfo:
+    """What the checkpoint says of tensor number ``index``; ``files`` are its files."""
+    name, dtype, shape, file, begin, end = core.info(index)
+    return TensorInfo(name, dtype, shape, end - begin, files[file], (begin, end))
+
+
+def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -> Selection:
+    """What ``names`` and ``slices`` ask for, in the order asked (file order for globs and predicates).
+
+    Raises:
+        UnknownTensorError: a name that is not there, or a glob that nothing matches.
+        SliceError: a range outside its tensor, or one with a step.
+        InvalidError: slices of a tensor that is not among the names.
+    """
+    wants = _numbers(core, names)
+    keys = core.keys() if wants is None else [core.info(i)[0] for i in wants]
+    selection = Selection(core, keys, wants)
+    if slices is None:
+        return selection
+    regions: list[list[tuple[int, int]] | None] = [None] * len(keys)
+    files = core.files()
+    if callable(slices):
+        for want in range(len(keys)):
+            info = info_of(core, selection.tensor(want), files)
+            cut = slices(info)
+            if cut is not None:
+                regions[want] = _region(info, cut)
+    else:
+        place = {name: want for want, name in enumerate(keys)}
+        for name, cut in slices.items():
+            if name not in place:
+                if name not in core:
+                    raise unknown(core, name)
+                raise InvalidError(f"slices: {name} is not among the names that are to be loaded")
+            want = place[name]
+            regions[want] = _region(info_of(core, selection.tensor(want), files), cut)
+    if any(r is not None for r in regions):
+        selection.regions = regions
+    return selection

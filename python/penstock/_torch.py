@@ -1,0 +1,158 @@
+"""torch: tensors on the bytes that a load has brought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from . import _accelerator, _core
+from ._device import Device
+from ._dtypes import CASTABLE, DTYPES, RAW
+from ._errors import UnsupportedError
+from ._selection import Selection
+
+
+@cache
+def _from_dlpack() -> Callable[[object], Any]:
+    """The C function that torch.from_dlpack ends in: 0.6 us a tensor where the Python wrapper takes 1.6."""
+    import torch
+
+    function: Callable[[object], Any] | None = getattr(torch._C, "_from_dlpack", None)
+    if function is None:
+        from torch.utils.dlpack import from_dlpack
+
+        function = from_dlpack
+    return function
+
+
+@cache
+def _native() -> dict[str, tuple[int, int, int]]:
+    """The dtypes that this torch imports over DLPack, as (code, bits, 1). They grew from release to release: each is
+    sent round once."""
+    import torch
+
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, dtype in DTYPES.items():
+        kind = torch_dtype(name)
+        if kind is None or dtype.dlpack is None:
+            continue
+        try:
+            back = _from_dlpack()(torch.empty(2, dtype=kind).__dlpack__())
+        except (RuntimeError, BufferError, TypeError, ValueError):
+            continue
+        if back.dtype == kind:
+            found[name] = (*dtype.dlpack, 1)
+    return found
+
+
+@cache
+def torch_dtype(name: str) -> Any:
+    """torch's dtype for one of the format, or None if this torch has none."""
+    import torch
+
+    return getattr(torch, DTYPES[name].torch or "", None)
+
+
+def _torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tuple[int, ...]:
+    """The shape in torch's elements: of F4 they are pairs along the last dimension."""
+    if dtype != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise UnsupportedError(
+            f"tensor {name} is F4 of shape {list(shape)}: torch holds F4 in pairs, which an odd last dimension "
+            'does not make; dtype="raw" or framework="dlpack" gives its bytes',
+            path=file,
+        )
+    return (*shape[:-1], shape[-1] // 2)
+
+
+class Torch:
+    """Makes the torch tensors of one load.
+
+    Every tensor has a storage of exactly its bytes, is writable, and keeps its block of the load alive, nothing else.
+    """
+
+    framework = "pt"
+
+    def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._selection = selection
+        self._raw = target == RAW
+        self._target = None if target is None or self._raw else torch_dtype(target)
+        self._castable = {torch_dtype(name) for name in CASTABLE}
+        # Wants that have to go as bytes first, with dtype and shape
+        self._as_bytes: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        if not self._raw:
+            self._check()
+        self._gpu = None if device.is_cpu else _accelerator.Accelerator(device)
+
+    def _check(self) -> None:
+        for name, wants in self._selection.by_dtype().items():
+            if name in _native():
+                continue
+            kind = torch_dtype(name)
+            for want in wants:
+                file = self._selection.file(want)
+                if kind is None:
+                    raise UnsupportedError(
+                        f"tensor {self._selection.names[want]} is {name}, which torch {self._torch.__version__} lacks; "
+                        'dtype="raw" or framework="dlpack" gives its bytes',
+                        path=file,
+                    )
+                _, shape = self._selection.describe(want)
+                self._as_bytes[want] = (kind, _torch_shape(self._selection.names[want], name, shape, file))
+
+    @property
+    def caller_blocks(self) -> bool:
+        """Whether the load's block memory is granted from here."""
+        return self._gpu is not None
+
+    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
+        """Gives the load the memory of these blocks."""
+        if self._gpu is not None:
+            self._gpu.grant(load, blocks)
+
+    def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
+        """Tensors on these ready wants."""
+        if self._gpu is not None:
+            return [self._on_gpu(load, want) for want in wants]
+        if self._raw:
+            return [self._bytes(load, want) for want in wants]
+        if not self._as_bytes:
+            return load.capsules(wants, _native(), _from_dlpack())
+        plain = iter(load.capsules([w for w in wants if w not in self._as_bytes], _native(), _from_dlpack()))
+        return [self._via_bytes(load, w) if w in self._as_bytes else next(plain) for w in wants]
+
+    def _bytes(self, load: _core.Load, want: int) -> Any:
+        [view] = load.views([want])
+        return _from_dlpack()(view.capsule((1, 8), [view.nbytes]))
+
+    def _via_bytes(self, load: _core.Load, want: int) -> Any:
+        dtype, shape = self._as_bytes[want]
+        return self._bytes(load, want).view(dtype).view(shape)
+
+    def _on_gpu(self, load: _core.Load, want: int) -> Any:
+        assert self._gpu is not None
+        if self._raw:
+            [view] = load.views([want])
+            return self._gpu.tensor(load, want, self._torch.uint8, [view.nbytes], lambda: self._bytes(load, want))
+        if want in self._as_bytes:
+            dtype, shape = self._as_bytes[want]
+            return self._gpu.tensor(load, want, dtype, shape, lambda: self._via_bytes(load, want))
+        name, shape = self._selection.describe(want)
+        capsules: Callable[[], Any] = lambda: load.capsules([want], _native(), _from_dlpack())[0]  # noqa: E731
+        return self._gpu.tensor(load, want, torch_dtype(name), shape, capsules)
+
+    @property
+    def casts(self) -> bool:
+        """Whether `cast` may change anything."""
+        return self._target is not None
+
+    def cast(self, tensor: Any) -> Any:
+        """The tensor in the dtype asked for, where that applies to it."""
+        if self._target is None or tensor.dtype is self._target or tensor.dtype not in self._castable:
+            return tensor
+        return tensor.to(self._target)
