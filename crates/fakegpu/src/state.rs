@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use crate::clocks::{AccessMap, Clock};
-use crate::codes::{Vendor, INVALID_CONTEXT, NOT_INITIALIZED};
+use crate::codes::{Vendor, INVALID_CONTEXT, NOT_INITIALIZED, NO_DEVICE};
 use crate::inject::Settings;
 use crate::memory::{Allocation, Region};
 use crate::misuse::{Kind, Log};
@@ -285,6 +285,9 @@ impl Call {
         self.initialized()?;
         if self.vendor == Vendor::Hip {
             let device = self.hip_device();
+            if device >= self.devices.len() {
+                return Err(NO_DEVICE);
+            }
             if !self.devices[device].touched_by_hip {
                 self.devices[device].touched_by_hip = true;
                 self.context_made(device);

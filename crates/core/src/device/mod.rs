@@ -4,6 +4,7 @@
 //! their blocks in one submission; when its ticket comes back the bytes are there for everybody (on a GPU: the host has
 //! seen the event), and only then may the slab be rewritten.
 
+pub mod api;
 pub mod cpu;
 
 use crate::error::{Error, Result};
