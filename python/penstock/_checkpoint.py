@@ -66,7 +66,10 @@ class Checkpoint:
         """What the checkpoint says of the tensor called ``name``. Raises UnknownTensorError, a KeyError."""
         if name not in self._core:
             raise unknown(self._core, name)
-        return info_of(self._core, self._core.index(name), self._core.files())
+        return self._info(self._core.index(name))
+
+    def _info(self, index: int) -> TensorInfo:
+        return info_of(self._core, index, self._core.files())
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ class DLTensor:
         nbytes: Size in bytes.
     """
 
-    __slots__ = ("dtype", "shape", "nbytes", "_view")
+    __slots__ = ("_view", "dtype", "nbytes", "shape")
 
     def __init__(self, view: _core.View, dtype: str, shape: tuple[int, ...]) -> None:
         self.dtype = dtype

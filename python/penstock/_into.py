@@ -6,6 +6,7 @@ import bisect
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _accelerator, _core
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class _Destination:
     """One tensor to be filled, with every name that it goes by."""
 
-    __slots__ = ("names", "tensor", "device", "address", "nbytes", "dtype", "shape", "contiguous", "problem")
+    __slots__ = ("address", "contiguous", "device", "dtype", "names", "nbytes", "problem", "shape", "tensor")
 
     def __init__(self, tensor: Any) -> None:
         self.names: list[str] = []
@@ -138,7 +139,7 @@ def _writable_ranges() -> list[tuple[int, int]] | None:
     """Address ranges that this process may write to, ascending and joined; None where /proc does not say."""
     ranges: list[tuple[int, int]] = []
     try:
-        with open("/proc/self/maps", "rb") as maps:
+        with Path("/proc/self/maps").open("rb") as maps:
             for line in maps:
                 span, mode = line.split(b" ", 2)[:2]
                 if mode[1:2] != b"w":

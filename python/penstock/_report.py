@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
+    """Bytes for people: 1.50 GB, with GB = 1e9."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -31,7 +32,7 @@ class Report(dict[str, Any]):
     def __str__(self) -> str:
         get = self.get
         lines = [
-            f"{get('tensors', 0)} tensors, {_size(get('nbytes', 0))} in {_time(get('seconds', 0.0))}: "
+            f"{get('tensors', 0)} tensors, {size_text(get('nbytes', 0))} in {_time(get('seconds', 0.0))}: "
             f"{get('gbps', 0.0):.2f} GB/s"
         ]
 
@@ -52,16 +53,16 @@ class Report(dict[str, Any]):
         if get("seconds_per_tensor") is not None:
             line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
         for route, way in get("routes", {}).items():
-            line(route, f"{_size(way.get('bytes', 0))} in {way.get('extents', 0)} extents")
+            line(route, f"{size_text(way.get('bytes', 0))} in {way.get('extents', 0)} extents")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
         if waits:
             line("waited for", ", ".join(f"{stage} {_time(s)}" for stage, s in waits.items()))
         if get("peak_staging"):
-            line("staging", f"{_size(get('peak_staging', 0))} at most")
+            line("staging", f"{size_text(get('peak_staging', 0))} at most")
         if get("slack_bytes") or get("gap_bytes"):
-            line("read besides", f"{_size(get('slack_bytes', 0))} slack, {_size(get('gap_bytes', 0))} gaps")
+            line("read besides", f"{size_text(get('slack_bytes', 0))} slack, {size_text(get('gap_bytes', 0))} gaps")
         if get("cache"):
             line("page cache", str(get("cache")))
         for fallback in get("fallbacks", ()):

@@ -43,7 +43,7 @@ class TensorInfo:
 class Selection:
     """The wants of one load: tensor numbers, their names, and the regions of those that are cut."""
 
-    __slots__ = ("core", "names", "wants", "regions")
+    __slots__ = ("core", "names", "regions", "wants")
 
     def __init__(
         self,

@@ -1,0 +1,473 @@
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor``.
+
+Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
+(with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _core
+from ._checkpoint import Checkpoint, open
+from ._dtypes import DTYPES
+from ._errors import InvalidError, PenstockError
+from ._load import ORDERS, make_options
+from ._report import size_text
+
+OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class _Failed(Exception):
+    """A check failed; what there is to say has been said."""
+
+
+def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
+    if args.json:
+        sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
+    else:
+        sys.stdout.write((text if isinstance(text, str) else text()) + "\n")
+
+
+def _open(args: argparse.Namespace) -> Checkpoint:
+    sources: list[str] = args.source
+    return open(sources[0] if len(sources) == 1 else sources)
+
+
+def _table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns two spaces apart; those in ``right`` are aligned to the right."""
+    rows = [list(row) for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return "\n".join(
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+# inspect
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """ "0..3,7" for 0, 1, 2, 3, 7."""
+    spans: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if spans and spans[-1][1] == n - 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in spans)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _folded(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Tensors grouped where they differ in the numbers of their names alone: layers.{0..31}.mlp.weight."""
+    groups: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
+    core = checkpoint._core
+    for i in range(len(checkpoint)):
+        name, dtype, shape, _, begin, end = core.info(i)
+        group = groups.setdefault(
+            (_NUMBER.sub("#", name), dtype, shape),
+            {"dtype": dtype, "shape": list(shape), "count": 0, "nbytes": 0, "numbers": []},
+        )
+        group["count"] += 1
+        group["nbytes"] += end - begin
+        found = _NUMBER.findall(name)
+        if not group["numbers"]:
+            group["numbers"] = [set() for _ in found]
+        for seen, number in zip(group["numbers"], found, strict=True):
+            seen.add(int(number))
+    folded = []
+    for (pattern, _, _), group in groups.items():
+        numbers = iter(group.pop("numbers"))
+
+        def number(_: re.Match[str], numbers: Any = numbers) -> str:
+            seen = next(numbers)
+            return str(*seen) if len(seen) == 1 else "{" + _ranges(seen) + "}"
+
+        folded.append({"name": re.sub("#", number, pattern) if "#" in pattern else pattern, **group})
+    return folded
+
+
+def _tree(folded: list[dict[str, Any]], depth: int | None) -> str:
+    """The groups as a tree along the dots of their names."""
+    root: dict[str, Any] = {}
+    for group in folded:
+        node = root
+        # a dot between braces separates the ends of a range, not the parts of a name
+        *path, leaf = re.split(r"\.(?![^{]*\})", group["name"])
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict) or "nbytes" in node:
+                break
+        else:
+            while leaf in node:
+                leaf += " "  # same name, other dtype or shape
+            node[leaf] = group
+            continue
+        root[group["name"]] = group
+
+    rows: list[list[str]] = []
+
+    def total(node: dict[str, Any]) -> tuple[int, int]:
+        if isinstance(node.get("nbytes"), int):
+            return node["count"], node["nbytes"]
+        parts = [total(child) for child in node.values()]
+        return sum(c for c, _ in parts), sum(n for _, n in parts)
+
+    def walk(node: dict[str, Any], indent: int) -> None:
+        for name, child in node.items():
+            while not isinstance(child.get("nbytes"), int) and len(child) == 1:  # a chain of single children: one line
+                [(below, child)] = child.items()
+                name = f"{name}.{below}"
+            count, nbytes = total(child)
+            leaf = isinstance(child.get("nbytes"), int)
+            many = f"x {count}" if count > 1 else ""
+            what = [child["dtype"], str(child["shape"])] if leaf else ["", ""]
+            rows.append(["  " * indent + name.rstrip(), *what, many, size_text(nbytes)])
+            if not leaf and (depth is None or indent + 1 < depth):
+                walk(child, indent + 1)
+
+    walk(root, 0)
+    return _table(rows, right=(3, 4))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    checkpoint = _open(args)
+    core = checkpoint._core
+    by_dtype: dict[str, dict[str, int]] = {}
+    for dtype, wants in sorted(core.by_dtype().items()):
+        sizes = [core.info(w) for w in wants]
+        by_dtype[dtype] = {
+            "tensors": len(wants),
+            "nbytes": sum(end - begin for *_, begin, end in sizes),
+            "parameters": sum((end - begin) * 8 // DTYPES[dtype].bits for *_, begin, end in sizes),
+        }
+    files: list[dict[str, Any]] = []
+    for i, path in enumerate(checkpoint.files):
+        first, last = core.file_tensors(i)
+        start = core.data_start(i)
+        end = core.info(last - 1)[5] if last > first else start
+        files.append({"path": path, "tensors": last - first, "header_bytes": start, "nbytes": end - start})
+    document: dict[str, Any] = {
+        "files": files,
+        "tensors": len(checkpoint),
+        "nbytes": checkpoint.nbytes,
+        "parameters": sum(d["parameters"] for d in by_dtype.values()),
+        "dtypes": by_dtype,
+        "metadata": checkpoint.metadata,
+        "warnings": checkpoint.warnings,
+    }
+    if args.tensors or args.json:
+        infos = [checkpoint._info(i) for i in range(len(checkpoint))]
+        document["entries"] = [
+            {
+                "name": t.name,
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "nbytes": t.nbytes,
+                "file": t.file,
+                "offsets": t.offsets,
+            }
+            for t in infos
+        ]
+
+    def text() -> str:
+        parts = []
+        if args.tensors:
+            rows = [[t.name, t.dtype, str(list(t.shape)), size_text(t.nbytes)] for t in infos]
+            parts.append(_table(rows, right=(3,)))
+        else:
+            parts.append(_tree(_folded(checkpoint), args.depth))
+        parts.append(
+            _table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
+        )
+        parts.append(
+            _table(
+                [
+                    [d, f"{v['tensors']} tensors", f"{v['parameters'] / 1e6:,.2f} M elements", size_text(v["nbytes"])]
+                    for d, v in by_dtype.items()
+                ],
+                right=(1, 2, 3),
+            )
+        )
+        if checkpoint.metadata:
+            parts.append("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items()))
+        parts.extend(f"warning: {w}" for w in checkpoint.warnings)
+        parts.append(
+            f"{len(checkpoint)} tensors, {document['parameters'] / 1e9:.3f} G elements, {size_text(checkpoint.nbytes)} "
+            f"in {len(files)} file{'s' * (len(files) != 1)}"
+        )
+        return "\n\n".join(part for part in parts if part)
+
+    _print(args, document, text)
+
+
+# load
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE; the names are {', '.join(_core.Options.names())}"
+        )
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            pass
+    return name, value
+
+
+def _load(args: argparse.Namespace) -> None:
+    options = make_options(dict(args.option))
+    checkpoint = _open(args)
+    state = checkpoint.load(
+        args.device,
+        args.names or None,
+        args.dtype,
+        args.framework,
+        False if args.no_progress or args.json else None,
+        options,
+        order=args.order,
+    )
+    report = checkpoint.last_report
+    assert report is not None
+    del state
+    _print(args, dict(report), str(report))
+
+
+# verify
+
+
+def _digest(path: str) -> str:
+    import hashlib
+
+    with Path(path).open("rb") as file:
+        if sys.version_info >= (3, 11):
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def _listed(path: str) -> dict[str, str]:
+    """Digests by file name from the output of sha256sum."""
+    listed = {}
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"\\?([0-9a-fA-F]{64})[ \t]+\*?(.+)", line.strip())
+        if match is None:
+            raise InvalidError(f"line {number} is not '<sha256>  <file>' as sha256sum writes it", path=path)
+        listed[Path(match.group(2)).name] = match.group(1).lower()
+    return listed
+
+
+def _verify(args: argparse.Namespace) -> None:
+    listed = _listed(args.digests) if args.digests else {}
+    try:
+        checkpoint = _open(args)
+    except PenstockError as error:
+        document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
+        _print(args, document, f"FAILED  {error}")
+        raise _Failed from None
+    files: list[dict[str, Any]] = [{"path": path, "ok": True} for path in checkpoint.files]
+    problems = []
+    unused = set(listed)
+    for file in files if args.sha256 or args.digests else ():
+        path = Path(file["path"])
+        # A Hub cache links each file to a blob; where the blob is large its name is the sha256 of its bytes
+        blob = Path(os.path.realpath(path)).name
+        unused.discard(path.name)
+        expected = listed.get(path.name) or (blob if re.fullmatch(r"[0-9a-f]{64}", blob) else None)
+        file["sha256"] = _digest(file["path"])
+        file["compared_with"] = "list" if path.name in listed else "blob name" if expected else None
+        if expected is not None and expected != file["sha256"]:
+            file["ok"] = False
+            message = (
+                f"{path}: sha256 is {file['sha256']} and should be {expected}: the file is damaged, fetch it again"
+            )
+            problems.append({"kind": "Digest", "path": str(path), "message": message})
+    for name in sorted(unused):
+        message = f"{args.digests}: lists {name}, which is not a file of this checkpoint"
+        problems.append({"kind": "Digest", "path": name, "message": message})
+    document = {
+        "ok": not problems,
+        "files": files,
+        "tensors": len(checkpoint),
+        "nbytes": checkpoint.nbytes,
+        "warnings": checkpoint.warnings,
+        "problems": problems,
+    }
+
+    def text() -> str:
+        lines = []
+        for file in files:
+            digest = file.get("sha256")
+            seen = (
+                "" if digest is None else f"  sha256 {digest} ({file['compared_with'] or 'nothing to compare it with'})"
+            )
+            lines.append(f"{'ok' if file['ok'] else 'FAILED':8}{file['path']}{seen}")
+        lines += [f"FAILED  {p['message']}" for p in problems]
+        lines += [f"warning {w}" for w in checkpoint.warnings]
+        checked = "headers, bounds and index" + (" and digests" if args.sha256 or args.digests else "")
+        state = f"{len(problems)} problems" if problems else "all well"
+        lines.append(f"{checked} of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
+        return "\n".join(lines)
+
+    _print(args, document, text)
+    if problems:
+        raise _Failed
+
+
+# warm, evict
+
+
+def _page_cache(args: argparse.Namespace) -> None:
+    paths = _open(args).files
+    evict = args.command == "evict"
+    files: list[dict[str, Any]] = []
+    for path in paths:
+        before, nbytes, _ = _core.residency(path)
+        after = _core.evict(path) if evict else _core.warm(path, args.threads)
+        files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
+    resident, nbytes = sum(f["resident_bytes"] for f in files), sum(f["nbytes"] for f in files)
+    ok = resident == 0 if evict else resident >= nbytes
+
+    def text() -> str:
+        rows = [
+            [
+                f["path"],
+                size_text(f["nbytes"]),
+                f"resident {size_text(f['resident_before'])} ->",
+                size_text(f["resident_bytes"]),
+            ]
+            for f in files
+        ]
+        lines = [_table(rows, right=(1, 2, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
+        if not ok and evict:
+            lines.append("what is left is mapped, dirty or in use by another process: only its user can let go of it")
+        elif not ok:
+            lines.append(
+                "the rest did not stay: there is less free memory (see the cgroup's limit in `penstock doctor`)"
+            )
+        return "\n".join(lines)
+
+    _print(args, {"ok": ok, "files": files, "nbytes": nbytes, "resident_bytes": resident}, text)
+    if not ok:
+        raise _Failed
+
+
+# doctor
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from . import _doctor as doctor
+
+    found = doctor.examine(args.path, measure=not args.no_measure)
+    _print(args, found, lambda: doctor.describe(found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Loads safetensors checkpoints at the speed of the hardware.",
+        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        made.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        made.set_defaults(run=run)
+        return made
+
+    def with_source(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made.add_argument("source", nargs="+", help="a safetensors file, several, a directory, or an index file")
+        return made
+
+    made = with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes"))
+    made.add_argument("--tensors", action="store_true", help="list every tensor instead of folding layers together")
+    made.add_argument("--depth", type=int, metavar="N", help="show the tree down to N levels")
+
+    made = with_source(command("load", _load, "load the checkpoint and report how that went"))
+    made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
+    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="default: pt where torch is installed")
+    made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
+    made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
+    made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
+    made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    made.add_argument(
+        "-o", "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",
+    )  # fmt: skip
+
+    made = with_source(command("verify", _verify, "check headers, bounds and index, and on request every byte"))
+    made.add_argument(
+        "--sha256", action="store_true", help="digest every file; compare where a Hub cache names the blob"
+    )
+    made.add_argument("--digests", metavar="FILE", help="compare digests with this list, as sha256sum writes it")
+
+    made = with_source(command("warm", _page_cache, "read the files into the page cache"))
+    made.add_argument("--threads", type=int, default=0, metavar="N", help="readers (default: as the machine suggests)")
+
+    with_source(command("evict", _page_cache, "drop the files from the page cache; needs no privileges"))
+
+    made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
+    made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
+    made.add_argument("--no-measure", action="store_true", help="skip the measurement of read and copy rates")
+    return parser
+
+
+def _one_line(error: BaseException) -> str:
+    return re.sub(r"\s*\n\s*", "; ", str(error).strip()) or type(error).__name__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except _Failed:
+        return FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write("penstock: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader has seen enough, as in `penstock inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as error:
+        if os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
+            import traceback
+
+            traceback.print_exc()
+        kind = error.kind if isinstance(error, PenstockError) else type(error).__name__
+        if args.json:
+            path = getattr(error, "path", None)
+            document = {"ok": False, "error": {"kind": kind, "path": path, "message": str(error)}}
+            sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        sys.stderr.write(f"penstock {args.command}: {_one_line(error)}\n")
+        return USAGE if isinstance(error, InvalidError) else ERROR
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
