@@ -57,7 +57,7 @@ pub struct Router {
 
 #[derive(Debug)]
 enum Direct {
-    Uring(Uring),
+    Uring(Box<Uring>),
     Aio(Aio),
     Threads,
 }
@@ -124,7 +124,7 @@ impl Router {
     fn begin_uring(&mut self) {
         let uring = Uring::new(self.files.clone(), self.depth);
         match uring.and_then(|u| watch(&self.wake, u.wake()).map(|()| u)) {
-            Ok(uring) => self.direct = Direct::Uring(uring),
+            Ok(uring) => self.direct = Direct::Uring(Box::new(uring)),
             Err(e) => self.instead_of_uring(&e),
         }
     }
