@@ -54,6 +54,12 @@ unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 impl Slab {
+    /// One that belongs to no ring and counts nowhere: for a scratch buffer of a few MiB.
+    pub(crate) fn new(nbytes: u64) -> Result<Self> {
+        Self::map(nbytes.next_multiple_of(HUGE_PAGE) as usize)
+            .map_err(|cause| Error::io(&format!("map {nbytes} bytes of staging memory"), &cause))
+    }
+
     fn map(len: usize) -> io::Result<Self> {
         let (align, flags) = (HUGE_PAGE as usize, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new anonymous mapping, placed by the kernel; the result is checked.

@@ -195,7 +195,7 @@ fn run(batch: Batch) -> Copied {
 ///
 /// # Safety
 /// All rows of both sides are valid and do not overlap.
-unsafe fn run_copy(copy: &Copy) {
+pub(super) unsafe fn run_copy(copy: &Copy) {
     let to = copy.to as *mut u8;
     let len = copy.len as usize;
     let dense = copy.from_stride == copy.len && copy.to_stride == copy.len;

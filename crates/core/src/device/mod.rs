@@ -6,6 +6,8 @@
 
 pub mod api;
 pub mod cpu;
+pub mod gpu;
+mod join;
 
 use crate::error::{Error, Result};
 use crate::source::Ticket;

@@ -1,0 +1,667 @@
+//! Accelerator memory: copies by the driver, in the device's primary context.
+//!
+//! Nothing here blocks the caller. A *device thread* makes every driver call that starts something: it retains the context,
+//! registers slabs when it first sees them, joins copies and submits them to a stream of its own, and records one event
+//! per batch. A *waiter thread* sleeps in the driver on each event in turn and hands the batch's ticket back. Making a
+//! context takes 0.1 to 10 seconds, pinning memory 0.2 to 0.6 s per GiB; both overlap the first reads.
+//!
+//! The primary context is the one that frameworks use. It is shared by all devices of this module on the same
+//! accelerator, and lives as long as one of them, a [`GpuMemory`], or a slab registered in it.
+//!
+//! # When it goes wrong
+//! After the first error of the driver every batch comes back with it at once. A batch whose submission failed half-way
+//! comes back when what was submitted of it has run. A device that is dropped waits for what is under way; where that
+//! does not end ([`PATIENCE`]), its threads and the slabs and blocks they hold are left to themselves for good, since the
+//! accelerator may yet touch them.
+
+use super::api::{Api, Context, Event, Rows, Stream};
+use super::join::{self, Transfer};
+use super::{Batch, Copied, Device, Fence};
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::{HUGE_PAGE, MIB};
+use crate::source::{Fallback, Ticket};
+use crate::staging::{Ring, Slab};
+use crate::wake::Wake;
+use std::any::Any;
+use std::collections::HashMap;
+use std::mem::ManuallyDrop;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long a dropped device waits for copies under way. A ring of 256 MiB takes 10 ms on PCIe 5 and a second where the
+/// driver copies pageable memory on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Half of the scratch buffer in which small copies are gathered: the largest gathered transfer. 1 MiB takes 20 to 40 µs on
+/// the link, ten times what submitting it costs, so the other half is filled meanwhile.
+const HALF: u64 = MIB;
+const _: () = assert!(2 * HALF <= HUGE_PAGE && HALF >= join::GATHER);
+
+/// The process that first used a driver through this module; 0 before.
+static USED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// Contexts in use, by library and device.
+static CONTEXTS: Mutex<Vec<Weak<SharedContext>>> = Mutex::new(Vec::new());
+
+/// The primary context of an accelerator, for as long as somebody in this process uses it.
+pub struct SharedContext {
+    /// Given back on drop, but not by a forked child.
+    context: ManuallyDrop<Context>,
+    /// Unlike any other of this process.
+    number: u64,
+    pid: u32,
+}
+
+impl SharedContext {
+    /// The primary context of device `ordinal`, made if need be, which may take seconds. No other device is touched.
+    ///
+    /// # Errors
+    /// `Forked` in the child of a process that has used a driver; `Unsupported`, `OutOfMemory`, `Device` from the driver.
+    pub fn retain(api: &Arc<Api>, ordinal: u32) -> Result<Arc<Self>> {
+        refuse_a_forked_child()?;
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        // Held while the context is made: whoever else wants it has to wait for it anyway.
+        let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+        contexts.retain(|c| c.strong_count() > 0);
+        let same = |c: &Arc<Self>| c.context.ordinal() == ordinal && Arc::ptr_eq(c.context.api(), api);
+        if let Some(known) = contexts.iter().filter_map(Weak::upgrade).find(same) {
+            return Ok(known);
+        }
+        let _ = USED_BY.compare_exchange(0, std::process::id(), Ordering::SeqCst, Ordering::SeqCst);
+        api.init()?;
+        let count = api.device_count()?;
+        if ordinal >= count {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("there is no device {ordinal}: the {} driver shows {count} to this process", api.vendor()),
+            ));
+        }
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let context = ManuallyDrop::new(api.context(ordinal)?);
+        let shared = Arc::new(Self { context, number, pid: std::process::id() });
+        contexts.push(Arc::downgrade(&shared));
+        Ok(shared)
+    }
+
+    /// Free and total bytes of the accelerator's memory.
+    ///
+    /// # Errors
+    /// `Forked`, `Device`.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        refuse_a_forked_child()?;
+        self.context.enter()?.memory()
+    }
+}
+
+impl Drop for SharedContext {
+    fn drop(&mut self) {
+        if self.pid == std::process::id() {
+            // SAFETY: dropped once, here.
+            unsafe { ManuallyDrop::drop(&mut self.context) };
+        }
+    }
+}
+
+/// Drivers do not survive a fork: a child's calls fail with odd codes or hang.
+fn refuse_a_forked_child() -> Result<()> {
+    let used_by = USED_BY.load(Ordering::SeqCst);
+    if used_by == 0 || used_by == std::process::id() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Forked,
+        format!(
+            "this process was forked from process {used_by} after that had used the GPU, and GPU drivers do not work in \
+             such a child; start it with the \"spawn\" or \"forkserver\" method, or load in the parent only"
+        ),
+    ))
+}
+
+/// Accelerator memory of our own, for use without a framework.
+pub struct GpuMemory {
+    context: Arc<SharedContext>,
+    address: u64,
+    nbytes: u64,
+}
+
+impl GpuMemory {
+    /// `nbytes` bytes (at least one) of fresh memory, at an address that is a multiple of 256.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `Device`, `Forked`.
+    pub fn new(context: &Arc<SharedContext>, nbytes: u64) -> Result<Self> {
+        refuse_a_forked_child()?;
+        let address = context.context.enter()?.alloc(nbytes.max(1) as usize)?;
+        Ok(Self { context: context.clone(), address, nbytes })
+    }
+
+    /// The device pointer.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes.
+    pub fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+}
+
+impl Drop for GpuMemory {
+    fn drop(&mut self) {
+        if self.context.pid != std::process::id() {
+            return;
+        }
+        // A failure means that the context is lost, and its memory with it.
+        if let Ok(current) = self.context.context.enter() {
+            // SAFETY: from `alloc`, freed once. Batches keep their blocks until their copies have completed, and a
+            // consumer that handed work on it to a stream waits before it lets go (invariant 4).
+            let _ = unsafe { current.free(self.address) };
+        }
+    }
+}
+
+/// A slab's registration in a context; unregistered on drop.
+struct Registered {
+    context: Arc<SharedContext>,
+    address: usize,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if self.context.pid != std::process::id() {
+            return;
+        }
+        // A failure means that the context is lost, and its registrations with it.
+        if let Ok(current) = self.context.context.enter() {
+            // SAFETY: registered when this was made; no lease on the slab is left, hence no copy.
+            let _ = unsafe { current.unregister(self.address as *mut u8) };
+        }
+    }
+}
+
+/// Leaves out what must not be left out, for tests that show that each is missed; and a shorter patience.
+#[doc(hidden)]
+#[derive(Debug, Clone)]
+pub struct Sabotage {
+    pub skip_fences: bool,
+    pub skip_event_wait: bool,
+    pub skip_registration: bool,
+    pub skip_scratch_wait: bool,
+    pub patience: Duration,
+}
+
+impl Default for Sabotage {
+    fn default() -> Self {
+        Self {
+            skip_fences: false,
+            skip_event_wait: false,
+            skip_registration: false,
+            skip_scratch_wait: false,
+            patience: PATIENCE,
+        }
+    }
+}
+
+/// Copies to the memory of one accelerator.
+pub struct GpuDevice {
+    shared: Arc<Shared>,
+    orders: Option<Sender<Order>>,
+    thread: Option<JoinHandle<()>>,
+    in_flight: usize,
+    patience: Duration,
+    pid: u32,
+}
+
+enum Order {
+    Wait(Fence),
+    Copy(Batch),
+}
+
+/// What caller, device thread and waiter thread share.
+struct Shared {
+    wake: Wake,
+    state: Mutex<State>,
+    /// The device thread has nothing of the driver's left.
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    done: Vec<Copied>,
+    /// Addresses of the slabs that the driver may be reading.
+    running: HashMap<Ticket, usize>,
+    failed: Option<Error>,
+    fallbacks: Vec<Fallback>,
+    closed: bool,
+    ended: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fail(&self, error: &Error) {
+        self.lock().failed.get_or_insert_with(|| error.clone());
+    }
+
+    /// Lets go of the batch, then hands its ticket back.
+    fn finish(&self, batch: Batch, result: Result<()>) {
+        let ticket = batch.ticket;
+        self.lock().running.remove(&ticket);
+        drop(batch);
+        let mut state = self.lock();
+        let first = state.done.is_empty();
+        state.done.push(Copied { ticket, result });
+        drop(state);
+        // Where it was not empty, whoever made it so has rung or is about to, and the poll has yet to come.
+        if first {
+            self.wake.ring();
+        }
+    }
+}
+
+impl GpuDevice {
+    /// A device for copies to accelerator `ordinal` of `api`'s driver. Returns at once: what goes wrong with the driver
+    /// comes back with the batches.
+    ///
+    /// # Errors
+    /// `Forked` in the child of a process that has used a driver; `Limit` where there is no descriptor or thread left.
+    pub fn new(api: &Arc<Api>, ordinal: u32) -> Result<Self> {
+        Self::sabotaged(api, ordinal, Sabotage::default())
+    }
+
+    #[doc(hidden)]
+    pub fn sabotaged(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
+        refuse_a_forked_child()?;
+        let shared = Arc::new(Shared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
+        let (orders, inbox) = channel();
+        let patience = sabotage.patience;
+        let (theirs, api) = (shared.clone(), api.clone());
+        let thread = std::thread::Builder::new()
+            .name("penstock-gpu".to_owned())
+            .spawn(move || {
+                serve(&theirs, &api, ordinal, &inbox, &sabotage);
+                theirs.lock().ended = true;
+                theirs.ended.notify_all();
+            })
+            .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
+        Ok(Self { shared, orders: Some(orders), thread: Some(thread), in_flight: 0, patience, pid: std::process::id() })
+    }
+
+    /// What was refused so far and what took its place.
+    pub fn fallbacks(&self) -> Vec<Fallback> {
+        match self.same_process() {
+            Ok(()) => self.shared.lock().fallbacks.clone(),
+            Err(_) => Vec::new(),
+        }
+    }
+
+    fn same_process(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "this load belongs to the parent process, and GPU drivers do not work in a forked child; load in the parent, \
+             or start the child with the \"spawn\" method",
+        ))
+    }
+
+    fn order(&self, order: Order) -> Result<()> {
+        let gone = || Error::new(ErrorKind::Internal, "the GPU's thread ended early");
+        self.orders.as_ref().ok_or_else(gone)?.send(order).map_err(|_| gone())
+    }
+}
+
+impl Device for GpuDevice {
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        self.same_process()?;
+        self.order(Order::Wait(fence))
+    }
+
+    fn copy(&mut self, batch: Batch) -> Result<()> {
+        self.same_process()?;
+        self.order(Order::Copy(batch))?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
+        self.same_process()?;
+        self.shared.wake.quiet();
+        let mut state = self.shared.lock();
+        self.in_flight -= state.done.len();
+        done.append(&mut state.done);
+        Ok(())
+    }
+
+    fn wake(&self) -> RawFd {
+        self.shared.wake.fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+impl Drop for GpuDevice {
+    fn drop(&mut self) {
+        if self.same_process().is_err() {
+            // Threads and locks are the parent's.
+            std::mem::forget((self.orders.take(), self.thread.take()));
+            return;
+        }
+        self.shared.lock().closed = true;
+        self.orders = None;
+        let deadline = Instant::now() + self.patience;
+        let mut state = self.shared.lock();
+        while !state.ended {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let hung: Vec<usize> = state.running.values().copied().collect();
+                drop(state);
+                hung.iter().for_each(|slab| Ring::process().quarantine(*slab as *const u8));
+                // The thread keeps what it holds, and cleans up should the driver ever return.
+                self.thread = None;
+                return;
+            }
+            state = self.shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has nothing left to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The device thread's life.
+fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Order>, sabotage: &Sabotage) {
+    let opened = SharedContext::retain(api, ordinal);
+    let result = opened.and_then(|context| Queue::serve(shared, &context, inbox, sabotage));
+    if let Err(error) = &result {
+        shared.fail(error);
+        // It did not come as far as taking orders.
+        take_orders(shared, inbox, |_| Ok(()), |_| Err(error.clone()));
+    }
+}
+
+/// Takes orders until the device is dropped. After the first failure, and after the drop, none is carried out.
+fn take_orders(
+    shared: &Shared,
+    inbox: &Receiver<Order>,
+    mut wait: impl FnMut(Fence) -> Result<()>,
+    mut copy: impl FnMut(Batch) -> Result<()>,
+) {
+    for order in inbox {
+        let (closed, failed) = {
+            let state = shared.lock();
+            (state.closed, state.failed.clone())
+        };
+        let result = match (order, failed) {
+            _ if closed => Ok(()),
+            (Order::Wait(_), Some(_)) => Ok(()),
+            (Order::Copy(batch), Some(error)) => {
+                shared.finish(batch, Err(error));
+                Ok(())
+            }
+            (Order::Wait(fence), None) => wait(fence),
+            (Order::Copy(batch), None) => copy(batch),
+        };
+        if let Err(error) = result {
+            shared.fail(&error);
+        }
+    }
+}
+
+/// A batch that the driver works on, or did until it failed with the error.
+struct Submitted {
+    batch: Batch,
+    event: Event,
+    failed: Option<Error>,
+}
+
+/// Everything of the driver's that a device has. Lives on the device thread, where its context is current.
+struct Queue<'a> {
+    shared: &'a Shared,
+    context: &'a Arc<SharedContext>,
+    api: &'a Api,
+    stream: Stream,
+    waiter: Sender<Submitted>,
+    events: Arc<Events>,
+    scratch: Option<Scratch>,
+    pageable: bool,
+    sabotage: &'a Sabotage,
+}
+
+/// Events not in use.
+#[derive(Default)]
+struct Events(Mutex<Vec<Event>>);
+
+impl Events {
+    fn take(&self, api: &Api) -> Result<Event> {
+        let free = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        free.map_or_else(|| api.create_event(), Ok)
+    }
+
+    fn give_back(&self, event: Event) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+    }
+}
+
+/// Where small copies are gathered: two halves in turn, so that one is filled while the other travels.
+struct Scratch {
+    slab: Slab,
+    /// Recorded behind the last transfer out of each half.
+    busy: [Option<Event>; 2],
+    half: usize,
+    used: u64,
+}
+
+impl<'a> Queue<'a> {
+    fn serve(
+        shared: &'a Arc<Shared>,
+        context: &'a Arc<SharedContext>,
+        inbox: &Receiver<Order>,
+        sabotage: &'a Sabotage,
+    ) -> Result<()> {
+        let api = context.context.enter()?;
+        let stream = api.create_stream()?;
+        let (waiter, submitted) = channel();
+        let events = Arc::<Events>::default();
+        let (theirs, their_api) = (shared.clone(), context.context.api().clone());
+        let (their_events, skip) = (events.clone(), sabotage.skip_event_wait);
+        let thread = std::thread::Builder::new()
+            .name("penstock-gpuwait".to_owned())
+            .spawn(move || await_events(&theirs, &their_api, &submitted, &their_events, skip));
+        let thread = match thread {
+            Ok(thread) => thread,
+            Err(cause) => {
+                // SAFETY: made above, used by nobody.
+                unsafe { api.destroy_stream(stream) }?;
+                return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's second thread: {cause}")));
+            }
+        };
+        let mut queue =
+            Queue { shared, context, api: &api, stream, waiter, events, scratch: None, pageable: false, sabotage };
+        let both = std::cell::RefCell::new(&mut queue);
+        take_orders(shared, inbox, |fence| both.borrow().wait_for(fence), |batch| both.borrow_mut().submit(batch));
+        let Queue { waiter, events, scratch, .. } = queue;
+        drop(waiter);
+        // A waiter that panicked has nothing left to tell.
+        let _ = thread.join();
+        let mut left = std::mem::take(&mut *events.0.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Some(scratch) = scratch {
+            // The waiter has seen the end of every batch, but of a failed one only where the driver still answered.
+            // SAFETY: our stream.
+            let _ = unsafe { api.synchronize_stream(stream) };
+            left.extend(scratch.busy.into_iter().flatten());
+            drop(scratch.slab);
+        }
+        // A failure means that the context is lost, and all of it with it.
+        for event in left {
+            // SAFETY: ours, and nobody waits for it any more.
+            let _ = unsafe { api.destroy_event(event) };
+        }
+        // SAFETY: ours, and nothing is queued on it.
+        let _ = unsafe { api.destroy_stream(stream) };
+        Ok(())
+    }
+
+    fn wait_for(&self, fence: Fence) -> Result<()> {
+        if self.sabotage.skip_fences {
+            return Ok(());
+        }
+        // SAFETY: the event is live until the load has ended, as `Fence` says.
+        unsafe { self.api.stream_wait(self.stream, Event(fence.0 as usize)) }
+    }
+
+    fn submit(&mut self, batch: Batch) -> Result<()> {
+        self.shared.lock().running.insert(batch.ticket, batch.slab.0 as usize);
+        self.register(&batch);
+        let submitted = self.transfer(&batch);
+        // Also behind a failed submission: what was queued before the failure still reads the slab.
+        let event = self.events.take(self.api).and_then(|event| {
+            // SAFETY: live handles of our own.
+            let recorded = unsafe { self.api.record(event, self.stream) };
+            recorded.map(|()| event).inspect_err(|_| self.events.give_back(event))
+        });
+        match event {
+            Ok(event) => {
+                let failed = submitted.as_ref().err().cloned();
+                if let Err(gone) = self.waiter.send(Submitted { batch, event, failed }) {
+                    let error = Error::new(ErrorKind::Internal, "the thread that waits for the GPU ended early");
+                    // Its copies may be under way: its memory is never touched again.
+                    Ring::process().quarantine(gone.0.batch.slab.0);
+                    self.shared.finish(gone.0.batch, Err(error.clone()));
+                    return Err(error);
+                }
+                submitted
+            }
+            Err(error) => {
+                let error = submitted.err().unwrap_or(error);
+                // SAFETY: our stream. Where even this fails the context is lost, and nothing runs in it any more.
+                let _ = unsafe { self.api.synchronize_stream(self.stream) };
+                self.shared.finish(batch, Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Registers the batch's slab, once per slab and context. Where the driver refuses, copies are made from plain memory:
+    /// it bounces them itself, and on systems that refuse (GB10, Jetson: 801, 712, 1) that is no slower.
+    fn register(&mut self, batch: &Batch) {
+        if self.pageable || self.sabotage.skip_registration {
+            return;
+        }
+        let refused = match Ring::process().slab_at(batch.slab.0) {
+            Some(slab) => register_in(self.context, self.api, &slab).err().map(|e| e.to_string()),
+            None => Some("the memory is not of the slab ring".to_owned()),
+        };
+        if let Some(reason) = refused {
+            self.fall_back(reason);
+        }
+    }
+
+    fn fall_back(&mut self, reason: String) {
+        self.pageable = true;
+        let (from, to) = ("registered staging memory", "plain staging memory");
+        self.shared.lock().fallbacks.push(Fallback { from, to, reason });
+    }
+
+    fn transfer(&mut self, batch: &Batch) -> Result<()> {
+        let plan = join::plan(&batch.copies, HALF);
+        for transfer in &plan.transfers {
+            match transfer {
+                // SAFETY: the batch's maker vouches for both sides, `keep` holds them until the event has passed, and
+                // nobody writes the slab before the ticket is back (invariant 2).
+                Transfer::Straight { from, to, len } => unsafe {
+                    self.api.copy_to_device(*to, *from, *len as usize, self.stream)?;
+                },
+                Transfer::Rows(copy) => {
+                    let rows = Rows {
+                        to: copy.to,
+                        to_pitch: copy.to_stride,
+                        from: copy.from as u64,
+                        from_pitch: copy.from_stride,
+                        width: copy.len,
+                        rows: copy.rows,
+                    };
+                    // SAFETY: as above.
+                    unsafe { self.api.copy_rows_to_device(rows, self.stream) }?;
+                }
+                Transfer::Gathered { to, len, parts } => {
+                    let room = self.scratch(*len)?;
+                    // SAFETY: `room` is `len` bytes that no transfer under way reads; the sources as above.
+                    unsafe {
+                        join::gather(&plan.parts[parts.clone()], *to, room);
+                        self.api.copy_to_device(*to, room, *len as usize, self.stream)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// `len` bytes of scratch memory, at most [`HALF`], that nothing reads. Waits, where it must, for the transfers out of
+    /// the half that is used next.
+    fn scratch(&mut self, len: u64) -> Result<*mut u8> {
+        if self.scratch.is_none() {
+            let slab = Slab::new(2 * HALF)?;
+            if !(self.pageable || self.sabotage.skip_registration) {
+                if let Err(error) = register_in(self.context, self.api, &slab) {
+                    self.fall_back(error.to_string());
+                }
+            }
+            self.scratch = Some(Scratch { slab, busy: [None; 2], half: 0, used: 0 });
+        }
+        let Some(scratch) = &mut self.scratch else {
+            return Err(Error::new(ErrorKind::Internal, "no scratch buffer"));
+        };
+        if scratch.used + len > HALF {
+            let event = match scratch.busy[scratch.half] {
+                Some(event) => event,
+                None => *scratch.busy[scratch.half].insert(self.api.create_event()?),
+            };
+            // SAFETY: live handles of our own.
+            unsafe { self.api.record(event, self.stream) }?;
+            scratch.half ^= 1;
+            scratch.used = 0;
+            if let Some(event) = scratch.busy[scratch.half].filter(|_| !self.sabotage.skip_scratch_wait) {
+                // SAFETY: as above; it was recorded when this half was left.
+                unsafe { self.api.synchronize_event(event) }?;
+            }
+        }
+        let at = scratch.half as u64 * HALF + scratch.used;
+        scratch.used += len;
+        // SAFETY: `used` stays within a half and both halves within the slab.
+        Ok(unsafe { scratch.slab.address().add(at as usize) })
+    }
+}
+
+fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<()> {
+    slab.register(context.number, |address, len| {
+        // SAFETY: the slab is mapped until it is dropped, and undoes its registrations before that.
+        unsafe { api.register(address, len) }?;
+        Ok(Box::new(Registered { context: context.clone(), address: address as usize }) as Box<dyn Any + Send>)
+    })
+}
+
+/// The waiter thread's life.
+fn await_events(shared: &Shared, api: &Api, submitted: &Receiver<Submitted>, events: &Events, skip: bool) {
+    for Submitted { batch, event, failed } in submitted {
+        // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.
+        let waited = if skip { Ok(()) } else { unsafe { api.synchronize_event(event) } };
+        if let Err(error) = &waited {
+            shared.fail(error);
+        }
+        events.give_back(event);
+        shared.finish(batch, failed.map_or(waited, Err));
+    }
+}
