@@ -1,10 +1,14 @@
 //! What every source must do, run against each of them.
 
 #![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
 
 use penstock::error::ErrorKind;
+use penstock::options::{Io, Options};
 use penstock::schedule::Route;
-use penstock::source::{Destination, Done, Files, Read, Source, Threads, Ticket};
+use penstock::source::{
+    Aio, Destination, Done, Files, Read, Router, Source, Threads, Throttle, Throttling, Ticket, Uring,
+};
 use std::any::Any;
 use std::collections::HashMap;
 use std::fs;
@@ -412,6 +416,22 @@ macro_rules! conformance {
 conformance!(threads_buffered, Route::Buffered, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
 conformance!(threads_direct, Route::Direct, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
 conformance!(threads_mapped, Route::Mapped, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
+conformance!(uring, Route::Direct, |files| Box::new(Uring::new(files, 8).unwrap()));
+conformance!(aio, Route::Direct, |files| Box::new(Aio::new(files, 8).unwrap()));
+conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
+conformance!(router_aio, Route::Direct, |files| router(files, Io::Aio));
+conformance!(router_threads, Route::Direct, |files| router(files, Io::Threads));
+conformance!(router_buffered, Route::Buffered, |files| router(files, Io::Auto));
+conformance!(router_mapped, Route::Mapped, |files| router(files, Io::Auto));
+conformance!(throttle, Route::Buffered, |files| {
+    let inner = Box::new(Threads::new(files.clone(), 4, 8).unwrap());
+    let how = Throttling { rate: Some(1 << 30), latency: Duration::from_millis(1), ..Throttling::default() };
+    Box::new(Throttle::new(inner, files, how).unwrap())
+});
+
+fn router(files: Arc<Files>, io: Io) -> Box<dyn Source> {
+    Box::new(Router::new(files, &Options { io, depth: 8, ..Options::default() }).unwrap())
+}
 
 #[test]
 fn a_scattered_read_fills_its_places_and_discards_the_rest() {

@@ -137,6 +137,11 @@ impl AccessMap {
         self.near(lo, hi).find(|a| (a.write || !writes_only) && a.tick > host.get(a.stream) && a.rows.overlaps(&rows))
     }
 
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.by_start.len()
+    }
+
     fn near(&self, lo: u64, hi: u64) -> impl Iterator<Item = &Access> {
         self.by_start.range((lo.saturating_sub(self.longest), 0)..(hi, 0)).map(|(_, a)| a)
     }

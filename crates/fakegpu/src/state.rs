@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -75,6 +76,9 @@ pub(crate) struct State {
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 
+/// The process that used the library first, 0 before.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+
 /// Signalled at every change that somebody may wait for: work submitted, done, released, streams gone.
 static CHANGED: Condvar = Condvar::new();
 
@@ -82,9 +86,16 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
     let state = STATE.get_or_init(|| {
         // SAFETY: the handler is a plain function of this library, and takes the lock only if it is free.
         unsafe { libc::atexit(report_at_exit) };
+        OWNER.store(std::process::id(), Ordering::Relaxed);
         Mutex::new(State::new(0))
     });
     state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether this is a child of the process that used the library: the streams' threads are not here, and one of them may
+/// have held the lock when the child was made.
+fn is_forked() -> bool {
+    ![0, std::process::id()].contains(&OWNER.load(Ordering::Relaxed))
 }
 
 pub(crate) fn wait(guard: MutexGuard<'static, State>) -> MutexGuard<'static, State> {
@@ -96,6 +107,9 @@ pub(crate) fn changed() {
 }
 
 extern "C" fn report_at_exit() {
+    if is_forked() {
+        return;
+    }
     let Some(Ok(state)) = STATE.get().map(Mutex::try_lock) else { return };
     if let Some(path) = &state.settings.report {
         let text = format!("{}{}", state.log.text(), state.leaks());
@@ -215,6 +229,11 @@ const UNBREAKABLE: &[&str] =
 /// Runs `body` as the driver function `name`: counted, made to fail when that was asked for, refused when the context is
 /// broken. Functions that give something back do so even then, as the context's end would.
 pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Call) -> Result<(), i32>) -> i32 {
+    if is_forked() {
+        // What the real driver answers, too: it does not survive a fork.
+        eprintln!("fakegpu: used-after-fork: {name}");
+        return NOT_INITIALIZED;
+    }
     let mut call = Call { guard: Some(lock()), vendor, name };
     *call.counters.calls.entry(name).or_default() += 1;
     if let Some(code) = call.settings.failure_of(name) {

@@ -174,6 +174,44 @@ fn a_slab_rewritten_before_its_copy_ran_is_found() {
     assert_only(&p.end(), "source-modified");
 }
 
+#[test]
+fn a_slab_rewritten_before_the_host_knew_is_found_whatever_the_timing_if_the_write_is_announced() {
+    let p = Program::start();
+    let (s, memory, e) = (stream(), alloc(LEN), event());
+    ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
+    ok(cuEventRecord(e, s));
+    fakegpu_drain();
+    assert_eq!(fakegpu_host_access(p.slab() + 10, 1, 0), 0);
+    assert_eq!(fakegpu_host_access(p.slab() + 10, 1, 1), 1);
+    ok(cuEventQuery(e));
+    assert_eq!(fakegpu_host_access(p.slab() + 10, 1, 1), 0);
+    ok(cuMemFree_v2(memory));
+    ok(cuEventDestroy_v2(e));
+    ok(cuStreamDestroy_v2(s));
+    assert_only(&p.end(), "unordered-access");
+}
+
+#[test]
+fn a_great_many_small_copies_are_followed_in_time_and_memory() {
+    let p = Program::start();
+    let (s, memory, e) = (stream(), alloc(100_000 * 16), event());
+    let started = Instant::now();
+    for i in 0..100_000 {
+        ok(cuMemcpyHtoDAsync_v2(memory + i * 16, p.slab() + i % 4096 * 16, 16, s));
+        if i % 1000 == 999 {
+            ok(cuEventRecord(e, s));
+            ok(cuEventSynchronize(e));
+        }
+    }
+    assert!(lock().host_accesses.len() < 10_000);
+    // About 10 µs each on the two busy cores where this was measured: a search that grew with the past would take minutes.
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    ok(cuMemFree_v2(memory));
+    ok(cuEventDestroy_v2(e));
+    ok(cuStreamDestroy_v2(s));
+    assert_eq!(p.end(), "");
+}
+
 /// The previous owner's late write, with and without the fence between its stream and ours.
 fn late_write(fence: bool) -> (String, bool) {
     let p = Program::start();

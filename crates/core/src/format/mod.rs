@@ -184,3 +184,9 @@ impl Checkpoint {
         &self.warnings
     }
 }
+
+/// The shard files that an index with this text names: for fuzzing.
+#[doc(hidden)]
+pub fn index_files(text: &[u8]) -> Result<Vec<PathBuf>> {
+    index::Index::parse(text, &RandomState::new()).map(|index| index.files)
+}

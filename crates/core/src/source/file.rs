@@ -617,8 +617,8 @@ fn count_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> io::Re
         return Ok(());
     }
     let step = match len {
-        0..=FINEST => return Ok(()),
-        0..=MIB => FINEST,
+        _ if len <= FINEST => return Ok(()),
+        _ if len <= MIB => FINEST,
         _ if len <= 64 * MIB => MIB,
         _ => 64 * MIB,
     };

@@ -5,11 +5,20 @@
 //! comes back with the outcome. Retrying short reads is the source's business; a read that is `Done` without error brought
 //! at least `need` bytes.
 
+mod aio;
 mod file;
+mod flight;
+mod router;
 mod threads;
+mod throttle;
+mod uring;
 
+pub use aio::Aio;
 pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residency};
+pub use router::Router;
 pub use threads::Threads;
+pub use throttle::{Release, Throttle, Throttling};
+pub use uring::Uring;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
@@ -58,6 +67,13 @@ pub enum Destination {
 // SAFETY: the addresses are only dereferenced by the source while it holds the read, and `keep` keeps them valid
 // (invariant 5: a quarantined read keeps its memory).
 unsafe impl Send for Read {}
+
+impl std::fmt::Debug for Read {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Read { ticket, file, offset, len, route, .. } = self;
+        write!(f, "Read({ticket:?}, file {file}, bytes {offset}+{len}, {route:?})")
+    }
+}
 
 /// The outcome of a read.
 #[derive(Debug)]
@@ -186,4 +202,42 @@ fn lower(eventfd: &OwnedFd) {
     let mut count = 0u64;
     // SAFETY: eight bytes are read into `count`. EAGAIN means that it was not readable.
     unsafe { libc::read(eventfd.as_raw_fd(), (&raw mut count).cast(), 8) };
+}
+
+/// An empty epoll set: readable while any descriptor in it is.
+fn epoll() -> Result<OwnedFd> {
+    // SAFETY: a plain system call.
+    let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+    if fd < 0 {
+        return Err(Error::io("create an epoll set", &io::Error::last_os_error()));
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Adds a descriptor to an epoll set; it leaves when it is closed.
+fn watch(epoll: &OwnedFd, fd: RawFd) -> Result<()> {
+    let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
+    // SAFETY: one event is read.
+    match unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) } {
+        0 => Ok(()),
+        _ => Err(Error::io("watch a descriptor", &io::Error::last_os_error())),
+    }
+}
+
+/// Waits until `fd` is readable or hung up, at most for `time`; false where neither happened.
+fn readable(fd: RawFd, time: Duration) -> bool {
+    let until = std::time::Instant::now() + time;
+    loop {
+        let left = until.saturating_duration_since(std::time::Instant::now());
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd.
+        let n = unsafe { libc::poll(&raw mut poll, 1, left.as_millis() as i32 + i32::from(!left.is_zero())) };
+        if n > 0 {
+            return true;
+        }
+        if left.is_zero() {
+            return false;
+        }
+    }
 }

@@ -79,7 +79,6 @@ impl std::fmt::Debug for State {
 pub(super) enum Way {
     Buffered,
     /// Through the page cache, leaving nothing behind in it (RWF_DONTCACHE, 6.14): for O_DIRECT refused.
-    #[allow(dead_code)] // until the router is here
     Uncached,
     Mapped,
     Direct,

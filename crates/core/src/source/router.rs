@@ -1,0 +1,318 @@
+//! The source of a load: each read goes by its route, and where the kernel refuses one way, another is found while the
+//! load runs.
+//!
+//! | route | goes | where that is refused |
+//! |---|---|---|
+//! | mapped, buffered | pool of threads | |
+//! | direct | io_uring | Linux AIO, then the pool of threads |
+//! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
+//! | direct, and the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE where there is) | |
+//!
+//! Each fallback is kept once for each cause and file system, to be logged and reported.
+
+use super::file::{Files, FsKind};
+use super::threads::Way;
+use super::{epoll, watch, Aio, Done, Fallback, Outcome, Read, Source, Threads, Uring};
+use crate::error::{Error, Result};
+use crate::options::{Io, Options};
+use crate::schedule::Route;
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// Direct reads in flight: 16 MiB to 256 MiB at the usual extents, more than any one device needs.
+const DEPTH: usize = 64;
+/// Reads that the pool of threads takes: a queue ahead of every thread, which cancelling can still give up.
+const QUEUE: usize = 256;
+/// Threads: enough to fill a local disk through the page cache even where cores are few.
+const LEAST_THREADS: usize = 4;
+/// More threads than this copy no faster from the page cache (memory bandwidth).
+const MOST_THREADS: usize = 16;
+/// A network file system is as fast as the reads that are under way at once.
+const NETWORK_THREADS: usize = 32;
+
+/// Sends each read its way.
+#[derive(Debug)]
+pub struct Router {
+    files: Arc<Files>,
+    threads: Threads,
+    direct: Direct,
+    begun: bool,
+    io: Io,
+    /// Network files too go to the asynchronous interface: the caller named it.
+    insists: bool,
+    depth: usize,
+    /// For each file, whether it refused O_DIRECT.
+    refused: Vec<bool>,
+    /// On their way back from a route that was refused, while the next one is full.
+    back: Vec<Read>,
+    /// Outcomes that need no source.
+    over: Vec<Done>,
+    fallbacks: Vec<Fallback>,
+    /// What has been told already: from, file system, errno.
+    told: HashSet<(&'static str, u64, Option<i32>)>,
+    wake: OwnedFd,
+}
+
+#[derive(Debug)]
+enum Direct {
+    Uring(Box<Uring>),
+    Aio(Aio),
+    Threads,
+}
+
+impl Router {
+    /// A router for one load of `files`.
+    pub fn new(files: Arc<Files>, options: &Options) -> Result<Router> {
+        let threads = match options.threads {
+            0 => {
+                let network = (0..files.len() as u32).any(|f| files.facts(f).is_ok_and(|f| f.kind == FsKind::Network));
+                let cores = std::thread::available_parallelism().map_or(LEAST_THREADS, usize::from);
+                if network {
+                    NETWORK_THREADS
+                } else {
+                    cores.clamp(LEAST_THREADS, MOST_THREADS)
+                }
+            }
+            n => n as usize,
+        };
+        let depth = if options.depth == 0 { DEPTH } else { options.depth as usize };
+        let router = Router {
+            threads: Threads::new(files.clone(), threads, QUEUE.max(depth))?,
+            direct: Direct::Threads,
+            begun: false,
+            io: options.io,
+            insists: matches!(options.io, Io::Uring | Io::Aio),
+            depth,
+            refused: vec![false; files.len()],
+            back: Vec::new(),
+            over: Vec::new(),
+            fallbacks: Vec::new(),
+            told: HashSet::new(),
+            wake: epoll()?,
+            files,
+        };
+        watch(&router.wake, router.threads.wake())?;
+        Ok(router)
+    }
+
+    /// What direct reads go through now: "io_uring", "Linux AIO" or "threads" (also before the first of them).
+    pub fn direct_by(&self) -> &'static str {
+        match self.direct {
+            Direct::Uring(_) => "io_uring",
+            Direct::Aio(_) => "Linux AIO",
+            Direct::Threads => "threads",
+        }
+    }
+
+    /// Threads started so far.
+    pub fn threads_started(&self) -> usize {
+        self.threads.started()
+    }
+
+    /// Sets up the best interface for direct reads, when the first of them comes: many loads have none.
+    fn begin(&mut self) {
+        self.begun = true;
+        match self.io {
+            Io::Auto | Io::Direct | Io::Uring => self.begin_uring(),
+            Io::Aio => self.begin_aio(),
+            Io::Mapped | Io::Buffered | Io::Threads => {}
+        }
+    }
+
+    fn begin_uring(&mut self) {
+        let uring = Uring::new(self.files.clone(), self.depth);
+        match uring.and_then(|u| watch(&self.wake, u.wake()).map(|()| u)) {
+            Ok(uring) => self.direct = Direct::Uring(Box::new(uring)),
+            Err(e) => self.instead_of_uring(&e),
+        }
+    }
+
+    fn begin_aio(&mut self) {
+        let aio = Aio::new(self.files.clone(), self.depth);
+        match aio.and_then(|a| watch(&self.wake, a.wake()).map(|()| a)) {
+            Ok(aio) => self.direct = Direct::Aio(aio),
+            Err(e) => self.instead_of_aio(&e),
+        }
+    }
+
+    fn instead_of_uring(&mut self, cause: &Error) {
+        let told = self.fallbacks.len();
+        self.begin_aio();
+        self.tell("io_uring", self.direct_by(), 0, cause.errno(), cause.message().to_owned());
+        // In the order in which they happened: first what was wanted most.
+        self.fallbacks[told..].reverse();
+    }
+
+    fn instead_of_aio(&mut self, cause: &Error) {
+        self.direct = Direct::Threads;
+        self.tell("Linux AIO", "threads", 0, cause.errno(), cause.message().to_owned());
+    }
+
+    fn tell(&mut self, from: &'static str, to: &'static str, storage: u64, errno: Option<i32>, reason: String) {
+        if self.told.insert((from, storage, errno)) {
+            self.fallbacks.push(Fallback { from, to, reason });
+        }
+    }
+
+    /// How the pool of threads is to perform a read; `None` where it goes to the asynchronous interface.
+    fn way(&self, read: &Read) -> Option<Way> {
+        match read.route {
+            Route::Mapped => Some(Way::Mapped),
+            Route::Buffered => Some(Way::Buffered),
+            Route::Direct if self.refused.get(read.file as usize) == Some(&true) => Some(Way::Uncached),
+            Route::Direct if matches!(self.direct, Direct::Threads) => Some(Way::Direct),
+            Route::Direct if !self.insists && self.is_network(read.file) => Some(Way::Direct),
+            Route::Direct => None,
+        }
+    }
+
+    fn is_network(&self, file: u32) -> bool {
+        self.files.facts(file).is_ok_and(|f| f.kind == FsKind::Network)
+    }
+
+    /// Sends a read by the way it has now; gives it back where that is full.
+    fn send(&mut self, mut read: Read) -> Result<(), Read> {
+        match (self.way(&read), &mut self.direct) {
+            (Some(Way::Uncached), _) => {
+                read.route = Route::Buffered;
+                self.threads.submit_as(read, Way::Uncached).map_err(|mut read| {
+                    read.route = Route::Direct;
+                    read
+                })
+            }
+            (Some(way), _) => self.threads.submit_as(read, way),
+            (None, Direct::Uring(uring)) => uring.submit(read),
+            (None, Direct::Aio(aio)) => aio.submit(read),
+            (None, Direct::Threads) => self.threads.submit_as(read, Way::Direct),
+        }
+    }
+
+    /// The interface works, so it is this file that does not do O_DIRECT, or not so.
+    fn refuse_direct(&mut self, read: Read, cause: &io::Error) {
+        self.refused[read.file as usize] = true;
+        let storage = self.files.facts(read.file).map_or(0, |f| f.storage);
+        let reason = format!("{}: {cause}", self.files.path(read.file).display());
+        self.tell("O_DIRECT", "buffered", storage, cause.raw_os_error(), reason);
+        self.back.push(read);
+    }
+
+    /// Takes what the direct interface has, and replaces it where the kernel refuses it by now.
+    fn drain_direct(&mut self) -> Vec<Outcome> {
+        let mut out = Vec::new();
+        let (lost, doing) = match &mut self.direct {
+            Direct::Uring(uring) => {
+                uring.drain(&mut out);
+                self.fallbacks.append(&mut uring.take_fallbacks());
+                (uring.is_lost(), "enter io_uring")
+            }
+            Direct::Aio(aio) => {
+                aio.drain(&mut out);
+                (aio.is_lost(), "submit to Linux AIO")
+            }
+            Direct::Threads => return out,
+        };
+        if !lost {
+            return out;
+        }
+        let mut why = io::Error::from_raw_os_error(libc::ENOSYS);
+        let mut left = Vec::new();
+        for outcome in out {
+            match outcome {
+                Outcome::Refused { read, cause } => {
+                    why = cause;
+                    self.back.push(read);
+                }
+                done => left.push(done),
+            }
+        }
+        let why = Error::io(doing, &why);
+        match std::mem::replace(&mut self.direct, Direct::Threads) {
+            Direct::Uring(_) => self.instead_of_uring(&why),
+            _ => self.instead_of_aio(&why),
+        }
+        left
+    }
+
+    /// Sends again what came back refused: each read exactly once, as it came back exactly once.
+    fn send_back(&mut self) {
+        if self.back.is_empty() {
+            return;
+        }
+        for read in std::mem::take(&mut self.back) {
+            if let Err(read) = self.send(read) {
+                self.back.push(read);
+            }
+        }
+        self.start();
+    }
+
+    fn start(&mut self) {
+        // Neither can fail: what goes wrong comes back with its read.
+        let _infallible = match &mut self.direct {
+            Direct::Uring(uring) => uring.flush(),
+            Direct::Aio(aio) => aio.flush(),
+            Direct::Threads => Ok(()),
+        };
+    }
+}
+
+impl Source for Router {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        if read.route == Route::Direct && !self.begun {
+            self.begin();
+        }
+        self.send(read)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.start();
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        done.append(&mut self.over);
+        let mut out = self.drain_direct();
+        self.threads.drain(&mut out);
+        for outcome in out {
+            match outcome {
+                Outcome::Done(d) => done.push(d),
+                Outcome::Refused { read, cause } => self.refuse_direct(read, &cause),
+            }
+        }
+        self.send_back();
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        // Some thread is at work where anything waits here, so that a wake-up is still to come.
+        let back = std::mem::take(&mut self.back);
+        self.over.extend(back.into_iter().map(|read| read.cancelled(&self.files)));
+        self.threads.cancel();
+        match &mut self.direct {
+            Direct::Uring(uring) => uring.cancel(),
+            Direct::Aio(aio) => aio.cancel(),
+            Direct::Threads => {}
+        }
+    }
+
+    fn wake(&self) -> RawFd {
+        self.wake.as_raw_fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        let direct = match &self.direct {
+            Direct::Uring(uring) => uring.in_flight(),
+            Direct::Aio(aio) => aio.in_flight(),
+            Direct::Threads => 0,
+        };
+        direct + self.threads.in_flight() + self.back.len() + self.over.len()
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        let mut all = std::mem::take(&mut self.fallbacks);
+        all.extend(self.threads.take_fallbacks());
+        all
+    }
+}

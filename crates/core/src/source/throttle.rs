@@ -1,0 +1,191 @@
+//! A source made slower or made to fail, to see what the rest then does. For tests: no option leads here.
+
+use super::file::Files;
+use super::{epoll, eventfd, lower, raise, watch, Done, Fallback, Read, Source};
+use crate::error::{Error, Result};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What is done to a source. `Default` does nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Throttling {
+    /// Most bytes per second.
+    pub rate: Option<u64>,
+    /// Every read takes this much longer.
+    pub latency: Duration,
+    /// Read number n (from 0, in order of submission) fails with this errno, without being made.
+    pub fail: Option<(u64, i32)>,
+    /// Reads from number n on do not come back before [`Release::release`].
+    pub hang: Option<u64>,
+}
+
+/// Another source, throttled.
+pub struct Throttle {
+    inner: Box<dyn Source>,
+    files: Arc<Files>,
+    how: Throttling,
+    submitted: u64,
+    /// The pipe is busy with earlier bytes until then.
+    busy: Instant,
+    held: Vec<(Instant, Done)>,
+    hanging: Vec<Done>,
+    hung: Vec<super::Ticket>,
+    release: Arc<Release>,
+    timer: OwnedFd,
+    wake: OwnedFd,
+}
+
+/// Lets the reads go that hang.
+#[derive(Debug)]
+pub struct Release {
+    released: AtomicBool,
+    bell: OwnedFd,
+}
+
+impl Release {
+    /// Every read that hangs comes back now, and none hangs from now on.
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Release);
+        raise(&self.bell);
+    }
+}
+
+impl Throttle {
+    /// `inner`, which reads `files`, throttled.
+    pub fn new(inner: Box<dyn Source>, files: Arc<Files>, how: Throttling) -> Result<Throttle> {
+        // SAFETY: a plain system call.
+        let timer = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
+        if timer < 0 {
+            return Err(Error::io("create a timer", &io::Error::last_os_error()));
+        }
+        // SAFETY: the descriptor is new and nobody else's.
+        let timer = unsafe { OwnedFd::from_raw_fd(timer) };
+        let release = Arc::new(Release { released: AtomicBool::new(false), bell: eventfd()? });
+        let wake = epoll()?;
+        for fd in [inner.wake(), timer.as_raw_fd(), release.bell.as_raw_fd()] {
+            watch(&wake, fd)?;
+        }
+        Ok(Throttle {
+            inner,
+            files,
+            how,
+            submitted: 0,
+            busy: Instant::now(),
+            held: Vec::new(),
+            hanging: Vec::new(),
+            hung: Vec::new(),
+            release,
+            timer,
+            wake,
+        })
+    }
+
+    /// To let go, from any thread, what hangs.
+    pub fn release(&self) -> Arc<Release> {
+        self.release.clone()
+    }
+
+    /// Wakes at the earliest time at which something held is due.
+    fn arm(&self) {
+        let due = self.held.iter().map(|(due, _)| *due).min();
+        // Zero disarms.
+        let left =
+            due.map_or(Duration::ZERO, |d| d.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
+        // SAFETY: an all-zero itimerspec is valid; timerfd_settime reads one.
+        unsafe {
+            let mut spec: libc::itimerspec = std::mem::zeroed();
+            spec.it_value.tv_sec = left.as_secs() as libc::time_t;
+            spec.it_value.tv_nsec = left.subsec_nanos() as libc::c_long;
+            libc::timerfd_settime(self.timer.as_raw_fd(), 0, &raw const spec, std::ptr::null_mut());
+        }
+    }
+
+    fn hold(&mut self, done: Done) {
+        let bytes = *done.result.as_ref().unwrap_or(&0);
+        let now = Instant::now();
+        if let Some(rate) = self.how.rate {
+            self.busy = self.busy.max(now) + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64);
+        }
+        self.held.push((self.busy.max(now) + self.how.latency, done));
+    }
+}
+
+impl Source for Throttle {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        let number = self.submitted;
+        if let Some((_, errno)) = self.how.fail.filter(|(n, _)| *n == number) {
+            self.submitted += 1;
+            let e = Error::io("read", &io::Error::from_raw_os_error(errno));
+            let done = read.done(&self.files, Err(e));
+            self.held.push((Instant::now(), done));
+            self.arm();
+            return Ok(());
+        }
+        let ticket = read.ticket;
+        self.inner.submit(read)?;
+        self.submitted += 1;
+        if self.how.hang.is_some_and(|n| number >= n) {
+            self.hung.push(ticket);
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        let mut finished = Vec::new();
+        self.inner.poll(&mut finished)?;
+        for d in finished {
+            match self.hung.iter().position(|t| *t == d.ticket) {
+                Some(i) => {
+                    self.hung.swap_remove(i);
+                    self.hanging.push(d);
+                }
+                None => self.hold(d),
+            }
+        }
+        if self.release.released.load(Ordering::Acquire) {
+            lower(&self.release.bell);
+            self.how.hang = None;
+            self.hung.clear();
+            for d in std::mem::take(&mut self.hanging) {
+                self.hold(d);
+            }
+        }
+        let now = Instant::now();
+        let mut i = 0;
+        while i < self.held.len() {
+            if self.held[i].0 <= now {
+                done.push(self.held.swap_remove(i).1);
+            } else {
+                i += 1;
+            }
+        }
+        self.arm();
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+        let now = Instant::now();
+        self.held.iter_mut().for_each(|(due, _)| *due = now);
+        self.arm();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.wake.as_raw_fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len() + self.hanging.len()
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        self.inner.take_fallbacks()
+    }
+}

@@ -1,0 +1,457 @@
+//! O_DIRECT through io_uring.
+//!
+//! Whether a kernel grants io_uring is found out by asking it, never by its version: containers refuse it by seccomp,
+//! administrators by sysctl, and either may begin in the middle of a load. What was refused is handed back to the router,
+//! but only once the kernel can no longer write to its memory.
+
+use super::file::Files;
+use super::flight::{Flight, Next};
+use super::threads::refuses_direct;
+use super::{eventfd, lower, raise, readable, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use crate::error::{Error, ErrorKind, Result};
+use crate::schedule::Route;
+use io_uring::types::{CancelBuilder, Fd, Fixed};
+use io_uring::{opcode, squeue, IoUring};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Most files in the ring's own table: a read through it needs no look-up and no reference count in the kernel, and no
+/// descriptor of ours.
+const MOST_REGISTERED: usize = 1023;
+/// `user_data` of what is not a read.
+const NO_READ: u64 = u64::MAX;
+const GETEVENTS: u32 = 1;
+
+/// Reads by io_uring with O_DIRECT.
+///
+/// The first `flush` must come from the thread that goes on to use it: newer kernels drive a ring from one thread only
+/// (and are a good deal quicker for it).
+pub struct Uring {
+    ring: Option<IoUring>,
+    mode: Mode,
+    enabled: bool,
+    files: Arc<Files>,
+    /// For each file, whether the ring's table holds it; empty where there is no table.
+    registered: Vec<bool>,
+    tether: Option<OwnedFd>,
+    waiting: VecDeque<Flight>,
+    /// In the hands of the kernel, by `user_data`.
+    flying: Vec<Option<(Flight, Option<Arc<OwnedFd>>)>>,
+    free: Vec<usize>,
+    /// Pushed to the submission queue but not taken by the kernel yet.
+    pushed: usize,
+    over: Vec<Outcome>,
+    fallbacks: Vec<Fallback>,
+    /// Raised by the ring for completions (polling the ring itself does not see those that it defers: measured on 6.18),
+    /// and by us for outcomes that need no kernel.
+    wake: OwnedFd,
+    process: u32,
+}
+
+/// How the kernel runs the ring, newest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// SINGLE_ISSUER | DEFER_TASKRUN (6.1): completions are processed when we ask for them, on our thread.
+    Deferred,
+    /// COOP_TASKRUN (5.19): no interrupt of our thread for a completion.
+    Cooperative,
+    /// As in 5.1.
+    Plain,
+}
+
+impl std::fmt::Debug for Uring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Uring").field("mode", &self.mode).field("in_flight", &self.in_flight()).finish_non_exhaustive()
+    }
+}
+
+impl Uring {
+    /// A ring for `depth` reads at a time, or why this kernel does not grant one.
+    pub fn new(files: Arc<Files>, depth: usize) -> Result<Uring> {
+        let depth = depth.clamp(1, 4096);
+        let wake = eventfd()?;
+        let mut fallbacks = Vec::new();
+        let mut refused = None;
+        for mode in [Mode::Deferred, Mode::Cooperative, Mode::Plain] {
+            let ring = match build(mode, depth as u32) {
+                Ok(ring) => ring,
+                Err(e) => {
+                    refused = Some(e);
+                    continue;
+                }
+            };
+            let table = if files.len() <= MOST_REGISTERED { files.len() } else { 0 };
+            // The table counts against RLIMIT_NOFILE.
+            let tethered = tether(&ring, table).map(|t| (t, table)).or_else(|_| tether(&ring, 0).map(|t| (t, 0)));
+            let (tether, registered) = match tethered {
+                Ok((tether, table)) => (Some(tether), vec![false; table]),
+                // Without it a ring that defers its completions could not be left safely.
+                Err(e) if mode == Mode::Deferred => {
+                    refused = Some(e);
+                    continue;
+                }
+                Err(e) => {
+                    let reason = format!("io_uring_register: {e}");
+                    fallbacks.push(Fallback { from: "io_uring registered files", to: "descriptors", reason });
+                    (None, Vec::new())
+                }
+            };
+            if let Err(e) = ring.submitter().register_eventfd(wake.as_raw_fd()) {
+                refused = Some(e);
+                continue;
+            }
+            return Ok(Uring {
+                ring: Some(ring),
+                mode,
+                enabled: mode != Mode::Deferred,
+                files,
+                registered,
+                tether,
+                waiting: VecDeque::new(),
+                flying: (0..depth).map(|_| None).collect(),
+                free: (0..depth).rev().collect(),
+                pushed: 0,
+                over: Vec::new(),
+                fallbacks,
+                wake,
+                process: std::process::id(),
+            });
+        }
+        let cause = refused.unwrap_or_else(|| io::Error::from_raw_os_error(libc::ENOSYS));
+        Err(Error::io("set up io_uring", &cause))
+    }
+
+    /// Whether the kernel has refused the ring since; every read then comes back refused.
+    pub(super) fn is_lost(&self) -> bool {
+        self.ring.is_none()
+    }
+
+    fn depth(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn flying(&self) -> usize {
+        self.depth() - self.free.len()
+    }
+
+    fn give(&mut self, outcome: Outcome) {
+        self.over.push(outcome);
+        raise(&self.wake);
+    }
+
+    /// Moves waiting reads to the kernel.
+    fn start(&mut self) {
+        if let (false, Some(ring)) = (self.enabled, &self.ring) {
+            // From here on the ring belongs to this thread.
+            if let Err(e) = ring.submitter().register_enable_rings() {
+                self.leave(&e);
+            }
+            self.enabled = true;
+        }
+        while let Some(flight) = self.waiting.pop_front() {
+            let Some(slot) = self.free.last().copied() else {
+                self.waiting.push_front(flight);
+                break;
+            };
+            if self.ring.is_none() {
+                let cause = io::Error::from_raw_os_error(libc::ENOSYS);
+                self.give(Outcome::Refused { read: flight.read, cause });
+                continue;
+            }
+            let file = flight.read.file;
+            let (address, len, offset) = flight.call(&self.files);
+            let (entry, fd) = if self.registered.get(file as usize) == Some(&true) {
+                (opcode::Read::new(Fixed(file), address, len).offset(offset).build(), None)
+            } else {
+                match self.files.open(file, true) {
+                    Ok(fd) => {
+                        let entry = if self.register(file, &fd) {
+                            opcode::Read::new(Fixed(file), address, len).offset(offset).build()
+                        } else {
+                            opcode::Read::new(Fd(fd.as_raw_fd()), address, len).offset(offset).build()
+                        };
+                        (entry, Some(fd))
+                    }
+                    // Those of reads in flight become free when they finish.
+                    Err(e) if e.kind() == ErrorKind::Limit && self.flying() > 0 => {
+                        self.waiting.push_front(flight);
+                        break;
+                    }
+                    Err(e) if refuses_direct(e.errno()) => {
+                        let cause = io::Error::from_raw_os_error(e.errno().unwrap_or(libc::EINVAL));
+                        self.give(Outcome::Refused { read: flight.read, cause });
+                        continue;
+                    }
+                    Err(e) => {
+                        let done = flight.read.done(&self.files, Err(e));
+                        self.give(Outcome::Done(done));
+                        continue;
+                    }
+                }
+            };
+            if !self.push(&entry.user_data(slot as u64)) {
+                self.waiting.push_front(flight);
+                break;
+            }
+            self.free.pop();
+            self.flying[slot] = Some((flight, fd));
+        }
+        self.enter();
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) -> bool {
+        let Some(ring) = &mut self.ring else { return false };
+        // SAFETY: the memory that a read names is kept valid by its flight, which stays in `flying` (and is leaked, not
+        // dropped, where the kernel might still use it) until its completion is seen: invariant 5.
+        let pushed = unsafe { ring.submission().push(entry) }.is_ok();
+        self.pushed += usize::from(pushed);
+        pushed
+    }
+
+    /// Puts a file into the ring's table; false where there is none.
+    fn register(&mut self, file: u32, fd: &OwnedFd) -> bool {
+        let (Some(known), Some(ring)) = (self.registered.get_mut(file as usize), &self.ring) else { return false };
+        match ring.submitter().register_files_update(file, &[fd.as_raw_fd()]) {
+            Ok(_) => {
+                *known = true;
+                true
+            }
+            Err(e) => {
+                self.registered.clear();
+                let reason = format!("io_uring_register: {e}");
+                self.fallbacks.push(Fallback { from: "io_uring registered files", to: "descriptors", reason });
+                false
+            }
+        }
+    }
+
+    /// One system call for everything pushed.
+    fn enter(&mut self) {
+        while self.pushed > 0 {
+            let Some(ring) = &self.ring else { return };
+            match ring.submit() {
+                Ok(taken) => {
+                    self.pushed -= taken.min(self.pushed);
+                    if taken == 0 {
+                        return;
+                    }
+                }
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // Short of memory or of room for completions: goes on when reads in flight have finished.
+                    Some(libc::EAGAIN | libc::EBUSY) if self.flying() > self.pushed => return,
+                    _ => return self.leave(&e),
+                },
+            }
+        }
+    }
+
+    /// Collects completions and lowers `wake`.
+    fn reap(&mut self) {
+        loop {
+            let Some(ring) = &mut self.ring else { return lower(&self.wake) };
+            if self.mode != Mode::Plain && self.enabled && ring.submission().taskrun() {
+                // SAFETY: no argument is passed. Only lets the kernel run what it has put off.
+                let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, GETEVENTS, None) };
+                match entered {
+                    Ok(_) => {}
+                    Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
+                    Err(e) => return self.leave(&e),
+                }
+            }
+            let answers: Vec<(u64, i32)> = ring.completion().map(|c| (c.user_data(), c.result())).collect();
+            // The ring raises it when it puts work off and again when that is done. What comes after this shows in the
+            // ring before it raises it, so that looking once more makes sure that nothing waits without it.
+            lower(&self.wake);
+            let more = ring.submission().taskrun() || !ring.completion().is_empty();
+            for (slot, answer) in answers {
+                let Some((flight, _fd)) = self.flying.get_mut(slot as usize).and_then(Option::take) else { continue };
+                self.free.push(slot as usize);
+                match flight.answer(i64::from(answer), &self.files) {
+                    Next::Again(flight) => self.waiting.push_back(flight),
+                    Next::Over(outcome) => self.over.push(outcome),
+                }
+            }
+            if !more {
+                return;
+            }
+        }
+    }
+
+    /// Gives the ring up because the kernel refuses it now, and hands back what it had not finished.
+    fn leave(&mut self, cause: &io::Error) {
+        let Some(mut ring) = self.ring.take() else { return };
+        let again = || io::Error::from_raw_os_error(cause.raw_os_error().unwrap_or(libc::ENOSYS));
+        let mut completed: Vec<u64> = Vec::new();
+        let until = Instant::now() + GRACE;
+        loop {
+            completed.extend(ring.completion().map(|c| c.user_data()));
+            let left = until.saturating_duration_since(Instant::now());
+            // A ring that defers shows no completion without being entered; what was pushed but not taken has none.
+            if self.mode == Mode::Deferred || completed.len() + self.pushed >= self.flying() || left.is_zero() {
+                break;
+            }
+            readable(ring.as_raw_fd(), left);
+        }
+        let safe = self.close(ring) || completed.len() + self.pushed >= self.flying();
+        for slot in 0..self.depth() {
+            let Some((flight, fd)) = self.flying[slot].take() else { continue };
+            self.free.push(slot);
+            if safe || completed.contains(&(slot as u64)) {
+                self.over.push(Outcome::Refused { read: flight.read, cause: again() });
+            } else {
+                let e = Error::io("go on reading with io_uring", cause);
+                // The kernel may write to it at any later time.
+                std::mem::forget((flight.read.keep.clone(), fd));
+                QUARANTINED.fetch_add(1, Ordering::Relaxed);
+                let done = flight.read.done(&self.files, Err(e));
+                self.over.push(Outcome::Done(done));
+            }
+        }
+        for flight in std::mem::take(&mut self.waiting) {
+            self.over.push(Outcome::Refused { read: flight.read, cause: again() });
+        }
+        self.pushed = 0;
+        raise(&self.wake);
+    }
+
+    /// Closes the ring; true once the kernel has let go of everything that was submitted to it.
+    fn close(&mut self, ring: IoUring) -> bool {
+        drop(ring);
+        match &self.tether {
+            // It hangs up when the kernel frees the ring, which it does after the last read.
+            Some(tether) => readable(tether.as_raw_fd(), GRACE),
+            None => false,
+        }
+    }
+}
+
+fn build(mode: Mode, depth: u32) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    match mode {
+        Mode::Deferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_r_disabled(),
+        Mode::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
+        Mode::Plain => &mut builder,
+    };
+    // One more for the cancellation.
+    builder.build((depth + 1).next_power_of_two())
+}
+
+/// Gives the ring a table of `files` empty places and one with the writing end of a pipe, and gives the reading end. The
+/// kernel closes the writing end when it frees the ring: there is no other way to learn that a ring which may not be
+/// entered any more has finished its reads.
+fn tether(ring: &IoUring, files: usize) -> io::Result<OwnedFd> {
+    let mut ends = [0; 2];
+    // SAFETY: two descriptors are written to `ends`, and are ours.
+    let (reading, writing) = unsafe {
+        if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]))
+    };
+    // -1 is an empty place (5.5).
+    let mut table = vec![-1; files];
+    table.push(writing.as_raw_fd());
+    ring.submitter().register_files(&table)?;
+    Ok(reading)
+}
+
+impl Source for Uring {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        if self.in_flight() >= self.depth() {
+            return Err(read);
+        }
+        debug_assert_eq!(read.route, Route::Direct);
+        match Flight::new(read, &self.files) {
+            Ok(flight) => self.waiting.push_back(flight),
+            Err(outcome) => self.give(outcome),
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.start();
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        let mut out = Vec::new();
+        self.drain(&mut out);
+        done.extend(out.into_iter().map(|o| o.into_done(&self.files)));
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        for flight in std::mem::take(&mut self.waiting) {
+            let done = flight.read.cancelled(&self.files);
+            self.give(Outcome::Done(done));
+        }
+        if self.flying() > 0 && self.enabled {
+            // Gives up what waits in the kernel's own queues; what the device is working on finishes. (Before 5.19 the
+            // kernel answers EINVAL and finishes everything.)
+            let all = opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(NO_READ);
+            self.push(&all);
+            self.enter();
+        }
+    }
+
+    fn wake(&self) -> RawFd {
+        self.wake.as_raw_fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len() + self.flying() + self.over.len()
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut self.fallbacks)
+    }
+}
+
+impl Uring {
+    pub(super) fn drain(&mut self, out: &mut Vec<Outcome>) {
+        self.reap();
+        if self.pushed > 0 || (self.enabled && !self.waiting.is_empty()) {
+            self.start();
+        }
+        // Outcomes that came up since raised `wake` once more: one wake-up for nothing, in cases that are rare.
+        out.append(&mut self.over);
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // A forked child: the ring and its reads are the parent's.
+            std::mem::forget(self.ring.take());
+            std::mem::forget(std::mem::take(&mut self.flying));
+            return;
+        }
+        self.waiting.clear();
+        self.cancel();
+        let until = Instant::now() + GRACE;
+        while self.flying() > 0 && self.ring.is_some() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            readable(self.wake.as_raw_fd(), left);
+            self.reap();
+            self.waiting.clear();
+            self.over.clear();
+        }
+        let Some(ring) = self.ring.take() else { return };
+        if self.flying() == 0 {
+            return;
+        }
+        if !self.close(ring) {
+            let hung = std::mem::take(&mut self.flying);
+            QUARANTINED.fetch_add(hung.iter().flatten().count(), Ordering::Relaxed);
+            std::mem::forget(hung);
+        }
+    }
+}
