@@ -129,7 +129,7 @@ impl Library {
         /// Makes `len` bytes of the test's own memory device memory of `device`. 0, or -1 if it overlaps other device
         /// memory or there is no such device.
         adopt = c"fakegpu_adopt"(start: u64, len: u64, device: i32) -> i32;
-        /// Ends an adoption, once no work is queued anywhere. 0 or -1.
+        /// Ends an adoption, once no work is queued anywhere (release a hanging copy first). 0 or -1.
         disown = c"fakegpu_disown"(start: u64) -> i32;
         /// A stream that belongs to the test (a framework's current stream): needs no context and is never a leak.
         /// 0 if there is no such device.
