@@ -18,7 +18,7 @@ pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residen
 pub use router::Router;
 pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
-pub use uring::Uring;
+pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;

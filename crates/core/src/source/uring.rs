@@ -32,7 +32,7 @@ const GETEVENTS: u32 = 1;
 /// (and are a good deal quicker for it).
 pub struct Uring {
     ring: Option<IoUring>,
-    mode: Mode,
+    mode: RingMode,
     enabled: bool,
     files: Arc<Files>,
     /// For each file, whether the ring's table holds it; empty where there is no table.
@@ -52,9 +52,9 @@ pub struct Uring {
     process: u32,
 }
 
-/// How the kernel runs the ring, newest first.
+/// How the kernel runs a ring, newest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+pub enum RingMode {
     /// SINGLE_ISSUER | DEFER_TASKRUN (6.1): completions are processed when we ask for them, on our thread.
     Deferred,
     /// COOP_TASKRUN (5.19): no interrupt of our thread for a completion.
@@ -72,11 +72,16 @@ impl std::fmt::Debug for Uring {
 impl Uring {
     /// A ring for `depth` reads at a time, or why this kernel does not grant one.
     pub fn new(files: Arc<Files>, depth: usize) -> Result<Uring> {
+        Self::with_modes(files, depth, &[RingMode::Deferred, RingMode::Cooperative, RingMode::Plain])
+    }
+
+    /// The same in the first of `modes` that this kernel grants.
+    pub fn with_modes(files: Arc<Files>, depth: usize, modes: &[RingMode]) -> Result<Uring> {
         let depth = depth.clamp(1, 4096);
         let wake = eventfd()?;
         let mut fallbacks = Vec::new();
         let mut refused = None;
-        for mode in [Mode::Deferred, Mode::Cooperative, Mode::Plain] {
+        for &mode in modes {
             let ring = match build(mode, depth as u32) {
                 Ok(ring) => ring,
                 Err(e) => {
@@ -90,7 +95,7 @@ impl Uring {
             let (tether, registered) = match tethered {
                 Ok((tether, table)) => (Some(tether), vec![false; table]),
                 // Without it a ring that defers its completions could not be left safely.
-                Err(e) if mode == Mode::Deferred => {
+                Err(e) if mode == RingMode::Deferred => {
                     refused = Some(e);
                     continue;
                 }
@@ -107,7 +112,7 @@ impl Uring {
             return Ok(Uring {
                 ring: Some(ring),
                 mode,
-                enabled: mode != Mode::Deferred,
+                enabled: mode != RingMode::Deferred,
                 files,
                 registered,
                 tether,
@@ -123,6 +128,11 @@ impl Uring {
         }
         let cause = refused.unwrap_or_else(|| io::Error::from_raw_os_error(libc::ENOSYS));
         Err(Error::io("set up io_uring", &cause))
+    }
+
+    /// How the kernel runs this ring.
+    pub fn mode(&self) -> RingMode {
+        self.mode
     }
 
     /// Whether the kernel has refused the ring since; every read then comes back refused.
@@ -254,7 +264,7 @@ impl Uring {
     fn reap(&mut self) {
         loop {
             let Some(ring) = &mut self.ring else { return lower(&self.wake) };
-            if self.mode != Mode::Plain && self.enabled && ring.submission().taskrun() {
+            if self.mode != RingMode::Plain && self.enabled && ring.submission().taskrun() {
                 // SAFETY: no argument is passed. Only lets the kernel run what it has put off.
                 let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, GETEVENTS, None) };
                 match entered {
@@ -292,7 +302,7 @@ impl Uring {
             completed.extend(ring.completion().map(|c| c.user_data()));
             let left = until.saturating_duration_since(Instant::now());
             // A ring that defers shows no completion without being entered; what was pushed but not taken has none.
-            if self.mode == Mode::Deferred || completed.len() + self.pushed >= self.flying() || left.is_zero() {
+            if self.mode == RingMode::Deferred || completed.len() + self.pushed >= self.flying() || left.is_zero() {
                 break;
             }
             readable(ring.as_raw_fd(), left);
@@ -330,12 +340,14 @@ impl Uring {
     }
 }
 
-fn build(mode: Mode, depth: u32) -> io::Result<IoUring> {
+fn build(mode: RingMode, depth: u32) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     match mode {
-        Mode::Deferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_r_disabled(),
-        Mode::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
-        Mode::Plain => &mut builder,
+        RingMode::Deferred => {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_r_disabled()
+        }
+        RingMode::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
+        RingMode::Plain => &mut builder,
     };
     // One more for the cancellation.
     builder.build((depth + 1).next_power_of_two())

@@ -1,191 +1,16 @@
 //! What every source must do, run against each of them.
 
-#![cfg(target_os = "linux")]
-#![allow(clippy::unwrap_used)]
-
+use crate::sample::*;
 use penstock::error::ErrorKind;
 use penstock::options::{Io, Options};
 use penstock::schedule::Route;
 use penstock::source::{
-    Aio, Destination, Done, Files, Read, Router, Source, Threads, Throttle, Throttling, Ticket, Uring,
+    Aio, Destination, Files, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Ticket, Uring,
 };
-use std::any::Any;
 use std::collections::HashMap;
 use std::fs;
-use std::os::fd::{AsRawFd, RawFd};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-const PAGE: u64 = 4096;
-/// An odd size, so that the tail of the file suits no alignment.
-const SIZE: u64 = (6 << 20) + 1234;
-
-/// A file of bytes that nothing else looks like, and those bytes.
-struct Sample {
-    path: PathBuf,
-    bytes: Vec<u8>,
-    _folder: tempfile::TempDir,
-}
-
-impl Sample {
-    fn new() -> Sample {
-        // Next to the build: that is a disk where /tmp may be a tmpfs.
-        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let mut random = Random(0x9e37_79b9_7f4a_7c15);
-        let bytes: Vec<u8> = (0..SIZE).map(|_| random.next() as u8).collect();
-        let path = folder.path().join("sample.safetensors");
-        fs::write(&path, &bytes).unwrap();
-        fs::File::open(&path).unwrap().sync_all().unwrap();
-        Sample { path, bytes, _folder: folder }
-    }
-
-    fn files(&self) -> Arc<Files> {
-        Arc::new(Files::from_paths(&[&self.path]).unwrap())
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 >> 11
-    }
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
-
-/// Memory that suits O_DIRECT, or the mapping of a file.
-struct Memory {
-    at: *mut u8,
-    len: usize,
-}
-
-// SAFETY: plain memory; tests look at it only when its reads are done.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(len: u64) -> Arc<Memory> {
-        Self::map(len, -1, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
-    }
-    fn of(path: &Path, len: u64) -> Arc<Memory> {
-        let file = fs::File::open(path).unwrap();
-        Self::map(len, file.as_raw_fd(), libc::MAP_PRIVATE)
-    }
-    fn map(len: u64, fd: RawFd, flags: i32) -> Arc<Memory> {
-        let len = len as usize;
-        let both = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, placed by the kernel.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), len, both, flags, fd, 0) };
-        assert_ne!(at, libc::MAP_FAILED);
-        Arc::new(Memory { at: at.cast(), len })
-    }
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` bytes from `at` on are ours.
-        unsafe { std::slice::from_raw_parts(self.at, self.len) }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: nobody holds it any more.
-        unsafe { libc::munmap(self.at.cast(), self.len) };
-    }
-}
-
-fn keep(memory: &Arc<Memory>) -> Arc<dyn Any + Send + Sync> {
-    memory.clone()
-}
-
-/// An extent as the schedule makes them: O_DIRECT ones on whole pages, past the end of the file by less than a page.
-fn extent(route: Route, begin: u64, end: u64) -> (u64, u64, u64) {
-    match route {
-        Route::Direct => {
-            let offset = begin / PAGE * PAGE;
-            (offset, end.next_multiple_of(PAGE) - offset, end - offset)
-        }
-        _ => (begin, end - begin, end - begin),
-    }
-}
-
-/// A read of those bytes into new memory (or of their mapping).
-fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
-    let (offset, len, need) = extent(route, begin, end);
-    let (memory, into) = match route {
-        Route::Mapped => {
-            let memory = Memory::of(&sample.path, SIZE);
-            // SAFETY: within the mapping.
-            let at = unsafe { memory.at.add(offset as usize) };
-            (memory, Destination::Mapping(at))
-        }
-        _ => {
-            let memory = Memory::new(len.max(1));
-            let at = memory.at;
-            (memory, Destination::Memory(at))
-        }
-    };
-    let keep = keep(&memory);
-    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, keep }, memory)
-}
-
-/// Waits on the wake descriptor until `n` reads are done. Fails where it wakes far more often than there are reads.
-fn wait(source: &mut dyn Source, n: usize) -> Vec<Done> {
-    let mut done = Vec::new();
-    let until = Instant::now() + Duration::from_secs(20);
-    let mut woken = 0;
-    while done.len() < n {
-        source.flush().unwrap();
-        source.poll(&mut done).unwrap();
-        if done.len() < n {
-            assert!(Instant::now() < until, "{} of {n} reads came back in 20 s", done.len());
-            readable(source.wake(), 1000);
-            woken += 1;
-        }
-    }
-    assert!(woken <= 20 * n + 20, "woke {woken} times for {n} reads: it spins");
-    assert_eq!(done.len(), n, "more tickets came back than were given");
-    done
-}
-
-fn readable(fd: RawFd, ms: i32) -> bool {
-    let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one pollfd.
-    unsafe { libc::poll(&raw mut p, 1, ms) == 1 }
-}
-
-fn submit_all(source: &mut dyn Source, reads: Vec<Read>) -> Vec<Done> {
-    let n = reads.len();
-    let mut done = Vec::new();
-    for mut read in reads {
-        while let Err(back) = source.submit(read) {
-            read = back;
-            assert!(source.in_flight() > 0, "refused a read with nothing in flight");
-            done.extend(wait_some(source));
-        }
-    }
-    let left = n - done.len();
-    done.extend(wait(source, left));
-    assert_eq!(source.in_flight(), 0);
-    done
-}
-
-fn wait_some(source: &mut dyn Source) -> Vec<Done> {
-    let mut done = Vec::new();
-    source.flush().unwrap();
-    let until = Instant::now() + Duration::from_secs(20);
-    while done.is_empty() {
-        assert!(Instant::now() < until, "nothing came back in 20 s");
-        readable(source.wake(), 1000);
-        source.poll(&mut done).unwrap();
-    }
-    done
-}
+use std::time::Duration;
 
 type Make = fn(Arc<Files>) -> Box<dyn Source>;
 
@@ -335,19 +160,6 @@ fn waits_without_spinning_and_wakes_when_done(make: Make, route: Route) {
     assert!(cpu_time() - before < Duration::from_millis(20));
 }
 
-/// CPU time of this thread.
-fn cpu_time() -> Duration {
-    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes one timespec.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut t) };
-    Duration::new(t.tv_sec as u64, t.tv_nsec as u32)
-}
-
-/// Threads and descriptors of this process.
-fn belongings() -> (usize, usize) {
-    (fs::read_dir("/proc/self/task").unwrap().count(), fs::read_dir("/proc/self/fd").unwrap().count())
-}
-
 fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Route) {
     let sample = Sample::new();
     let before = belongings();
@@ -373,21 +185,6 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Rou
     assert_eq!(penstock::source::quarantined(), 0);
 }
 
-/// Runs one test of this binary alone in a process of its own, because it counts what the process has.
-fn alone(name: &str, body: impl FnOnce()) {
-    if std::env::var_os("PENSTOCK_TEST_ALONE").is_some_and(|v| v == name) {
-        return body();
-    }
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--test-threads=1", "--nocapture"])
-        .env("PENSTOCK_TEST_ALONE", name)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("1 passed"), "{text}");
-}
-
 macro_rules! conformance {
     ($name:ident, $route:expr, $make:expr) => {
         mod $name {
@@ -403,7 +200,7 @@ macro_rules! conformance {
             );
             #[test]
             fn dropping_it_with_reads_in_flight_leaves_nothing_behind() {
-                let name = concat!(stringify!($name), "::dropping_it_with_reads_in_flight_leaves_nothing_behind");
+                let name = concat!("conformance::", stringify!($name), "::dropping_it_with_reads_in_flight_leaves_nothing_behind");
                 alone(name, || super::dropping_it_with_reads_in_flight_leaves_nothing_behind($make, $route));
             }
         }
@@ -417,6 +214,10 @@ conformance!(threads_buffered, Route::Buffered, |files| Box::new(Threads::new(fi
 conformance!(threads_direct, Route::Direct, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
 conformance!(threads_mapped, Route::Mapped, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
 conformance!(uring, Route::Direct, |files| Box::new(Uring::new(files, 8).unwrap()));
+conformance!(uring_cooperative, Route::Direct, |files| {
+    Box::new(Uring::with_modes(files, 8, &[RingMode::Cooperative]).unwrap())
+});
+conformance!(uring_plain, Route::Direct, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
 conformance!(aio, Route::Direct, |files| Box::new(Aio::new(files, 8).unwrap()));
 conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
 conformance!(router_aio, Route::Direct, |files| router(files, Io::Aio));

@@ -1,0 +1,9 @@
+//! Sources: the conformance suite, and what only some of them must do.
+
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
+mod conformance;
+mod fallbacks;
+mod files;
+mod sample;
