@@ -14,13 +14,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Far longer than anything here takes, so that a hang is a failure and a busy machine is not.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Bytes of a slab that tests use.
-pub const SLAB: usize = 1 << 20;
+pub(crate) const SLAB: usize = 1 << 20;
 
 /// What a kind of device needs to be tested.
-pub trait Kind {
+pub(crate) trait Kind {
     type Memory: Any + Send + Sync;
     fn device(&self) -> Box<dyn Device>;
     /// Destination memory of this size and its address; what it contains is unknown.
@@ -34,7 +34,7 @@ pub trait Kind {
     fn check(&self);
 }
 
-pub struct Cpu;
+pub(crate) struct Cpu;
 
 impl Kind for Cpu {
     type Memory = Bytes;
@@ -65,25 +65,28 @@ impl Kind for Cpu {
 }
 
 /// A GPU of the fake driver, which is this test's alone.
-pub struct Gpu {
-    pub fake: Exclusive,
-    pub api: Arc<Api>,
-    pub sabotage: Sabotage,
+pub(crate) struct Gpu {
+    pub(crate) fake: Exclusive,
+    pub(crate) api: Arc<Api>,
+    pub(crate) sabotage: Sabotage,
 }
 
 impl Gpu {
-    pub fn new(vendor: Vendor) -> Self {
+    pub(crate) fn new(vendor: Vendor) -> Self {
         let fake = fakegpu::Library::exclusive().unwrap();
+        // What an earlier test left, if it failed, belongs to a driver that no longer knows it.
+        Ring::process().trim();
+        fake.reset();
         fake.configure("strict", "1");
         let api = Api::load_from(fake.path(), Some(vendor)).unwrap();
         Self { fake, api, sabotage: Sabotage::default() }
     }
 
-    pub fn gpu(&self) -> GpuDevice {
+    pub(crate) fn gpu(&self) -> GpuDevice {
         GpuDevice::sabotaged(&self.api, 0, self.sabotage.clone()).unwrap()
     }
 
-    pub fn context(&self) -> Arc<SharedContext> {
+    pub(crate) fn context(&self) -> Arc<SharedContext> {
         SharedContext::retain(&self.api, 0).unwrap()
     }
 }
@@ -123,7 +126,7 @@ impl Kind for Gpu {
     }
 }
 
-pub struct TestSlab {
+pub(crate) struct TestSlab {
     address: *mut u8,
     keep: Box<dyn Any + Send + Sync>,
 }
@@ -133,12 +136,12 @@ unsafe impl Send for TestSlab {}
 unsafe impl Sync for TestSlab {}
 
 impl TestSlab {
-    pub fn address(&self) -> *mut u8 {
+    pub(crate) fn address(&self) -> *mut u8 {
         self.address
     }
 
     /// Writes to the slab as a read from a file would.
-    pub fn fill(&self, content: &[u8]) {
+    pub(crate) fn fill(&self, content: &[u8]) {
         assert!(content.len() <= SLAB);
         // SAFETY: no copy out of this slab is pending, or this is what the test is about.
         unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), self.address, content.len()) };
@@ -146,7 +149,7 @@ impl TestSlab {
 }
 
 /// A boxed slice behind a raw pointer, as devices write to it behind Rust's back.
-pub struct Bytes(*mut [u8]);
+pub(crate) struct Bytes(*mut [u8]);
 // SAFETY: plain memory.
 unsafe impl Send for Bytes {}
 // SAFETY: plain memory.
@@ -168,7 +171,7 @@ impl Drop for Bytes {
 }
 
 /// Waits by the wake descriptor, never by spinning, until `n` batches are back.
-pub fn collect(device: &mut dyn Device, n: usize) -> Vec<Copied> {
+pub(crate) fn collect(device: &mut dyn Device, n: usize) -> Vec<Copied> {
     let (mut done, start) = (Vec::new(), Instant::now());
     while done.len() < n {
         let mut fd = libc::pollfd { fd: device.wake(), events: libc::POLLIN, revents: 0 };
@@ -180,7 +183,7 @@ pub fn collect(device: &mut dyn Device, n: usize) -> Vec<Copied> {
     done
 }
 
-pub fn noise(seed: u64) -> Vec<u8> {
+pub(crate) fn noise(seed: u64) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut bytes = Vec::with_capacity(SLAB);
     while bytes.len() < SLAB {
@@ -193,9 +196,9 @@ pub fn noise(seed: u64) -> Vec<u8> {
 }
 
 /// Counts how many of its batches still hold their memory.
-pub struct Held(Arc<AtomicUsize>, #[allow(dead_code)] Box<dyn Any + Send + Sync>);
+pub(crate) struct Held(Arc<AtomicUsize>, #[allow(dead_code)] Box<dyn Any + Send + Sync>);
 impl Held {
-    pub fn new(count: &Arc<AtomicUsize>, what: impl Any + Send + Sync) -> Arc<Self> {
+    pub(crate) fn new(count: &Arc<AtomicUsize>, what: impl Any + Send + Sync) -> Arc<Self> {
         count.fetch_add(1, Ordering::SeqCst);
         Arc::new(Self(count.clone(), Box::new(what)))
     }
@@ -207,12 +210,12 @@ impl Drop for Held {
 }
 
 /// One dense copy.
-pub fn dense(from: *mut u8, to: u64, len: u64) -> Copy {
+pub(crate) fn dense(from: *mut u8, to: u64, len: u64) -> Copy {
     Copy { from, to, len, rows: 1, from_stride: len, to_stride: len, block: 0, pad: 0 }
 }
 
 /// A batch that copies a whole slab.
-pub fn whole_slab(
+pub(crate) fn whole_slab(
     ticket: u64,
     slab: &Arc<TestSlab>,
     to: u64,
@@ -227,13 +230,13 @@ pub fn whole_slab(
     }
 }
 
-pub fn open_files_and_threads() -> (usize, usize) {
+pub(crate) fn open_files_and_threads() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();
     (count("/proc/self/fd"), count("/proc/self/task"))
 }
 
 /// Runs `test` in a process of its own, since counting threads and descriptors needs one, as does forking.
-pub fn alone(name: &str, test: impl FnOnce()) {
+pub(crate) fn alone(name: &str, test: impl FnOnce()) {
     const MARK: &str = "PENSTOCK_TEST_ALONE";
     if std::env::var(MARK).as_deref() == Ok(name) {
         return test();

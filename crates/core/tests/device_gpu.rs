@@ -1,0 +1,442 @@
+//! What is particular to accelerators: fences, registrations, contexts, failures. On the fake driver, which logs misuse;
+//! every check that keeps the log empty has a counterpart that fills it.
+#![allow(clippy::unwrap_used)]
+
+mod device;
+
+use device::{alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, SLAB};
+use penstock::device::api::{Api, Stream, Vendor};
+use penstock::device::gpu::{GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::{Batch, Copied, Copy, Device, Fence};
+use penstock::source::Ticket;
+use penstock::staging::Ring;
+use penstock::ErrorKind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn cuda() -> Gpu {
+    Gpu::new(Vendor::Cuda)
+}
+
+fn batch(ticket: u64, slab: &Arc<TestSlab>, copies: Vec<Copy>, memory: &Arc<GpuMemory>) -> Batch {
+    let keep = Arc::new((slab.clone(), memory.clone()));
+    Batch { ticket: Ticket(ticket), slab: (slab.address(), SLAB), copies, keep }
+}
+
+/// Every kind of transfer: large, many small at other distances, wide rows, narrow rows.
+fn every_kind(slab: &TestSlab, to: u64) -> Vec<Copy> {
+    let from = |offset: usize| slab.address().wrapping_add(offset);
+    let mut copies = vec![dense(from(0), to, 100_000)];
+    copies.extend(
+        (0..50).map(|i| Copy { pad: 156, ..dense(from(100_000 + i * 100), to + 100_096 + i as u64 * 256, 100) }),
+    );
+    copies.push(Copy { rows: 20, from_stride: 2000, ..dense(from(200_000), to + 200_192, 1000) });
+    copies.push(Copy { rows: 20, from_stride: 2000, ..dense(from(300_000), to + 300_032, 10) });
+    copies
+}
+
+fn run(gpu: &Gpu, n: u64, wait: Option<Fence>) -> (Vec<Copied>, Duration) {
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, memory) = (gpu.slab(), Arc::new(memory));
+    let mut device = gpu.gpu();
+    if let Some(fence) = wait {
+        device.wait_for(fence).unwrap();
+    }
+    for i in 0..n {
+        device.copy(batch(i, &slab, every_kind(&slab, to), &memory)).unwrap();
+    }
+    let start = Instant::now();
+    (collect(&mut device, n as usize), start.elapsed())
+}
+
+fn misuses_of(gpu: Gpu) -> String {
+    Ring::process().trim();
+    gpu.fake.misuses().join("\n")
+}
+
+#[test]
+fn an_event_of_the_allocating_stream_is_waited_for() {
+    fn load_into_memory_still_in_use(skip_fences: bool) -> String {
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { skip_fences, ..Sabotage::default() };
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let content = noise(1);
+        slab.fill(&content);
+        // What a caching allocator does: the memory's last user is still queued on the stream that allocates it.
+        let stream = gpu.fake.stream_create(0, 1);
+        assert_eq!(gpu.fake.launch_write(stream, to, SLAB as u64, 0x55, 30_000), 0);
+        let context = gpu.api.context(0).unwrap();
+        let current = context.enter().unwrap();
+        let event = current.create_event().unwrap();
+        // SAFETY: live handles.
+        unsafe { current.record(event, Stream(stream)) }.unwrap();
+        let mut device = gpu.gpu();
+        device.wait_for(Fence(event.0 as u64)).unwrap();
+        device.copy(batch(0, &slab, vec![dense(slab.address(), to, SLAB as u64)], &memory)).unwrap();
+        collect(&mut device, 1).remove(0).result.unwrap();
+        if !skip_fences {
+            assert!(gpu.bytes(&memory) == content);
+        }
+        drop(device);
+        gpu.fake.drain();
+        // SAFETY: nobody waits for it any more.
+        unsafe { current.destroy_event(event) }.unwrap();
+        gpu.fake.stream_synchronize(stream, 0);
+        gpu.fake.stream_destroy(stream);
+        drop((memory, slab, current));
+        drop(context);
+        misuses_of(gpu)
+    }
+    assert_eq!(load_into_memory_still_in_use(false), "");
+    assert!(load_into_memory_still_in_use(true).contains("unordered-access"));
+}
+
+#[test]
+fn a_ticket_comes_back_only_after_the_copy() {
+    fn rewrite_slabs_and_read_memory(skip_event_wait: bool) -> String {
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { skip_event_wait, ..Sabotage::default() };
+        gpu.fake.configure("copy_delay_us", "5000");
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let mut device = gpu.gpu();
+        for i in 0..5 {
+            gpu.before_write(&slab);
+            slab.fill(&noise(i));
+            device.copy(batch(i, &slab, vec![dense(slab.address(), to, SLAB as u64)], &memory)).unwrap();
+            collect(&mut device, 1).remove(0).result.unwrap();
+        }
+        gpu.bytes(&memory);
+        gpu.fake.drain();
+        drop((device, memory, slab));
+        misuses_of(gpu)
+    }
+    assert_eq!(rewrite_slabs_and_read_memory(false), "");
+    let log = rewrite_slabs_and_read_memory(true);
+    assert!(log.contains("unordered-access") && log.contains("source-modified"), "{log}");
+}
+
+#[test]
+fn copies_are_made_from_registered_memory_only() {
+    fn load(skip_registration: bool) -> String {
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { skip_registration, ..Sabotage::default() };
+        run(&gpu, 3, None);
+        misuses_of(gpu)
+    }
+    assert_eq!(load(false), "");
+    assert!(load(true).contains("unregistered-memory"));
+}
+
+#[test]
+fn scratch_memory_is_refilled_only_after_it_has_travelled() {
+    fn load_small_tensors(skip_scratch_wait: bool) -> (String, bool) {
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
+        gpu.fake.configure("copy_delay_us", "2000");
+        let (n, size, step) = (8000u64, 100, 1024);
+        let (memory, to) = gpu.memory((n * step) as usize);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let content = noise(7);
+        slab.fill(&content);
+        let small = |i: u64| Copy {
+            pad: (step - size) as u32,
+            ..dense(slab.address().wrapping_add((i * size) as usize), to + i * step, size)
+        };
+        let mut device = gpu.gpu();
+        device.copy(batch(0, &slab, (0..n).map(small).collect(), &memory)).unwrap();
+        collect(&mut device, 1).remove(0).result.unwrap();
+        let got = gpu.bytes(&memory);
+        let right = (0..n).all(|i| {
+            let (at, from) = ((i * step) as usize, (i * size) as usize);
+            got[at..at + size as usize] == content[from..from + size as usize]
+        });
+        assert!(gpu.fake.counter("copies") <= 10, "{} copies", gpu.fake.counter("copies"));
+        drop((device, memory, slab));
+        (misuses_of(gpu), right)
+    }
+    assert_eq!(load_small_tensors(false), (String::new(), true));
+    assert!(load_small_tensors(true).0.contains("source-modified"));
+}
+
+#[test]
+fn a_dense_extent_is_one_copy_and_one_event() {
+    let gpu = cuda();
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, memory) = (gpu.slab(), Arc::new(memory));
+    let mut device = gpu.gpu();
+    for i in 0..10 {
+        let copies =
+            (0..100).map(|i| dense(slab.address().wrapping_add(i * 1024), to + i as u64 * 1024, 1024)).collect();
+        device.copy(batch(i, &slab, copies, &memory)).unwrap();
+    }
+    collect(&mut device, 10);
+    assert_eq!(gpu.fake.counter("copies"), 10);
+    assert_eq!(gpu.fake.counter("calls.cuEventSynchronize"), 10);
+    drop((device, slab, memory));
+    gpu.check();
+}
+
+#[test]
+fn a_slab_is_registered_once_for_all_loads_and_the_context_is_made_once_on_that_device_alone() {
+    let gpu = cuda();
+    gpu.fake.configure("devices", "4");
+    gpu.fake.configure("expect_devices", "1");
+    for _ in 0..3 {
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let mut device = gpu.gpu();
+        (0..4).for_each(|i| device.copy(whole_slab(i, &slab, to, &Arc::default(), memory.clone())).unwrap());
+        collect(&mut device, 4).into_iter().for_each(|c| c.result.unwrap());
+    }
+    assert_eq!(gpu.fake.counter("calls.cuMemHostRegister_v2"), 1);
+    assert_eq!(gpu.fake.counter("calls.cuDevicePrimaryCtxRetain"), 1);
+    assert_eq!(gpu.fake.counter("contexts_made"), 1);
+    gpu.check();
+}
+
+#[test]
+fn a_refused_registration_falls_back_to_plain_memory_and_is_reported() {
+    for code in ["801", "712", "1", "2"] {
+        let gpu = cuda();
+        gpu.fake.configure("strict", "0");
+        gpu.fake.configure("refuse_register", code);
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let content = noise(3);
+        slab.fill(&content);
+        let mut device = gpu.gpu();
+        for i in 0..3 {
+            device.copy(batch(i, &slab, every_kind(&slab, to), &memory)).unwrap();
+        }
+        collect(&mut device, 3).into_iter().for_each(|c| c.result.unwrap());
+        let fallbacks = device.fallbacks();
+        assert_eq!(fallbacks.len(), 1, "{fallbacks:?}");
+        assert!(fallbacks[0].reason.contains(code), "{fallbacks:?}");
+        assert_eq!(gpu.fake.counter("calls.cuMemHostRegister_v2"), 1, "asked once, not for every slab");
+        assert!(gpu.bytes(&memory)[..100_000] == content[..100_000]);
+        drop((device, slab, memory));
+        gpu.check();
+    }
+}
+
+/// Each driver call that a load makes, failing the first time or later: every batch comes back once, with the driver's
+/// words, and nothing is left.
+#[test]
+fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is_left() {
+    const CALLS: &[(&str, u64)] = &[
+        ("cuInit", 1),
+        ("cuDeviceGetCount", 1),
+        ("cuDeviceGet", 1),
+        ("cuDevicePrimaryCtxRetain", 1),
+        ("cuCtxGetCurrent", 1),
+        ("cuCtxSetCurrent", 1),
+        ("cuStreamCreate", 1),
+        ("cuStreamWaitEvent", 1),
+        ("cuMemcpyHtoDAsync_v2", 1),
+        ("cuMemcpyHtoDAsync_v2", 2),
+        ("cuMemcpyHtoDAsync_v2", 8),
+        ("cuMemcpy2DAsync_v2", 2),
+        ("cuEventCreate", 1),
+        ("cuEventCreate", 2),
+        ("cuEventRecord", 1),
+        ("cuEventRecord", 3),
+        ("cuEventSynchronize", 1),
+        ("cuEventSynchronize", 4),
+    ];
+    for (call, nth) in CALLS {
+        let gpu = cuda();
+        gpu.fake.configure("copy_delay_us", "500");
+        let context = gpu.context();
+        let memory = Arc::new(GpuMemory::new(&context, SLAB as u64).unwrap());
+        let raw = gpu.api.context(0).unwrap();
+        let current = raw.enter().unwrap();
+        let event = current.create_event().unwrap();
+        let stream = gpu.fake.stream_create(0, 1);
+        // SAFETY: live handles.
+        unsafe { current.record(event, Stream(stream)) }.unwrap();
+        // Where the context is to fail, the device has to make it itself.
+        let before_the_context = CALLS.iter().position(|c| c == &(*call, *nth)).unwrap() < 4;
+        let slab = gpu.slab();
+        let (memory, to) = if before_the_context {
+            // SAFETY: as above.
+            unsafe { current.destroy_event(event) }.unwrap();
+            drop(memory);
+            (None, 0)
+        } else {
+            let to = memory.address();
+            (Some(memory), to)
+        };
+        drop(context);
+        gpu.fake.configure("fail", &format!("{call}:{nth}:999"));
+        let mut device = gpu.gpu();
+        if memory.is_some() {
+            device.wait_for(Fence(event.0 as u64)).unwrap();
+        }
+        for i in 0..6 {
+            let keep = Arc::new((slab.clone(), memory.clone()));
+            let copies = every_kind(&slab, to);
+            device.copy(Batch { ticket: Ticket(i), slab: (slab.address(), SLAB), copies, keep }).unwrap();
+        }
+        let mut done = collect(&mut device, 6);
+        assert_eq!(device.in_flight(), 0);
+        done.sort_by_key(|c| c.ticket);
+        assert!(done.iter().enumerate().all(|(i, c)| c.ticket.0 == i as u64), "{call}: {done:?}");
+        let errors: Vec<_> = done.iter().filter_map(|c| c.result.as_ref().err()).collect();
+        assert!(!errors.is_empty(), "{call} {nth} failed and nobody said so");
+        for e in &errors {
+            let text = e.to_string();
+            assert!(e.kind() == ErrorKind::Device && text.contains(call) && text.contains("(999)"), "{call}: {text}");
+        }
+        drop(device);
+        gpu.fake.configure("fail", "");
+        if memory.is_some() {
+            // SAFETY: as above.
+            unsafe { current.destroy_event(event) }.unwrap();
+        }
+        gpu.fake.stream_destroy(stream);
+        drop((memory, slab, current));
+        drop(raw);
+        gpu.check();
+    }
+}
+
+#[test]
+fn after_a_lost_context_every_batch_fails_at_once() {
+    let gpu = cuda();
+    gpu.fake.configure("sticky", "3:700");
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, memory) = (gpu.slab(), Arc::new(memory));
+    let mut device = gpu.gpu();
+    for i in 0..20 {
+        device.copy(whole_slab(i, &slab, to, &Arc::default(), memory.clone())).unwrap();
+    }
+    let done = collect(&mut device, 20);
+    let failed: Vec<_> = done.iter().filter_map(|c| c.result.as_ref().err()).collect();
+    assert!(failed.len() >= 17, "{} failed", failed.len());
+    assert!(
+        failed.iter().all(|e| e.kind() == ErrorKind::Device && e.to_string().contains("started anew")),
+        "{failed:?}"
+    );
+    let copies = gpu.fake.counter("copies");
+    device.copy(whole_slab(20, &slab, to, &Arc::default(), memory.clone())).unwrap();
+    assert!(collect(&mut device, 1)[0].result.is_err());
+    assert_eq!(gpu.fake.counter("copies"), copies, "nothing more is asked of a lost context");
+    drop((device, slab, memory));
+    Ring::process().trim();
+    assert_eq!(gpu.fake.misuses(), Vec::<String>::new());
+}
+
+#[test]
+fn a_hanging_gpu_costs_a_bounded_time_and_its_slab_is_never_used_again() {
+    // Alone, since the slab and with it the context stay for the life of the process.
+    alone("a_hanging_gpu_costs_a_bounded_time_and_its_slab_is_never_used_again", hang);
+}
+
+fn hang() {
+    let mut gpu = cuda();
+    gpu.sabotage.patience = Duration::from_millis(300);
+    gpu.fake.configure("hang_copy", "2");
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, memory) = (gpu.slab(), Arc::new(memory));
+    let count = Arc::new(AtomicUsize::new(0));
+    let mut device = gpu.gpu();
+    (0..3).for_each(|i| device.copy(whole_slab(i, &slab, to, &count, memory.clone())).unwrap());
+    collect(&mut device, 1);
+    let (start, address) = (Instant::now(), slab.address());
+    drop((slab, memory));
+    drop(device);
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert_eq!(count.load(Ordering::SeqCst), 2, "what the GPU may touch is kept");
+    let before = Ring::process().staging();
+    assert!(before.quarantined > 0);
+    let next: Vec<_> = (0..8).map(|_| gpu.slab()).collect();
+    assert!(next.iter().all(|s| s.address() != address));
+    drop(next);
+    // The GPU comes back: everything goes but the slab.
+    gpu.fake.release_hang();
+    let start = Instant::now();
+    while count.load(Ordering::SeqCst) > 0 || gpu.fake.counter("streams") > 0 {
+        assert!(start.elapsed() < device::PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ring::process().trim();
+    assert_eq!(Ring::process().staging().quarantined, before.quarantined);
+    assert_eq!(gpu.fake.misuses(), Vec::<String>::new());
+}
+
+#[test]
+fn a_new_device_does_not_wait_for_its_context() {
+    let gpu = cuda();
+    gpu.fake.configure("devices", "0");
+    let mut device = GpuDevice::new(&gpu.api, 0).unwrap();
+    let slab = gpu.slab();
+    let copies = vec![dense(slab.address(), 0, 1)];
+    let keep = Held::new(&Arc::default(), slab.clone());
+    device.copy(Batch { ticket: Ticket(1), slab: (slab.address(), SLAB), copies, keep }).unwrap();
+    let e = collect(&mut device, 1).remove(0).result.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+}
+
+#[test]
+fn a_device_that_is_not_there_and_memory_that_is_not_there_are_named() {
+    let gpu = cuda();
+    gpu.fake.configure("memory", "4096");
+    let e = SharedContext::retain(&gpu.api, 5).err().unwrap();
+    assert!(e.kind() == ErrorKind::Invalid && e.to_string().contains("device 5") && e.to_string().contains('1'), "{e}");
+    let context = gpu.context();
+    assert_eq!(context.memory().unwrap(), (4096, 4096));
+    let e = GpuMemory::new(&context, 5000).err().unwrap();
+    assert!(e.kind() == ErrorKind::OutOfMemory && e.to_string().contains("5000"), "{e}");
+    let some = GpuMemory::new(&context, 1000).unwrap();
+    assert_eq!((some.nbytes(), context.memory().unwrap().0), (1000, 3096));
+    drop(some);
+    assert_eq!(context.memory().unwrap().0, 4096);
+    drop(context);
+    gpu.check();
+}
+
+#[test]
+fn a_child_of_a_process_that_used_the_gpu_is_told_so() {
+    let gpu = cuda();
+    run(&gpu, 1, None);
+    // SAFETY: the child leaves by _exit.
+    match unsafe { libc::fork() } {
+        0 => {
+            // SAFETY: in the child: a hang becomes a signal.
+            unsafe { libc::alarm(20) };
+            let device = GpuDevice::new(&gpu.api, 0).err();
+            let context = SharedContext::retain(&gpu.api, 0).err();
+            let told = |e: Option<penstock::Error>| {
+                e.is_some_and(|e| e.kind() == ErrorKind::Forked && e.message().contains("spawn"))
+            };
+            let ok = told(device) && told(context);
+            // SAFETY: always fine.
+            unsafe { libc::_exit(if ok { 0 } else { 1 }) }
+        }
+        child => {
+            let mut status = 0;
+            // SAFETY: our own child.
+            unsafe { libc::waitpid(child, &mut status, 0) };
+            assert_eq!(status, 0, "the child's wait status");
+        }
+    }
+    gpu.check();
+}
+
+#[test]
+fn without_a_driver_the_error_says_what_was_tried_and_that_the_cpu_works() {
+    let e = Api::load_from("/nowhere/libcuda.so.1", None).unwrap_err();
+    let text = e.to_string();
+    assert!(e.kind() == ErrorKind::Unsupported && text.contains("/nowhere") && text.contains("CPU"), "{text}");
+}
+
+#[test]
+fn hip_takes_the_same_path() {
+    let gpu = Gpu::new(Vendor::Hip);
+    let (done, _) = run(&gpu, 5, None);
+    assert!(done.iter().all(|c| c.result.is_ok()));
+    gpu.check();
+}
