@@ -4,7 +4,7 @@ use super::discover::{self, Found};
 use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
-use super::{Checkpoint, ShardFile};
+use super::{Checkpoint, Entry, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
@@ -45,52 +45,37 @@ fn indexed(path: &Path, hasher: RandomState) -> Result<Checkpoint> {
     let files: Vec<PathBuf> = order.iter().map(|&i| folder.join(&index.files[i as usize])).collect();
     let mut shards = read_all(&files, &hasher).map_err(|e| missing(path, &files).unwrap_or(e))?;
 
-    // One tensor in two files is refused before the index has its say: it would pick one of two contents silently.
     let mut warnings = Vec::new();
-    let all: usize = shards.iter().map(|s| s.header.entries.len()).sum();
     let mut kept = 0;
     for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
         let h = &mut shard.header;
-        let before = h.entries.len();
-        let mut unmapped: Vec<&str> = Vec::new();
-        let mut misplaced = None;
-        let mut keep = Vec::with_capacity(before);
-        for (e, &hash) in h.entries.iter().zip(&h.hashes) {
-            let name = &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
-            match index.file_of(name, hash) {
-                Some(mapped) if mapped == number => keep.push(true),
-                other => {
-                    if let (Some(mapped), None) = (other, &misplaced) {
-                        misplaced = Some((name.to_owned(), mapped));
-                    }
-                    unmapped.push(name);
-                    keep.push(false);
-                }
-            }
-        }
-        if let Some((name, mapped)) = misplaced {
+        let name = |e: &Entry| &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
+        let mapped: Vec<Option<u32>> =
+            h.entries.iter().zip(&h.hashes).map(|(e, &h)| index.file_of(name(e), h)).collect();
+        // Also where the other file has a tensor of that name: which of the two is meant would be a guess.
+        if let Some((e, &Some(other))) = h.entries.iter().zip(&mapped).find(|(_, m)| m.is_some_and(|m| m != number)) {
             return Err(Error::new(
                 ErrorKind::Index,
                 format!(
                     "tensor {} is in {}, but the index maps it to {}",
-                    quoted(&name),
+                    quoted(name(e)),
                     file.display(),
-                    index.files[mapped as usize].display()
+                    index.files[other as usize].display()
                 ),
             )
             .at(path));
         }
+        let unmapped: Vec<&Entry> =
+            h.entries.iter().zip(&mapped).filter(|(_, m)| m.is_none()).map(|(e, _)| e).collect();
         if !unmapped.is_empty() {
-            let names = listed(unmapped.iter().map(|n| quoted(n)), unmapped.len());
+            let names = listed(unmapped.iter().map(|e| quoted(name(e))), unmapped.len());
             warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.display()));
-            let mut k = keep.iter();
-            h.entries.retain(|_| *k.next().unwrap_or(&true));
-            let mut k = keep.iter();
-            h.hashes.retain(|_| *k.next().unwrap_or(&true));
+            let keep = |i: usize| mapped[i].is_some();
+            h.hashes = h.hashes.iter().enumerate().filter(|h| keep(h.0)).map(|h| *h.1).collect();
+            h.entries = h.entries.iter().enumerate().filter(|e| keep(e.0)).map(|e| *e.1).collect();
         }
         kept += h.entries.len();
     }
-    debug_assert!(kept <= all);
     let mapped = index.len();
     let named: Vec<(PathBuf, Shard)> = files.into_iter().zip(shards).collect();
     let mut checkpoint = merge(named, hasher, warnings)?;
