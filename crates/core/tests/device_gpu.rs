@@ -115,7 +115,8 @@ fn a_ticket_comes_back_only_after_the_copy() {
     }
     assert_eq!(rewrite_slabs_and_read_memory(false), "");
     let log = rewrite_slabs_and_read_memory(true);
-    assert!(log.contains("unordered-access") && log.contains("source-modified"), "{log}");
+    assert!(log.contains("unordered-access: the host writes"), "the slab: {log}");
+    assert!(log.contains("unordered-access: the host reads"), "the block: {log}");
 }
 
 #[test]
@@ -135,7 +136,8 @@ fn scratch_memory_is_refilled_only_after_it_has_travelled() {
     fn load_small_tensors(skip_scratch_wait: bool) -> (String, bool) {
         let mut gpu = cuda();
         gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
-        gpu.fake.configure("copy_delay_us", "2000");
+        // Long enough that a half is refilled before it has travelled, however busy the machine.
+        gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "50000" } else { "2000" });
         let (n, size, step) = (8000u64, 100, 1024);
         let (memory, to) = gpu.memory((n * step) as usize);
         let (slab, memory) = (gpu.slab(), Arc::new(memory));
@@ -345,6 +347,10 @@ fn hang() {
     let mut device = gpu.gpu();
     (0..3).for_each(|i| device.copy(whole_slab(i, &slab, to, &count, memory.clone())).unwrap());
     collect(&mut device, 1);
+    while gpu.fake.counter("copies") < 3 {
+        // A batch that was not submitted yet would simply be dropped.
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let (start, address) = (Instant::now(), slab.address());
     drop((slab, memory));
     drop(device);
