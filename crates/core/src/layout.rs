@@ -1,8 +1,15 @@
 //! Layout: every want's place in every destination block. Pure: same input, same layout, on every rank.
+//!
+//! What decides a want's block is whether its bytes can stay at the phase they have in the file: a single run whose file
+//! offset suits its dtype can be mapped, or read in place into memory that mirrors the file. Everything else is copied to
+//! dense memory. Two wants never share bytes of a block: what is handed out may be written to.
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
+use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, PAGE, SHARED_BLOCK};
 use crate::placement::{Runs, Want};
+use hashbrown::HashMap;
+use std::cmp::Reverse;
 
 /// What kind of memory the wants go to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,21 +79,204 @@ pub struct Layout {
     pub places: Vec<Place>,
     /// One set of runs per want, in order of the wants.
     pub runs: Vec<Runs>,
+    /// The file of each want, in order of the wants.
+    pub files: Vec<u32>,
     /// Want numbers in the order of reading and hand-out.
     pub order: Vec<u32>,
 }
 
+/// A want of at least this many bytes has a dense block of its own, so that dropping it gives its memory back; smaller
+/// neighbours share blocks.
+const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
+
+/// "No block yet" while blocks are numbered.
+const NONE: u32 = u32::MAX;
+
 impl Layout {
     /// Lays `wants` out for `target` in the given order. `gap` is the coalescing limit in bytes, which decides what one
     /// mirror block spans.
-    pub fn new(
+    ///
+    /// [`Order::Layer`] groups tensors by the first number in their dotted name together with what stands before it
+    /// (`model.layers.9.`, `model.layers.10.`, in numeric order), and tensors without a number by the module that owns them
+    /// (`model.norm.`). A stack of layers stands where the first of its tensors stands in the files, as does a module
+    /// without a number: embeddings that precede the stack in the file stay before it, whatever follows its first tensor
+    /// comes after its last layer. Within a group, file order.
+    ///
+    /// # Errors
+    /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants; `Invalid` where `mapped` does not have one flag per file.
+    pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
+        if wants.len() >= NONE as usize {
+            return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
+        }
+        if let Target::Cpu { mapped } = target {
+            if mapped.len() != checkpoint.files().len() {
+                let (n, files) = (mapped.len(), checkpoint.files().len());
+                return Err(Error::new(ErrorKind::Invalid, format!("{n} `mapped` flags for {files} files")));
+            }
+        }
+        let runs = wants.iter().map(|w| Runs::of(checkpoint, w)).collect::<Result<Vec<_>>>()?;
+        let files = wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect();
+        let mut layout =
+            Layout { blocks: Vec::new(), places: Vec::with_capacity(wants.len()), runs, files, order: Vec::new() };
+        let by_file = layout.by_file();
+        layout.order = match order {
+            Order::File => by_file.clone(),
+            Order::Layer => by_layer(checkpoint, wants, &by_file),
+        };
+        match target {
+            Target::Foreign => {
+                for (want, runs) in (0..).zip(&layout.runs) {
+                    layout.blocks.push(BlockSpec { kind: BlockKind::Foreign { want }, nbytes: runs.nbytes() });
+                    layout.places.push(Place { block: want, offset: 0, nbytes: runs.nbytes() });
+                }
+            }
+            Target::Gpu => layout.place(&Homes::default(), GPU_ALIGN),
+            Target::Cpu { mapped } => {
+                let homes = Homes::find(checkpoint, wants, &layout, &by_file, mapped, gap);
+                layout.place(&homes, CPU_ALIGN);
+            }
+        }
+        Ok(layout)
+    }
+
+    /// Want numbers by file and offset; of wants that start together the longest run first. Depends on the wants' numbers
+    /// only where their bytes are the same.
+    pub(crate) fn by_file(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.runs.len() as u32).collect();
+        let key = |&w: &u32| {
+            let runs = &self.runs[w as usize];
+            (self.files[w as usize], runs.start, Reverse(runs.len), &runs.axes, w)
+        };
+        // Wants usually come in file order already, and the check is much cheaper than a sort.
+        if !order.is_sorted_by_key(key) {
+            order.sort_unstable_by(|a, b| key(a).cmp(&key(b)));
+        }
+        order
+    }
+
+    /// Numbers blocks and places wants, in hand-out order.
+    fn place(&mut self, homes: &Homes, align: u64) {
+        self.places.resize(self.runs.len(), Place { block: NONE, offset: 0, nbytes: 0 });
+        let mut numbers = vec![NONE; homes.blocks.len()];
+        let mut shared = NONE;
+        for &want in &self.order {
+            let nbytes = self.runs[want as usize].nbytes();
+            let home = homes.of_want.get(want as usize).map_or(NONE, |h| *h);
+            let (block, offset) = if let Some(spec) = homes.blocks.get(home as usize) {
+                let number = &mut numbers[home as usize];
+                if *number == NONE {
+                    *number = self.blocks.len() as u32;
+                    self.blocks.push(*spec);
+                }
+                let first = match spec.kind {
+                    BlockKind::Mirror { start, .. } => start,
+                    _ => 0,
+                };
+                (*number, self.runs[want as usize].start - first)
+            } else {
+                // An empty want needs a place but no bytes: it sits wherever the shared block has come to.
+                let used = self.blocks.get(shared as usize).map(|b| b.nbytes.next_multiple_of(align));
+                match used {
+                    Some(at) if nbytes < OWN_BLOCK && at + nbytes <= SHARED_BLOCK => {
+                        self.blocks[shared as usize].nbytes = at + nbytes;
+                        (shared, at)
+                    }
+                    _ => {
+                        let number = self.blocks.len() as u32;
+                        self.blocks.push(BlockSpec { kind: BlockKind::Dense, nbytes });
+                        if nbytes < OWN_BLOCK {
+                            shared = number;
+                        }
+                        (number, 0)
+                    }
+                }
+            };
+            self.places[want as usize] = Place { block, offset, nbytes };
+        }
+    }
+}
+
+/// Blocks at the file's phase, not yet numbered, and which want lives in which of them.
+#[derive(Default)]
+struct Homes {
+    blocks: Vec<BlockSpec>,
+    /// `NONE`, or beyond the end, for wants that go to dense blocks.
+    of_want: Vec<u32>,
+}
+
+impl Homes {
+    fn find(
         checkpoint: &Checkpoint,
         wants: &[Want],
-        target: &Target,
-        order: crate::options::Order,
+        layout: &Layout,
+        by_file: &[u32],
+        mapped: &[bool],
         gap: u64,
-    ) -> Result<Layout> {
-        let _ = (checkpoint, wants, target, order, gap);
-        unimplemented!()
+    ) -> Homes {
+        let mut homes = Homes { blocks: Vec::new(), of_want: vec![NONE; wants.len()] };
+        // The file, and how far its bytes are taken by wants that live in place.
+        let mut taken = (NONE, 0);
+        for &want in by_file {
+            let (file, runs) = (layout.files[want as usize], &layout.runs[want as usize]);
+            let aligned = runs.start % checkpoint.tensor(wants[want as usize].tensor).dtype.align() == 0;
+            let overlaps = taken.0 == file && runs.start < taken.1;
+            if runs.len == 0 || !runs.axes.is_empty() || !aligned || overlaps {
+                continue;
+            }
+            let end = runs.end();
+            let open = homes.blocks.last_mut().filter(|_| taken.0 == file);
+            if mapped[file as usize] {
+                if open.is_none() {
+                    let nbytes = checkpoint.files()[file as usize].identity.size;
+                    homes.blocks.push(BlockSpec { kind: BlockKind::Mapped { file }, nbytes });
+                }
+            } else {
+                let (first, past) = (runs.start / PAGE * PAGE, end.next_multiple_of(PAGE));
+                match open {
+                    // Two mirrors never touch the same page, so that reads in place cannot overlap.
+                    Some(BlockSpec { kind: BlockKind::Mirror { start, .. }, nbytes })
+                        if first <= *start + *nbytes || runs.start - taken.1 <= gap =>
+                    {
+                        *nbytes = past - *start;
+                    }
+                    _ => homes
+                        .blocks
+                        .push(BlockSpec { kind: BlockKind::Mirror { file, start: first }, nbytes: past - first }),
+                }
+            }
+            homes.of_want[want as usize] = homes.blocks.len() as u32 - 1;
+            taken = (file, end);
+        }
+        homes
     }
+}
+
+/// Want numbers grouped by layer, see [`Layout::new`].
+fn by_layer(checkpoint: &Checkpoint, wants: &[Want], by_file: &[u32]) -> Vec<u32> {
+    let mut stacks: HashMap<(&str, bool), u32> = HashMap::new();
+    let mut keyed: Vec<(u32, u64, u32, u32)> = Vec::with_capacity(wants.len());
+    for (position, &want) in (0..).zip(by_file) {
+        let name = checkpoint.tensor(wants[want as usize].tensor).name;
+        let (group, number) = layer(name);
+        let stack = *stacks.entry((group, number.is_some())).or_insert(position);
+        keyed.push((stack, number.unwrap_or(0), position, want));
+    }
+    keyed.sort_unstable();
+    keyed.into_iter().map(|k| k.3).collect()
+}
+
+/// The stack and number of the layer that a tensor belongs to, or the module that owns it where its name has no number.
+fn layer(name: &str) -> (&str, Option<u64>) {
+    let mut at = 0;
+    for part in name.split('.') {
+        if part.bytes().all(|b| b.is_ascii_digit()) {
+            // All digits, so only an empty part or a number beyond 64 bits fails to parse: no layer has such a number.
+            if let Ok(number) = part.parse() {
+                return (&name[..at], Some(number));
+            }
+        }
+        at += part.len() + 1;
+    }
+    // A name without a dot has no owner but itself.
+    (name.rsplit_once('.').map_or(name, |(module, _)| module), None)
 }

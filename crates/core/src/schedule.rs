@@ -1,7 +1,17 @@
 //! Schedule: the extents to read, in order, cut and coalesced, each with its route and its pieces.
+//!
+//! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans; a span is divided
+//! where its route or landing changes, and what is left is cut into extents. Every division falls on a page of the file
+//! (or the larger unit of O_DIRECT), and runs that touch the same page are in the same span: no page is read twice, and
+//! what a read in place brings along beside its wanted bytes never belongs to anybody else. The one exception is a file
+//! that is both mapped and read: its mapped bytes are populated on their own.
 
 use crate::format::Checkpoint;
-use crate::layout::Layout;
+use crate::layout::{BlockKind, Layout};
+use crate::options::{GPU_ALIGN, KIB, PAGE};
+use crate::placement::Runs;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 /// How an extent travels.
@@ -107,8 +117,9 @@ pub struct Limits {
     pub cold: Route,
     /// Route of resident bytes; `Mapped` blocks are always populated, whatever this says.
     pub warm: Route,
-    /// Buffered extents into CPU memory scatter to their places where rows are at least this long; below, they go
-    /// through a slab (an iovec costs more than a copy). `None`: everything that is not in place goes through a slab.
+    /// Buffered extents into CPU memory scatter to their places where rows (and the gaps between them) average at least
+    /// this many wanted bytes; below, they go through a slab (an iovec costs more than a copy). `None`: everything that is
+    /// not in place goes through a slab.
     pub scatter: Option<u64>,
 }
 
@@ -123,10 +134,742 @@ pub struct Schedule {
     pub extents_of_want: Vec<u32>,
 }
 
+/// Most pieces of one extent, so that the work behind one read is bounded.
+const PIECES: usize = 16 * 1024;
+/// Most entries of one scattering read, gaps included: half of what one preadv takes (IOV_MAX is 1024).
+const SCATTER_ENTRIES: u64 = 512;
+/// In-place bytes beside bytes that are not go along through the slab when they are fewer than this: copying them costs
+/// less than a read of their own.
+const IN_PLACE: u64 = 64 * KIB;
+/// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they save.
+const RESIDENT: u64 = 64 * KIB;
+/// Where the order jumps by more than this many extents' bytes, neighbours in the file are not read together: it would
+/// bring bytes long before their turn.
+const JUMP: u64 = 16;
+/// Storage devices interleave within this many extents where the order is not that of the files.
+const WINDOW: u64 = 64;
+
 impl Schedule {
     /// Cuts, coalesces, routes and orders the runs of `layout`. `files` has one entry per file of the checkpoint.
+    ///
+    /// Extents are cut from the start of each coalesced stretch on, at multiples of the page size in the file, as long as
+    /// `limits.extent` allows; the last two share what is left evenly, so that no short tail costs a read. An extent that
+    /// goes through a slab leaves room there to move neighbours of a block apart to the distance they have in the block
+    /// (the sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`), unless it is a
+    /// single page.
     pub fn new(checkpoint: &Checkpoint, layout: &Layout, files: &[FileTraits], limits: &Limits) -> Schedule {
-        let _ = (checkpoint, layout, files, limits);
-        unimplemented!()
+        let count = layout.runs.len();
+        let by_file = layout.by_file();
+        let in_file_order = layout.order == by_file;
+        let mut plan = Plan {
+            layout,
+            schedule: Schedule { extents_of_want: vec![0; count], ..Schedule::default() },
+            last_extent: vec![u32::MAX; count],
+            turn: if in_file_order { Vec::new() } else { turns(layout) },
+            atoms: Vec::new(),
+            breaks: Vec::new(),
+            next: 0,
+            carry: Vec::new(),
+            scratch: Vec::new(),
+        };
+        let (mut mapped, mut read) = (Vec::new(), Vec::new());
+        for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
+            let file = layout.files[wants[0] as usize];
+            mapped.clear();
+            read.clear();
+            for &want in wants.iter().filter(|&&w| layout.runs[w as usize].len > 0) {
+                match plan.kind(want) {
+                    BlockKind::Mapped { .. } => mapped.push(want),
+                    _ => read.push(want),
+                }
+            }
+            let traits = &files[file as usize];
+            let size = checkpoint.files()[file as usize].identity.size;
+            plan.file(&Rules::mapped(file, limits), &mapped);
+            plan.file(&Rules::read(file, traits, limits, size), &read);
+        }
+        let mut schedule = plan.schedule;
+        schedule.sort(layout, files, in_file_order, limits.extent);
+        schedule
     }
+
+    /// Orders the extents by the first want that needs them, and interleaves storage devices.
+    fn sort(&mut self, layout: &Layout, files: &[FileTraits], in_file_order: bool, extent: u64) {
+        let mut rank = vec![0u32; layout.order.len()];
+        for (at, &want) in (0..).zip(&layout.order) {
+            rank[want as usize] = at;
+        }
+        let pieces = &self.pieces;
+        let first = |e: &Extent| {
+            pieces[e.pieces.start as usize..e.pieces.end as usize].iter().map(|p| rank[p.want as usize]).min()
+        };
+        let mut keyed: Vec<_> = std::mem::take(&mut self.extents).into_iter().map(|e| (first(&e), e)).collect();
+        if !keyed.is_sorted_by_key(|k| k.0) {
+            keyed.sort_by_key(|k| k.0);
+        }
+        self.extents = keyed.into_iter().map(|k| k.1).collect();
+
+        let storage = |e: &Extent| files[e.file as usize].storage;
+        if self.extents.windows(2).all(|e| storage(&e[0]) == storage(&e[1])) {
+            return;
+        }
+        let most = if in_file_order { u64::MAX } else { extent.saturating_mul(WINDOW) };
+        let mut rest = std::mem::take(&mut self.extents).into_iter().peekable();
+        while rest.peek().is_some() {
+            let mut bytes = 0u64;
+            let mut queues: Vec<(u32, Vec<Extent>)> = Vec::new();
+            while let Some(e) = rest.next_if(|e| bytes == 0 || bytes.saturating_add(e.len) <= most) {
+                bytes += e.len;
+                let device = storage(&e);
+                match queues.iter_mut().find(|q| q.0 == device) {
+                    Some(queue) => queue.1.push(e),
+                    None => queues.push((device, vec![e])),
+                }
+            }
+            self.interleave(queues);
+        }
+    }
+
+    /// Appends the queues' extents so that at every moment each has given about the same share of its bytes.
+    fn interleave(&mut self, queues: Vec<(u32, Vec<Extent>)>) {
+        let mut queues: Vec<_> = queues
+            .into_iter()
+            .map(|(_, q)| (0u64, q.iter().map(|e| e.len).sum::<u64>(), q.into_iter().peekable()))
+            .collect();
+        loop {
+            let mut behind: Option<(usize, u128, u128)> = None;
+            for (i, (given, total, queue)) in queues.iter_mut().enumerate() {
+                if queue.peek().is_none() {
+                    continue;
+                }
+                let (given, total) = (u128::from(*given), u128::from(*total));
+                behind = match behind {
+                    Some((j, g, t)) if g * total <= given * t => Some((j, g, t)),
+                    _ => Some((i, given, total)),
+                };
+            }
+            let Some((i, ..)) = behind else { return };
+            let (given, _, queue) = &mut queues[i];
+            if let Some(e) = queue.next() {
+                *given += e.len;
+                self.extents.push(e);
+            }
+        }
+    }
+
+    /// Sums over all extents.
+    pub fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
+        for e in &self.extents {
+            let route = match e.route {
+                Route::Mapped => &mut totals.mapped,
+                Route::Buffered => &mut totals.buffered,
+                Route::Direct => &mut totals.direct,
+            };
+            route.extents += 1;
+            route.bytes += e.len;
+            totals.wanted += e.wanted;
+            totals.slack += e.slack;
+            totals.gap += e.len - e.wanted - e.slack;
+        }
+        totals
+    }
+}
+
+/// What a schedule reads, in sum.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Populated in place.
+    pub mapped: RouteTotals,
+    /// Read through the page cache.
+    pub buffered: RouteTotals,
+    /// Read past the page cache.
+    pub direct: RouteTotals,
+    /// Distinct wanted bytes.
+    pub wanted: u64,
+    /// Alignment slack in bytes, part of it past the end of the files.
+    pub slack: u64,
+    /// Unwanted bytes between wanted ones that are read rather than skipped.
+    pub gap: u64,
+}
+
+/// What travels by one route.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RouteTotals {
+    /// Number of extents.
+    pub extents: u64,
+    /// Bytes of the extents, slack and gaps included.
+    pub bytes: u64,
+}
+
+/// For each want, how many bytes come before it in the order.
+fn turns(layout: &Layout) -> Vec<u64> {
+    let mut turns = vec![0; layout.order.len()];
+    let mut at = 0;
+    for &want in &layout.order {
+        turns[want as usize] = at;
+        at += layout.runs[want as usize].nbytes();
+    }
+    turns
+}
+
+/// What holds for all extents of one file that are read alike.
+struct Rules {
+    file: u32,
+    /// Divisions fall on multiples of this in the file, and whole multiples are read where that is allowed.
+    unit: u64,
+    /// Most bytes of an extent, a multiple of `unit`.
+    extent: u64,
+    gap: u64,
+    cold: Route,
+    warm: Route,
+    /// Sorted, disjoint, on whole units, none of them short.
+    resident: Vec<Range<u64>>,
+    scatter: Option<u64>,
+    /// Whether mirror blocks are read in place: their padding is a page, no more.
+    in_place: bool,
+}
+
+impl Rules {
+    fn mapped(file: u32, limits: &Limits) -> Rules {
+        Rules {
+            file,
+            unit: PAGE,
+            extent: (limits.extent / PAGE * PAGE).max(PAGE),
+            gap: limits.gap,
+            cold: Route::Mapped,
+            warm: Route::Mapped,
+            resident: Vec::new(),
+            scatter: None,
+            in_place: true,
+        }
+    }
+
+    fn read(file: u32, traits: &FileTraits, limits: &Limits, size: u64) -> Rules {
+        let direct = match traits.direct_align {
+            Some(align) if align != 0 && PAGE % align == 0 => Some(PAGE),
+            Some(align) if align % PAGE == 0 && align != 0 && align <= limits.extent => Some(align),
+            _ => None,
+        };
+        let route = |wanted: Route| match (wanted, direct) {
+            (Route::Direct, Some(_)) => Route::Direct,
+            // Blocks that are read into are not mapped.
+            _ => Route::Buffered,
+        };
+        let (cold, warm) = (route(limits.cold), route(limits.warm));
+        let unit = direct.filter(|_| cold == Route::Direct || warm == Route::Direct).unwrap_or(PAGE);
+        let mut resident: Vec<Range<u64>> = Vec::new();
+        if cold != warm {
+            for r in &traits.resident {
+                // A partly resident unit counts as cold, except for the end of the file.
+                let end = if r.end >= size { r.end.next_multiple_of(unit) } else { r.end / unit * unit };
+                let start = r.start.next_multiple_of(unit);
+                match resident.last_mut() {
+                    Some(last) if start <= last.end => last.end = last.end.max(end),
+                    _ if start < end => resident.push(start..end),
+                    _ => {}
+                }
+            }
+            resident.retain(|r| r.end - r.start >= RESIDENT);
+        }
+        let extent = (limits.extent / unit * unit).max(unit);
+        let (gap, scatter) = (limits.gap, limits.scatter);
+        Rules { file, unit, extent, gap, cold, warm, resident, scatter, in_place: unit == PAGE }
+    }
+
+    fn down(&self, at: u64) -> u64 {
+        at / self.unit * self.unit
+    }
+
+    fn up(&self, at: u64) -> u64 {
+        at.next_multiple_of(self.unit)
+    }
+}
+
+/// Evenly strided rows of one want that belong to the same span.
+#[derive(Clone, Copy)]
+struct Atom {
+    want: u32,
+    /// File offset of the first row.
+    start: u64,
+    /// Bytes of each row.
+    len: u64,
+    rows: u64,
+    /// Bytes from row to row in the file.
+    stride: u64,
+    /// Dense offset of the first row within the want.
+    to: u64,
+}
+
+impl Atom {
+    fn end(&self) -> u64 {
+        self.start + (self.rows - 1) * self.stride + self.len
+    }
+
+    /// The parts of it between `from` and `past` in the file: a row cut short, whole rows, a row cut short.
+    fn clip(&self, from: u64, past: u64, mut give: impl FnMut(Atom)) {
+        let mut row = 0;
+        if from > self.start {
+            row = (from - self.start) / self.stride;
+            let start = self.start + row * self.stride;
+            if start + self.len > from && row < self.rows {
+                let end = past.min(start + self.len);
+                if start < from && from < end {
+                    let to = self.to + row * self.len + (from - start);
+                    give(Atom { start: from, len: end - from, rows: 1, stride: end - from, to, ..*self });
+                    row += 1;
+                }
+            } else {
+                row += 1;
+            }
+        }
+        if row >= self.rows {
+            return;
+        }
+        let start = self.start + row * self.stride;
+        if start + self.len <= past {
+            let rows = (self.rows - row).min((past - self.len - start) / self.stride + 1);
+            give(Atom { start, rows, to: self.to + row * self.len, ..*self });
+            row += rows;
+        }
+        let start = self.start + row * self.stride;
+        if row < self.rows && start < past {
+            let len = past - start;
+            give(Atom { start, len, rows: 1, stride: len, to: self.to + row * self.len, ..*self });
+        }
+    }
+}
+
+/// The atoms of wants sorted by file offset, in order of their offsets. Rows further apart than `gap` come one by one,
+/// so that several wants can fill each other's gaps; no more than one atom per want is held.
+struct Atoms<'a> {
+    runs: &'a [Runs],
+    wants: std::iter::Peekable<std::slice::Iter<'a, u32>>,
+    gap: u64,
+    /// Strided wants under way: file offset of the next atom, want, number of the next atom.
+    open: BinaryHeap<Reverse<(u64, u32, u64)>>,
+}
+
+impl Atoms<'_> {
+    /// How many rows make one atom of strided `runs`, and their stride.
+    fn rows(&self, runs: &Runs) -> (u64, u64) {
+        match runs.axes.last() {
+            Some(&(count, stride)) if stride - runs.len <= self.gap => (count, stride),
+            _ => (1, runs.len),
+        }
+    }
+}
+
+impl Iterator for Atoms<'_> {
+    type Item = Atom;
+
+    fn next(&mut self) -> Option<Atom> {
+        let runs = self.runs;
+        let opened = self.open.peek().map(|o| o.0 .0);
+        while let Some(&&want) = self.wants.peek() {
+            let r = &runs[want as usize];
+            if opened.is_some_and(|o| o < r.start) {
+                break;
+            }
+            self.wants.next();
+            if r.axes.is_empty() {
+                return Some(Atom { want, start: r.start, len: r.len, rows: 1, stride: r.len, to: 0 });
+            }
+            self.open.push(Reverse((r.start, want, 0)));
+        }
+        let Reverse((start, want, number)) = self.open.pop()?;
+        let r = &runs[want as usize];
+        let (rows, stride) = self.rows(r);
+        if (number + 1) * rows < r.count() {
+            self.open.push(Reverse((r.offset((number + 1) * rows), want, number + 1)));
+        }
+        Some(Atom { want, start, len: r.len, rows, stride, to: number * rows * r.len })
+    }
+}
+
+/// A schedule in the making.
+struct Plan<'a> {
+    layout: &'a Layout,
+    schedule: Schedule,
+    /// The last extent that brought bytes of each want.
+    last_extent: Vec<u32>,
+    /// Bytes before each want in the order; empty where the order is that of the files.
+    turn: Vec<u64>,
+    /// The span being built, sorted by start, and file offsets at which it must be cut.
+    atoms: Vec<Atom>,
+    breaks: Vec<u64>,
+    /// Atoms of the span from here on lie wholly ahead; of those before, the ones in `carry` are not done.
+    next: usize,
+    carry: Vec<usize>,
+    /// Pieces of the extent being built, `from` counted from the start of the file.
+    scratch: Vec<Piece>,
+}
+
+impl Plan<'_> {
+    fn kind(&self, want: u32) -> BlockKind {
+        self.layout.blocks[self.layout.places[want as usize].block as usize].kind
+    }
+
+    /// The block in which the bytes of `want` stay at the file's phase, if there is one.
+    fn home(&self, rules: &Rules, want: u32) -> Option<u32> {
+        match self.kind(want) {
+            BlockKind::Mapped { .. } | BlockKind::Mirror { .. } if rules.in_place => {
+                Some(self.layout.places[want as usize].block)
+            }
+            _ => None,
+        }
+    }
+
+    fn file(&mut self, rules: &Rules, wants: &[u32]) {
+        let layout = self.layout;
+        let atoms =
+            Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
+        let jump = rules.extent.saturating_mul(JUMP);
+        let (mut end, mut before) = (0u64, 0..0);
+        for atom in atoms {
+            if !self.atoms.is_empty()
+                && atom.start > end.saturating_add(rules.gap)
+                && rules.down(atom.start) >= rules.up(end)
+            {
+                self.span(rules, end);
+                end = 0;
+            }
+            if let Some(&from) = self.turn.get(atom.want as usize) {
+                let turn = from..from + layout.runs[atom.want as usize].nbytes();
+                let away = turn.start.saturating_sub(before.end).max(before.start.saturating_sub(turn.end));
+                if !self.atoms.is_empty() && away > jump {
+                    self.breaks.push(rules.up(end));
+                }
+                before = turn;
+            }
+            end = end.max(atom.end());
+            self.atoms.push(atom);
+        }
+        if !self.atoms.is_empty() {
+            self.span(rules, end);
+        }
+    }
+
+    /// Divides the span by landing, route and breaks, and empties it.
+    fn span(&mut self, rules: &Rules, end: u64) {
+        self.next = 0;
+        self.carry.clear();
+        let breaks = std::mem::take(&mut self.breaks);
+        let mut breaks_left = breaks.iter().copied().peekable();
+        for (part, home) in self.landings(rules, end) {
+            let mut at = part.start;
+            while at < part.end {
+                let resident = &rules.resident[rules.resident.partition_point(|r| r.end <= at)..];
+                let (route, mut past) = match resident.first() {
+                    Some(r) if r.start <= at => (rules.warm, r.end),
+                    Some(r) => (rules.cold, r.start),
+                    None => (rules.cold, u64::MAX),
+                };
+                while breaks_left.next_if(|b| *b <= at).is_some() {}
+                past = past.min(part.end).min(breaks_left.peek().map_or(u64::MAX, |b| *b));
+                self.cut(rules, at..past, home, route);
+                at = past;
+            }
+        }
+        self.atoms.clear();
+        self.breaks = breaks;
+        self.breaks.clear();
+    }
+
+    /// Divides the span into parts that land in one block in place and parts that do not. Where both meet within a unit,
+    /// the unit does not land in place.
+    fn landings(&self, rules: &Rules, end: u64) -> Vec<(Range<u64>, Option<u32>)> {
+        let start = self.atoms[0].start;
+        let mut homes: Vec<(Range<u64>, u32)> = Vec::new();
+        let mut others: Vec<Range<u64>> = Vec::new();
+        for atom in &self.atoms {
+            match self.home(rules, atom.want) {
+                Some(block) => match homes.last_mut() {
+                    Some(last) if last.1 == block => last.0.end = last.0.end.max(atom.end()),
+                    _ => homes.push((atom.start..atom.end(), block)),
+                },
+                None => {
+                    let range = rules.down(atom.start)..rules.up(atom.end());
+                    match others.last_mut() {
+                        Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                        _ => others.push(range),
+                    }
+                }
+            }
+        }
+        let mut parts = Vec::new();
+        let mut at = start;
+        let mut keep = |from: u64, past: u64, block: u32| {
+            if past > from && (past - from >= IN_PLACE || others.is_empty()) {
+                if from > at {
+                    parts.push((at..from, None));
+                }
+                parts.push((from..past, Some(block)));
+                at = past;
+            }
+        };
+        let mut other = others.iter().peekable();
+        for (range, block) in homes {
+            let mut from = range.start;
+            while other.next_if(|o| o.end <= from).is_some() {}
+            while let Some(o) = other.peek().filter(|o| o.start < range.end) {
+                keep(from, o.start, block);
+                from = o.end;
+                if o.end >= range.end {
+                    break;
+                }
+                other.next();
+            }
+            keep(from, range.end, block);
+        }
+        if at < end {
+            parts.push((at..end, None));
+        }
+        parts
+    }
+
+    /// Cuts a part of the span, alike in landing and route, into extents.
+    fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Route) {
+        let whole_units = route != Route::Buffered;
+        let (mut at, end) =
+            if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };
+        while at < end {
+            let left = end - at;
+            let furthest = rules.down(at + rules.extent);
+            let mut past = match left {
+                _ if left <= rules.extent => end,
+                _ if left < 2 * rules.extent => rules.up(at + left / 2).min(furthest),
+                _ => furthest,
+            };
+            let mut scatter = rules.scatter.filter(|_| route == Route::Buffered && home.is_none());
+            let entries = loop {
+                match self.gather(rules, at, past.min(part.end), home, scatter) {
+                    Gathered::All(entries) => break entries,
+                    Gathered::CutAt(cut) => past = cut,
+                    Gathered::NoScatter => scatter = None,
+                }
+            };
+            let landing = match (home, entries, route) {
+                (Some(block), _, Route::Mapped) => Landing::Mapping { block },
+                (Some(block), ..) => Landing::Block { block },
+                (None, Some(_), _) => Landing::Scatter,
+                (None, None, _) => Landing::Slab,
+            };
+            self.emit(rules, route, landing);
+            let (atoms, next, past) = (&self.atoms, self.next, past.min(part.end));
+            self.carry.retain(|&i| atoms[i].end() > past);
+            let started = next + atoms[next..].iter().take_while(|a| a.start < past).count();
+            self.carry.extend((next..started).filter(|&i| atoms[i].end() > past));
+            self.next = started;
+            at = past;
+        }
+    }
+
+    /// Collects the pieces between `from` and `past` of the file, in order of their offsets, into `scratch`.
+    fn gather(&mut self, rules: &Rules, from: u64, past: u64, home: Option<u32>, scatter: Option<u64>) -> Gathered {
+        let Plan { layout, atoms, next, carry, scratch, .. } = self;
+        scratch.clear();
+        let mut load = Load { base: from, ..Load::default() };
+        let ahead = (*next..atoms.len()).take_while(|&i| atoms[i].start < past);
+        for i in carry.iter().copied().chain(ahead) {
+            let mut stop = None;
+            atoms[i].clip(from, past, |part| {
+                let place = layout.places[part.want as usize];
+                let piece = Piece {
+                    want: part.want,
+                    block: place.block,
+                    from: part.start,
+                    to: place.offset + part.to,
+                    len: part.len,
+                    rows: part.rows,
+                    from_stride: part.stride,
+                    to_stride: part.len,
+                };
+                let before = load.clone();
+                load.add(&piece, scratch.last());
+                if stop.is_none() {
+                    stop = load.excess(rules, &before, &piece, scratch.len() + 1, home, scatter);
+                }
+                push(scratch, piece);
+            });
+            match stop {
+                Some(Stop::NoScatter) => return Gathered::NoScatter,
+                Some(Stop::At(offset)) if rules.down(offset) > from => return Gathered::CutAt(rules.down(offset)),
+                // Within one unit there is no cutting; scattering can at least be given up.
+                Some(Stop::At(_)) if scatter.is_some() => return Gathered::NoScatter,
+                _ => {}
+            }
+        }
+        if !scratch.is_sorted_by_key(|p| p.from) {
+            scratch.sort_by_key(|p| p.from);
+        }
+        if home.is_some() {
+            return Gathered::All(None);
+        }
+        match scatter {
+            Some(least) => {
+                let apart = scratch.windows(2).all(|p| end(&p[0]) <= p[1].from);
+                if apart && load.bytes >= load.entries.saturating_mul(least) && load.entries <= SCATTER_ENTRIES {
+                    Gathered::All(Some(load.entries))
+                } else {
+                    Gathered::NoScatter
+                }
+            }
+            None => {
+                let fits = rules.down((from + rules.extent).saturating_sub(load.moved));
+                if load.end > fits && fits > from && fits < past {
+                    Gathered::CutAt(fits)
+                } else {
+                    Gathered::All(None)
+                }
+            }
+        }
+    }
+
+    /// Makes an extent of what `gather` has collected.
+    fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
+        let Some(first) = self.scratch.first().map(|p| p.from) else { return };
+        let last = self.scratch.iter().map(end).max().unwrap_or(first);
+        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
+        let number = self.schedule.extents.len() as u32;
+        let start = self.schedule.pieces.len() as u32;
+        for piece in &self.scratch {
+            let want = piece.want as usize;
+            if std::mem::replace(&mut self.last_extent[want], number) != number {
+                self.schedule.extents_of_want[want] += 1;
+            }
+            self.schedule.pieces.push(Piece { from: piece.from - offset, ..*piece });
+        }
+        self.schedule.extents.push(Extent {
+            file: rules.file,
+            offset,
+            len: past - offset,
+            need: last - offset,
+            route,
+            landing,
+            pieces: start..start + self.scratch.len() as u32,
+            wanted: distinct(&self.scratch),
+            slack: (first - offset) + (past - last),
+        });
+    }
+}
+
+/// One past the last byte that a piece takes.
+fn end(piece: &Piece) -> u64 {
+    piece.from + (piece.rows - 1) * piece.from_stride + piece.len
+}
+
+/// Appends a piece, as part of the last one where it goes on with it.
+fn push(pieces: &mut Vec<Piece>, piece: Piece) {
+    if let Some(last) = pieces.last_mut() {
+        if last.want == piece.want && last.len == piece.len && piece.rows == 1 && piece.from >= end(last) {
+            let (from, to) = (piece.from - last.from, piece.to.wrapping_sub(last.to));
+            if last.rows == 1 && to == last.len {
+                (last.rows, last.from_stride, last.to_stride) = (2, from, to);
+                return;
+            }
+            if from == last.rows * last.from_stride && to == last.rows * last.to_stride {
+                last.rows += 1;
+                return;
+            }
+        }
+    }
+    pieces.push(piece);
+}
+
+/// Bytes that at least one of the pieces takes; sorted by `from`.
+fn distinct(pieces: &[Piece]) -> u64 {
+    if pieces.windows(2).all(|p| end(&p[0]) <= p[1].from) {
+        return pieces.iter().map(Piece::nbytes).sum();
+    }
+    // Interleaved or overlapping: row by row, in order.
+    let mut rows: BinaryHeap<_> = pieces.iter().zip(0..).map(|(p, i)| Reverse((p.from, i, 1))).collect();
+    let (mut bytes, mut covered) = (0, 0);
+    while let Some(Reverse((start, i, row))) = rows.pop() {
+        let piece: &Piece = &pieces[i];
+        let past = start + piece.len;
+        bytes += past.saturating_sub(start.max(covered));
+        covered = covered.max(past);
+        if row < piece.rows {
+            rows.push(Reverse((start + piece.from_stride, i, row + 1)));
+        }
+    }
+    bytes
+}
+
+/// Running sums over the pieces of an extent.
+#[derive(Clone, Default)]
+struct Load {
+    /// Where the extent starts.
+    base: u64,
+    /// One past the last byte so far.
+    end: u64,
+    /// Wanted bytes.
+    bytes: u64,
+    /// Scatter entries, gaps included.
+    entries: u64,
+    /// By how much neighbours move apart in a slab.
+    moved: u64,
+}
+
+/// Why an extent cannot take a piece.
+enum Stop {
+    /// It has to end here at the latest.
+    At(u64),
+    NoScatter,
+}
+
+impl Load {
+    fn add(&mut self, piece: &Piece, last: Option<&Piece>) {
+        if let Some(last) = last {
+            let last_to = last.to + (last.rows - 1) * last.to_stride + last.len;
+            let apart = piece.to.checked_sub(last_to).filter(|d| *d < GPU_ALIGN && last.block == piece.block);
+            self.moved += apart.map_or(GPU_ALIGN, |d| d.saturating_sub(piece.from.saturating_sub(end(last))));
+        }
+        let gap = u64::from(self.end != 0 && self.end != piece.from);
+        let between = if piece.from_stride > piece.len { piece.rows - 1 } else { 0 };
+        self.entries += piece.rows + between + gap;
+        self.bytes += piece.nbytes();
+        self.end = self.end.max(end(piece));
+    }
+
+    /// Whether the extent, which was at `before`, is overfull with `piece`.
+    fn excess(
+        &self,
+        rules: &Rules,
+        before: &Load,
+        piece: &Piece,
+        pieces: usize,
+        home: Option<u32>,
+        scatter: Option<u64>,
+    ) -> Option<Stop> {
+        if pieces > PIECES {
+            return Some(Stop::At(piece.from));
+        }
+        if home.is_some() {
+            return None;
+        }
+        match scatter {
+            None => (piece.from - self.base + self.moved > rules.extent).then_some(Stop::At(piece.from)),
+            Some(_) if self.entries <= SCATTER_ENTRIES => None,
+            Some(least) => {
+                // As many rows as still fit, if what is there then is worth scattering.
+                let spare = SCATTER_ENTRIES.saturating_sub(before.entries + 1);
+                let rows = (if piece.from_stride > piece.len { spare / 2 } else { spare }).min(piece.rows - 1);
+                let entries = before.entries + 2 * rows;
+                let worth = before.bytes + rows * piece.len >= entries.saturating_mul(least);
+                Some(if worth { Stop::At(piece.from + rows * piece.from_stride) } else { Stop::NoScatter })
+            }
+        }
+    }
+}
+
+/// What came of gathering the pieces of a range.
+enum Gathered {
+    /// All are there; the number of scatter entries where they scatter.
+    All(Option<u64>),
+    /// There are too many: cut here, within the range.
+    CutAt(u64),
+    /// They are too small, too many or too interleaved to scatter.
+    NoScatter,
 }
