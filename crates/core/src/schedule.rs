@@ -465,10 +465,9 @@ impl Iterator for Atoms<'_> {
 
     fn next(&mut self) -> Option<Atom> {
         let runs = self.runs;
-        let opened = self.open.peek().map(|o| o.0 .0);
         while let Some(&&want) = self.wants.peek() {
             let r = &runs[want as usize];
-            if opened.is_some_and(|o| o < r.start) {
+            if self.open.peek().is_some_and(|o| o.0 .0 <= r.start) {
                 break;
             }
             self.wants.next();
@@ -656,10 +655,10 @@ impl Plan<'_> {
                 (None, None, _) => Landing::Slab,
             };
             self.emit(rules, route, landing);
-            let (atoms, next, past) = (&self.atoms, self.next, past.min(part.end));
-            self.carry.retain(|&i| atoms[i].end() > past);
-            let started = next + atoms[next..].iter().take_while(|a| a.start < past).count();
-            self.carry.extend((next..started).filter(|&i| atoms[i].end() > past));
+            let (atoms, next, done) = (&self.atoms, self.next, past.min(part.end));
+            self.carry.retain(|&i| atoms[i].end() > done);
+            let started = next + atoms[next..].iter().take_while(|a| a.start < done).count();
+            self.carry.extend((next..started).filter(|&i| atoms[i].end() > done));
             self.next = started;
             at = past;
         }

@@ -1,0 +1,459 @@
+//! Layout and schedule by property: a plain interpreter executes random schedules on arrays of bytes and counts every byte
+//! that arrives anywhere.
+#![allow(clippy::unwrap_used)]
+
+use penstock::format::{Checkpoint, DType};
+use penstock::layout::{BlockKind, Layout, Target};
+use penstock::options::{Order, GPU_ALIGN, PAGE, SHARED_BLOCK};
+use penstock::placement::{Runs, Want};
+use penstock::schedule::{Extent, FileTraits, Landing, Limits, Piece, Route, Schedule};
+use proptest::prelude::*;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
+use std::ops::Range;
+
+/// One tensor to put into a test file.
+type Tensor = (String, DType, Vec<u64>);
+
+/// A checkpoint of sparse files: the plan never looks at the data, and the interpreter makes it up.
+fn checkpoint(files: &[(Vec<Tensor>, usize)]) -> Checkpoint {
+    let dir = tempfile::tempdir().unwrap();
+    let mut paths = Vec::new();
+    for (number, (tensors, padding)) in files.iter().enumerate() {
+        let (mut json, mut at) = (String::from("{"), 0);
+        for (name, dtype, shape) in tensors {
+            let past = at + dtype.nbytes(shape.iter().product()).unwrap();
+            let comma = if json.len() > 1 { "," } else { "" };
+            write!(json, r#"{comma}"{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{at},{past}]}}"#)
+                .unwrap();
+            at = past;
+        }
+        json.push('}');
+        json.extend(std::iter::repeat_n(' ', *padding));
+        let path = dir.path().join(format!("{number}.safetensors"));
+        let mut file = File::create(&path).unwrap();
+        file.write_all(&(json.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(json.as_bytes()).unwrap();
+        file.set_len(8 + json.len() as u64 + at).unwrap();
+        paths.push(path);
+    }
+    Checkpoint::open(&paths).unwrap()
+}
+
+/// What stands at `offset` of file number `file`; nothing is past its end.
+fn byte(file: u32, offset: u64, size: u64) -> u8 {
+    if offset >= size {
+        return 0;
+    }
+    let x = (offset ^ u64::from(file) << 50).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (x >> 32) as u8 | 1
+}
+
+/// The bytes of a want, element by element, by a way that shares nothing with the code under test.
+fn expected(c: &Checkpoint, want: &Want) -> Vec<(u64, u64)> {
+    let t = c.tensor(want.tensor);
+    let Some(region) = &want.region else { return vec![(t.begin, t.nbytes())] };
+    let mut spots = vec![0u64];
+    for (r, &extent) in region.iter().zip(t.shape) {
+        spots = spots.into_iter().flat_map(|s| r.clone().map(move |i| s * extent + i)).collect();
+    }
+    let bits = t.dtype.bits();
+    if bits >= 8 {
+        return spots.into_iter().map(|s| (t.begin + s * bits / 8, bits / 8)).collect();
+    }
+    let mut bytes: Vec<u64> = spots.into_iter().flat_map(|s| [s * bits / 8, ((s + 1) * bits - 1) / 8]).collect();
+    bytes.dedup();
+    bytes.into_iter().map(|b| (t.begin + b, 1)).collect()
+}
+
+fn unit(files: &[FileTraits], limits: &Limits, e: &Extent) -> u64 {
+    match files[e.file as usize].direct_align {
+        Some(a) if a > PAGE && a <= limits.extent && e.route != Route::Mapped => a,
+        _ => PAGE,
+    }
+}
+
+/// One row after the other: where in the extent, where in the block.
+fn rows(p: &Piece) -> impl Iterator<Item = (u64, u64)> + '_ {
+    (0..p.rows).map(|r| (p.from + r * p.from_stride, p.to + r * p.to_stride))
+}
+
+/// Executes `schedule` and checks everything that must hold for it.
+fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], limits: &Limits, schedule: &Schedule) {
+    let sizes: Vec<u64> = c.files().iter().map(|f| f.identity.size).collect();
+    let data =
+        |file: u32, range: Range<u64>| -> Vec<u8> { range.map(|o| byte(file, o, sizes[file as usize])).collect() };
+    // For each file the number of extents that asked for a byte, mapped ones apart; for each block contents and arrivals.
+    let mut read: Vec<Vec<u8>> = sizes.iter().map(|&s| vec![0; s as usize + 65536]).collect();
+    let mut blocks: Vec<Vec<u8>> = layout.blocks.iter().map(|b| vec![0; b.nbytes as usize]).collect();
+    let mut arrivals = blocks.clone();
+    let mut brought = vec![0u32; wants.len()];
+
+    for e in &schedule.extents {
+        let unit = unit(files, limits, e);
+        assert!(e.len > 0 && e.len <= limits.extent.max(unit), "{e:?}");
+        assert!(e.need <= e.len && e.offset + e.need <= sizes[e.file as usize], "{e:?}");
+        let bytes = data(e.file, e.offset..e.offset + e.len);
+        let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+        assert!(!pieces.is_empty() && pieces.len() <= 16 * 1024, "{} pieces", pieces.len());
+        assert!(pieces.is_sorted_by_key(|p| p.from));
+
+        let mut distinct = vec![false; e.len as usize];
+        let mut wanted_by: Vec<u32> = Vec::new();
+        for p in pieces {
+            wanted_by.push(p.want);
+            assert_eq!(p.block, layout.places[p.want as usize].block);
+            for (from, _) in rows(p) {
+                distinct[from as usize..(from + p.len) as usize].fill(true);
+            }
+        }
+        wanted_by.sort_unstable();
+        wanted_by.dedup();
+        wanted_by.iter().for_each(|&w| brought[w as usize] += 1);
+        let first = distinct.iter().position(|w| *w).unwrap();
+        let last = distinct.iter().rposition(|w| *w).unwrap() + 1;
+        assert_eq!(e.wanted as usize, distinct.iter().filter(|w| **w).count(), "{e:?}");
+        assert_eq!(e.need as usize, last);
+        assert_eq!(e.slack as usize, first + distinct.len() - last);
+        assert!((first as u64) < unit && e.len - (last as u64) < unit, "slack of {e:?}");
+        for gap in distinct[first..last].chunk_by(|a, b| a == b).filter(|g| !g[0]) {
+            let shares_a_unit = (gap.len() as u64) < 2 * unit;
+            assert!(gap.len() as u64 <= limits.gap || shares_a_unit, "a gap of {} in {e:?}", gap.len());
+        }
+
+        if e.route == Route::Buffered {
+            assert_eq!(e.slack, 0, "{e:?}");
+        } else {
+            assert!(e.offset % unit == 0 && e.len % unit == 0, "{e:?}");
+        }
+        if e.route == Route::Direct {
+            let align = files[e.file as usize].direct_align.unwrap();
+            assert!(e.offset % align == 0 && e.len % align == 0, "{e:?}");
+        }
+        if e.route != Route::Mapped {
+            for count in &mut read[e.file as usize][e.offset as usize..(e.offset + e.len) as usize] {
+                *count += 1;
+                assert!(*count == 1, "{e:?} reads again what another extent read");
+            }
+        }
+
+        let mut put = |block: u32, to: u64, bytes: &[u8]| {
+            let (block, to) = (block as usize, to as usize);
+            blocks[block][to..to + bytes.len()].copy_from_slice(bytes);
+            arrivals[block][to..to + bytes.len()].iter_mut().for_each(|n| *n += 1);
+        };
+        match e.landing {
+            Landing::Mapping { block } => {
+                assert_eq!(e.route, Route::Mapped);
+                assert_eq!(layout.blocks[block as usize].kind, BlockKind::Mapped { file: e.file });
+                let past = (e.offset + e.len).min(sizes[e.file as usize]);
+                put(block, e.offset, &bytes[..(past - e.offset) as usize]);
+            }
+            Landing::Block { block } => {
+                let BlockKind::Mirror { file, start } = layout.blocks[block as usize].kind else { panic!("{e:?}") };
+                assert_eq!(file, e.file);
+                put(block, e.offset - start, &bytes);
+                for p in pieces {
+                    assert!(p.block == block && p.rows == 1 && p.to == p.from + e.offset - start, "{p:?} of {e:?}");
+                }
+            }
+            Landing::Scatter => {
+                assert_eq!(e.route, Route::Buffered);
+                let (mut at, mut entries) = (0, 0);
+                for p in pieces {
+                    for (from, to) in rows(p) {
+                        assert!(from >= at, "{p:?} goes back");
+                        entries += 1 + u64::from(from > at);
+                        at = from + p.len;
+                        put(p.block, to, &bytes[from as usize..at as usize]);
+                    }
+                }
+                assert!(entries <= 512 && e.wanted >= limits.scatter.unwrap() * entries, "{entries} entries in {e:?}");
+            }
+            Landing::Slab => {
+                for p in pieces {
+                    for (from, to) in rows(p) {
+                        put(p.block, to, &bytes[from as usize..(from + p.len) as usize]);
+                    }
+                }
+                let moved: u64 = pieces.windows(2).map(|p| moved(&p[0], &p[1])).sum();
+                let apart = pieces.windows(2).all(|p| ends(&p[0]).0 <= p[1].from);
+                let one = e.offset / unit == (e.offset + e.len - 1) / unit;
+                assert!(one || !apart || e.len + moved <= limits.extent, "no room to realign {e:?}: {moved}");
+            }
+        }
+    }
+
+    for (i, want) in wants.iter().enumerate() {
+        let place = layout.places[i];
+        let file = c.tensor(want.tensor).file;
+        let mut at = place.offset;
+        for (offset, len) in expected(c, want) {
+            let block = place.block as usize;
+            let range = at as usize..(at + len) as usize;
+            assert!(blocks[block][range.clone()] == data(file, offset..offset + len)[..], "bytes of want {i} {want:?}");
+            let once = &mut arrivals[block][range];
+            assert!(once.iter().all(|n| *n == 1), "want {i} {want:?} at {place:?}: not once");
+            once.fill(0);
+            at += len;
+        }
+        assert_eq!(at, place.offset + place.nbytes);
+        assert_eq!(brought[i], schedule.extents_of_want[i]);
+    }
+    // What else arrived: slack and gaps where a read lands in place, nothing anywhere else.
+    for (spec, extra) in layout.blocks.iter().zip(&arrivals) {
+        if !matches!(spec.kind, BlockKind::Mapped { .. } | BlockKind::Mirror { .. }) {
+            assert!(extra.iter().all(|n| *n == 0), "unwanted bytes arrived in {spec:?}");
+        }
+    }
+    routes(files, limits, &sizes, schedule);
+    let t = schedule.totals();
+    let bytes: u64 = schedule.extents.iter().map(|e| e.len).sum();
+    assert_eq!(t.mapped.bytes + t.buffered.bytes + t.direct.bytes, bytes);
+    assert_eq!(t.wanted + t.slack + t.gap, bytes);
+    assert_eq!(t.mapped.extents + t.buffered.extents + t.direct.extents, schedule.extents.len() as u64);
+}
+
+/// One past its last byte in the extent and in the block.
+fn ends(p: &Piece) -> (u64, u64) {
+    rows(p).last().map(|(f, t)| (f + p.len, t + p.len)).unwrap()
+}
+
+/// By how much `b` moves away from `a` in the slab.
+fn moved(a: &Piece, b: &Piece) -> u64 {
+    let (from, to) = ends(a);
+    match b.to.checked_sub(to) {
+        Some(d) if a.block == b.block && d < GPU_ALIGN => d.saturating_sub(b.from.saturating_sub(from)),
+        _ => GPU_ALIGN,
+    }
+}
+
+/// Resident bytes go the warm way and the others the cold way, up to stretches too short to matter.
+fn routes(files: &[FileTraits], limits: &Limits, sizes: &[u64], schedule: &Schedule) {
+    for e in schedule.extents.iter().filter(|e| e.route != Route::Mapped) {
+        let traits = &files[e.file as usize];
+        if traits.direct_align.is_none() {
+            assert_eq!(e.route, Route::Buffered);
+        }
+        if traits.direct_align != Some(512) || (limits.cold, limits.warm) != (Route::Direct, Route::Buffered) {
+            continue;
+        }
+        let past = (e.offset + e.len).min(sizes[e.file as usize]);
+        let inside = |r: &Range<u64>| past.min(r.end).saturating_sub(e.offset.max(r.start));
+        let resident: u64 = traits.resident.iter().map(inside).sum();
+        match e.route {
+            Route::Buffered => assert_eq!(resident, past - e.offset, "cold bytes in {e:?}"),
+            _ => assert!(traits.resident.iter().all(|r| inside(r) < (64 << 10) + 2 * PAGE), "warm bytes in {e:?}"),
+        }
+    }
+}
+
+fn tensor() -> impl Strategy<Value = (DType, Vec<u64>)> {
+    use DType::{BF16, BOOL, C64, F32, F4, F64, F8_E4M3, U16};
+    let dtype = prop::sample::select(vec![BF16, BOOL, C64, F32, F64, F8_E4M3, U16, BF16, F32]);
+    prop_oneof![
+        1 => (dtype.clone(), prop::collection::vec(0..4u64, 0..3)),
+        3 => (dtype.clone(), prop::collection::vec(1..24u64, 0..4)),
+        2 => (dtype.clone(), prop::collection::vec(1..160u64, 2)),
+        1 => (dtype, prop::collection::vec(1..60_000u64, 1)),
+        1 => (1..2000u64, 1..9u64).prop_map(|(a, b)| (F4, vec![a, 2 * b])),
+    ]
+}
+
+fn file() -> impl Strategy<Value = (Vec<(DType, Vec<u64>)>, usize)> {
+    (prop::collection::vec(tensor(), 0..14), prop_oneof![Just(0usize), 0..70usize])
+}
+
+fn name(file: usize, i: usize) -> String {
+    match i % 5 {
+        0 => format!("model.layers.{}.w{file}.{i}", (i * 7 + file) % 12),
+        1 => format!("model.norm{i}.{file}"),
+        2 => format!("vision.{}.{file}.{i}", i % 3),
+        3 => format!("embed{i}_{file}"),
+        _ => format!("model.layers.{}.b{file}_{i}", (i * 5) % 12),
+    }
+}
+
+/// A want: tensor, whether whole, and two fractions per dimension in 1/1000.
+type Pick = (prop::sample::Index, bool, [(u64, u64); 3]);
+
+#[derive(Debug, Clone)]
+struct Case {
+    files: Vec<(Vec<Tensor>, usize)>,
+    wants: Vec<Pick>,
+    traits: Vec<FileTraits>,
+    limits: Limits,
+    target: u8,
+    mapped: u8,
+    order: Order,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let fractions = || (0..1000u64, 0..=1000u64);
+    let want = (any::<prop::sample::Index>(), prop::bool::weighted(0.6), [fractions(), fractions(), fractions()]);
+    let resident = prop::collection::vec((0..120u64, 1..60u64), 0..4).prop_map(|parts| {
+        let (mut at, mut ranges) = (0, Vec::new());
+        for (skip, take) in parts {
+            ranges.push(at + skip * PAGE..at + (skip + take) * PAGE);
+            at += (skip + take + 1) * PAGE;
+        }
+        ranges
+    });
+    let align = prop::sample::select(vec![Some(512), Some(512), Some(4096), Some(16384), None]);
+    let traits = (0..3u32, align, resident);
+    let route = || prop::sample::select(vec![Route::Direct, Route::Buffered, Route::Direct, Route::Mapped]);
+    let limits = (
+        prop::sample::select(vec![4096u64, 8192, 20480, 1 << 16, 1 << 18]),
+        prop::sample::select(vec![0u64, 1, 100, 4096, 16384]),
+        route(),
+        route(),
+        prop::sample::select(vec![None, Some(1), Some(64), Some(4096)]),
+    );
+    (
+        prop::collection::vec(file(), 1..4),
+        prop::collection::vec(want, 0..24),
+        prop::collection::vec(traits, 3),
+        limits,
+        (0..3u8, any::<u8>(), prop::sample::select(vec![Order::File, Order::Layer])),
+    )
+        .prop_map(|(files, wants, traits, limits, (target, mapped, order))| Case {
+            files: files
+                .into_iter()
+                .enumerate()
+                .map(|(f, (tensors, padding))| {
+                    let named = tensors.into_iter().enumerate().map(|(i, (d, s))| (name(f, i), d, s));
+                    (named.collect(), padding)
+                })
+                .collect(),
+            wants,
+            traits: traits
+                .into_iter()
+                .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident })
+                .collect(),
+            limits: Limits { extent: limits.0, gap: limits.1, cold: limits.2, warm: limits.3, scatter: limits.4 },
+            target,
+            mapped,
+            order,
+        })
+}
+
+impl Case {
+    fn wants(&self, c: &Checkpoint) -> Vec<Want> {
+        if c.is_empty() {
+            return Vec::new();
+        }
+        if self.wants.len() < 4 {
+            return Want::all(c);
+        }
+        self.wants
+            .iter()
+            .map(|(tensor, whole, fractions)| {
+                let t = c.tensor(tensor.index(c.len()) as u32);
+                if *whole {
+                    return Want::whole(t.index);
+                }
+                let mut region: Vec<_> = t
+                    .shape
+                    .iter()
+                    .zip(fractions)
+                    .map(|(&n, &(a, b))| {
+                        let (a, b) = (n * a / 1000, (n * b).div_ceil(1000));
+                        a.min(b)..b
+                    })
+                    .collect();
+                if t.dtype.bits() < 8 {
+                    // Two elements to a byte: whole bytes only.
+                    region[1] = region[1].start / 2 * 2..region[1].end.next_multiple_of(2);
+                }
+                Want { tensor: t.index, region: Some(region.into()) }
+            })
+            .collect()
+    }
+
+    fn target(&self, c: &Checkpoint) -> Target {
+        match self.target {
+            0 => Target::Cpu { mapped: (0..c.files().len()).map(|f| self.mapped >> f & 1 == 1).collect() },
+            1 => Target::Gpu,
+            _ => Target::Foreign,
+        }
+    }
+}
+
+fn aligned(c: &Checkpoint, wants: &[Want], target: &Target, layout: &Layout) {
+    for (want, place) in wants.iter().zip(&layout.places) {
+        let block = layout.blocks[place.block as usize];
+        assert!(place.offset + place.nbytes <= block.nbytes, "{place:?} leaves {block:?}");
+        let align = match (block.kind, target) {
+            (BlockKind::Dense, Target::Gpu) => GPU_ALIGN,
+            (BlockKind::Dense, _) => 64,
+            _ => c.tensor(want.tensor).dtype.align(),
+        };
+        assert_eq!(place.offset % align, 0, "{want:?} at {place:?} of {block:?}");
+    }
+    for block in &layout.blocks {
+        if let BlockKind::Mirror { start, .. } = block.kind {
+            assert!(start % PAGE == 0 && block.nbytes % PAGE == 0);
+        }
+    }
+    // Nobody else's bytes: places of one block are disjoint.
+    let mut places: Vec<_> =
+        layout.places.iter().filter(|p| p.nbytes > 0).map(|p| (p.block, p.offset, p.nbytes)).collect();
+    places.sort_unstable();
+    assert!(places.windows(2).all(|p| p[0].0 != p[1].0 || p[0].1 + p[0].2 <= p[1].1), "places overlap");
+    let mut order = layout.order.clone();
+    order.sort_unstable();
+    assert!(order.iter().copied().eq(0..wants.len() as u32), "the order names every want once");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, max_shrink_iters: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_wanted_byte_arrives_once_and_nothing_else_is_read_beyond_slack_and_gaps(case in case()) {
+        let c = checkpoint(&case.files);
+        let (wants, target) = (case.wants(&c), case.target(&c));
+        let layout = Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap();
+        aligned(&c, &wants, &target, &layout);
+        let schedule = Schedule::new(&c, &layout, &case.traits, &case.limits);
+        check(&c, &wants, &layout, &case.traits, &case.limits, &schedule);
+        // Pure: the same again gives the same.
+        prop_assert_eq!(&layout, &Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap());
+        let again = Schedule::new(&c, &layout, &case.traits, &case.limits);
+        prop_assert_eq!((&schedule.extents, &schedule.pieces), (&again.extents, &again.pieces));
+    }
+
+    #[test]
+    fn the_order_in_which_wants_are_listed_changes_no_place(case in case(), seed in any::<u64>()) {
+        let c = checkpoint(&case.files);
+        let mut wants = case.wants(&c);
+        // Twice the same want is told apart by its number alone.
+        let mut seen = std::collections::HashSet::new();
+        wants.retain(|w| {
+            let runs = Runs::of(&c, w).unwrap();
+            seen.insert((c.tensor(w.tensor).file, runs.start, runs.len, runs.axes))
+        });
+        let mut shuffled: Vec<usize> = (0..wants.len()).collect();
+        shuffled.sort_by_key(|i| (*i as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let target = if case.target == 2 { Target::Gpu } else { case.target(&c) };
+        let one = Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap();
+        let moved: Vec<Want> = shuffled.iter().map(|&i| wants[i].clone()).collect();
+        let two = Layout::new(&c, &moved, &target, case.order, case.limits.gap).unwrap();
+        prop_assert_eq!(&one.blocks, &two.blocks);
+        for (i, &was) in shuffled.iter().enumerate() {
+            // Empty tensors that start together are told apart by nothing.
+            if one.places[was].nbytes > 0 {
+                prop_assert_eq!(one.places[was], two.places[i]);
+            }
+        }
+    }
+}
+
+#[test]
+fn shared_blocks_are_bounded() {
+    let tensors = (0..40).map(|i| (format!("t{i}"), DType::U8, vec![(i % 9) << 20])).collect();
+    let c = checkpoint(&[(tensors, 0)]);
+    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::File, 0).unwrap();
+    assert!(layout.blocks.iter().all(|b| b.nbytes <= SHARED_BLOCK));
+    assert!(layout.blocks.len() <= 12, "{}", layout.blocks.len());
+}
