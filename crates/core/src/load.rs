@@ -1,0 +1,469 @@
+//! One load from request to report: plans, grants memory, and drives the engine on a thread of its own.
+//!
+//! The engine thread owns sources, device and state machine and sleeps in one `poll`; callers talk to it through an inbox
+//! and a condition variable. It never runs foreign code and never waits for a caller.
+
+use crate::device::cpu::CpuDevice;
+use crate::device::gpu::{GpuDevice, GpuMemory};
+use crate::device::{Batch, Copied, Copy, Device, Fence};
+use crate::engine::{Action, Engine, Slabs, Wait};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::Checkpoint;
+use crate::layout::{BlockKind, Layout, Target};
+use crate::machine;
+use crate::memory::{Arena, Block, Mapping, View};
+use crate::options::{Cache, Io, Options, Order, PAGE};
+use crate::placement::Want;
+use crate::schedule::{FileTraits, Landing, Limits, Route, Schedule};
+use crate::source::file::{Files, FsKind};
+use crate::source::router::Router;
+use crate::source::{Destination, Done, Read, Source, Ticket};
+use crate::staging::{Lease, Ring};
+use crate::stats::Report;
+use crate::wake::Wake;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Something that keeps memory alive.
+pub type Keep = Arc<dyn Any + Send + Sync>;
+
+/// Where the tensors are to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Where {
+    /// In the memory of this machine.
+    Cpu,
+    /// In the memory of GPU number `0`.
+    Gpu(u32),
+}
+
+/// Whose memory the tensors are to be in.
+pub enum Memory {
+    /// Allocated here.
+    Ours,
+    /// Granted block by block by the caller (GPU only): see [`Load::wanted_blocks`] and [`Load::grant`].
+    Granted,
+    /// The caller's tensors, contiguous, one per want.
+    Into {
+        /// Address (host address or device pointer) and size in bytes of each want's destination.
+        tensors: Vec<(u64, u64)>,
+        /// Keeps them alive; held until nothing can write to them any more.
+        keep: Keep,
+        /// What the tensors' stream still does to them.
+        fence: Option<Fence>,
+    },
+}
+
+/// What to load, from where, to where and how.
+pub struct Request {
+    /// The checkpoint.
+    pub checkpoint: Arc<Checkpoint>,
+    /// What is wanted of it.
+    pub wants: Vec<Want>,
+    /// Where the tensors are to be.
+    pub device: Where,
+    /// Whose memory.
+    pub memory: Memory,
+    /// How.
+    pub options: Options,
+    /// Whether the consumer takes tensors one by one (`next`, `take`), with read-ahead bounded by `options.window`.
+    pub stream: bool,
+}
+
+/// What [`Load::next`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// This want is ready, the next in hand-out order.
+    Ready(u32),
+    /// The engine would go on if it were granted blocks: see [`Load::wanted_blocks`].
+    Grant,
+    /// Everything has been handed out.
+    End,
+    /// The time is up.
+    TimedOut,
+}
+
+/// A load in progress or ended. Dropping it cancels it and waits until nothing of it runs any more.
+pub struct Load {
+    checkpoint: Arc<Checkpoint>,
+    wants: Vec<Want>,
+    layout: Arc<Layout>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    nbytes: u64,
+    pid: u32,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    inbox: Wake,
+}
+
+#[derive(Default)]
+struct State {
+    messages: Vec<Message>,
+    ready: VecDeque<u32>,
+    wanted: Vec<u32>,
+    arrived: u64,
+    blocks: Vec<Option<Block>>,
+    viewed: Vec<bool>,
+    touched: Vec<u32>,
+    outcome: Option<Result<()>>,
+    report: Report,
+}
+
+enum Message {
+    Grant(u32, Option<Fence>),
+    Take(u32),
+    Cancel,
+}
+
+/// A cancelled or failed load waits this long for what is in flight, then quarantines it.
+const DRAIN: Duration = Duration::from_secs(2);
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, message: Message) {
+        self.lock().messages.push(message);
+        self.inbox.ring();
+    }
+}
+
+impl Load {
+    /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
+    /// is no such device; what goes wrong later is told by [`wait`](Self::wait) and [`next`](Self::next).
+    pub fn start(request: Request) -> Result<Load> {
+        let started = Instant::now();
+        let cpu_started = process_cpu();
+        let Request { checkpoint, wants, device, memory, options, stream } = request;
+        let files = Arc::new(Files::new(checkpoint.files()));
+        let plan = Plan::new(&checkpoint, &wants, device, &memory, &options, &files)?;
+        let nbytes = plan.layout.places.iter().map(|p| p.nbytes).sum();
+        let layout = Arc::new(plan.layout);
+        let schedule = Arc::new(plan.schedule);
+        let mut report = plan.report;
+        report.nbytes = nbytes;
+        report.tensors = wants.len() as u64;
+
+        let mut needs_slabs = false;
+        for e in &schedule.extents {
+            needs_slabs |= e.landing == Landing::Slab;
+            report.slack_bytes += e.slack;
+            report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
+        }
+        let our_blocks = matches!(memory, Memory::Ours);
+        let (blocks, fence) = allocate(&layout, &files, memory, device)?;
+        let source = Router::new(files.clone(), &options)?;
+        let target: Option<Box<dyn Device>> = match device {
+            Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
+            Where::Cpu => None,
+            Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(ordinal)?)),
+        };
+        let window = stream.then_some(options.window);
+        let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options), window);
+        for (i, block) in blocks.iter().enumerate() {
+            if block.is_some() {
+                engine.grant(i as u32);
+            }
+        }
+        report.plan_seconds = started.elapsed().as_secs_f64();
+
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                blocks: blocks.clone(),
+                viewed: vec![false; wants.len()],
+                ..State::default()
+            }),
+            changed: Condvar::new(),
+            inbox: Wake::new()?,
+        });
+        let driver = Driver {
+            shared: shared.clone(),
+            checkpoint: checkpoint.clone(),
+            files,
+            schedule,
+            layout: layout.clone(),
+            engine,
+            source: Box::new(source),
+            device: target,
+            ring: Ring::process().join(options.extent, options.staging)?,
+            blocks,
+            gpu: match (device, our_blocks) {
+                (Where::Gpu(ordinal), true) => Some(ordinal),
+                _ => None,
+            },
+            stream,
+            stall: options.stall_timeout,
+            held_back: None,
+            report,
+            started,
+            cpu_started,
+            first_fence: fence,
+        };
+        let thread = std::thread::Builder::new()
+            .name("penstock-engine".into())
+            .spawn(move || driver.run())
+            .map_err(|e| Error::io("start the engine thread", &e))?;
+        Ok(Load { checkpoint, wants, layout, shared, thread: Some(thread), nbytes, pid: std::process::id() })
+    }
+
+    /// The checkpoint.
+    pub fn checkpoint(&self) -> &Arc<Checkpoint> {
+        &self.checkpoint
+    }
+
+    /// What is wanted, in the order of the request.
+    pub fn wants(&self) -> &[Want] {
+        &self.wants
+    }
+
+    /// Where everything goes.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Blocks the engine would like to have granted now, in order.
+    pub fn wanted_blocks(&self) -> Result<Vec<u32>> {
+        self.same_process()?;
+        Ok(self.shared.lock().wanted.clone())
+    }
+
+    /// Grants the memory of a block: `address` is a device pointer to at least the block's size, `keep` keeps it alive for
+    /// as long as the engine or a tensor needs it, `fence` is what the allocating stream may still do to it.
+    pub fn grant(&self, block: u32, address: u64, keep: Keep, fence: Option<Fence>) -> Result<()> {
+        self.same_process()?;
+        let mut state = self.shared.lock();
+        match state.blocks.get_mut(block as usize) {
+            Some(slot @ None) => *slot = Some(Block::held(address, keep)),
+            Some(Some(_)) => return Err(Error::new(ErrorKind::Invalid, format!("block {block} was granted before"))),
+            None => return Err(Error::new(ErrorKind::Invalid, format!("there is no block {block}"))),
+        }
+        state.wanted.retain(|&b| b != block);
+        state.messages.push(Message::Grant(block, fence));
+        drop(state);
+        self.shared.inbox.ring();
+        Ok(())
+    }
+
+    /// The next want in hand-out order, waiting for it at most `timeout` (`None`: however long it takes; every wait ends,
+    /// because the load does).
+    pub fn next(&self, timeout: Option<Duration>) -> Result<Next> {
+        self.wait_until(timeout, |state| {
+            if let Some(want) = state.ready.pop_front() {
+                return Some(Ok(Next::Ready(want)));
+            }
+            match &state.outcome {
+                Some(Ok(())) => return Some(Ok(Next::End)),
+                Some(Err(e)) => return Some(Err(e.clone())),
+                None => {}
+            }
+            (!state.wanted.is_empty()).then_some(Ok(Next::Grant))
+        })
+        .unwrap_or(Ok(Next::TimedOut))
+    }
+
+    /// Tells the engine that the consumer has taken this want: its bytes no longer count against the window.
+    pub fn take(&self, want: u32) -> Result<()> {
+        self.same_process()?;
+        self.shared.tell(Message::Take(want));
+        Ok(())
+    }
+
+    /// Waits for the end of the load, at most `timeout`; `false` where that passed first. An ended load's error is
+    /// returned every time.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.wait_until(timeout, |state| state.outcome.clone()).map_or(Ok(false), |outcome| outcome.map(|()| true))
+    }
+
+    /// Waits until the load has ended or wants blocks granted: `Grant`, `End` or `TimedOut`.
+    pub fn wait_or_grant(&self, timeout: Option<Duration>) -> Result<Next> {
+        self.wait_until(timeout, |state| match &state.outcome {
+            Some(outcome) => Some(outcome.clone().map(|()| Next::End)),
+            None => (!state.wanted.is_empty()).then_some(Ok(Next::Grant)),
+        })
+        .unwrap_or(Ok(Next::TimedOut))
+    }
+
+    fn wait_until<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut found: impl FnMut(&mut State) -> Option<Result<T>>,
+    ) -> Option<Result<T>> {
+        if let Err(e) = self.same_process() {
+            return Some(Err(e));
+        }
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(result) = found(&mut state) {
+                return Some(result);
+            }
+            state = match deadline {
+                None => self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())?;
+                    self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// Whether the load has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        self.pid != std::process::id() || self.shared.lock().outcome.is_some()
+    }
+
+    /// Asks the load to end; it then fails with kind `Cancelled`, unless it was complete already. Returns at once.
+    pub fn cancel(&self) {
+        if self.pid == std::process::id() {
+            self.shared.tell(Message::Cancel);
+        }
+    }
+
+    /// Cancels the load if it still runs, and waits until nothing of it runs any more.
+    pub fn close(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if self.pid != std::process::id() {
+            // A forked child has no such thread to wait for.
+            std::mem::forget(thread);
+            return;
+        }
+        self.cancel();
+        // The engine thread bounds its own end (DRAIN), and a panic in it has been turned into an outcome.
+        let _ = thread.join();
+    }
+
+    /// Wanted bytes that have arrived, and wanted bytes in all.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.shared.lock().arrived, self.nbytes)
+    }
+
+    /// The account of the load; complete once it has ended.
+    pub fn report(&self) -> Report {
+        self.shared.lock().report.clone()
+    }
+
+    /// Wants whose destination is no longer what it was before the load; known once it has ended.
+    pub fn touched(&self) -> Vec<u32> {
+        self.shared.lock().touched.clone()
+    }
+
+    /// The bytes of a want, complete. Once per want, after `next` gave it out or `wait` was told the end.
+    pub fn view(&self, want: u32) -> Result<View> {
+        let place = *self.layout.places.get(want as usize).ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("there is no want {want}: the load has {}", self.wants.len()))
+        })?;
+        let mut state = self.shared.lock();
+        if std::mem::replace(&mut state.viewed[want as usize], true) {
+            return Err(Error::new(ErrorKind::Invalid, format!("want {want} was handed out before")));
+        }
+        let block = state.blocks[place.block as usize].as_ref();
+        let block = block.ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor was asked for before its block"))?;
+        Ok(block.view(place.offset, place.nbytes))
+    }
+
+    fn same_process(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "this load belongs to the process that started it; start a new one after the fork",
+        ))
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.close();
+        // Places that were never handed out have no view to give their memory back when it is dropped.
+        let state = self.shared.lock();
+        for (place, viewed) in self.layout.places.iter().zip(&state.viewed) {
+            if let (false, Some(block)) = (viewed, &state.blocks[place.block as usize]) {
+                drop(block.view(place.offset, place.nbytes));
+            }
+        }
+    }
+}
+
+fn depth(options: &Options) -> usize {
+    // 16 reads of 4 MiB saturate what one ring reaches (Mooncake measured 45 GiB/s at 32 of 1 MiB).
+    if options.depth > 0 { options.depth as usize } else { 16 }
+}
+
+fn workers(options: &Options) -> usize {
+    if options.threads > 0 { options.threads as usize } else { machine::cores().min(16) }
+}
+
+/// The memory of all blocks that are ours or the caller's from the start, and the fence of the latter.
+fn allocate(layout: &Layout, files: &Files, memory: Memory, device: Where) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
+    let (tensors, fence) = match memory {
+        Memory::Ours => (None, None),
+        Memory::Granted if device == Where::Cpu => {
+            return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
+        }
+        Memory::Granted => (None, None),
+        Memory::Into { tensors, keep, fence } => {
+            if tensors.len() != layout.places.len() {
+                return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
+            }
+            for (place, (_, nbytes)) in layout.places.iter().zip(&tensors) {
+                if place.nbytes != *nbytes {
+                    return Err(Error::new(
+                        ErrorKind::Mismatch,
+                        format!("a destination of {nbytes} bytes for {} wanted bytes", place.nbytes),
+                    ));
+                }
+            }
+            (Some((tensors, keep)), fence)
+        }
+    };
+    if device != Where::Cpu && tensors.is_none() {
+        return Ok((vec![None; layout.blocks.len()], None));
+    }
+    // Offsets of the blocks in the arena: page-aligned, one after the other.
+    let mut arena_len = 0u64;
+    let starts: Vec<u64> = layout
+        .blocks
+        .iter()
+        .map(|block| match block.kind {
+            BlockKind::Mirror { .. } | BlockKind::Dense => {
+                let start = arena_len;
+                arena_len += block.nbytes.next_multiple_of(PAGE);
+                start
+            }
+            _ => 0,
+        })
+        .collect();
+    let places = layout.places.iter().filter_map(|p| match layout.blocks[p.block as usize].kind {
+        BlockKind::Mirror { .. } | BlockKind::Dense => Some((starts[p.block as usize] + p.offset, p.nbytes)),
+        _ => None,
+    });
+    let arena = if arena_len > 0 { Some(Arc::new(Arena::new(arena_len, places)?)) } else { None };
+    let mut blocks = Vec::with_capacity(layout.blocks.len());
+    for (block, start) in layout.blocks.iter().zip(starts) {
+        blocks.push(Some(match block.kind {
+            BlockKind::Mapped { file } => {
+                let fd = files.open(file, false)?;
+                Block::mapping(Arc::new(Mapping::new(&fd, files.size(file)).map_err(|e| e.at(files.path(file)))?))
+            }
+            BlockKind::Foreign { want } => match &tensors {
+                Some((tensors, keep)) => Block::held(tensors[want as usize].0, keep.clone()),
+                None => return Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
+            },
+            BlockKind::Mirror { .. } | BlockKind::Dense => match &arena {
+                Some(arena) => Block::arena(arena, start),
+                // Only empty tensors: any non-null aligned address will do.
+                None => Block::held(PAGE, Arc::new(())),
+            },
+        }));
+    }
+    Ok((blocks, fence))
+}
+

@@ -1,0 +1,95 @@
+//! What this process may use of the machine: cores and memory, as affinity masks and control groups leave them.
+
+use std::fs;
+use std::path::PathBuf;
+
+/// Cores that this process may run on at once: the affinity mask, cut by the CPU quota of its control groups.
+pub fn cores() -> usize {
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    allowed.max(1)
+}
+
+/// Bytes of memory that this process can still take without pushing anything but clean page cache out: the system's
+/// `MemAvailable`, cut by what its control groups leave.
+pub fn memory_available() -> u64 {
+    let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
+    cgroup_memory_left().map_or(system, |left| left.min(system))
+}
+
+/// The tightest memory limit of the control groups that this process is in, in bytes.
+pub fn cgroup_memory_limit() -> Option<u64> {
+    cgroup_folders().into_iter().filter_map(|(dir, v2)| limit(&dir, v2)).min()
+}
+
+fn cgroup_memory_left() -> Option<u64> {
+    cgroup_folders()
+        .into_iter()
+        .filter_map(|(dir, v2)| {
+            let limit = limit(&dir, v2)?;
+            let used = number(&dir.join(if v2 { "memory.current" } else { "memory.usage_in_bytes" }))?;
+            // Inactive file pages are counted as used but are given up first.
+            let clean = fs::read_to_string(dir.join("memory.stat")).ok().and_then(|stat| {
+                stat.lines()
+                    .find_map(|l| l.strip_prefix(if v2 { "inactive_file " } else { "total_inactive_file " }))
+                    .and_then(|n| n.trim().parse::<u64>().ok())
+            });
+            Some(limit.saturating_sub(used.saturating_sub(clean.unwrap_or(0))))
+        })
+        .min()
+}
+
+fn limit(dir: &std::path::Path, v2: bool) -> Option<u64> {
+    let limit = number(&dir.join(if v2 { "memory.max" } else { "memory.limit_in_bytes" }))?;
+    // Version 1 spells "no limit" as the largest multiple of the page size.
+    (limit < 1 << 60).then_some(limit)
+}
+
+fn number(path: &std::path::Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// Folders of the memory controller for this process and every group above it, innermost first, and whether they are
+/// version 2. Inside a container the path in /proc/self/cgroup may lie outside the mount: then the mount's root is it.
+fn cgroup_folders() -> Vec<(PathBuf, bool)> {
+    let mut folders = Vec::new();
+    let Ok(groups) = fs::read_to_string("/proc/self/cgroup") else { return folders };
+    for line in groups.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (Some(id), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
+        let (root, v2) = match (id, controllers) {
+            ("0", "") => ("/sys/fs/cgroup", true),
+            (_, c) if c.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", false),
+            _ => continue,
+        };
+        let root = PathBuf::from(root);
+        let mut dir = root.join(path.trim_start_matches('/'));
+        if !dir.is_dir() {
+            dir = root.clone();
+        }
+        while dir.starts_with(&root) {
+            folders.push((dir.clone(), v2));
+            if !dir.pop() {
+                break;
+            }
+        }
+    }
+    folders
+}
+
+fn meminfo(key: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix(key))?;
+    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_within_the_total() {
+        let total = meminfo("MemTotal:").expect("Linux has /proc/meminfo");
+        assert!(memory_available() > 0 && memory_available() <= total);
+        assert!(cores() >= 1);
+    }
+}

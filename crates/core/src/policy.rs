@@ -1,0 +1,142 @@
+//! Policy: which files are mapped, which routes cold and warm bytes take, and what becomes of the page cache.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::Checkpoint;
+use crate::layout::{Layout, Target};
+use crate::load::{Memory, Where};
+use crate::machine;
+use crate::options::{Cache, Io, Options, PAGE};
+use crate::placement::Want;
+use crate::schedule::{FileTraits, Limits, Route, Schedule};
+use crate::source::file::{Files, FsKind};
+use crate::stats::Report;
+
+/// What is to be read, where to, and why that way.
+pub(crate) struct Plan {
+    pub(crate) layout: Layout,
+    pub(crate) schedule: Schedule,
+    pub(crate) report: Report,
+}
+
+impl Plan {
+    pub(crate) fn new(
+        checkpoint: &Checkpoint,
+        wants: &[Want],
+        device: Where,
+        memory: &Memory,
+        options: &Options,
+        files: &Files,
+    ) -> Result<Plan> {
+        check(options, device, memory)?;
+        let mut report = Report::default();
+        let mut used = vec![false; checkpoint.files().len()];
+        for want in wants {
+            used[checkpoint.tensor(want.tensor).file as usize] = true;
+        }
+        let mut traits = vec![FileTraits::default(); used.len()];
+        let mut facts = Vec::with_capacity(used.len());
+        let mut cold = 0;
+        for (f, used) in used.iter().enumerate() {
+            if !used {
+                facts.push(None);
+                continue;
+            }
+            let fact = files.facts(f as u32)?;
+            let residency = files.resident_ranges(f as u32)?;
+            report.resident_bytes += residency.bytes();
+            report.residency_probes += u64::from(residency.calls + residency.samples);
+            cold += files.size(f as u32) - residency.bytes();
+            traits[f].storage = fact.storage as u32;
+            traits[f].direct_align = fact.direct_align.filter(|_| fact.kind == FsKind::Local);
+            traits[f].resident = residency.ranges;
+            facts.push(Some(fact));
+        }
+
+        let (keep, reason) = keep_in_cache(options, cold);
+        report.cache_reason = reason;
+        let private = options.copy == Some(true)
+            || !matches!(memory, Memory::Ours)
+            || device != Where::Cpu
+            || !matches!(options.io, Io::Auto | Io::Mapped);
+        let mapped: Vec<bool> = facts
+            .iter()
+            .zip(&traits)
+            .zip(checkpoint.files())
+            .map(|((fact, traits), file)| {
+                let Some(fact) = fact else { return false };
+                let resident: u64 = traits.resident.iter().map(|r| r.end - r.start).sum();
+                !private && fact.mappable && (keep || resident == file.identity.size || fact.kind == FsKind::Memory)
+            })
+            .collect();
+        if let (true, Some(f)) = (options.io == Io::Mapped, used.iter().zip(&mapped).position(|(&u, &m)| u && !m)) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of a \
+                 file that another machine truncates kills its reader); use io=\"auto\"",
+            )
+            .at(files.path(f as u32)));
+        }
+        report.cache = if cold == 0 || keep { "keep" } else { "bypass" };
+
+        let target = match (device, memory) {
+            (_, Memory::Into { .. }) => Target::Foreign,
+            (Where::Gpu(_), _) => Target::Gpu,
+            (Where::Cpu, _) => Target::Cpu { mapped },
+        };
+        let direct = matches!(options.io, Io::Direct | Io::Uring | Io::Aio | Io::Threads);
+        let limits = Limits {
+            extent: options.extent,
+            gap: options.gap,
+            cold: if direct || !(keep || options.io == Io::Buffered) { Route::Direct } else { Route::Buffered },
+            warm: if direct { Route::Direct } else { Route::Buffered },
+            scatter: (device == Where::Cpu).then_some(PAGE),
+        };
+        let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
+        let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
+        Ok(Plan { layout, schedule, report })
+    }
+}
+
+/// Whether cold bytes are to stay in the page cache, and why.
+fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
+    match options.cache {
+        Cache::Keep => (true, "asked for".into()),
+        Cache::Bypass => (false, "asked for".into()),
+        Cache::Auto if cold == 0 => (true, "all of it is there already".into()),
+        Cache::Auto => {
+            // Half: the destination, the rest of the program and the cache of others need room too.
+            let room = machine::memory_available() / 2;
+            if cold <= room {
+                (true, format!("{cold} cold bytes fit into half of the memory left ({room})"))
+            } else {
+                (false, format!("{cold} cold bytes do not fit into half of the memory left ({room})"))
+            }
+        }
+    }
+}
+
+/// Refuses options that contradict each other or the target.
+fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
+    let refuse = |text: &str| Err(Error::new(ErrorKind::Invalid, text));
+    let own_cpu = device == Where::Cpu && matches!(memory, Memory::Ours);
+    if options.io == Io::Mapped && !own_cpu {
+        return refuse("io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors");
+    }
+    if options.io == Io::Mapped && options.copy == Some(true) {
+        return refuse("io=\"mapped\" and copy=True contradict each other");
+    }
+    if options.copy == Some(false) && !matches!(options.io, Io::Auto | Io::Mapped) {
+        return refuse("copy=False asks for mapped files, but the io chosen reads into private memory");
+    }
+    if options.copy == Some(false) && own_cpu && options.cache == Cache::Bypass {
+        return refuse("copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it");
+    }
+    if options.extent < PAGE || options.extent % PAGE != 0 {
+        return refuse("extent must be a multiple of 4096 bytes and at least that");
+    }
+    if options.staging < 2 * options.extent {
+        return refuse("staging must hold at least two extents");
+    }
+    Ok(())
+}
+
