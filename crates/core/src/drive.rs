@@ -49,8 +49,10 @@ pub(crate) struct Driver {
 
 impl Slabs for Share {
     type Slab = Arc<Lease>;
-    fn acquire(&mut self) -> Option<Arc<Lease>> {
-        self.try_acquire().map(Arc::new)
+    fn acquire(&mut self) -> Result<Option<Arc<Lease>>> {
+        // Quiet first, then look: a slab that becomes free after the look rings again.
+        self.quiet();
+        Ok(self.try_acquire()?.map(Arc::new))
     }
 }
 
@@ -379,7 +381,7 @@ impl Driver {
             self.shared.inbox.fd(),
             self.source.wake(),
             self.device.as_ref().map_or(-1, |d| d.wake()),
-            self.ring.wake(),
+            self.ring.fd(),
         ];
         let before = Instant::now();
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));

@@ -1,14 +1,18 @@
 //! Loads safetensors checkpoints into CPU and GPU memory at the speed of the hardware.
 
 pub mod device;
+mod engine;
 pub mod error;
 pub mod format;
 pub mod layout;
+pub mod machine;
+mod memory;
 pub mod options;
 pub mod placement;
 pub mod schedule;
 pub mod source;
 pub mod staging;
+pub mod stats;
 pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};

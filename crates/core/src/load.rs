@@ -4,21 +4,22 @@
 //! and a condition variable. It never runs foreign code and never waits for a caller.
 
 use crate::device::cpu::CpuDevice;
-use crate::device::gpu::{GpuDevice, GpuMemory};
-use crate::device::{Batch, Copied, Copy, Device, Fence};
-use crate::engine::{Action, Engine, Slabs, Wait};
+use crate::device::gpu::GpuDevice;
+use crate::device::{Device, Fence};
+use crate::drive::{process_cpu, Driver};
+use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
-use crate::layout::{BlockKind, Layout, Target};
+use crate::layout::{BlockKind, Layout};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping, View};
-use crate::options::{Cache, Io, Options, Order, PAGE};
+use crate::options::{Options, PAGE};
 use crate::placement::Want;
-use crate::schedule::{FileTraits, Landing, Limits, Route, Schedule};
-use crate::source::file::{Files, FsKind};
+use crate::policy::Plan;
+use crate::schedule::Landing;
+use crate::source::file::Files;
 use crate::source::router::Router;
-use crate::source::{Destination, Done, Read, Source, Ticket};
-use crate::staging::{Lease, Ring};
+use crate::staging::Ring;
 use crate::stats::Report;
 use crate::wake::Wake;
 use std::any::Any;
@@ -96,36 +97,37 @@ pub struct Load {
     pid: u32,
 }
 
-struct Shared {
+/// What the owner of a load and its engine thread share.
+pub(crate) struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
-    inbox: Wake,
+    pub(crate) changed: Condvar,
+    pub(crate) inbox: Wake,
 }
 
 #[derive(Default)]
-struct State {
-    messages: Vec<Message>,
-    ready: VecDeque<u32>,
-    wanted: Vec<u32>,
-    arrived: u64,
-    blocks: Vec<Option<Block>>,
+pub(crate) struct State {
+    pub(crate) messages: Vec<Message>,
+    /// Wants in hand-out order that the owner has not asked for yet (streams only).
+    pub(crate) ready: VecDeque<u32>,
+    /// Blocks the owner is asked to grant.
+    pub(crate) wanted: Vec<u32>,
+    pub(crate) arrived: u64,
+    pub(crate) blocks: Vec<Option<Block>>,
     viewed: Vec<bool>,
-    touched: Vec<u32>,
-    outcome: Option<Result<()>>,
-    report: Report,
+    pub(crate) touched: Vec<u32>,
+    pub(crate) outcome: Option<Result<()>>,
+    pub(crate) report: Report,
 }
 
-enum Message {
+/// From the owner to the engine thread.
+pub(crate) enum Message {
     Grant(u32, Option<Fence>),
     Take(u32),
     Cancel,
 }
 
-/// A cancelled or failed load waits this long for what is in flight, then quarantines it.
-const DRAIN: Duration = Duration::from_secs(2);
-
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -190,7 +192,7 @@ impl Load {
             schedule,
             layout: layout.clone(),
             engine,
-            source: Box::new(source),
+            source,
             device: target,
             ring: Ring::process().join(options.extent, options.staging)?,
             blocks,
@@ -204,7 +206,7 @@ impl Load {
             report,
             started,
             cpu_started,
-            first_fence: fence,
+            fence,
         };
         let thread = std::thread::Builder::new()
             .name("penstock-engine".into())

@@ -22,12 +22,15 @@ use crate::source::Ticket;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+#[cfg(test)]
+mod simulator;
+
 /// Where slabs come from: the process-wide ring, or the simulator's.
 pub(crate) trait Slabs {
     /// A slab, or a lease on one.
     type Slab;
-    /// A free slab, if this load may have one now.
-    fn acquire(&mut self) -> Option<Self::Slab>;
+    /// A free slab, if this load may have one now; an error where memory for it cannot be had.
+    fn acquire(&mut self) -> Result<Option<Self::Slab>, Error>;
 }
 
 /// What the driver is to do next.
@@ -209,11 +212,17 @@ impl<S> Engine<S> {
         }
         let extent = self.cursor as u32;
         if e.landing == Landing::Slab {
-            let Some(slab) = ring.acquire() else {
-                self.starved_of_slabs = true;
-                return None;
-            };
-            self.slabs[self.cursor] = Some(slab);
+            match ring.acquire() {
+                Ok(Some(slab)) => self.slabs[self.cursor] = Some(slab),
+                Ok(None) => {
+                    self.starved_of_slabs = true;
+                    return None;
+                }
+                Err(error) => {
+                    self.fail(error);
+                    return None;
+                }
+            }
         }
         self.ahead += e.wanted;
         self.first_in_flight += 1;
@@ -243,7 +252,7 @@ impl<S> Engine<S> {
         match result {
             Err(error) if !mutated!(self, SwallowFirstLegError) => {
                 self.drop_extent(i);
-                self.fail(error);
+                self.set_failure(error);
             }
             _ if self.failure.is_some() => self.drop_extent(i),
             _ if e.landing == Landing::Slab && !mutated!(self, SkipSecondLeg) => {
@@ -264,7 +273,7 @@ impl<S> Engine<S> {
         match result {
             Err(error) if !mutated!(self, SwallowSecondLegError) => {
                 self.drop_extent(i);
-                self.fail(error);
+                self.set_failure(error);
             }
             _ if self.failure.is_some() => self.drop_extent(i),
             _ => self.arrive(i),
@@ -314,10 +323,13 @@ impl<S> Engine<S> {
 
     /// Ends the load with `error`, unless it has failed before or has everything already.
     pub(crate) fn fail(&mut self, error: Error) {
-        if self.failure.is_some() || self.has_arrived() {
-            return;
+        if !self.has_arrived() {
+            self.set_failure(error);
         }
-        self.failure = Some(error);
+    }
+
+    fn set_failure(&mut self, error: Error) {
+        self.failure.get_or_insert(error);
         for extent in std::mem::take(&mut self.landed) {
             self.drop_extent(extent as usize);
         }
@@ -515,12 +527,8 @@ impl<S> Engine<S> {
                 Some(i)
             }
             _ => {
-                self.failure.get_or_insert_with(|| {
-                    Error::new(ErrorKind::Internal, format!("ticket {i} completed out of turn; please report this"))
-                });
-                for extent in std::mem::take(&mut self.landed) {
-                    self.drop_extent(extent as usize);
-                }
+                let text = format!("ticket {i} completed out of turn; please report this");
+                self.set_failure(Error::new(ErrorKind::Internal, text));
                 None
             }
         }
