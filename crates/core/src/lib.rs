@@ -6,7 +6,7 @@ pub mod error;
 pub mod format;
 pub mod layout;
 pub mod machine;
-mod memory;
+pub mod memory;
 pub mod options;
 pub mod placement;
 pub mod schedule;

@@ -92,7 +92,7 @@ pub struct Load {
     wants: Vec<Want>,
     layout: Arc<Layout>,
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
     nbytes: u64,
     pid: u32,
 }
@@ -212,7 +212,7 @@ impl Load {
             .name("penstock-engine".into())
             .spawn(move || driver.run())
             .map_err(|e| Error::io("start the engine thread", &e))?;
-        Ok(Load { checkpoint, wants, layout, shared, thread: Some(thread), nbytes, pid: std::process::id() })
+        Ok(Load { checkpoint, wants, layout, shared, thread: Mutex::new(Some(thread)), nbytes, pid: std::process::id() })
     }
 
     /// The checkpoint.
@@ -329,8 +329,8 @@ impl Load {
     }
 
     /// Cancels the load if it still runs, and waits until nothing of it runs any more.
-    pub fn close(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
+    pub fn close(&self) {
+        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if self.pid != std::process::id() {
             // A forked child has no such thread to wait for.
             std::mem::forget(thread);
@@ -368,6 +368,16 @@ impl Load {
         let block = state.blocks[place.block as usize].as_ref();
         let block = block.ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor was asked for before its block"))?;
         Ok(block.view(place.offset, place.nbytes))
+    }
+
+    /// Address of a want's first byte, once its block is there: a host address or a device pointer.
+    pub fn address(&self, want: u32) -> Result<u64> {
+        let place = self.layout.places.get(want as usize);
+        let place = place.ok_or_else(|| Error::new(ErrorKind::Invalid, format!("there is no want {want}")))?;
+        let state = self.shared.lock();
+        let block = state.blocks[place.block as usize].as_ref();
+        let block = block.ok_or_else(|| Error::new(ErrorKind::Invalid, "the tensor's block is not there yet"))?;
+        Ok(block.address() + place.offset)
     }
 
     fn same_process(&self) -> Result<()> {

@@ -1,8 +1,31 @@
 //! The Python extension module: thin, and it releases the GIL around every wait.
+//!
+//! `python/penstock/_core.pyi` is its contract. Errors of the core are raised as what
+//! `penstock._errors.from_core(kind, message, path, range, errno)` makes of them.
+
+mod checkpoint;
+mod dlpack;
+mod errors;
+mod load;
+mod machine;
+mod options;
+
 use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    const __VERSION__: &str = env!("CARGO_PKG_VERSION");
+    use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::load::{Load, View};
+    #[pymodule_export]
+    use crate::machine::{evict, gpus, probe, residency, warm};
+    #[pymodule_export]
+    use crate::options::Options;
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        m.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
 }

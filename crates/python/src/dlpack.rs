@@ -1,0 +1,130 @@
+//! DLPack capsules over views, by hand: the struct layouts are those of dlpack.h, version 0 ("dltensor", unversioned),
+//! which every consumer takes.
+
+use penstock::memory::View;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use std::ffi::{c_void, CStr};
+use std::os::raw::c_int;
+
+/// `DLDeviceType`s that penstock fills.
+pub(crate) const CPU: c_int = 1;
+pub(crate) const CUDA: c_int = 2;
+pub(crate) const ROCM: c_int = 10;
+
+const NAME: &CStr = c"dltensor";
+
+#[repr(C)]
+struct DLDevice {
+    device_type: c_int,
+    device_id: c_int,
+}
+
+#[repr(C)]
+struct DLDataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+#[repr(C)]
+struct DLTensor {
+    data: *mut c_void,
+    device: DLDevice,
+    ndim: c_int,
+    dtype: DLDataType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+#[repr(C)]
+struct DLManagedTensor {
+    tensor: DLTensor,
+    manager_ctx: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+/// What a capsule owns: the struct its consumer sees, and the share in the block that keeps the bytes alive.
+struct Owned<T> {
+    managed: DLManagedTensor,
+    shape: Vec<i64>,
+    _share: T,
+}
+
+unsafe extern "C" fn delete<T>(managed: *mut DLManagedTensor) {
+    // SAFETY: `managed` is the context's first half made in `capsule`, deleted once, as DLPack asks of its consumers.
+    unsafe { drop(Box::from_raw((*managed).manager_ctx.cast::<Owned<T>>())) };
+}
+
+unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
+    // SAFETY: called by Python with the capsule being freed. A consumer renames what it takes, so a capsule that still has
+    // its name still owns its tensor.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
+            let managed = ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<DLManagedTensor>();
+            if let Some(deleter) = (*managed).deleter {
+                deleter(managed);
+            }
+        }
+    }
+}
+
+/// Anything that holds a view alive.
+pub(crate) trait Share: Send + 'static {
+    /// The view.
+    fn view(&self) -> &View;
+}
+
+impl Share for View {
+    fn view(&self) -> &View {
+        self
+    }
+}
+
+impl Share for std::sync::Arc<View> {
+    fn view(&self) -> &View {
+        self
+    }
+}
+
+/// A capsule over all of `share`'s bytes, compact and row-major.
+pub(crate) fn capsule<T: Share>(
+    py: Python<'_>,
+    share: T,
+    device: (c_int, c_int),
+    (code, bits): (u8, u8),
+    shape: Vec<i64>,
+) -> PyResult<Bound<'_, PyAny>> {
+    let address = share.view().address() as *mut c_void;
+    let mut owned = Box::new(Owned {
+        managed: DLManagedTensor {
+            tensor: DLTensor {
+                data: address,
+                device: DLDevice { device_type: device.0, device_id: device.1 },
+                ndim: shape.len() as c_int,
+                dtype: DLDataType { code, bits, lanes: 1 },
+                shape: std::ptr::null_mut(),
+                strides: std::ptr::null_mut(),
+                byte_offset: 0,
+            },
+            manager_ctx: std::ptr::null_mut(),
+            deleter: Some(delete::<T>),
+        },
+        shape,
+        _share: share,
+    });
+    owned.managed.tensor.shape = owned.shape.as_mut_ptr();
+    let raw = Box::into_raw(owned);
+    // SAFETY: `raw` was just made and is reachable only from here; from the capsule on, the capsule or its consumer owns it.
+    unsafe {
+        (*raw).managed.manager_ctx = raw.cast();
+        let managed = (&raw mut (*raw).managed).cast::<c_void>();
+        let capsule = ffi::PyCapsule_New(managed, NAME.as_ptr(), Some(drop_unconsumed));
+        if capsule.is_null() {
+            drop(Box::from_raw(raw));
+            return Err(PyErr::fetch(py));
+        }
+        Ok(Bound::from_owned_ptr(py, capsule))
+    }
+}

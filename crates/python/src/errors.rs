@@ -1,0 +1,29 @@
+//! Core errors to Python exceptions.
+
+use penstock::Error;
+use pyo3::prelude::*;
+
+/// The exception that `penstock._errors` makes of a core error.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let made = py.import("penstock._errors").and_then(|m| {
+        m.call_method1(
+            "from_core",
+            (
+                format!("{:?}", error.kind()),
+                error.message(),
+                error.path().map(|p| p.to_string_lossy().into_owned()),
+                error.byte_range().map(|r| (r.start, r.end)),
+                error.errno(),
+            ),
+        )
+    });
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(e) => e,
+    }
+}
+
+/// Runs `f` without the GIL and turns its error into an exception.
+pub(crate) fn detached<T: Send>(py: Python<'_>, f: impl FnOnce() -> penstock::Result<T> + Send) -> PyResult<T> {
+    py.detach(f).map_err(|e| raise(py, &e))
+}

@@ -1,0 +1,366 @@
+//! `_core.Load` and `_core.View`.
+
+use crate::checkpoint::Checkpoint;
+use crate::dlpack::{capsule, CPU, CUDA, ROCM};
+use crate::errors::{detached, raise};
+use crate::options::Options;
+use penstock::device::Fence;
+use penstock::load::{Load as Core, Memory, Next, Request, Where};
+use penstock::memory::View as CoreView;
+use penstock::options::Order;
+use penstock::placement::Want;
+use penstock::stats::Report;
+use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyInt, PyList};
+use std::os::raw::c_int;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Waits are cut into pieces of this length, between which Python gets to run its signal handlers.
+const SIGNALS: Duration = Duration::from_millis(50);
+
+/// A Python object that keeps memory alive.
+struct Kept(#[allow(dead_code)] Py<PyAny>);
+
+/// One load, running in the background from the moment it is made.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Load {
+    core: Core,
+    device: (c_int, c_int),
+}
+
+#[pymethods]
+impl Load {
+    #[staticmethod]
+    #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
+                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0))]
+    #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
+    fn start(
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        options: &Options,
+        wants: Option<Vec<u32>>,
+        regions: Option<Vec<Option<Vec<(u64, u64)>>>>,
+        device: &str,
+        order: &str,
+        stream: bool,
+        caller_blocks: bool,
+        into: Option<Vec<(u64, u64)>>,
+        keep: Option<Py<PyAny>>,
+        fence: u64,
+    ) -> PyResult<Self> {
+        let core = &checkpoint.0;
+        let mut wants: Vec<Want> = match wants {
+            None => Want::all(core),
+            Some(wants) => wants.into_iter().map(Want::whole).collect(),
+        };
+        if let Some(want) = wants.iter().find(|w| w.tensor as usize >= core.len()) {
+            return Err(PyIndexError::new_err(format!("tensor {} of {}", want.tensor, core.len())));
+        }
+        if let Some(regions) = regions {
+            if regions.len() != wants.len() {
+                return Err(PyValueError::new_err("there must be one region (or None) per want"));
+            }
+            for (want, region) in wants.iter_mut().zip(regions) {
+                want.region = region.map(|r| r.into_iter().map(|(start, stop)| start..stop).collect());
+            }
+        }
+        let (at, dlpack) = target(device)?;
+        let mut options = options.0.clone();
+        options.order = match order {
+            "file" => Order::File,
+            "layer" => Order::Layer,
+            _ => return Err(PyValueError::new_err(format!("order={order:?}: must be \"file\" or \"layer\""))),
+        };
+        let memory = match into {
+            Some(tensors) => Memory::Into {
+                tensors,
+                keep: Arc::new(keep.map(Kept)),
+                fence: (fence != 0).then_some(Fence(fence)),
+            },
+            None if caller_blocks => Memory::Granted,
+            None => Memory::Ours,
+        };
+        let request = Request { checkpoint: core.clone(), wants, device: at, memory, options, stream };
+        let core = detached(py, || Core::start(request))?;
+        Ok(Self { core, device: dlpack })
+    }
+
+    fn blocks(&self) -> Vec<u64> {
+        self.core.layout().blocks.iter().map(|b| b.nbytes).collect()
+    }
+
+    fn places(&self) -> Vec<(u32, u64, u64)> {
+        self.core.layout().places.iter().map(|p| (p.block, p.offset, p.nbytes)).collect()
+    }
+
+    fn wanted_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.core.wanted_blocks().map_err(|e| raise(py, &e))
+    }
+
+    #[pyo3(signature = (block, address, keep, fence = 0))]
+    fn grant(&self, py: Python<'_>, block: u32, address: u64, keep: Py<PyAny>, fence: u64) -> PyResult<()> {
+        let fence = (fence != 0).then_some(Fence(fence));
+        self.core.grant(block, address, Arc::new(Kept(keep)), fence).map_err(|e| raise(py, &e))
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        let found = patiently(py, timeout, Next::TimedOut, |t| self.core.next(Some(t)))?;
+        Ok(match found {
+            Next::Ready(want) => PyInt::new(py, want).into_any(),
+            Next::Grant => PyBool::new(py, true).to_owned().into_any(),
+            Next::TimedOut => PyBool::new(py, false).to_owned().into_any(),
+            Next::End => py.None().into_bound(py),
+        })
+    }
+
+    fn take(&self, py: Python<'_>, want: u32) -> PyResult<()> {
+        self.core.take(want).map_err(|e| raise(py, &e))
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        Ok(patiently(py, timeout, Next::TimedOut, |t| self.core.wait_or_grant(Some(t)))? == Next::End)
+    }
+
+    fn done(&self) -> bool {
+        self.core.is_done()
+    }
+
+    fn cancel(&self) {
+        self.core.cancel();
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.core.close());
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        self.core.progress()
+    }
+
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        report(py, &self.core.report())
+    }
+
+    fn touched(&self) -> Vec<u32> {
+        self.core.touched()
+    }
+
+    fn address(&self, py: Python<'_>, want: u32) -> PyResult<u64> {
+        self.core.address(want).map_err(|e| raise(py, &e))
+    }
+
+    fn capsule<'py>(
+        &self,
+        py: Python<'py>,
+        want: u32,
+        dtype: (u8, u8),
+        shape: Vec<i64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let view = self.core.view(want).map_err(|e| raise(py, &e))?;
+        fits(&view, dtype, &shape)?;
+        capsule(py, view, self.device, dtype, shape)
+    }
+
+    fn capsules<'py>(
+        &self,
+        py: Python<'py>,
+        wants: Vec<u32>,
+        dtypes: &Bound<'py, PyDict>,
+        convert: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        // Looked up once per dtype, not once per tensor: a checkpoint has a handful of dtypes and 371,474 tensors.
+        let mut known: Vec<(penstock::format::DType, (u8, u8, i64))> = Vec::new();
+        let checkpoint = self.core.checkpoint();
+        let mut made = Vec::with_capacity(wants.len());
+        for want in wants {
+            let wanted = self.core.wants().get(want as usize);
+            let wanted = wanted.ok_or_else(|| PyIndexError::new_err(format!("there is no want {want}")))?;
+            let info = checkpoint.tensor(wanted.tensor);
+            let (code, bits, packed) = match known.iter().find(|k| k.0 == info.dtype) {
+                Some(k) => k.1,
+                None => {
+                    let spec = dtypes.get_item(info.dtype.name())?.ok_or_else(|| {
+                        PyTypeError::new_err(format!("tensor {}: no type given for {}", info.name, info.dtype))
+                    })?;
+                    let spec = spec.extract()?;
+                    known.push((info.dtype, spec));
+                    spec
+                }
+            };
+            let mut shape: Vec<i64> = match &wanted.region {
+                None => info.shape.iter().map(|&n| n as i64).collect(),
+                Some(region) => region.iter().map(|r| (r.end - r.start) as i64).collect(),
+            };
+            if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
+                *last /= packed;
+            }
+            let view = self.core.view(want).map_err(|e| raise(py, &e))?;
+            fits(&view, (code, bits), &shape)?;
+            made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
+        }
+        PyList::new(py, made)
+    }
+
+    fn views(&self, py: Python<'_>, wants: Vec<u32>) -> PyResult<Vec<View>> {
+        wants
+            .into_iter()
+            .map(|want| match self.core.view(want) {
+                Ok(view) => Ok(View { view: Arc::new(view), device: self.device }),
+                Err(e) => Err(raise(py, &e)),
+            })
+            .collect()
+    }
+}
+
+/// The device that `text` names, for the core and for DLPack.
+fn target(text: &str) -> PyResult<(Where, (c_int, c_int))> {
+    let unknown = || {
+        PyValueError::new_err(format!("device={text:?}: must be \"cpu\", \"cuda:N\" or \"rocm:N\" with N counted from 0"))
+    };
+    if text == "cpu" {
+        return Ok((Where::Cpu, (CPU, 0)));
+    }
+    let (kind, number) = text.split_once(':').ok_or_else(unknown)?;
+    let number: u32 = number.parse().map_err(|_| unknown())?;
+    let kind = match kind {
+        "cuda" => CUDA,
+        "rocm" => ROCM,
+        _ => return Err(unknown()),
+    };
+    Ok((Where::Gpu(number), (kind, number as c_int)))
+}
+
+/// Refuses a dtype and shape that would read past the view.
+fn fits(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> PyResult<()> {
+    let bits = shape.iter().try_fold(u64::from(bits), |n, &d| n.checked_mul(u64::try_from(d).ok()?));
+    if bits == view.nbytes().checked_mul(8) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("{} bytes do not make a tensor of shape {shape:?}", view.nbytes())))
+}
+
+/// Waits without the GIL, in pieces, so that Ctrl-C works at once.
+fn patiently<T: PartialEq + Send>(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    not_yet: T,
+    wait: impl Fn(Duration) -> penstock::Result<T> + Sync,
+) -> PyResult<T> {
+    let seconds = timeout.map(|t| Duration::try_from_secs_f64(t.max(0.0)).unwrap_or(Duration::MAX));
+    let deadline = seconds.and_then(|t| Instant::now().checked_add(t));
+    loop {
+        let left = deadline.map_or(SIGNALS, |d| d.saturating_duration_since(Instant::now()).min(SIGNALS));
+        let found = detached(py, || wait(left))?;
+        py.check_signals()?;
+        if found != not_yet || deadline.is_some_and(|d| Instant::now() >= d) {
+            return Ok(found);
+        }
+    }
+}
+
+fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let d = PyDict::new(py);
+    d.set_item("seconds", r.seconds)?;
+    d.set_item("plan_seconds", r.plan_seconds)?;
+    d.set_item("first_tensor_seconds", r.first_tensor_seconds)?;
+    d.set_item("cpu_seconds", r.cpu_seconds)?;
+    d.set_item("engine_cpu_seconds", r.engine_cpu_seconds)?;
+    d.set_item("nbytes", r.nbytes)?;
+    d.set_item("tensors", r.tensors)?;
+    let routes = PyDict::new(py);
+    for (name, totals) in ["mapped", "buffered", "direct"].into_iter().zip(&r.routes) {
+        let route = PyDict::new(py);
+        route.set_item("bytes", totals.bytes)?;
+        route.set_item("extents", totals.extents)?;
+        routes.set_item(name, route)?;
+    }
+    d.set_item("routes", routes)?;
+    d.set_item("slack_bytes", r.slack_bytes)?;
+    d.set_item("gap_bytes", r.gap_bytes)?;
+    d.set_item("resident_bytes", r.resident_bytes)?;
+    d.set_item("residency_probes", r.residency_probes)?;
+    d.set_item("peak_staging", r.peak_staging)?;
+    let mut fallbacks = Vec::new();
+    for f in &r.fallbacks {
+        let one = PyDict::new(py);
+        one.set_item("from", f.from)?;
+        one.set_item("to", f.to)?;
+        one.set_item("reason", &f.reason)?;
+        fallbacks.push(one);
+    }
+    d.set_item("fallbacks", fallbacks)?;
+    let waits = PyDict::new(py);
+    let w = &r.waits;
+    for (name, time) in [
+        ("source", w.source),
+        ("device", w.device),
+        ("staging", w.staging),
+        ("consumer", w.consumer),
+        ("allocation", w.allocation),
+    ] {
+        waits.set_item(name, time.as_secs_f64())?;
+    }
+    d.set_item("waits", waits)?;
+    d.set_item("bottleneck", r.bottleneck)?;
+    d.set_item("cache", r.cache)?;
+    d.set_item("cache_reason", &r.cache_reason)?;
+    Ok(d)
+}
+
+/// Bytes of one ready want, owning a share of its block and nothing else of the load.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct View {
+    view: Arc<CoreView>,
+    device: (c_int, c_int),
+}
+
+#[pymethods]
+impl View {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if self.device.0 != CPU {
+            return Err(pyo3::exceptions::PyAttributeError::new_err("the bytes are not in CPU memory"));
+        }
+        let d = PyDict::new(py);
+        d.set_item("version", 3)?;
+        d.set_item("typestr", "|u1")?;
+        d.set_item("shape", (self.view.nbytes(),))?;
+        d.set_item("data", (self.view.address(), false))?;
+        Ok(d)
+    }
+
+    fn capsule<'py>(&self, py: Python<'py>, dtype: (u8, u8), shape: Vec<i64>) -> PyResult<Bound<'py, PyAny>> {
+        fits(&self.view, dtype, &shape)?;
+        capsule(py, self.view.clone(), self.device, dtype, shape)
+    }
+
+    #[getter]
+    fn address(&self) -> u64 {
+        self.view.address()
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.view.nbytes()
+    }
+
+    #[pyo3(signature = (*, stream = None, **kwargs))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // The bytes are complete on the host before they are handed out, so no stream needs to wait for anything.
+        let _ = (stream, kwargs);
+        capsule(py, self.view.clone(), self.device, (1, 8), vec![self.view.nbytes() as i64])
+    }
+
+    fn __dlpack_device__(&self) -> (c_int, c_int) {
+        self.device
+    }
+}

@@ -1,0 +1,264 @@
+//! `penstock.Options`: the core's options with Python's spellings, strict validation and environment overrides.
+
+use penstock::options::{Cache, Io, Options as Core};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::time::Duration;
+
+/// (spelling, value) of an option with a fixed set of values.
+type Spellings<T> = &'static [(&'static str, T)];
+
+const IO: Spellings<Io> = &[
+    ("auto", Io::Auto),
+    ("mapped", Io::Mapped),
+    ("buffered", Io::Buffered),
+    ("direct", Io::Direct),
+    ("uring", Io::Uring),
+    ("aio", Io::Aio),
+    ("threads", Io::Threads),
+];
+const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
+
+const NAMES: [&str; 10] =
+    ["io", "cache", "staging", "extent", "depth", "threads", "copy", "gap", "window", "stall_timeout"];
+
+/// How a load travels. Everything has a default that is right for nearly everybody.
+///
+/// Each option can be overridden for a whole process by the environment variable `PENSTOCK_` + its name in capitals,
+/// which an argument in code in turn overrides. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of
+/// 1024, KB, MB, GB powers of 1000).
+///
+/// - io: "auto" | "mapped" | "buffered" | "direct" | "uring" | "aio" | "threads". The last three are O_DIRECT through
+///   io_uring, Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
+/// - cache: "auto" | "keep" | "bypass": whether cold bytes stay in the page cache.
+/// - staging: most bytes of staging memory of this process (default 256 MiB).
+/// - extent: most bytes of one I/O, a multiple of 4096 (default 4 MiB).
+/// - depth: most reads in flight; 0 adapts.
+/// - threads: workers of the buffered and mapped routes; 0 adapts.
+/// - copy: on the CPU, True gives private copies, False insists on mapped files, None maps what is worth mapping.
+/// - gap: unwanted bytes between two wanted runs that are read rather than skipped (default 16 KiB).
+/// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
+/// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
+///
+/// Raises ValueError for unknown options and impossible values, and lists the possible ones.
+#[pyclass(frozen, module = "penstock", eq, from_py_object)]
+#[derive(Clone, PartialEq)]
+pub(crate) struct Options(pub(crate) Core);
+
+#[pymethods]
+impl Options {
+    #[new]
+    #[pyo3(signature = (**values))]
+    fn new(values: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let mut options = Core::default();
+        for name in NAMES {
+            let variable = format!("PENSTOCK_{}", name.to_uppercase());
+            if let Ok(text) = std::env::var(&variable) {
+                set_text(&mut options, name, &text)
+                    .map_err(|why| PyValueError::new_err(format!("{variable}={text:?}: {why}")))?;
+            }
+        }
+        for (name, value) in values.into_iter().flatten() {
+            let name: String = name.extract()?;
+            if !NAMES.contains(&name.as_str()) {
+                return Err(PyValueError::new_err(format!(
+                    "there is no option {name:?}; the options are {}",
+                    NAMES.join(", ")
+                )));
+            }
+            if !(value.is_none() && name != "copy") {
+                set(&mut options, &name, &value)?;
+            }
+        }
+        if options.extent < 4096 || options.extent % 4096 != 0 || options.extent > 1 << 30 {
+            return Err(PyValueError::new_err(format!(
+                "extent={}: must be a multiple of 4096 bytes, from 4096 to 1 GiB",
+                options.extent
+            )));
+        }
+        if options.staging < 2 * options.extent {
+            return Err(PyValueError::new_err(format!(
+                "staging={}: must hold at least two extents of {} bytes",
+                options.staging, options.extent
+            )));
+        }
+        Ok(Self(options))
+    }
+
+    #[getter]
+    fn io(&self) -> &'static str {
+        spelling(IO, self.0.io)
+    }
+
+    #[getter]
+    fn cache(&self) -> &'static str {
+        spelling(CACHE, self.0.cache)
+    }
+
+    #[getter]
+    fn staging(&self) -> u64 {
+        self.0.staging
+    }
+
+    #[getter]
+    fn extent(&self) -> u64 {
+        self.0.extent
+    }
+
+    #[getter]
+    fn depth(&self) -> u32 {
+        self.0.depth
+    }
+
+    #[getter]
+    fn threads(&self) -> u32 {
+        self.0.threads
+    }
+
+    #[getter]
+    fn copy(&self) -> Option<bool> {
+        self.0.copy
+    }
+
+    #[getter]
+    fn gap(&self) -> u64 {
+        self.0.gap
+    }
+
+    #[getter]
+    fn window(&self) -> u64 {
+        self.0.window
+    }
+
+    #[getter]
+    fn stall_timeout(&self) -> f64 {
+        self.0.stall_timeout.as_secs_f64()
+    }
+
+    /// Names of all options.
+    #[staticmethod]
+    fn names() -> Vec<&'static str> {
+        NAMES.to_vec()
+    }
+
+    fn __repr__(&self) -> String {
+        let copy = match self.0.copy {
+            None => "None",
+            Some(true) => "True",
+            Some(false) => "False",
+        };
+        format!(
+            "Options(io={:?}, cache={:?}, staging={}, extent={}, depth={}, threads={}, copy={copy}, gap={}, window={}, \
+             stall_timeout={})",
+            self.io(),
+            self.cache(),
+            self.0.staging,
+            self.0.extent,
+            self.0.depth,
+            self.0.threads,
+            self.0.gap,
+            self.0.window,
+            self.stall_timeout(),
+        )
+    }
+}
+
+fn spelling<T: PartialEq + Copy>(spellings: Spellings<T>, value: T) -> &'static str {
+    spellings.iter().find(|s| s.1 == value).map_or("?", |s| s.0)
+}
+
+fn parse<T: Copy>(spellings: Spellings<T>, text: &str) -> Result<T, String> {
+    spellings.iter().find(|s| s.0 == text).map(|s| s.1).ok_or_else(|| {
+        let known: Vec<_> = spellings.iter().map(|s| format!("{:?}", s.0)).collect();
+        format!("must be one of {}", known.join(", "))
+    })
+}
+
+/// Bytes from "64MiB", "1.5 GB" or "4096".
+fn size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor: f64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kib" | "k" => 1024.0,
+        "mib" | "m" => 1048576.0,
+        "gib" | "g" => 1073741824.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        _ => return Err("must be bytes, or a number with B, KB, MB, GB, KiB, MiB or GiB".into()),
+    };
+    let number: f64 = number.parse().map_err(|_| "must be bytes, or a size such as \"256MiB\"".to_owned())?;
+    let bytes = number * factor;
+    if bytes > 9e18 {
+        return Err("is more than there is".into());
+    }
+    Ok(bytes as u64)
+}
+
+fn seconds(value: f64) -> Result<Duration, String> {
+    if value.is_finite() && value > 0.0 && value < 1e9 {
+        Ok(Duration::from_secs_f64(value))
+    } else {
+        Err("must be a positive number of seconds".into())
+    }
+}
+
+fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
+    let whole = || text.trim().parse::<u32>().map_err(|_| "must be a whole number, 0 or more".to_owned());
+    match name {
+        "io" => o.io = parse(IO, text)?,
+        "cache" => o.cache = parse(CACHE, text)?,
+        "staging" => o.staging = size(text)?,
+        "extent" => o.extent = size(text)?,
+        "depth" => o.depth = whole()?,
+        "threads" => o.threads = whole()?,
+        "gap" => o.gap = size(text)?,
+        "window" => o.window = size(text)?,
+        "stall_timeout" => {
+            o.stall_timeout = seconds(text.trim().parse().map_err(|_| "must be a number of seconds".to_owned())?)?;
+        }
+        "copy" => {
+            o.copy = match text.trim().to_ascii_lowercase().as_str() {
+                "1" | "true" | "yes" => Some(true),
+                "0" | "false" | "no" => Some(false),
+                "" | "none" | "auto" => None,
+                _ => return Err("must be true, false or none".into()),
+            }
+        }
+        _ => return Err("is no option".into()),
+    }
+    Ok(())
+}
+
+fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    let refuse = |why: String| PyValueError::new_err(format!("{name}={}: {why}", repr(value)));
+    let wrong = |what: &str| PyTypeError::new_err(format!("{name} must be {what}, not {}", repr(value)));
+    match name {
+        "copy" => o.copy = value.extract::<Option<bool>>().map_err(|_| wrong("True, False or None"))?,
+        "io" | "cache" => {
+            let text: String = value.extract().map_err(|_| wrong("a string"))?;
+            set_text(o, name, &text).map_err(refuse)?;
+        }
+        "stall_timeout" => {
+            let number: f64 = value.extract().map_err(|_| wrong("a number of seconds"))?;
+            o.stall_timeout = seconds(number).map_err(refuse)?;
+        }
+        _ => {
+            let text = match (value.extract::<i128>(), value.extract::<String>()) {
+                (Ok(number), _) if number < 0 => return Err(refuse("must not be negative".into())),
+                (Ok(number), _) => number.to_string(),
+                (_, Ok(text)) => text,
+                _ => return Err(wrong("a whole number or a size such as \"256MiB\"")),
+            };
+            set_text(o, name, &text).map_err(refuse)?;
+        }
+    }
+    Ok(())
+}
+
+fn repr(value: &Bound<'_, PyAny>) -> String {
+    value.repr().map_or_else(|_| "?".into(), |r| r.to_string())
+}
