@@ -1,6 +1,7 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
-use crate::device::gpu::GpuMemory;
+use crate::device::gpu::{GpuMemory, SharedContext};
+use crate::device::api::Api;
 use crate::device::{Batch, Copied, Copy, Device, Fence};
 use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
@@ -8,6 +9,7 @@ use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
 use crate::load::{Keep, Message, Shared};
 use crate::memory::Block;
+use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
 use crate::source::file::Files;
 use crate::source::router::Router;
@@ -35,8 +37,8 @@ pub(crate) struct Driver {
     pub(crate) device: Option<Box<dyn Device>>,
     pub(crate) ring: Share,
     pub(crate) blocks: Vec<Option<Block>>,
-    /// The GPU on which blocks are allocated here, if they are.
-    pub(crate) gpu: Option<u32>,
+    /// Where GPU blocks are allocated here, if they are.
+    pub(crate) gpu: Option<GpuBlocks>,
     pub(crate) stream: bool,
     pub(crate) stall: Duration,
     /// A read that the source had no room for.
@@ -53,6 +55,25 @@ impl Slabs for Share {
         // Quiet first, then look: a slab that becomes free after the look rings again.
         self.quiet();
         Ok(self.try_acquire()?.map(Arc::new))
+    }
+}
+
+/// Blocks of our own on a GPU. The context is retained by the engine thread, when the first block is wanted: creating one
+/// takes 0.1 s and more, which the first reads overlap.
+pub(crate) struct GpuBlocks {
+    pub(crate) api: Arc<Api>,
+    pub(crate) ordinal: u32,
+    pub(crate) context: Option<Arc<SharedContext>>,
+}
+
+impl GpuBlocks {
+    fn allocate(&mut self, nbytes: u64) -> Result<Block> {
+        let context = match &mut self.context {
+            Some(context) => context,
+            none => none.insert(SharedContext::retain(&self.api, self.ordinal)?),
+        };
+        let memory = GpuMemory::new(context, nbytes)?;
+        Ok(Block::held(memory.address(), Arc::new(memory)))
     }
 }
 
@@ -184,16 +205,15 @@ impl Driver {
 
     /// Allocates GPU blocks where they are ours. True if there are more to allocate at once.
     fn allocate_blocks(&mut self) -> bool {
-        let Some(ordinal) = self.gpu else { return false };
+        let Some(gpu) = &mut self.gpu else { return false };
         if self.engine.failed() {
             return false;
         }
         let mut wanted = Vec::new();
         self.engine.wanted_blocks(&mut wanted);
         for &block in wanted.iter().take(ALLOCATIONS_PER_ROUND) {
-            match GpuMemory::new(ordinal, self.layout.blocks[block as usize].nbytes) {
-                Ok(memory) => {
-                    let granted = Block::held(memory.address(), Arc::new(memory));
+            match gpu.allocate(self.layout.blocks[block as usize].nbytes) {
+                Ok(granted) => {
                     self.shared.lock().blocks[block as usize] = Some(granted.clone());
                     self.blocks[block as usize] = Some(granted);
                     self.engine.grant(block);
@@ -311,6 +331,7 @@ impl Driver {
                 from: unsafe { from.add(p.from as usize) },
                 to: self.block(p.block)?.address() + p.to,
                 block: p.block,
+                pad: self.pad(p),
                 len: p.len,
                 rows: p.rows,
                 from_stride: p.from_stride,
@@ -319,6 +340,18 @@ impl Driver {
         }
         let keep = self.keep_blocks(pieces, Some(slab.clone()))?;
         Ok(Batch { ticket: Ticket(u64::from(extent)), slab: (from, slab.len()), copies, keep })
+    }
+
+    /// Bytes behind a piece that may be overwritten: where it ends a tensor in a dense block on a GPU, those up to the next
+    /// possible tensor start.
+    fn pad(&self, p: &Piece) -> u32 {
+        let place = self.layout.places[p.want as usize];
+        let block = self.layout.blocks[p.block as usize];
+        let end = p.to + p.len;
+        if block.kind != BlockKind::Dense || p.rows != 1 || end != place.offset + place.nbytes {
+            return 0;
+        }
+        (end.next_multiple_of(GPU_ALIGN).min(block.nbytes) - end) as u32
     }
 
     /// Keeps the memory of all blocks that `pieces` touch, and the slab.

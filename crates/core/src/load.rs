@@ -3,10 +3,11 @@
 //! The engine thread owns sources, device and state machine and sleeps in one `poll`; callers talk to it through an inbox
 //! and a condition variable. It never runs foreign code and never waits for a caller.
 
+use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::drive::{process_cpu, Driver};
+use crate::drive::{process_cpu, Driver, GpuBlocks};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
@@ -165,7 +166,7 @@ impl Load {
         let target: Option<Box<dyn Device>> = match device {
             Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
             Where::Cpu => None,
-            Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(ordinal)?)),
+            Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
         };
         let window = stream.then_some(options.window);
         let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options), window);
@@ -197,7 +198,7 @@ impl Load {
             ring: Ring::process().join(options.extent, options.staging)?,
             blocks,
             gpu: match (device, our_blocks) {
-                (Where::Gpu(ordinal), true) => Some(ordinal),
+                (Where::Gpu(ordinal), true) => Some(GpuBlocks { api: Api::load()?, ordinal, context: None }),
                 _ => None,
             },
             stream,

@@ -10,7 +10,7 @@ pub mod gpu;
 mod join;
 
 use crate::error::{Error, Result};
-use crate::source::Ticket;
+use crate::source::{Fallback, Ticket};
 use std::any::Any;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -84,4 +84,9 @@ pub trait Device: Send {
 
     /// Batches queued and not yet polled.
     fn in_flight(&self) -> usize;
+
+    /// What was refused so far, and what took its place.
+    fn fallbacks(&self) -> Vec<Fallback> {
+        Vec::new()
+    }
 }
