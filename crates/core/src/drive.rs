@@ -1,7 +1,7 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
-use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::api::Api;
+use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Copy, Device, Fence};
 use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
@@ -11,8 +11,7 @@ use crate::load::{Keep, Message, Shared};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
-use crate::source::file::Files;
-use crate::source::router::Router;
+use crate::source::Files;
 use crate::source::{Destination, Done, Read, Source, Ticket};
 use crate::staging::{Lease, Share};
 use crate::stats::Report;
@@ -33,7 +32,7 @@ pub(crate) struct Driver {
     pub(crate) schedule: Arc<Schedule>,
     pub(crate) layout: Arc<Layout>,
     pub(crate) engine: Engine<Arc<Lease>>,
-    pub(crate) source: Router,
+    pub(crate) source: Box<dyn Source>,
     pub(crate) device: Option<Box<dyn Device>>,
     pub(crate) ring: Share,
     pub(crate) blocks: Vec<Option<Block>>,
@@ -114,7 +113,7 @@ impl Driver {
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
-        report.fallbacks = self.source.fallbacks();
+        report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
         }
@@ -123,8 +122,7 @@ impl Driver {
         state.report = report.clone();
         state.arrived = self.engine.bytes_arrived();
         if outcome.is_err() {
-            state.touched =
-                self.engine.touched().iter().enumerate().filter(|t| *t.1).map(|t| t.0 as u32).collect();
+            state.touched = self.engine.touched().iter().enumerate().filter(|t| *t.1).map(|t| t.0 as u32).collect();
         }
         outcome
     }
@@ -410,12 +408,8 @@ impl Driver {
         let waits_for = self.engine.waits_for();
         let ours = matches!(waits_for, Wait::Source | Wait::Device | Wait::Slabs);
         let deadline = clock.drain_until.or_else(|| ours.then(|| clock.moved + self.stall));
-        let fds = [
-            self.shared.inbox.fd(),
-            self.source.wake(),
-            self.device.as_ref().map_or(-1, |d| d.wake()),
-            self.ring.fd(),
-        ];
+        let fds =
+            [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), self.ring.fd()];
         let before = Instant::now();
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
         let now = Instant::now();

@@ -18,8 +18,8 @@ use crate::options::{Options, PAGE};
 use crate::placement::Want;
 use crate::policy::Plan;
 use crate::schedule::Landing;
-use crate::source::file::Files;
-use crate::source::router::Router;
+use crate::source::Files;
+use crate::source::Router;
 use crate::staging::Ring;
 use crate::stats::Report;
 use crate::wake::Wake;
@@ -178,11 +178,7 @@ impl Load {
         report.plan_seconds = started.elapsed().as_secs_f64();
 
         let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                blocks: blocks.clone(),
-                viewed: vec![false; wants.len()],
-                ..State::default()
-            }),
+            state: Mutex::new(State { blocks: blocks.clone(), viewed: vec![false; wants.len()], ..State::default() }),
             changed: Condvar::new(),
             inbox: Wake::new()?,
         });
@@ -193,7 +189,7 @@ impl Load {
             schedule,
             layout: layout.clone(),
             engine,
-            source,
+            source: Box::new(source),
             device: target,
             ring: Ring::process().join(options.extent, options.staging)?,
             blocks,
@@ -213,7 +209,15 @@ impl Load {
             .name("penstock-engine".into())
             .spawn(move || driver.run())
             .map_err(|e| Error::io("start the engine thread", &e))?;
-        Ok(Load { checkpoint, wants, layout, shared, thread: Mutex::new(Some(thread)), nbytes, pid: std::process::id() })
+        Ok(Load {
+            checkpoint,
+            wants,
+            layout,
+            shared,
+            thread: Mutex::new(Some(thread)),
+            nbytes,
+            pid: std::process::id(),
+        })
     }
 
     /// The checkpoint.
@@ -407,15 +411,28 @@ impl Drop for Load {
 
 fn depth(options: &Options) -> usize {
     // 16 reads of 4 MiB saturate what one ring reaches (Mooncake measured 45 GiB/s at 32 of 1 MiB).
-    if options.depth > 0 { options.depth as usize } else { 16 }
+    if options.depth > 0 {
+        options.depth as usize
+    } else {
+        16
+    }
 }
 
 fn workers(options: &Options) -> usize {
-    if options.threads > 0 { options.threads as usize } else { machine::cores().min(16) }
+    if options.threads > 0 {
+        options.threads as usize
+    } else {
+        machine::cores().min(16)
+    }
 }
 
 /// The memory of all blocks that are ours or the caller's from the start, and the fence of the latter.
-fn allocate(layout: &Layout, files: &Files, memory: Memory, device: Where) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
+fn allocate(
+    layout: &Layout,
+    files: &Files,
+    memory: Memory,
+    device: Where,
+) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
     let (tensors, fence) = match memory {
         Memory::Ours => (None, None),
         Memory::Granted if device == Where::Cpu => {
@@ -464,7 +481,7 @@ fn allocate(layout: &Layout, files: &Files, memory: Memory, device: Where) -> Re
         blocks.push(Some(match block.kind {
             BlockKind::Mapped { file } => {
                 let fd = files.open(file, false)?;
-                Block::mapping(Arc::new(Mapping::new(&fd, files.size(file)).map_err(|e| e.at(files.path(file)))?))
+                Block::mapping(Arc::new(Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?))
             }
             BlockKind::Foreign { want } => match &tensors {
                 Some((tensors, keep)) => Block::held(tensors[want as usize].0, keep.clone()),
@@ -479,4 +496,3 @@ fn allocate(layout: &Layout, files: &Files, memory: Memory, device: Where) -> Re
     }
     Ok((blocks, fence))
 }
-

@@ -8,9 +8,9 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::{HUGE_PAGE, PAGE};
 use std::any::Any;
-use std::fs::File;
+
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -30,7 +30,10 @@ impl Anonymous {
     /// `len` bytes (rounded up to pages) of zeroed memory that is not yet resident; huge pages are asked for.
     pub(crate) fn new(len: u64) -> Result<Self> {
         let refused = |e: &io::Error| {
-            Error::new(ErrorKind::OutOfMemory, format!("cannot map {len} bytes of memory: {e}; free memory or raise the limit"))
+            Error::new(
+                ErrorKind::OutOfMemory,
+                format!("cannot map {len} bytes of memory: {e}; free memory or raise the limit"),
+            )
         };
         let wanted = usize::try_from(len.next_multiple_of(PAGE).max(PAGE))
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, format!("{len} bytes do not fit the address space")))?;
@@ -107,7 +110,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes of `file` from its start.
-    pub(crate) fn new(file: &File, len: u64) -> Result<Self> {
+    pub(crate) fn new(file: impl AsFd, len: u64) -> Result<Self> {
         let size = usize::try_from(len)
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, format!("{len} bytes do not fit the address space")))?
             .max(1);
@@ -119,7 +122,7 @@ impl Mapping {
                 size,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_NORESERVE,
-                file.as_raw_fd(),
+                file.as_fd().as_raw_fd(),
                 0,
             )
         };
@@ -148,8 +151,7 @@ impl Arena {
     /// Memory of `len` bytes in which `places` (offset, bytes) will live; each is given back once, by [`Arena::vacate`].
     pub(crate) fn new(len: u64, places: impl Iterator<Item = (u64, u64)>) -> Result<Self> {
         let memory = Anonymous::new(len)?;
-        let tenants: Vec<_> =
-            (0..memory.len().div_ceil(HUGE_PAGE as usize)).map(|_| AtomicU32::new(0)).collect();
+        let tenants: Vec<_> = (0..memory.len().div_ceil(HUGE_PAGE as usize)).map(|_| AtomicU32::new(0)).collect();
         for (offset, nbytes) in places {
             for page in Self::pages(offset, nbytes) {
                 tenants[page].fetch_add(1, Ordering::Relaxed);

@@ -8,7 +8,7 @@ use crate::machine;
 use crate::options::{Cache, Io, Options, PAGE};
 use crate::placement::Want;
 use crate::schedule::{FileTraits, Limits, Route, Schedule};
-use crate::source::file::{Files, FsKind};
+use crate::source::{Files, FsKind};
 use crate::stats::Report;
 
 /// What is to be read, where to, and why that way.
@@ -120,7 +120,9 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
     let refuse = |text: &str| Err(Error::new(ErrorKind::Invalid, text));
     let own_cpu = device == Where::Cpu && matches!(memory, Memory::Ours);
     if options.io == Io::Mapped && !own_cpu {
-        return refuse("io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors");
+        return refuse(
+            "io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors",
+        );
     }
     if options.io == Io::Mapped && options.copy == Some(true) {
         return refuse("io=\"mapped\" and copy=True contradict each other");
@@ -129,7 +131,9 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
         return refuse("copy=False asks for mapped files, but the io chosen reads into private memory");
     }
     if options.copy == Some(false) && own_cpu && options.cache == Cache::Bypass {
-        return refuse("copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it");
+        return refuse(
+            "copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it",
+        );
     }
     if options.extent < PAGE || options.extent % PAGE != 0 {
         return refuse("extent must be a multiple of 4096 bytes and at least that");
@@ -139,4 +143,3 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
     }
     Ok(())
 }
-

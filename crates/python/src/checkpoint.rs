@@ -2,7 +2,7 @@
 
 use crate::errors::{detached, raise};
 use penstock::format::Checkpoint as Core;
-use penstock::source::file::Files;
+use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};

@@ -74,11 +74,9 @@ impl Load {
             _ => return Err(PyValueError::new_err(format!("order={order:?}: must be \"file\" or \"layer\""))),
         };
         let memory = match into {
-            Some(tensors) => Memory::Into {
-                tensors,
-                keep: Arc::new(keep.map(Kept)),
-                fence: (fence != 0).then_some(Fence(fence)),
-            },
+            Some(tensors) => {
+                Memory::Into { tensors, keep: Arc::new(keep.map(Kept)), fence: (fence != 0).then_some(Fence(fence)) }
+            }
             None if caller_blocks => Memory::Granted,
             None => Memory::Ours,
         };
@@ -219,7 +217,9 @@ impl Load {
 /// The device that `text` names, for the core and for DLPack.
 fn target(text: &str) -> PyResult<(Where, (c_int, c_int))> {
     let unknown = || {
-        PyValueError::new_err(format!("device={text:?}: must be \"cpu\", \"cuda:N\" or \"rocm:N\" with N counted from 0"))
+        PyValueError::new_err(format!(
+            "device={text:?}: must be \"cpu\", \"cuda:N\" or \"rocm:N\" with N counted from 0"
+        ))
     };
     if text == "cpu" {
         return Ok((Where::Cpu, (CPU, 0)));

@@ -1,10 +1,12 @@
 //! What the machine, a file and the GPUs offer: for the command line.
 
 use crate::errors::detached;
-use penstock::source::file;
+use penstock::device::api::{Api, Attribute};
+use penstock::source as file;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// (resident bytes, size in bytes, number of probes) of one file in the page cache.
 #[pyfunction]
@@ -33,6 +35,11 @@ pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize) -> PyResult<u6
 #[pyfunction]
 pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
     let facts = detached(py, || file::facts_at(&path))?;
+    // Both interfaces are really set up: only that tells whether a sandbox refuses them.
+    let (uring, aio) = detached(py, || {
+        let none = Arc::new(file::Files::new(&[]));
+        Ok((file::Uring::new(none.clone(), 4).map(drop), file::Aio::new(none, 4).map(drop)))
+    })?;
     let d = PyDict::new(py);
     d.set_item("fs", facts.fs)?;
     d.set_item("kind", format!("{:?}", facts.kind).to_lowercase())?;
@@ -43,8 +50,8 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>
     d.set_item("memory_available", penstock::machine::memory_available())?;
     d.set_item("cgroup_memory_limit", penstock::machine::cgroup_memory_limit())?;
     let refusal = |r: penstock::Result<()>| r.err().map(|e| e.to_string());
-    d.set_item("io_uring", refusal(py.detach(penstock::source::uring::probe)))?;
-    d.set_item("libaio", refusal(py.detach(penstock::source::aio::probe)))?;
+    d.set_item("io_uring", refusal(uring))?;
+    d.set_item("libaio", refusal(aio))?;
     Ok(d)
 }
 
@@ -52,18 +59,54 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>
 #[pyfunction]
 pub(crate) fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let d = PyDict::new(py);
-    match py.detach(penstock::device::gpu::list) {
-        Ok((library, version, found)) => {
-            d.set_item("library", library)?;
-            d.set_item("driver_version", version)?;
-            d.set_item("gpus", found)?;
-            d.set_item("reason", py.None())?;
-        }
+    let mut found = Vec::new();
+    let mut reason = None;
+    match py.detach(Api::load) {
         Err(e) => {
             d.set_item("library", py.None())?;
-            d.set_item("gpus", Vec::<String>::new())?;
-            d.set_item("reason", e.to_string())?;
+            reason = Some(e);
+        }
+        Ok(api) => {
+            d.set_item("library", api.library())?;
+            d.set_item("vendor", format!("{:?}", api.vendor()).to_lowercase())?;
+            match py.detach(|| list(&api)) {
+                Err(e) => reason = Some(e),
+                Ok((version, gpus)) => {
+                    d.set_item("driver_version", version)?;
+                    for gpu in gpus {
+                        let one = PyDict::new(py);
+                        one.set_item("name", gpu.name)?;
+                        one.set_item("pci", gpu.pci)?;
+                        one.set_item("integrated", gpu.integrated)?;
+                        one.set_item("copy_engines", gpu.copy_engines)?;
+                        found.push(one);
+                    }
+                }
+            }
         }
     }
+    d.set_item("gpus", found)?;
+    d.set_item("reason", reason.map(|e| e.to_string()))?;
     Ok(d)
+}
+
+struct Gpu {
+    name: String,
+    pci: String,
+    integrated: bool,
+    copy_engines: i32,
+}
+
+/// Driver version and GPUs; creates no context.
+fn list(api: &Api) -> penstock::Result<(i32, Vec<Gpu>)> {
+    api.init()?;
+    let gpus = (0..api.device_count()?).map(|n| {
+        Ok(Gpu {
+            name: api.device_name(n)?,
+            pci: api.pci_bus_id(n)?,
+            integrated: api.attribute(n, Attribute::Integrated)? != 0,
+            copy_engines: api.attribute(n, Attribute::CopyEngines)?,
+        })
+    });
+    Ok((api.driver_version()?, gpus.collect::<penstock::Result<_>>()?))
 }

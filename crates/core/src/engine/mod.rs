@@ -242,11 +242,10 @@ impl<S> Engine<S> {
         self.first_in_flight -= 1;
         let e = &self.schedule.extents[i];
         let result = match result {
-            Ok(n) if n < e.need && !mutated!(self, AcceptShortRead) => Err(Error::new(
-                ErrorKind::Truncated,
-                format!("the read brought {n} of {} bytes and no error", e.need),
-            )
-            .range(e.offset..e.offset + e.need)),
+            Ok(n) if n < e.need && !mutated!(self, AcceptShortRead) => {
+                Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {} bytes and no error", e.need))
+                    .range(e.offset..e.offset + e.need))
+            }
             other => other,
         };
         match result {
@@ -356,11 +355,7 @@ impl<S> Engine<S> {
 
     /// Extents in flight, oldest first: for the text of a stall error.
     pub(crate) fn in_flight(&self) -> impl Iterator<Item = u32> + '_ {
-        self.stages
-            .iter()
-            .enumerate()
-            .filter(|(_, s)| matches!(s, Stage::First | Stage::Second))
-            .map(|(i, _)| i as u32)
+        self.stages.iter().enumerate().filter(|(_, s)| matches!(s, Stage::First | Stage::Second)).map(|(i, _)| i as u32)
     }
 
     /// How the load ended; `None` while it goes on or something is still in flight.

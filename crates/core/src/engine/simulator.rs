@@ -197,7 +197,11 @@ impl World {
                 hold!(!self.started[extent as usize], "extent {extent} started twice");
                 self.started[extent as usize] = true;
                 for p in self.pieces(extent) {
-                    hold!(self.granted[p.block as usize], "extent {extent} started before block {} was granted", p.block);
+                    hold!(
+                        self.granted[p.block as usize],
+                        "extent {extent} started before block {} was granted",
+                        p.block
+                    );
                 }
                 let next = self.layout.order.get(self.handed.len()).copied();
                 let urgent = next.is_some_and(|n| self.pieces(extent).iter().any(|p| p.want == n));
@@ -396,10 +400,7 @@ impl World {
 
     /// Whether every extent has been started and nothing is in flight.
     fn complete(&self) -> bool {
-        self.wronged.is_none()
-            && self.started.iter().all(|&s| s)
-            && self.first.is_empty()
-            && self.second.is_empty()
+        self.wronged.is_none() && self.started.iter().all(|&s| s) && self.first.is_empty() && self.second.is_empty()
     }
 
     fn hand_out(&mut self) -> Check {
@@ -445,13 +446,21 @@ impl World {
                     let before = self.handed.len();
                     self.hand_out_held = false;
                     self.hand_out()?;
-                    hold!(self.handed.len() > before, "ended without handing out {} wants", self.layout.order.len() - before);
+                    hold!(
+                        self.handed.len() > before,
+                        "ended without handing out {} wants",
+                        self.layout.order.len() - before
+                    );
                 }
                 for want in 0..self.layout.places.len() as u32 {
                     self.check_bytes(want)?;
                 }
                 let wanted: u64 = self.schedule.extents.iter().map(|e| e.wanted).sum();
-                hold!(self.engine.bytes_arrived() == wanted, "{} bytes counted, {wanted} wanted", self.engine.bytes_arrived());
+                hold!(
+                    self.engine.bytes_arrived() == wanted,
+                    "{} bytes counted, {wanted} wanted",
+                    self.engine.bytes_arrived()
+                );
             }
             Err(error) => {
                 let kind = error.kind();
