@@ -271,6 +271,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("engine_cpu_seconds", r.engine_cpu_seconds)?;
     d.set_item("nbytes", r.nbytes)?;
     d.set_item("tensors", r.tensors)?;
+    d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
     let routes = PyDict::new(py);
     for (name, totals) in ["mapped", "buffered", "direct"].into_iter().zip(&r.routes) {
         let route = PyDict::new(py);

@@ -294,14 +294,6 @@ impl GpuDevice {
         Ok(Self { shared, orders: Some(orders), thread: Some(thread), in_flight: 0, patience, pid: std::process::id() })
     }
 
-    /// What was refused so far and what took its place.
-    pub fn fallbacks(&self) -> Vec<Fallback> {
-        match self.same_process() {
-            Ok(()) => self.shared.lock().fallbacks.clone(),
-            Err(_) => Vec::new(),
-        }
-    }
-
     fn same_process(&self) -> Result<()> {
         if self.pid == std::process::id() {
             return Ok(());
@@ -320,6 +312,13 @@ impl GpuDevice {
 }
 
 impl Device for GpuDevice {
+    fn fallbacks(&self) -> Vec<Fallback> {
+        match self.same_process() {
+            Ok(()) => self.shared.lock().fallbacks.clone(),
+            Err(_) => Vec::new(),
+        }
+    }
+
     fn wait_for(&mut self, fence: Fence) -> Result<()> {
         self.same_process()?;
         self.order(Order::Wait(fence))

@@ -178,16 +178,6 @@ impl<S> Engine<S> {
         self.granted[block as usize] = true;
     }
 
-    /// Whether block number `block` has been granted.
-    pub(crate) fn is_granted(&self, block: u32) -> bool {
-        self.granted[block as usize]
-    }
-
-    /// Most first legs in flight from now on.
-    pub(crate) fn set_depth(&mut self, depth: usize) {
-        self.depth = depth.max(1);
-    }
-
     /// The next action, or `None` until something finishes or is granted. Second legs come first: they free slabs.
     pub(crate) fn next(&mut self, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         self.starved_of_slabs = false;
