@@ -18,7 +18,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,11 @@ def penstock(**options: Any) -> Callable[[Path, State], State]:
         import penstock
 
         chosen = penstock.Options(**options) if options else None
+        begun = time.perf_counter()
         checkpoint = penstock.open(folder)
+        noted["open_s"] = time.perf_counter() - begun
         state: State = checkpoint.load(device="cpu", progress=False, options=chosen)
-        report.append(checkpoint.last_report)
+        noted["report"] = plain(checkpoint.last_report)
         return state
 
     return load
@@ -70,12 +72,17 @@ def penstock(**options: Any) -> Callable[[Path, State], State]:
 def penstock_load_into(folder: Path, parameters: State) -> State:
     import penstock
 
-    report.append(penstock.open(folder).load_into(parameters))
+    noted["report"] = plain(penstock.open(folder).load_into(parameters, progress=False))
     return parameters
 
 
-#: What penstock reports of its load, for the JSON.
-report: list[Any] = []
+#: What a contestant tells of its load besides, for the JSON: penstock's report and its seconds for opening.
+noted: dict[str, Any] = {}
+
+
+def plain(value: Any) -> Any:
+    """A report as JSON can hold it."""
+    return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
@@ -228,14 +235,6 @@ def touched_parameters(folder: Path) -> State:
     return {entry.name: torch.zeros(entry.shape, dtype=getattr(torch, TORCH_DTYPES[entry.dtype])) for entry in entries}
 
 
-def plain(value: Any) -> Any:
-    """A report as JSON can hold it."""
-    for method in ("as_dict", "to_dict", "_asdict"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    return value if isinstance(value, dict) else repr(value)
-
-
 def run_once(contestant: Contestant, scenario: str, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     import torch
@@ -266,9 +265,7 @@ def run_once(contestant: Contestant, scenario: str, folder: Path) -> dict[str, A
     }
     result |= touch(state)
     result |= verify(state, folder)
-    if report:
-        result["report"] = plain(report[-1])
-    return result
+    return result | noted
 
 
 def main() -> None:
