@@ -179,31 +179,6 @@ impl Read {
     }
 }
 
-/// An eventfd that does not block.
-fn eventfd() -> Result<OwnedFd> {
-    // SAFETY: a plain system call.
-    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-    if fd < 0 {
-        return Err(Error::io("create an eventfd", &io::Error::last_os_error()));
-    }
-    // SAFETY: the descriptor is new and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Makes an eventfd readable.
-fn raise(eventfd: &OwnedFd) {
-    let one = 1u64;
-    // SAFETY: eight bytes are written from `one`. EAGAIN means that it is readable already.
-    unsafe { libc::write(eventfd.as_raw_fd(), (&raw const one).cast(), 8) };
-}
-
-/// Makes an eventfd unreadable again.
-fn lower(eventfd: &OwnedFd) {
-    let mut count = 0u64;
-    // SAFETY: eight bytes are read into `count`. EAGAIN means that it was not readable.
-    unsafe { libc::read(eventfd.as_raw_fd(), (&raw mut count).cast(), 8) };
-}
-
 /// An empty epoll set: readable while any descriptor in it is.
 fn epoll() -> Result<OwnedFd> {
     // SAFETY: a plain system call.

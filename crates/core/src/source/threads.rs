@@ -5,12 +5,13 @@
 //! gone cannot be interrupted) is left behind with its read, which keeps the memory that the kernel may still write to.
 
 use super::file::{lock, page_size, read_fully, Files};
-use super::{eventfd, lower, raise, Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
+use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -41,7 +42,7 @@ struct Shared {
     work: Condvar,
     /// A read has finished or a thread has ended.
     finished: Condvar,
-    wake: OwnedFd,
+    wake: Wake,
     /// RWF_DONTCACHE was refused once.
     no_uncached: AtomicBool,
     /// MADV_POPULATE_READ was refused once.
@@ -92,7 +93,7 @@ impl Threads {
             state: Mutex::default(),
             work: Condvar::new(),
             finished: Condvar::new(),
-            wake: eventfd()?,
+            wake: Wake::new()?,
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
         };
@@ -148,7 +149,7 @@ impl Threads {
     pub(super) fn drain(&mut self, out: &mut Vec<Outcome>) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.raised) {
-            lower(&self.shared.wake);
+            self.shared.wake.quiet();
         }
         self.in_flight -= state.done.len();
         out.append(&mut state.done);
@@ -185,7 +186,7 @@ impl Source for Threads {
     }
 
     fn wake(&self) -> RawFd {
-        self.shared.wake.as_raw_fd()
+        self.shared.wake.fd()
     }
 
     fn in_flight(&self) -> usize {
@@ -236,7 +237,7 @@ impl Shared {
     fn finish(&self, state: &mut State, outcome: Outcome) {
         state.done.push(outcome);
         if !std::mem::replace(&mut state.raised, true) {
-            raise(&self.wake);
+            self.wake.ring();
         }
     }
 

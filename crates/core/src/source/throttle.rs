@@ -1,8 +1,9 @@
 //! A source made slower or made to fail, to see what the rest then does. For tests: no option leads here.
 
 use super::file::Files;
-use super::{epoll, eventfd, lower, raise, watch, Done, Fallback, Read, Source};
+use super::{epoll, watch, Done, Fallback, Read, Source};
 use crate::error::{Error, Result};
+use crate::wake::Wake;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,14 +43,14 @@ pub struct Throttle {
 #[derive(Debug)]
 pub struct Release {
     released: AtomicBool,
-    bell: OwnedFd,
+    bell: Wake,
 }
 
 impl Release {
     /// Every read that hangs comes back now, and none hangs from now on.
     pub fn release(&self) {
         self.released.store(true, Ordering::Release);
-        raise(&self.bell);
+        self.bell.ring();
     }
 }
 
@@ -63,9 +64,9 @@ impl Throttle {
         }
         // SAFETY: the descriptor is new and nobody else's.
         let timer = unsafe { OwnedFd::from_raw_fd(timer) };
-        let release = Arc::new(Release { released: AtomicBool::new(false), bell: eventfd()? });
+        let release = Arc::new(Release { released: AtomicBool::new(false), bell: Wake::new()? });
         let wake = epoll()?;
-        for fd in [inner.wake(), timer.as_raw_fd(), release.bell.as_raw_fd()] {
+        for fd in [inner.wake(), timer.as_raw_fd(), release.bell.fd()] {
             watch(&wake, fd)?;
         }
         Ok(Throttle {
@@ -150,7 +151,7 @@ impl Source for Throttle {
             }
         }
         if self.release.released.load(Ordering::Acquire) {
-            lower(&self.release.bell);
+            self.release.bell.quiet();
             self.how.hang = None;
             self.hung.clear();
             for d in std::mem::take(&mut self.hanging) {

@@ -7,9 +7,10 @@
 use super::file::Files;
 use super::flight::{Flight, Next};
 use super::threads::refuses_direct;
-use super::{eventfd, lower, raise, readable, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{readable, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
+use crate::wake::Wake;
 use io_uring::types::{CancelBuilder, Fd, Fixed};
 use io_uring::{opcode, squeue, IoUring};
 use std::collections::VecDeque;
@@ -48,7 +49,7 @@ pub struct Uring {
     fallbacks: Vec<Fallback>,
     /// Raised by the ring for completions (polling the ring itself does not see those that it defers: measured on 6.18),
     /// and by us for outcomes that need no kernel.
-    wake: OwnedFd,
+    wake: Wake,
     process: u32,
 }
 
@@ -78,7 +79,7 @@ impl Uring {
     /// The same in the first of `modes` that this kernel grants.
     pub fn with_modes(files: Arc<Files>, depth: usize, modes: &[RingMode]) -> Result<Uring> {
         let depth = depth.clamp(1, 4096);
-        let wake = eventfd()?;
+        let wake = Wake::new()?;
         let mut fallbacks = Vec::new();
         let mut refused = None;
         for &mode in modes {
@@ -105,7 +106,7 @@ impl Uring {
                     (None, Vec::new())
                 }
             };
-            if let Err(e) = ring.submitter().register_eventfd(wake.as_raw_fd()) {
+            if let Err(e) = ring.submitter().register_eventfd(wake.fd()) {
                 refused = Some(e);
                 continue;
             }
@@ -150,7 +151,7 @@ impl Uring {
 
     fn give(&mut self, outcome: Outcome) {
         self.over.push(outcome);
-        raise(&self.wake);
+        self.wake.ring();
     }
 
     /// Moves waiting reads to the kernel.
@@ -263,7 +264,7 @@ impl Uring {
     /// Collects completions and lowers `wake`.
     fn reap(&mut self) {
         loop {
-            let Some(ring) = &mut self.ring else { return lower(&self.wake) };
+            let Some(ring) = &mut self.ring else { return self.wake.quiet() };
             if self.mode != RingMode::Plain && self.enabled && ring.submission().taskrun() {
                 // SAFETY: no argument is passed. Only lets the kernel run what it has put off.
                 let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, GETEVENTS, None) };
@@ -276,7 +277,7 @@ impl Uring {
             let answers: Vec<(u64, i32)> = ring.completion().map(|c| (c.user_data(), c.result())).collect();
             // The ring raises it when it puts work off and again when that is done. What comes after this shows in the
             // ring before it raises it, so that looking once more makes sure that nothing waits without it.
-            lower(&self.wake);
+            self.wake.quiet();
             let more = ring.submission().taskrun() || !ring.completion().is_empty();
             for (slot, answer) in answers {
                 let Some((flight, _fd)) = self.flying.get_mut(slot as usize).and_then(Option::take) else { continue };
@@ -326,7 +327,7 @@ impl Uring {
             self.over.push(Outcome::Refused { read: flight.read, cause: again() });
         }
         self.pushed = 0;
-        raise(&self.wake);
+        self.wake.ring();
     }
 
     /// Closes the ring; true once the kernel has let go of everything that was submitted to it.
@@ -412,7 +413,7 @@ impl Source for Uring {
     }
 
     fn wake(&self) -> RawFd {
-        self.wake.as_raw_fd()
+        self.wake.fd()
     }
 
     fn in_flight(&self) -> usize {
@@ -451,7 +452,7 @@ impl Drop for Uring {
             if left.is_zero() {
                 break;
             }
-            readable(self.wake.as_raw_fd(), left);
+            readable(self.wake.fd(), left);
             self.reap();
             self.waiting.clear();
             self.over.clear();

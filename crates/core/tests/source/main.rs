@@ -7,3 +7,4 @@ mod conformance;
 mod fallbacks;
 mod files;
 mod sample;
+mod throttle;

@@ -6,7 +6,7 @@ use std::any::Any;
 use std::fs;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 pub(crate) const PAGE: u64 = 4096;
@@ -16,7 +16,7 @@ pub(crate) const SIZE: u64 = (6 << 20) + 1234;
 /// A file of bytes that nothing else looks like, and those bytes.
 pub(crate) struct Sample {
     pub(crate) path: PathBuf,
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: &'static [u8],
     _folder: tempfile::TempDir,
 }
 
@@ -28,11 +28,13 @@ impl Sample {
 
     pub(crate) fn within(folder: &Path) -> Sample {
         let folder = tempfile::tempdir_in(folder).unwrap();
-        let mut random = Random(0x9e37_79b9_7f4a_7c15);
-        let bytes: Vec<u8> = (0..SIZE).map(|_| random.next() as u8).collect();
+        static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
+        let bytes = BYTES.get_or_init(|| {
+            let mut random = Random(0x9e37_79b9_7f4a_7c15);
+            (0..SIZE).map(|_| random.next() as u8).collect()
+        });
         let path = folder.path().join("sample.safetensors");
-        fs::write(&path, &bytes).unwrap();
-        fs::File::open(&path).unwrap().sync_all().unwrap();
+        fs::write(&path, bytes).unwrap();
         Sample { path, bytes, _folder: folder }
     }
 
