@@ -1,0 +1,283 @@
+//! Known plans: exactly so many reads, exactly so many bytes.
+#![allow(clippy::unwrap_used)]
+
+use penstock::format::Checkpoint;
+use penstock::layout::{BlockKind, Layout, Target};
+use penstock::options::{Order, GPU_ALIGN, PAGE};
+use penstock::placement::{Runs, Want};
+use penstock::schedule::{FileTraits, Landing, Limits, Route, Schedule};
+use std::fmt::Write as _;
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+const LIMITS: Limits =
+    Limits { extent: 4 * MIB, gap: 16 << 10, cold: Route::Direct, warm: Route::Buffered, scatter: Some(4096) };
+
+/// A checkpoint of one file whose data section starts at `data_start`.
+fn checkpoint<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a str, Vec<u64>)>, data_start: usize) -> Checkpoint {
+    let (mut json, mut at) = (String::from("{"), 0);
+    for (name, dtype, shape) in tensors {
+        let size = match dtype {
+            "F32" => 4,
+            "BF16" => 2,
+            _ => 1,
+        };
+        let past = at + size * shape.iter().product::<u64>();
+        let comma = if json.len() > 1 { "," } else { "" };
+        write!(json, r#"{comma}"{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{at},{past}]}}"#)
+            .unwrap();
+        at = past;
+    }
+    json.push('}');
+    let data_start = data_start.max(json.len() + 8);
+    json.extend(std::iter::repeat_n(' ', data_start - 8 - json.len()));
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(json.as_bytes());
+    Checkpoint::from_bytes(&bytes, bytes.len() as u64 + at).unwrap()
+}
+
+/// The tensors of GPT-2 in the order in which its file has them.
+fn gpt2() -> Checkpoint {
+    let mut names = Vec::new();
+    for i in 0..12 {
+        for (name, shape) in [
+            ("attn.bias", vec![1, 1, 1024, 1024]),
+            ("attn.c_attn.bias", vec![2304]),
+            ("attn.c_attn.weight", vec![768, 2304]),
+            ("attn.c_proj.bias", vec![768]),
+            ("attn.c_proj.weight", vec![768, 768]),
+            ("ln_1.bias", vec![768]),
+            ("ln_1.weight", vec![768]),
+            ("ln_2.bias", vec![768]),
+            ("ln_2.weight", vec![768]),
+            ("mlp.c_fc.bias", vec![3072]),
+            ("mlp.c_fc.weight", vec![768, 3072]),
+            ("mlp.c_proj.bias", vec![768]),
+            ("mlp.c_proj.weight", vec![3072, 768]),
+        ] {
+            names.push((format!("h.{i}.{name}"), shape));
+        }
+    }
+    for (name, shape) in [
+        ("ln_f.bias", vec![768]),
+        ("ln_f.weight", vec![768]),
+        ("wpe.weight", vec![1024, 768]),
+        ("wte.weight", vec![50257, 768]),
+    ] {
+        names.push((name.to_string(), shape));
+    }
+    names.sort();
+    checkpoint(names.iter().map(|(n, s)| (n.as_str(), "F32", s.clone())), 20_000)
+}
+
+fn cold(storage: u32) -> FileTraits {
+    FileTraits { storage, direct_align: Some(512), resident: Vec::new() }
+}
+
+#[test]
+fn gpt2_lands_in_place_in_131_reads() {
+    let c = gpt2();
+    assert_eq!(c.nbytes(), 548_090_880);
+    let wants = Want::all(&c);
+    let target = Target::Cpu { mapped: vec![false] };
+    let layout = Layout::new(&c, &wants, &target, Order::File, LIMITS.gap).unwrap();
+    assert_eq!(layout.blocks.len(), 1);
+    let s = Schedule::new(&c, &layout, &[cold(0)], &LIMITS);
+    let (begin, past) = (20_000u64, 20_000 + c.nbytes());
+    let (first, last) = (begin / PAGE * PAGE, past.next_multiple_of(PAGE));
+    let t = s.totals();
+    assert_eq!((t.direct.extents, t.direct.bytes), (131, last - first));
+    assert_eq!((t.wanted, t.slack, t.gap), (c.nbytes(), begin - first + last - past, 0));
+    assert!(s.extents.iter().all(|e| e.landing == Landing::Block { block: 0 }));
+    // No short tail: the last two share what is left.
+    assert!(s.extents.iter().all(|e| e.len > MIB), "{:?}", s.extents.iter().map(|e| e.len).min());
+
+    // Through the page cache: the exact bytes in as many reads.
+    let s = Schedule::new(&c, &layout, &[cold(0)], &Limits { cold: Route::Buffered, ..LIMITS });
+    let t = s.totals();
+    assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
+
+    // Mapped: populated, nothing copied.
+    let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true] }, Order::File, LIMITS.gap).unwrap();
+    let s = Schedule::new(&c, &layout, &[cold(0)], &LIMITS);
+    assert_eq!((s.totals().mapped.extents, s.totals().direct.extents), (131, 0));
+    assert_eq!(layout.blocks[0].kind, BlockKind::Mapped { file: 0 });
+}
+
+#[test]
+fn gpt2_onto_a_gpu_costs_two_percent_more_reads_and_no_more_bytes() {
+    let c = gpt2();
+    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::File, LIMITS.gap).unwrap();
+    assert!(layout.places.iter().all(|p| p.offset % GPU_ALIGN == 0));
+    let s = Schedule::new(&c, &layout, &[cold(0)], &Limits { scatter: None, ..LIMITS });
+    let t = s.totals();
+    assert_eq!(t.wanted, c.nbytes());
+    assert!(t.slack < 2 * PAGE && t.gap == 0);
+    assert!((131..=133).contains(&t.direct.extents), "{}", t.direct.extents);
+    assert!(s.extents.iter().all(|e| e.landing == Landing::Slab));
+}
+
+#[test]
+fn what_is_resident_goes_its_own_way() {
+    let c = checkpoint([("a", "U8", vec![64 * MIB])], 4096);
+    let layout =
+        Layout::new(&c, &Want::all(&c), &Target::Cpu { mapped: vec![false] }, Order::File, LIMITS.gap).unwrap();
+    let half = FileTraits { resident: std::iter::once(0..32 * MIB).collect(), ..cold(0) };
+    let t = Schedule::new(&c, &layout, &[half], &LIMITS).totals();
+    assert_eq!((t.buffered.bytes, t.direct.bytes), (32 * MIB - 4096, 32 * MIB + 4096));
+    assert_eq!((t.buffered.extents, t.direct.extents), (8, 9));
+    // An island of a page is not worth two more reads.
+    let island = FileTraits { resident: std::iter::once(8 * MIB..8 * MIB + 4096).collect(), ..cold(0) };
+    let t = Schedule::new(&c, &layout, &[island], &LIMITS).totals();
+    assert_eq!((t.buffered.extents, t.direct.extents), (0, 16));
+}
+
+#[test]
+fn tensor_parallel_ranks_read_exactly_their_bytes() {
+    let c = checkpoint(
+        [
+            ("row", "BF16", vec![64, 1024]),
+            ("column", "BF16", vec![256, 32 << 10]),
+            ("narrow", "F32", vec![512, 64]),
+            ("experts", "BF16", vec![8, 64, 16]),
+            ("norm", "BF16", vec![40]),
+        ],
+        0,
+    );
+    for ranks in [2u64, 4, 8] {
+        for split in 0..2usize {
+            let mut taken = vec![0u8; c.files()[0].identity.size as usize];
+            let mut wanted = 0;
+            for rank in 0..ranks {
+                let wants: Vec<Want> = c
+                    .tensors()
+                    .map(|t| {
+                        let axis = split.min(t.shape.len() - 1);
+                        let region = t.shape.iter().enumerate().map(|(i, &n)| {
+                            if i == axis {
+                                n * rank / ranks..n * (rank + 1) / ranks
+                            } else {
+                                0..n
+                            }
+                        });
+                        Want { tensor: t.index, region: Some(region.collect()) }
+                    })
+                    .collect();
+                for w in &wants {
+                    let runs = Runs::of(&c, w).unwrap();
+                    for i in 0..runs.count() {
+                        let at = runs.offset(i) as usize;
+                        taken[at..at + runs.len as usize].iter_mut().for_each(|n| *n += 1);
+                    }
+                }
+                let layout = Layout::new(&c, &wants, &Target::Gpu, Order::File, 0).unwrap();
+                let s = Schedule::new(
+                    &c,
+                    &layout,
+                    &[cold(0)],
+                    &Limits { gap: 0, scatter: None, cold: Route::Buffered, ..LIMITS },
+                );
+                let t = s.totals();
+                wanted += t.wanted;
+                // With no gap allowed only runs within a page of each other are read together: the narrow matrix's rows.
+                if split == 1 {
+                    let rows = s.extents.iter().filter(|e| e.len == e.wanted && e.wanted == (64 << 10) / ranks).count();
+                    assert!(rows >= 255, "{rows} reads of a row each for rank {rank} of {ranks}");
+                }
+            }
+            assert_eq!(wanted, c.nbytes());
+            let data = c.files()[0].data_start as usize;
+            assert!(taken[data..].iter().all(|n| *n == 1));
+        }
+    }
+}
+
+#[test]
+fn a_column_slice_with_small_gaps_is_one_piece_per_extent() {
+    let c = checkpoint([("w", "BF16", vec![16 << 10, 2048])], 4096);
+    let want = Want { tensor: 0, region: Some(vec![0..16 << 10, 0..1024].into()) };
+    let layout = Layout::new(&c, &[want], &Target::Gpu, Order::File, LIMITS.gap).unwrap();
+    let s = Schedule::new(&c, &layout, &[cold(0)], &Limits { scatter: None, ..LIMITS });
+    assert_eq!((s.extents.len(), s.pieces.len()), (16, 16));
+    let t = s.totals();
+    assert_eq!((t.wanted, t.wanted + t.gap + t.slack), (32 * MIB, 64 * MIB));
+}
+
+#[test]
+fn two_drives_work_at_the_same_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut paths = Vec::new();
+    for f in 0..2 {
+        let json = format!(r#"{{"t{f}":{{"dtype":"U8","shape":[{0}],"data_offsets":[0,{0}]}}}}"#, 40 * MIB);
+        let path = dir.path().join(format!("{f}.safetensors"));
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(json.as_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes.len() as u64 + 40 * MIB).unwrap();
+        paths.push(path);
+    }
+    let c = Checkpoint::open(&paths).unwrap();
+    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::File, 0).unwrap();
+    let files = |s: Schedule| s.extents.iter().map(|e| e.file).collect::<Vec<_>>();
+    let together = files(Schedule::new(&c, &layout, &[cold(0), cold(1)], &LIMITS));
+    assert!(together.chunks_exact(2).all(|p| p[0] != p[1]), "{together:?}");
+    let apart = files(Schedule::new(&c, &layout, &[cold(0), cold(0)], &LIMITS));
+    assert!(apart.is_sorted());
+}
+
+#[test]
+fn layers_come_in_numeric_order_and_whole() {
+    let names = [
+        "embed.weight",
+        "layers.0.a",
+        "layers.1.a",
+        "layers.10.a",
+        "layers.10.b",
+        "layers.2.a",
+        "head.bias",
+        "layers.2.b",
+        "head.weight",
+        "0.w",
+    ];
+    let c = checkpoint(names.iter().map(|n| (*n, "U8", vec![3])), 0);
+    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::Layer, 0).unwrap();
+    let order: Vec<_> = layout.order.iter().map(|&w| c.tensor(w).name).collect();
+    assert_eq!(
+        order,
+        [
+            "embed.weight",
+            "layers.0.a",
+            "layers.1.a",
+            "layers.2.a",
+            "layers.2.b",
+            "layers.10.a",
+            "layers.10.b",
+            "head.bias",
+            "head.weight",
+            "0.w"
+        ]
+    );
+}
+
+/// `cargo test --release --test plan_counts -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement"]
+fn time_for_371474_tensors() {
+    let names: Vec<String> =
+        (0..371_474).map(|i| format!("model.layers.{}.mlp.experts.{}.w", i % 61, i / 61)).collect();
+    let c = checkpoint(names.iter().map(|n| (n.as_str(), "BF16", vec![8, 8])), 0);
+    let wants = Want::all(&c);
+    for order in [Order::File, Order::Layer] {
+        for target in [Target::Gpu, Target::Cpu { mapped: vec![true] }, Target::Cpu { mapped: vec![false] }] {
+            let start = Instant::now();
+            let layout = Layout::new(&c, &wants, &target, order, LIMITS.gap).unwrap();
+            let laid = start.elapsed();
+            let s = Schedule::new(&c, &layout, &[cold(0)], &LIMITS);
+            println!(
+                "{order:?} {target:?}: layout {laid:?}, with schedule {:?}; {} extents",
+                start.elapsed(),
+                s.extents.len()
+            );
+        }
+    }
+}
