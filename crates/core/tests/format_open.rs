@@ -137,6 +137,8 @@ fn a_directory_without_index_is_all_its_shard_files_in_natural_order() {
     fs::write(d.path().join("training.bin"), "x").expect("written");
     let c = open(d.path());
     assert_eq!(names(&c), ["t1", "t2", "t9", "t10"]);
+    let shapes: Vec<&[u64]> = c.tensors().map(|t| t.shape).collect();
+    assert_eq!(shapes, [[1], [2], [9], [10]]);
     assert_eq!(file_names(&c)[3], "model-10.safetensors");
     let ranges: Vec<_> = c.files().iter().map(|f| f.tensors.clone()).collect();
     assert_eq!(ranges, [0..1, 1..2, 2..3, 3..4]);
