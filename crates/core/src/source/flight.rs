@@ -62,17 +62,17 @@ impl Flight {
         }
         let before = self.got;
         self.got += answer as u64;
-        if answer == 0 || self.got >= self.read.need {
+        let ended = answer == 0 || self.read.offset + self.got >= files.size(self.read.file);
+        if ended || self.got >= self.read.need {
             let result = self.read.ended(self.got);
             return over(self.read, result);
         }
-        // A short read. What stops at an odd byte goes on at the page before: O_DIRECT cannot start in between.
+        // A short read. What stops at an odd byte goes on at the page before: O_DIRECT cannot start in between. Where that
+        // brings nothing new (the file shrank), the kernel says at the odd byte itself whether that is the end.
         let whole = self.got / PAGE * PAGE;
-        if whole <= before {
-            let result = self.read.ended(self.got);
-            return over(self.read, result);
+        if whole > before {
+            self.got = whole;
         }
-        self.got = whole;
         Next::Again(self)
     }
 }

@@ -4,6 +4,35 @@
 //! simulator can stand in for any. A read is pushed in with its ticket, and some time later, in any order, its ticket
 //! comes back with the outcome. Retrying short reads is the source's business; a read that is `Done` without error brought
 //! at least `need` bytes.
+//!
+//! ```no_run
+//! # fn main() -> penstock::Result<()> {
+//! use penstock::{options::Options, schedule::Route, source::*};
+//! use std::sync::Arc;
+//!
+//! let files = Arc::new(Files::from_paths(&["model.safetensors"])?);
+//! let mut source = Router::new(files.clone(), &Options::default())?;
+//! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
+//! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
+//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route: Route::Buffered, into, keep };
+//! source.submit(read).ok();
+//! source.flush()?;
+//! let mut done = Vec::new();
+//! while done.is_empty() {
+//!     // Here a real caller waits with poll(2) until `source.wake()` is readable, among other things.
+//!     source.poll(&mut done)?;
+//! }
+//! files.verify_unchanged()
+//! # }
+//! ```
+//!
+//! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`].
+//!
+//! Three rules hold for every source, and the conformance suite checks them against each:
+//! - every ticket comes back exactly once: also after `cancel`, and when an interface is refused while reads are under way;
+//! - memory is let go of (`Read::keep`) only when the kernel can no longer write to it. Dropping a source waits for its
+//!   reads, but not for ever: what hangs is left behind with its memory and counted by [`quarantined`];
+//! - `wake` is readable when there is something to poll, and now and then once more for nothing, but never steadily.
 
 mod aio;
 mod file;

@@ -105,18 +105,21 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
 }
 
 fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Route) {
-    let sample = Sample::new();
-    let files = sample.files();
-    let mut source = make(files.clone());
-    let (first, _first) = read(route, 0, &sample, 0, PAGE);
-    let (second, _second) = read(route, 1, &sample, 4 << 20, 5 << 20);
-    submit_all(&mut *source, vec![first])[0].result.as_ref().unwrap();
-    fs::File::options().write(true).open(&sample.path).unwrap().set_len(PAGE).unwrap();
-    let done = submit_all(&mut *source, vec![second]);
-    let e = done[0].result.as_ref().unwrap_err();
-    assert!(matches!(e.kind(), ErrorKind::Truncated | ErrorKind::Changed), "{e:?}");
-    assert_eq!(e.path(), Some(&*sample.path));
-    assert_eq!(files.verify_file(0).unwrap_err().kind(), ErrorKind::Changed);
+    // Before the second read, at an odd byte of it, and at its middle.
+    for size in [PAGE, (4 << 20) + 1000, (4 << 20) + 128 * PAGE + 1000] {
+        let sample = Sample::new();
+        let files = sample.files();
+        let mut source = make(files.clone());
+        let (first, _first) = read(route, 0, &sample, 0, PAGE);
+        let (second, _second) = read(route, 1, &sample, 4 << 20, 5 << 20);
+        submit_all(&mut *source, vec![first])[0].result.as_ref().unwrap();
+        fs::File::options().write(true).open(&sample.path).unwrap().set_len(size).unwrap();
+        let done = submit_all(&mut *source, vec![second]);
+        let e = done[0].result.as_ref().unwrap_err();
+        assert!(matches!(e.kind(), ErrorKind::Truncated | ErrorKind::Changed), "{size}: {e:?}");
+        assert_eq!(e.path(), Some(&*sample.path));
+        assert_eq!(files.verify_file(0).unwrap_err().kind(), ErrorKind::Changed);
+    }
 }
 
 fn cancelling_returns_every_ticket_once(make: Make, route: Route) {

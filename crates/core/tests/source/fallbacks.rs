@@ -202,8 +202,14 @@ alone!(
         let sample = Sample::new();
         install(&[no_direct()]);
         for io in [Io::Uring, Io::Aio, Io::Threads] {
+            penstock::source::evict(&sample.path, None).unwrap();
             let (fallbacks, _, routes) = load(&sample, io, || {});
             assert_eq!(from_to(&fallbacks)[0], ("O_DIRECT", "buffered"), "{io:?}");
+            if fallbacks.len() == 1 {
+                // RWF_DONTCACHE was granted: what was read has left the page cache, but for what was read ahead.
+                let left = sample.files().resident_ranges(0).unwrap().bytes();
+                assert!(left <= SIZE / 2, "{left} bytes are in the page cache");
+            }
             assert_eq!(fallbacks.iter().filter(|f| f.from == "O_DIRECT").count(), 1, "told more than once");
             assert!(fallbacks[0].reason.contains("sample.safetensors"), "{fallbacks:?}");
             assert!(routes.iter().all(|r| *r == Route::Buffered));
