@@ -260,7 +260,7 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        if read.route == Route::Direct && !self.begun {
+        if read.route == Route::Direct && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();
         }
         self.send(read)

@@ -6,5 +6,6 @@
 mod conformance;
 mod fallbacks;
 mod files;
+mod fuse;
 mod sample;
 mod throttle;
