@@ -228,27 +228,27 @@ fn a_refused_registration_falls_back_to_plain_memory_and_is_reported() {
 /// words, and nothing is left.
 #[test]
 fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is_left() {
-    const CALLS: &[(&str, u64)] = &[
-        ("cuInit", 1),
-        ("cuDeviceGetCount", 1),
-        ("cuDeviceGet", 1),
-        ("cuDevicePrimaryCtxRetain", 1),
-        ("cuCtxGetCurrent", 1),
-        ("cuCtxSetCurrent", 1),
-        ("cuStreamCreate", 1),
-        ("cuStreamWaitEvent", 1),
-        ("cuMemcpyHtoDAsync_v2", 1),
-        ("cuMemcpyHtoDAsync_v2", 2),
-        ("cuMemcpyHtoDAsync_v2", 8),
-        ("cuMemcpy2DAsync_v2", 2),
-        ("cuEventCreate", 1),
-        ("cuEventCreate", 2),
-        ("cuEventRecord", 1),
-        ("cuEventRecord", 3),
-        ("cuEventSynchronize", 1),
-        ("cuEventSynchronize", 4),
+    /// The function, which call of it fails, and the first batch that has to come back with the error.
+    const CALLS: &[(&str, u64, usize)] = &[
+        ("cuInit", 1, 0),
+        ("cuDeviceGetCount", 1, 0),
+        ("cuDeviceGet", 1, 0),
+        ("cuDevicePrimaryCtxRetain", 1, 0),
+        ("cuCtxGetCurrent", 1, 0),
+        ("cuCtxSetCurrent", 1, 0),
+        ("cuStreamCreate", 1, 0),
+        ("cuStreamWaitEvent", 1, 0),
+        ("cuMemcpyHtoDAsync_v2", 1, 0),
+        ("cuMemcpyHtoDAsync_v2", 2, 0),
+        ("cuMemcpyHtoDAsync_v2", 8, 2),
+        ("cuMemcpy2DAsync_v2", 2, 1),
+        ("cuEventCreate", 1, 0),
+        ("cuEventRecord", 1, 0),
+        ("cuEventRecord", 3, 2),
+        ("cuEventSynchronize", 1, 0),
+        ("cuEventSynchronize", 4, 3),
     ];
-    for (call, nth) in CALLS {
+    for (call, nth, first) in CALLS {
         let gpu = cuda();
         gpu.fake.configure("copy_delay_us", "500");
         let context = gpu.context();
@@ -260,7 +260,7 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
         // SAFETY: live handles.
         unsafe { current.record(event, Stream(stream)) }.unwrap();
         // Where the context is to fail, the device has to make it itself.
-        let before_the_context = CALLS.iter().position(|c| c == &(*call, *nth)).unwrap() < 4;
+        let before_the_context = CALLS.iter().position(|c| c == &(*call, *nth, *first)).unwrap() < 4;
         let slab = gpu.slab();
         let (memory, to) = if before_the_context {
             // SAFETY: as above.
@@ -286,8 +286,13 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
         assert_eq!(device.in_flight(), 0);
         done.sort_by_key(|c| c.ticket);
         assert!(done.iter().enumerate().all(|(i, c)| c.ticket.0 == i as u64), "{call}: {done:?}");
+        assert_eq!(done.iter().position(|c| c.result.is_err()), Some(*first), "{call} {nth}: {done:?}");
         let errors: Vec<_> = done.iter().filter_map(|c| c.result.as_ref().err()).collect();
-        assert!(!errors.is_empty(), "{call} {nth} failed and nobody said so");
+        // Tickets that are back, with or without an error, mean that slab and block are no longer touched.
+        gpu.before_write(&slab);
+        if let Some(memory) = &memory {
+            gpu.bytes(memory);
+        }
         for e in &errors {
             let text = e.to_string();
             assert!(e.kind() == ErrorKind::Device && text.contains(call) && text.contains("(999)"), "{call}: {text}");

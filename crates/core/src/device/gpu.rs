@@ -656,9 +656,13 @@ fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<(
 fn await_events(shared: &Shared, api: &Api, submitted: &Receiver<Submitted>, events: &Events, skip: bool) {
     for Submitted { batch, event, failed } in submitted {
         // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.
-        let waited = if skip { Ok(()) } else { unsafe { api.synchronize_event(event) } };
+        let wait = || unsafe { api.synchronize_event(event) };
+        let waited = if skip { Ok(()) } else { wait() };
         if let Err(error) = &waited {
             shared.fail(error);
+            // A lost context fails again at once. If it is not lost, the copies may still run, and the batch must not come
+            // back before they have ended.
+            let _ = wait();
         }
         events.give_back(event);
         shared.finish(batch, failed.map_or(waited, Err));
