@@ -8,7 +8,7 @@
 
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::options::{GPU_ALIGN, KIB, PAGE};
+use crate::options::{GPU_ALIGN, KIB, MIB, PAGE};
 use crate::placement::Runs;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -143,6 +143,9 @@ const SCATTER_ENTRIES: u64 = 512;
 const IN_PLACE: u64 = 64 * KIB;
 /// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they save.
 const RESIDENT: u64 = 64 * KIB;
+/// Mapping pages that are all there moves no byte: 0.5 ms/GiB with large folios, 40 ms/GiB with 4 KiB pages. Extents this
+/// large keep the cost of handing them out (20 us each) below that.
+const RESIDENT_MAPPED: u64 = 64 * MIB;
 /// Where the order jumps by more than this many extents' bytes, neighbours in the file are not read together: it would
 /// bring bytes long before their turn.
 const JUMP: u64 = 16;
@@ -185,7 +188,7 @@ impl Schedule {
             }
             let traits = &files[file as usize];
             let size = checkpoint.files()[file as usize].identity.size;
-            plan.file(&Rules::mapped(file, limits), &mapped);
+            plan.file(&Rules::mapped(file, traits, limits, size), &mapped);
             plan.file(&Rules::read(file, traits, limits, size), &read);
         }
         let mut schedule = plan.schedule;
@@ -331,11 +334,13 @@ struct Rules {
 }
 
 impl Rules {
-    fn mapped(file: u32, limits: &Limits) -> Rules {
+    fn mapped(file: u32, traits: &FileTraits, limits: &Limits, size: u64) -> Rules {
+        let resident = matches!(traits.resident.as_slice(), [all] if all.start == 0 && all.end >= size);
+        let extent = if resident { limits.extent.max(RESIDENT_MAPPED) } else { limits.extent };
         Rules {
             file,
             unit: PAGE,
-            extent: (limits.extent / PAGE * PAGE).max(PAGE),
+            extent: (extent / PAGE * PAGE).max(PAGE),
             gap: limits.gap,
             cold: Route::Mapped,
             warm: Route::Mapped,
