@@ -24,11 +24,11 @@
 //! At exit nothing is freed: the driver may be gone before our statics would be, and the kernel frees memory faster.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Anonymous;
 use crate::options::{HUGE_PAGE, IDLE_STAGING};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::HashMap;
-use std::io;
 use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -42,62 +42,34 @@ const HUNGER: Duration = Duration::from_millis(if cfg!(test) { 2000 } else { 100
 
 /// One staging buffer: private anonymous memory, aligned to huge pages, not inherited by a forked child.
 pub struct Slab {
-    address: *mut u8,
-    len: usize,
+    /// Always there until it is dropped.
+    memory: Option<Anonymous>,
     pid: u32,
     /// By number of the context they were made in. Dropped, hence undone, before the memory is unmapped.
     registrations: Mutex<Vec<(u64, Box<dyn Any + Send>)>>,
 }
 
-// SAFETY: the memory is reached through raw pointers by whoever holds the lease; the rest is behind a mutex.
-unsafe impl Send for Slab {}
-// SAFETY: as above.
-unsafe impl Sync for Slab {}
-
 impl Slab {
     /// One that belongs to no ring and counts nowhere: for a scratch buffer of a few MiB.
     pub(crate) fn new(nbytes: u64) -> Result<Self> {
         Self::map(nbytes.next_multiple_of(HUGE_PAGE) as usize)
-            .map_err(|cause| Error::io(&format!("map {nbytes} bytes of staging memory"), &cause))
     }
 
-    fn map(len: usize) -> io::Result<Self> {
-        let (align, flags) = (HUGE_PAGE as usize, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new anonymous mapping, placed by the kernel; the result is checked.
-        let wide =
-            unsafe { libc::mmap(ptr::null_mut(), len + align, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-        if wide == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let wide = wide.cast::<u8>();
-        let before = wide.align_offset(align);
-        // SAFETY: both cuts lie within the new mapping, which nobody else knows, and leave `len` bytes between them.
-        let address = unsafe {
-            let address = wide.add(before);
-            if before > 0 {
-                libc::munmap(wide.cast(), before);
-            }
-            if before < align {
-                libc::munmap(address.add(len).cast(), align - before);
-            }
-            // Both are advice, and a kernel without them serves as well: without huge pages a little slower, and every
-            // kernel since 2.6.16 knows DONTFORK.
-            libc::madvise(address.cast(), len, libc::MADV_HUGEPAGE);
-            libc::madvise(address.cast(), len, libc::MADV_DONTFORK);
-            address
-        };
-        Ok(Self { address, len, pid: std::process::id(), registrations: Mutex::default() })
+    fn map(len: usize) -> Result<Self> {
+        let memory = Anonymous::new(len as u64)?;
+        memory.keep_from_children();
+        Ok(Self { memory: Some(memory), pid: std::process::id(), registrations: Mutex::default() })
     }
 
     /// First byte; a multiple of [`HUGE_PAGE`].
     pub fn address(&self) -> *mut u8 {
-        self.address
+        self.memory.as_ref().map_or(ptr::null_mut(), Anonymous::at)
     }
 
     /// Size in bytes; a multiple of [`HUGE_PAGE`].
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
-        self.len
+        self.memory.as_ref().map_or(0, Anonymous::len)
     }
 
     /// Makes sure that the slab is registered in a context: `register` is called with address and length unless it has
@@ -110,7 +82,7 @@ impl Slab {
     ) -> Result<()> {
         let mut registrations = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
         if !registrations.iter().any(|(known, _)| *known == context) {
-            registrations.push((context, register(self.address, self.len)?));
+            registrations.push((context, register(self.address(), self.len())?));
         }
         Ok(())
     }
@@ -121,12 +93,11 @@ impl Drop for Slab {
         let registrations = std::mem::take(self.registrations.get_mut().unwrap_or_else(PoisonError::into_inner));
         if self.pid != std::process::id() {
             // Nothing is mapped here in a child, or something else by now; and the driver's state is the parent's.
-            std::mem::forget(registrations);
+            std::mem::forget((registrations, self.memory.take()));
             return;
         }
+        // Registrations first: the driver must let go of the pages before they are unmapped.
         drop(registrations);
-        // SAFETY: our own mapping; no lease on the slab is left, hence nobody reads or writes it.
-        unsafe { libc::munmap(self.address.cast(), self.len) };
     }
 }
 
@@ -212,10 +183,10 @@ impl State {
         if !self.shares.is_empty() {
             return Vec::new();
         }
-        let mut idle: u64 = self.idle.iter().map(|s| s.len as u64).sum();
+        let mut idle: u64 = self.idle.iter().map(|s| s.len() as u64).sum();
         let keep_from = self.idle.iter().position(|s| {
             let fits = idle <= IDLE_STAGING;
-            idle -= s.len as u64;
+            idle -= s.len() as u64;
             fits
         });
         self.idle.drain(..keep_from.unwrap_or(self.idle.len())).collect()
@@ -283,7 +254,7 @@ impl Ring {
         if slabs.is_empty() {
             return;
         }
-        let bytes: u64 = slabs.iter().map(|s| s.len as u64).sum();
+        let bytes: u64 = slabs.iter().map(|s| s.len() as u64).sum();
         drop(slabs);
         let mut state = self.lock();
         state.staging.mapped -= bytes;
@@ -298,7 +269,7 @@ impl Ring {
         let Some(out) = state.out.get_mut(&(address as usize)).filter(|o| !o.quarantined) else { return };
         out.quarantined = true;
         let (share, Some(slab)) = (out.share, out.slab.upgrade()) else { return };
-        let len = slab.len as u64;
+        let len = slab.len() as u64;
         state.staging.in_use -= len;
         state.staging.quarantined += len;
         if let Some(member) = state.member(share) {
@@ -313,12 +284,12 @@ impl Ring {
 
     fn release(&self, slab: Arc<Slab>) {
         let mut state = self.lock();
-        let address = slab.address as usize;
+        let address = slab.address() as usize;
         if state.out.get(&address).is_some_and(|o| o.quarantined) {
             return;
         }
         let Some(out) = state.out.remove(&address) else { return };
-        let len = slab.len as u64;
+        let len = slab.len() as u64;
         state.staging.in_use -= len;
         if let Some(member) = state.member(out.share) {
             member.held -= len;
@@ -356,7 +327,7 @@ impl Share {
             if !state.is_turn_of(self.id, self.slab, self.limit) {
                 return Ok(self.refuse(&mut state));
             }
-            if let Some(i) = state.idle.iter().rposition(|s| s.len as u64 == self.slab) {
+            if let Some(i) = state.idle.iter().rposition(|s| s.len() as u64 == self.slab) {
                 let slab = state.idle.remove(i);
                 return Ok(Some(self.lease(&mut state, slab)));
             }
@@ -376,8 +347,7 @@ impl Share {
                             // The load goes on with what there is, and asks again when a slab comes back.
                             return Ok(self.refuse(&mut state));
                         }
-                        let doing = format!("map {} bytes of staging memory (lower `staging` or `extent`)", self.slab);
-                        Err(Error::io(&doing, &cause))
+                        Err(cause)
                     }
                 };
             }
@@ -392,7 +362,7 @@ impl Share {
     }
 
     fn lease(&self, state: &mut State, slab: Arc<Slab>) -> Lease {
-        let len = slab.len as u64;
+        let len = slab.len() as u64;
         state.staging.in_use += len;
         if let Some(member) = state.member(self.id) {
             member.held += len;
@@ -400,7 +370,7 @@ impl Share {
             (member.waiting, member.refused) = (false, None);
         }
         let out = Out { slab: Arc::downgrade(&slab), share: self.id, quarantined: false };
-        state.out.insert(slab.address as usize, out);
+        state.out.insert(slab.address() as usize, out);
         Lease { ring: self.ring, slab: Some(slab) }
     }
 
@@ -461,13 +431,13 @@ pub struct Lease {
 impl Lease {
     /// First byte.
     pub fn address(&self) -> *mut u8 {
-        self.slab.as_ref().map_or(ptr::null_mut(), |s| s.address)
+        self.slab.as_ref().map_or(ptr::null_mut(), |s| s.address())
     }
 
     /// Size in bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
-        self.slab.as_ref().map_or(0, |s| s.len)
+        self.slab.as_ref().map_or(0, |s| s.len())
     }
 
     /// Never gives the slab back: something that hangs (a read from a dead mount, a copy to a dead GPU) may still touch

@@ -20,6 +20,9 @@ use std::time::{Duration, Instant};
 /// Waits are cut into pieces of this length, between which Python gets to run its signal handlers.
 const SIGNALS: Duration = Duration::from_millis(50);
 
+/// One (start, stop) per dimension, or None for the whole tensor.
+type Region = Option<Vec<(u64, u64)>>;
+
 /// A Python object that keeps memory alive.
 struct Kept(#[allow(dead_code)] Py<PyAny>);
 
@@ -41,7 +44,7 @@ impl Load {
         checkpoint: &Checkpoint,
         options: &Options,
         wants: Option<Vec<u32>>,
-        regions: Option<Vec<Option<Vec<(u64, u64)>>>>,
+        regions: Option<Vec<Region>>,
         device: &str,
         order: &str,
         stream: bool,
