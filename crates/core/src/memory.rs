@@ -129,6 +129,10 @@ impl Mapping {
         if at == libc::MAP_FAILED {
             return Err(Error::io("map", &io::Error::last_os_error()));
         }
+        // SAFETY: the range is the mapping just made. Advice only: where the file system has large folios, pages that a
+        // fault brings in come as 2 MiB folios and are mapped whole. Mapping 548 MB that way again took 0.5 ms where 4 KiB
+        // pages took 20 to 30, and unmapping 0.2 ms instead of 25 (ext4, kernel 6.18).
+        unsafe { libc::madvise(at, size, libc::MADV_HUGEPAGE) };
         Ok(Self { at: at.cast(), len: size })
     }
 }
