@@ -90,6 +90,20 @@ impl Memory {
     }
 }
 
+impl Memory {
+    /// Writes to every page of it.
+    pub(crate) fn mark(&self) {
+        for at in (0..self.len).step_by(PAGE as usize) {
+            // SAFETY: within the mapping, which is writable and has no other user by now.
+            unsafe { self.at.add(at).write_volatile(0xa5) };
+        }
+    }
+    /// Whether everything is as `mark` left it (one byte in 256 is so by itself).
+    pub(crate) fn is_marked(&self) -> bool {
+        self.bytes().iter().step_by(PAGE as usize).all(|b| *b == 0xa5)
+    }
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: nobody holds it any more.
