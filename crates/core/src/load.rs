@@ -144,7 +144,7 @@ impl Load {
     pub fn start(request: Request) -> Result<Load> {
         let started = Instant::now();
         let cpu_started = process_cpu();
-        let Request { checkpoint, wants, device, memory, options, stream } = request;
+        let Request { checkpoint, wants, device, memory, mut options, stream } = request;
         let files = Arc::new(Files::new(checkpoint.files()));
         let plan = Plan::new(&checkpoint, &wants, device, &memory, &options, &files)?;
         let nbytes = plan.layout.places.iter().map(|p| p.nbytes).sum();
@@ -162,6 +162,10 @@ impl Load {
         }
         let our_blocks = matches!(memory, Memory::Ours);
         let (blocks, fence) = allocate(&layout, &files, memory, device)?;
+        if options.threads == 0 && report.resident_bytes == plan.file_bytes {
+            // Nothing will wait for a disk: more copy workers than cores only take turns.
+            options.threads = machine::cores().min(16) as u32;
+        }
         let source = Router::new(files.clone(), &options)?;
         let target: Option<Box<dyn Device>> = match device {
             Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
@@ -169,7 +173,7 @@ impl Load {
             Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
         };
         let window = stream.then_some(options.window);
-        let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options), window);
+        let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, source.workers()), window);
         for (i, block) in blocks.iter().enumerate() {
             if block.is_some() {
                 engine.grant(i as u32);
@@ -409,12 +413,13 @@ impl Drop for Load {
     }
 }
 
-fn depth(options: &Options) -> usize {
-    // 16 reads of 4 MiB saturate what one ring reaches (Mooncake measured 45 GiB/s at 32 of 1 MiB).
+/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
+/// worker should find the next one waiting when it is done with one.
+fn depth(options: &Options, workers: usize) -> usize {
     if options.depth > 0 {
         options.depth as usize
     } else {
-        16
+        (2 * workers).max(16)
     }
 }
 

@@ -16,6 +16,8 @@ pub(crate) struct Plan {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
     pub(crate) report: Report,
+    /// Size of all files that are read from.
+    pub(crate) file_bytes: u64,
 }
 
 impl Plan {
@@ -36,6 +38,7 @@ impl Plan {
         let mut traits = vec![FileTraits::default(); used.len()];
         let mut facts = Vec::with_capacity(used.len());
         let mut cold = 0;
+        let mut file_bytes = 0;
         for (f, used) in used.iter().enumerate() {
             if !used {
                 facts.push(None);
@@ -45,6 +48,7 @@ impl Plan {
             let residency = files.resident_ranges(f as u32)?;
             report.resident_bytes += residency.bytes();
             report.residency_probes += u64::from(residency.calls + residency.samples);
+            file_bytes += files.size(f as u32);
             cold += files.size(f as u32) - residency.bytes();
             traits[f].storage = fact.storage as u32;
             traits[f].direct_align = fact.direct_align.filter(|_| fact.kind == FsKind::Local);
@@ -93,7 +97,7 @@ impl Plan {
         };
         let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
-        Ok(Plan { layout, schedule, report })
+        Ok(Plan { layout, schedule, report, file_bytes })
     }
 }
 

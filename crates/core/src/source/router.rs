@@ -35,6 +35,7 @@ const NETWORK_THREADS: usize = 32;
 /// Sends each read its way.
 #[derive(Debug)]
 pub struct Router {
+    workers: usize,
     files: Arc<Files>,
     threads: Threads,
     direct: Direct,
@@ -79,6 +80,7 @@ impl Router {
         };
         let depth = if options.depth == 0 { DEPTH } else { options.depth as usize };
         let router = Router {
+            workers: threads,
             threads: Threads::new(files.clone(), threads, QUEUE.max(depth))?,
             direct: Direct::Threads,
             begun: false,
@@ -104,6 +106,11 @@ impl Router {
             Direct::Aio(_) => "Linux AIO",
             Direct::Threads => "threads",
         }
+    }
+
+    /// Most threads that the buffered and mapped routes use.
+    pub fn workers(&self) -> usize {
+        self.workers
     }
 
     /// Threads started so far.
