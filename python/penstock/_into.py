@@ -89,7 +89,9 @@ def _numpy_destination(array: Any) -> _Destination:
 
     to = _Destination(array)
     to.shape = tuple(array.shape)
-    to.dtype = next((name for name in DTYPES if numpy_dtype(name) == array.dtype), str(array.dtype))
+    # numpy takes None for float64, so what numpy lacks must not be compared
+    known = ((name, numpy_dtype(name)) for name in DTYPES)
+    to.dtype = next((name for name, own in known if own is not None and own == array.dtype), str(array.dtype))
     to.nbytes = array.nbytes
     to.address = array.__array_interface__["data"][0]
     to.contiguous = bool(array.flags.c_contiguous)

@@ -1,0 +1,165 @@
+"""Checkpoints to load, readers to compare with, and the fake GPU.
+
+Checkpoints are written by benches/synth.py and compared with what benches/reference.py reads: neither uses penstock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import penstock
+import pytest
+import reference
+import synth
+from synth import Layout, Tensor
+
+torch = pytest.importorskip("torch")
+
+FAKEGPU = os.environ.get("PENSTOCK_TEST_FAKEGPU")
+if FAKEGPU:
+    # Before anything in this process asks for a GPU: the core looks for its driver once
+    os.environ["PENSTOCK_GPU_LIBRARY"] = f"cuda:{FAKEGPU}"
+
+
+def raw(value: Any) -> bytes:
+    """The bytes of a torch tensor, numpy array or DLPack object."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return raw(torch.from_dlpack(value))
+
+
+def descriptors() -> dict[str, str]:
+    """This process' open descriptors and what they are."""
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone by now
+            found[fd.name] = str(fd.readlink())
+    return found
+
+
+class Oracle:
+    """What the files say, by `json` and numpy alone."""
+
+    def __init__(self, source: Any) -> None:
+        self.entries = reference.entries_of(source)
+
+    def __getitem__(self, name: str) -> bytes:
+        return reference.raw(self.entries[name]).tobytes()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entries[name].shape
+
+    def same(self, tensors: dict[str, Any]) -> None:
+        """Asserts that these are all tensors of the files, in file order, byte for byte."""
+        assert list(tensors) == list(self.entries)
+        for name, tensor in tensors.items():
+            assert raw(tensor) == self[name], name
+
+
+#: Three shards with names that sort naturally only, a scalar, an empty tensor and odd sizes.
+LAYOUT = Layout(
+    "small",
+    (
+        (
+            Tensor("embed.weight", "BF16", (64, 48)),
+            Tensor("layers.0.attn.weight", "F32", (48, 40)),
+            Tensor("layers.0.attn.bias", "F32", (40,)),
+            Tensor("step", "I64", ()),
+        ),
+        (
+            Tensor("layers.1.attn.weight", "F32", (48, 40)),
+            Tensor("layers.1.attn.bias", "F32", (40,)),
+            Tensor("hollow", "F16", (0, 4)),
+            Tensor("mask", "BOOL", (13,)),
+        ),
+        (Tensor("norm.weight", "F16", (37,)), Tensor("quant", "F8_E4M3", (11, 3)), Tensor("wide", "F64", (5, 6))),
+    ),
+)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three shards and their index. Not to be written to."""
+    return synth.write(LAYOUT, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file with every dtype and shape class. Not to be written to."""
+    return synth.write_file(tmp_path_factory.mktemp("every") / "every.safetensors", synth.every_dtype())
+
+
+@pytest.fixture(scope="session")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of 96 MB in 24 tensors: more than one extent, block and window. Not to be written to."""
+    tensors = [Tensor(f"layers.{i}.weight", "F32", (1000, 1000)) for i in range(24)]
+    return synth.write_file(tmp_path_factory.mktemp("big") / "big.safetensors", tensors)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes one file: write(Tensor(...), ..., name="x.safetensors", **synth.write_file's)."""
+
+    def write(*tensors: Tensor, name: str = "model.safetensors", **more: Any) -> Path:
+        return synth.write_file(tmp_path / name, tensors, **more)
+
+    return write
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a Python of its own: python(code, *arguments, **environment)."""
+
+    def run(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **environment},
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command line: cli("inspect", path, **environment)."""
+
+    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **environment},
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A test must not leave a thread or a descriptor of a load behind."""
+    before = set(descriptors())
+    yield
+    leaked = {fd: path for fd, path in descriptors().items() if fd not in before and path.endswith(".safetensors")}
+    assert not leaked
+
+
+@pytest.fixture
+def opened(small: Path) -> penstock.Checkpoint:
+    """The small checkpoint, opened."""
+    return penstock.open(small)

@@ -1,0 +1,254 @@
+"""`Checkpoint.load_into`: bytes into tensors that exist already."""
+
+import mmap
+
+import numpy as np
+import penstock
+import pytest
+import torch
+from conftest import Oracle, raw
+from synth import Tensor
+
+
+class Model(torch.nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.register_buffer("table", torch.arange(6))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def model_file(write, *names):
+    tensors = {
+        "embed.weight": ("F32", (16, 8)),
+        "norm.weight": ("F32", (8,)),
+        "norm.bias": ("F32", (8,)),
+        "head.weight": ("F32", (16, 8)),
+        "table": ("I64", (6,)),
+    }
+    return write(*(Tensor(name, *tensors[name]) for name in names or tensors))
+
+
+def empty(checkpoint, framework="pt"):
+    """Destinations for all of a checkpoint."""
+    return {
+        name: torch.zeros_like(t) if framework == "pt" else np.zeros_like(t)
+        for name, t in checkpoint.load(framework=framework).items()
+    }
+
+
+def test_a_module_gets_its_parameters_and_buffers(write):
+    path, model = model_file(write), Model()
+    places = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    report = penstock.open(path).load_into(model)
+    oracle = Oracle(path)
+    for name, tensor in model.state_dict().items():
+        assert raw(tensor) == oracle[name], name
+        assert tensor.data_ptr() == places[name]
+    assert (report.missing, report.unexpected, report.copied_through) == ([], [], [])
+    assert report.nbytes == sum(len(oracle[name]) for name in places)
+    assert model.head.weight.requires_grad
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+def test_a_mapping_gets_every_byte(small, framework, io):
+    if framework == "np":
+        pytest.importorskip("ml_dtypes")
+    checkpoint = penstock.open(small)
+    to = empty(checkpoint, framework)
+    checkpoint.load_into(to, options={"io": io})
+    Oracle(small).same(to)
+
+
+def test_every_dtype_of_torch_can_be_loaded_into(every):
+    checkpoint = penstock.open(every)
+    names = [name for name in checkpoint if not name.startswith("f6") and name != "f4.hollow"]
+    to = {name: torch.empty_like(t) for name, t in checkpoint.load(names=names).items()}
+    checkpoint.load_into(to, names=names)
+    oracle = Oracle(every)
+    for name, tensor in to.items():
+        assert raw(tensor) == oracle[name], name
+
+
+def test_a_large_load_into_ordinary_tensors(big):
+    checkpoint = penstock.open(big)
+    to = empty(checkpoint)
+    checkpoint.load_into(to)
+    Oracle(big).same(to)
+
+
+def test_tied_tensors_are_loaded_once(write):
+    path, model = model_file(write), Model(tied=True)
+    report = penstock.open(path).load_into(model)
+    oracle = Oracle(path)
+    assert report.nbytes == 4 * (128 + 8 + 8) + 48
+    assert raw(model.embed.weight) == oracle["head.weight"]  # as load_state_dict: the last name wins
+    reference = Model(tied=True)
+    reference.load_state_dict(penstock.open(path).load())
+    assert raw(reference.embed.weight) == raw(model.embed.weight)
+
+
+@pytest.mark.parametrize("present", ["embed.weight", "head.weight"])
+def test_one_name_of_a_tied_tensor_is_enough(write, present):
+    path, model = model_file(write, present, "norm.weight", "norm.bias", "table"), Model(tied=True)
+    assert penstock.open(path).load_into(model).missing == []
+    assert raw(model.head.weight) == Oracle(path)[present]
+
+
+def test_every_problem_is_listed_in_one_error_before_a_byte_moves(write):
+    path = write(
+        Tensor("shape", "F32", (4, 4)),
+        Tensor("dtype", "F32", (4,)),
+        Tensor("meta", "F32", (4,)),
+        Tensor("frozen", "F32", (4,)),
+        Tensor("one", "F32", (4,)),
+        Tensor("two", "F32", (4,)),
+        Tensor("extra", "F32", (4,)),
+        Tensor("expanded", "F32", (3, 4)),
+        Tensor("fine", "F32", (4,)),
+        Tensor("sparse", "F32", (2, 2)),
+    )
+    frozen = np.zeros(4, np.float32)
+    frozen.flags.writeable = False
+    memory = torch.zeros(7)
+    to = {
+        "shape": torch.zeros(4, 5),
+        "dtype": torch.zeros(4, dtype=torch.float16),
+        "meta": torch.zeros(4, device="meta"),
+        "frozen": frozen,
+        "one": memory[:4],
+        "two": memory[3:],
+        "expanded": torch.zeros(1, 4).expand(3, 4),
+        "lacking": torch.zeros(3),
+        "fine": torch.zeros(4),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    with pytest.raises(penstock.MismatchError) as caught:
+        penstock.open(path).load_into(to)
+    error = caught.value
+    assert isinstance(error, ValueError)
+    text = str(error)
+    for name in ("shape", "dtype", "meta", "frozen", "two overlaps one", "expanded", "lacking is missing",
+                 "extra is unexpected", "sparse"):  # fmt: skip
+        assert name in text, name
+    assert "fine" not in text
+    assert "model.safetensors" in text
+    assert len(error.problems) == 9
+    assert error.touched == []
+    assert not to["fine"].any()
+
+
+def test_not_strict_reports_what_is_on_one_side_only(write):
+    path = model_file(write, "embed.weight", "norm.weight", "head.weight")
+    to = {"embed.weight": torch.zeros(16, 8), "other": torch.ones(2)}
+    report = penstock.open(path).load_into(to, strict=False)
+    assert report.missing == ["other"]
+    assert report.unexpected == ["norm.weight", "head.weight"]
+    assert raw(to["embed.weight"]) == Oracle(path)["embed.weight"]
+    assert to["other"].all()
+    assert report.nbytes == 512
+
+
+def test_not_strict_still_refuses_wrong_shapes(write):
+    with pytest.raises(penstock.MismatchError, match="shape"):
+        penstock.open(model_file(write)).load_into({"table": torch.zeros(5, dtype=torch.int64)}, strict=False)
+
+
+def test_names_and_slices_narrow_what_is_taken(write):
+    path = model_file(write)
+    to = {"head.weight": torch.zeros(16, 4)}
+    penstock.open(path).load_into(to, names="head.*", slices={"head.weight": (..., slice(4, 8))})
+    full = np.frombuffer(Oracle(path)["head.weight"], np.float32).reshape(16, 8)
+    assert raw(to["head.weight"]) == full[:, 4:].tobytes()
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_destinations_that_are_not_contiguous_are_filled_and_reported(write, framework):
+    path = model_file(write)
+    oracle = Oracle(path)
+    if framework == "pt":
+        wide = torch.zeros(16, 32)
+        to = {
+            "embed.weight": torch.zeros(8, 16).t(),
+            "head.weight": wide[:, ::4],
+            "table": torch.zeros(6, dtype=torch.long),
+        }
+    else:
+        wide = np.zeros((16, 32), np.float32)
+        to = {
+            "embed.weight": np.zeros((8, 16), np.float32).T,
+            "head.weight": wide[:, ::4],
+            "table": np.zeros(6, np.int64),
+        }
+    report = penstock.open(path).load_into(to, names=list(to))
+    for name, tensor in to.items():
+        assert raw(np.ascontiguousarray(tensor) if framework == "np" else tensor) == oracle[name], name
+    assert sorted(report.copied_through) == ["embed.weight", "head.weight"]
+    assert report.nbytes == 512 + 512 + 48
+    assert not wide[:, 1::4].any()
+    assert "not contiguous" in str(report)
+
+
+def test_memory_that_may_not_be_written_to_is_refused_not_a_crash(write):
+    path = write(Tensor("a", "F32", (1024,)))
+    mapped = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    array = np.frombuffer(mapped, np.float32, 1024, offset=0)
+    with pytest.warns(UserWarning, match="not writable"):
+        tensor = torch.from_numpy(array)
+    with pytest.raises(penstock.MismatchError, match="may not write to"):
+        penstock.open(path).load_into({"a": tensor})
+
+
+@pytest.mark.parametrize("given", [3, [torch.zeros(3)], None, "x"])
+def test_what_is_neither_module_nor_mapping_is_refused(opened, given):
+    with pytest.raises(penstock.InvalidError, match="neither a torch module nor a mapping"):
+        opened.load_into(given)
+
+
+@pytest.mark.parametrize("value", [3.0, [1, 2], None])
+def test_a_value_that_is_no_tensor_is_refused_and_named(opened, value):
+    with pytest.raises(penstock.InvalidError, match="step"):
+        opened.load_into({"step": value})
+
+
+def test_autograd_is_told_that_parameters_changed(write):
+    path = model_file(write)
+    model = Model()
+    out = (model.head.weight * model.head.weight).sum()
+    penstock.open(path).load_into(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_inference_tensors_can_be_loaded_into(write):
+    path = model_file(write)
+    with torch.inference_mode():
+        model = Model()
+        penstock.open(path).load_into(model)
+    assert raw(model.head.weight) == Oracle(path)["head.weight"]
+
+
+def test_nothing_to_load_is_no_error(opened):
+    assert opened.load_into({}, strict=False).nbytes == 0
+
+
+def test_a_load_that_fails_says_which_destinations_are_no_longer_what_they_were(write):
+    path = write(*(Tensor(f"t{i}", "F32", (1 << 18,)) for i in range(16)))
+    checkpoint = penstock.open(path)
+    to = {name: torch.full((1 << 18,), 7.0) for name in checkpoint}
+
+    # a file that shrinks between opening and loading
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(penstock.PenstockError) as caught:
+        checkpoint.load_into(to)
+    error = caught.value
+    assert "model.safetensors" in str(error)
+    changed = [name for name, tensor in to.items() if not bool((tensor == 7.0).all())]
+    assert set(changed) <= set(error.touched)
+    assert ("no longer what they were" in str(error)) == bool(error.touched)

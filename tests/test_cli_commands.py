@@ -1,0 +1,248 @@
+"""The command line: what it prints, and how it exits."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import LAYOUT
+from synth import Tensor
+
+OK, FAILED, USAGE, ERROR = 0, 1, 2, 3
+
+
+def document(run):
+    """The one JSON document that a run with --json prints."""
+    return json.loads(run.stdout)
+
+
+def test_version_and_help(cli):
+    import penstock
+
+    assert cli("--version").stdout == f"penstock {penstock.__version__}\n"
+    text = cli("--help").stdout
+    for command in ("inspect", "load", "verify", "warm", "evict", "doctor"):
+        assert command in text
+        assert cli(command, "--help").returncode == OK
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("nonsense",), ("inspect",), ("load", "x", "--order", "random"), ("inspect", "x", "--what")]
+)
+def test_wrong_usage_exits_with_2(cli, arguments):
+    run = cli(*arguments)
+    assert run.returncode == USAGE
+    assert "usage:" in run.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "load", "warm", "evict"])
+def test_an_error_is_one_line_without_a_traceback(cli, tmp_path, command):
+    run = cli(command, tmp_path / "nothing.safetensors")
+    assert run.returncode == ERROR
+    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"penstock {command}: ")
+    assert "nothing.safetensors" in run.stderr
+    assert run.stdout == ""
+
+
+def test_a_traceback_on_request(cli, tmp_path):
+    run = cli("inspect", tmp_path / "nothing", PENSTOCK_TRACEBACK="1")
+    assert "Traceback" in run.stderr
+    assert run.returncode == ERROR
+
+
+def test_an_error_with_json_is_json(cli, tmp_path):
+    run = cli("inspect", "--json", tmp_path / "nothing.safetensors")
+    assert run.returncode == ERROR
+    found = document(run)
+    assert found["ok"] is False
+    assert found["error"]["kind"] == "NotFound"
+    assert found["error"]["path"].endswith("nothing.safetensors")
+
+
+def test_inspect_folds_layers_together(cli, small):
+    run = cli("inspect", small)
+    assert run.returncode == OK, run.stderr
+    assert "layers.{0..1}.attn" in run.stdout
+    assert "[48, 40]" in run.stdout
+    assert "11 tensors" in run.stdout
+    assert "3 files" in run.stdout
+    assert "format: pt" in run.stdout
+
+
+def test_inspect_folds_only_what_is_alike(cli, write):
+    path = write(
+        *(Tensor(f"h.{i}.w", "F32", (2, 2)) for i in (0, 1, 2, 7)),
+        Tensor("h.3.w", "F16", (2, 2)),
+        Tensor("conv1.weight", "F32", (1,)),
+        Tensor("conv2.weight", "F32", (1,)),
+        Tensor("h", "F32", (1,)),
+    )
+    out = cli("inspect", path).stdout
+    assert "{0..2,7}" in out
+    assert "conv1" in out
+    assert "conv2" in out
+    assert "F16" in out
+
+
+def test_inspect_lists_every_tensor_on_request(cli, small):
+    out = cli("inspect", small, "--tensors").stdout
+    for tensor in LAYOUT.tensors:
+        assert tensor.name in out
+
+
+def test_inspect_as_json(cli, small):
+    found = document(cli("inspect", small, "--json"))
+    assert found["tensors"] == len(LAYOUT.tensors)
+    assert found["nbytes"] == LAYOUT.nbytes
+    assert [Path(f["path"]).name for f in found["files"]] == LAYOUT.files
+    assert sum(f["nbytes"] for f in found["files"]) == LAYOUT.nbytes
+    assert found["dtypes"]["F32"] == {"tensors": 4, "nbytes": 2 * 4 * (1920 + 40), "parameters": 2 * (1920 + 40)}
+    assert [e["name"] for e in found["entries"]] == [t.name for t in LAYOUT.tensors]
+
+
+def test_inspect_of_a_checkpoint_without_tensors(cli, write):
+    run = cli("inspect", write())
+    assert run.returncode == OK, run.stderr
+    assert "0 tensors" in run.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(small):
+    run = subprocess.run(
+        f"{sys.executable} -m penstock.cli inspect --json --tensors {small} | head -c 1; echo ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.stderr == ""
+    assert run.stdout == "{0\n"
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--framework", "np", "--names", "layers.*"), ("--dtype", "raw"), ("-o", "copy=true")]
+)
+def test_load_prints_the_report(cli, small, more):
+    run = cli("load", small, *more)
+    assert run.returncode == OK, run.stderr
+    assert "GB/s" in run.stdout
+    assert run.stderr == ""  # no bar where there is no terminal
+
+
+def test_load_as_json(cli, small):
+    found = document(cli("load", small, "--json", "-o", "staging=64MiB", "--order", "layer"))
+    assert found["nbytes"] == LAYOUT.nbytes
+    assert found["tensors"] == len(LAYOUT.tensors)
+
+
+def test_a_bad_option_is_wrong_usage(cli, small):
+    run = cli("load", small, "-o", "stagin=3")
+    assert run.returncode == USAGE
+    assert "staging" in run.stderr
+    assert cli("load", small, "-o", "staging").returncode == USAGE
+
+
+def test_verify_accepts_a_whole_checkpoint(cli, small):
+    run = cli("verify", small)
+    assert run.returncode == OK, run.stderr
+    assert "all well" in run.stdout
+    assert run.stdout.count("ok ") == 3
+    assert document(cli("verify", small, "--json"))["ok"] is True
+
+
+def test_verify_finds_a_truncated_file(cli, write):
+    path = write(Tensor("a", "F32", (100,)))
+    os.truncate(path, path.stat().st_size - 1)
+    run = cli("verify", path)
+    assert run.returncode == FAILED
+    assert "FAILED" in run.stdout
+    assert "model.safetensors" in run.stdout
+    assert run.stderr == ""
+    [problem] = document(cli("verify", path, "--json"))["problems"]
+    assert problem["path"].endswith("model.safetensors")
+
+
+def test_verify_compares_blobs_of_a_hub_cache_with_their_names(cli, write, tmp_path):
+    path = write(Tensor("a", "F32", (100,)), name="blob")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    path.rename(blobs / digest)
+    link = snapshot / "model.safetensors"
+    link.symlink_to(blobs / digest)
+    run = cli("verify", link, "--sha256")
+    assert run.returncode == OK, run.stdout + run.stderr
+    assert f"{digest} (blob name)" in run.stdout
+    with (blobs / digest).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    run = cli("verify", link, "--sha256")
+    assert run.returncode == FAILED
+    assert "damaged" in run.stdout
+    assert cli("verify", link).returncode == OK  # only a digest can see that
+
+
+def test_verify_compares_with_a_list(cli, small, tmp_path):
+    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}" for p in sorted(small.glob("*.safetensors"))]
+    listed = tmp_path / "SHA256SUMS"
+    listed.write_text("\n".join(lines) + "\n")
+    found = document(cli("verify", small, "--digests", listed, "--json"))
+    assert found["ok"] is True
+    assert {f["compared_with"] for f in found["files"]} == {"list"}
+    listed.write_text("\n".join(["0" * 64 + lines[0][64:], *lines[1:], "1" * 64 + "  other.safetensors"]))
+    run = cli("verify", small, "--digests", listed)
+    assert run.returncode == FAILED
+    assert "2 problems" in run.stdout
+    assert "other.safetensors" in run.stdout
+    listed.write_text("nonsense\n")
+    run = cli("verify", small, "--digests", listed)
+    assert run.returncode == USAGE
+    assert "line 1" in run.stderr
+
+
+def test_warm_and_evict_change_what_is_resident(cli, write):
+    path = write(Tensor("a", "F32", (1 << 20,)))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    run = cli("evict", path, "--json")
+    found = document(run)
+    assert run.returncode == (OK if found["resident_bytes"] == 0 else FAILED)
+    run = cli("warm", path, "--json")
+    assert run.returncode == OK, run.stderr
+    assert document(run)["resident_bytes"] == path.stat().st_size
+    assert "in the page cache" in cli("warm", path).stdout
+
+
+def test_doctor_says_what_it_found_and_what_follows(cli, small):
+    run = cli("doctor", small)
+    assert run.returncode == OK, run.stderr
+    for word in ("file system", "memory", "locked memory", "huge pages", "GPU", "O_DIRECT read", "memory copy",
+                 "penstock will therefore:"):  # fmt: skip
+        assert word in run.stdout, word
+    assert sorted(p.name for p in small.iterdir()) == sorted(
+        [*LAYOUT.files, "model.safetensors.index.json", ".synth.json"]
+    )
+
+
+def test_doctor_as_json(cli, small):
+    found = document(cli("doctor", small, "--json", "--no-measure"))
+    assert found["rates"] == {}
+    assert found["system"]["cpus"] == len(os.sched_getaffinity(0))
+    assert found["file_system"]["type"]
+    assert found["therefore"]
+
+
+def test_doctor_of_nothing_is_an_error(cli, tmp_path):
+    run = cli("doctor", tmp_path / "nothing")
+    assert run.returncode == ERROR
+    assert "nothing" in run.stderr
+
+
+def test_main_can_be_called(small, capsys):
+    from penstock.cli import main
+
+    assert main(["inspect", str(small), "--depth", "1"]) == OK
+    assert "layers" in capsys.readouterr().out
