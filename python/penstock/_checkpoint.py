@@ -13,7 +13,7 @@ from ._core import Options
 from ._device import parse_device
 from ._errors import InvalidError
 from ._progress import Progress
-from ._report import Report
+from ._report import Report, report_of
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -97,7 +97,7 @@ class Checkpoint:
         return self._last_report
 
     def _ended(self, load: _core.Load) -> Report:
-        self._last_report = Report(load.report())
+        self._last_report = report_of(load.report(), self.warnings)
         return self._last_report
 
     # Getting it out

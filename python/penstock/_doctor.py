@@ -21,10 +21,6 @@ from . import _core
 from ._dtypes import DTYPES
 from ._report import size_text
 
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
-_NETWORK_FILE_SYSTEMS = re.compile(
-    r"^(nfs4?|cifs|smb3?|smbfs|ceph|lustre|gpfs|beegfs|glusterfs|9p|afs|orangefs|virtiofs|weka\w*|fuse(\.\w+)?)$"
-)
 _MEASURED = 256 << 20
 """Bytes read and copied to measure a rate: enough for a tenth of a second at 2.5 GB/s."""
 _CHUNK = 4 << 20
@@ -148,10 +144,6 @@ def _mount(path: str) -> dict[str, Any]:
             found["read_ahead_bytes"] = (_number(str(where / "read_ahead_kb")) or 0) * 1024
             found["scheduler"] = _chosen(str(where / "scheduler"))
             break
-    kind = found["type"] or ""
-    found["class"] = (
-        "memory" if kind in _MEMORY_FILE_SYSTEMS else "network" if _NETWORK_FILE_SYSTEMS.match(kind) else "local"
-    )
     return found
 
 
@@ -275,34 +267,30 @@ def _frameworks() -> dict[str, str | None]:
 
 def _conclusions(found: dict[str, Any]) -> list[str]:
     """What penstock will do here, and what would make it faster."""
-    system, mount, probe, gpus = found["system"], found["file_system"], found["probe"], found["gpus"]
-    kind = mount["class"]
+    system, probe, gpus = found["system"], found["probe"], found["gpus"]
+    kind = probe["kind"]
     said = []
     if kind == "memory":
         said.append("files here are in memory already: a load to the CPU maps them, a load to a GPU copies from them")
     elif kind == "network":
-        said.append("a network file system: deep parallel reads into private memory, never a mapping")
+        said.append("this file system may stall: deep parallel reads into private memory, never a mapping")
     else:
         said.append("files in the page cache are mapped for the CPU (no copy) and copied through staging for a GPU")
-    direct = found["rates"].get("direct", {})
-    copy = found["rates"].get("copy", {})
     if kind == "local":
-        if probe.get("direct") is False or str(direct.get("error", "")).startswith("O_DIRECT"):
-            said.append("cold files are read through the page cache: this file system refuses O_DIRECT")
-        elif "gbps" in direct and "gbps" in copy and direct["gbps"] * 2 > copy["gbps"]:
-            said.append("cold files bypass the page cache (O_DIRECT): this storage outruns a copy through it")
-        else:
-            said.append("cold files are read through the page cache in parallel, so that the next start is warm")
-    uring = probe.get("io_uring")
-    if uring not in (None, True, "ok") and not (isinstance(uring, dict) and uring.get("ok")):
-        reason = uring.get("reason") if isinstance(uring, dict) else uring or "refused"
-        said.append(f"io_uring is not to be had ({reason}): direct reads go through libaio or a pool of threads")
-    limit, available = system["cgroup"]["limit"], system["available_bytes"]
+        room = size_text(probe["memory_available"] / 2)
+        past = (
+            "are read past it with O_DIRECT" if probe.get("direct_align") else "too: this file system has no O_DIRECT"
+        )
+        said.append(
+            f"cold bytes up to {room} (half of the memory left) stay in the page cache, and the next start is warm; "
+            f"larger checkpoints {past}"
+        )
+    if probe.get("direct_align"):
+        way = "io_uring" if not probe.get("io_uring") else "libaio" if not probe.get("libaio") else "a pool of threads"
+        said.append(f"direct reads go through {way}")
+    limit = system["cgroup"]["limit"]
     if limit is not None:
         said.append(f"the cgroup allows {size_text(limit)}: page cache and private copies have to fit into it")
-        available = min(limit, available) if available is not None else limit
-    if available is not None:
-        said.append(f"a checkpoint of up to {size_text(0.8 * available)} or so can stay warm in the page cache")
     locked = system["memlock_bytes"]
     if locked is not None and locked < 256 << 20:
         said.append(
@@ -359,7 +347,7 @@ def _say(value: Any) -> str:
 
 def describe(found: dict[str, Any]) -> str:
     """`examine`'s result for people."""
-    system, mount = found["system"], found["file_system"]
+    system, mount, probe = found["system"], found["file_system"], found["probe"]
 
     def size(nbytes: int | None) -> str:
         return "unlimited" if nbytes is None else size_text(nbytes)
@@ -388,7 +376,9 @@ def describe(found: dict[str, Any]) -> str:
     if "rotational" in mount:
         disk = "rotating" if mount["rotational"] else "solid state"
         rows.append(("disk", f"{disk}, read-ahead {size(mount['read_ahead_bytes'])}, scheduler {mount['scheduler']}"))
-    rows += [(key.replace("_", " "), _say(value)) for key, value in found["probe"].items()]
+    align = probe.get("direct_align")
+    rows.append(("O_DIRECT", f"reads in multiples of {align} bytes" if align else "not supported"))
+    rows += [(name, f"refused: {probe[name]}" if probe.get(name) else "granted") for name in ("io_uring", "libaio")]
     if found["gpus"].get("gpus"):
         rows += [("GPU", _say(gpu)) for gpu in found["gpus"]["gpus"]]
     else:

@@ -16,7 +16,7 @@ from ._dtypes import DTYPES
 from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
 from ._load import await_load, begin, make_adapter, stream
 from ._progress import Meter, Progress
-from ._report import Report, merged
+from ._report import Report, merged, report_of
 from ._selection import Selection
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def load_into(
                 parts.append(_Part(selection, on_it, device, options, order))
             for part in parts:
                 await_load(part.load, meter)
-            reports += [Report(part.load.report()) for part in parts]
+            reports += [report_of(part.load.report(), checkpoint.warnings) for part in parts]
         for device in sorted({to.device for _, to in roundabout}):
             on_it = [(want, to) for want, to in roundabout if to.device == device]
             reports.append(_copy_through(checkpoint, selection, on_it, device, options, order, copied))

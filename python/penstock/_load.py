@@ -17,7 +17,7 @@ from ._device import Device
 from ._dtypes import cast_target
 from ._errors import CancelledError, InvalidError, StalledError, raise_if_forked
 from ._progress import INTERVAL, Meter, Progress
-from ._report import Report
+from ._report import Report, report_of
 from ._selection import Selection
 
 if TYPE_CHECKING:
@@ -166,10 +166,7 @@ def begin(
 
 def await_load(load: _core.Load, meter: Meter) -> None:
     """Waits for the end of the load, showing its progress. Raises its error."""
-    if not meter.active:
-        load.wait()
-        return
-    while not load.wait(INTERVAL):
+    while not load.wait(INTERVAL if meter.active else None):
         meter.update(*load.progress())
     meter.update(*load.progress(), final=True)
 
@@ -221,7 +218,7 @@ class Job:
     def report(self) -> Report:
         """What the load has done so far, or did."""
         raise_if_forked(self._owner, "job")
-        return self._report if self._report is not None else Report(self._load.report())
+        return self._report if self._report is not None else report_of(self._load.report(), self._checkpoint.warnings)
 
     def cancel(self) -> None:
         """Stops the load and waits until nothing of it runs. `result` then raises `CancelledError`."""

@@ -53,7 +53,8 @@ class Report(dict[str, Any]):
         if get("seconds_per_tensor") is not None:
             line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
         for route, way in get("routes", {}).items():
-            line(route, f"{size_text(way.get('bytes', 0))} in {way.get('extents', 0)} extents")
+            if way.get("extents"):
+                line(route, f"{size_text(way.get('bytes', 0))} in {way['extents']} extents")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
@@ -64,7 +65,7 @@ class Report(dict[str, Any]):
         if get("slack_bytes") or get("gap_bytes"):
             line("read besides", f"{size_text(get('slack_bytes', 0))} slack, {size_text(get('gap_bytes', 0))} gaps")
         if get("cache"):
-            line("page cache", str(get("cache")))
+            line("page cache", ": ".join(str(get(key)) for key in ("cache", "cache_reason") if get(key)))
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
         if get("copied_through"):
@@ -78,6 +79,14 @@ class Report(dict[str, Any]):
 
     def __repr__(self) -> str:
         return f"Report({super().__repr__()})"
+
+
+def report_of(found: dict[str, Any], warnings: list[str]) -> Report:
+    """The core's counters of one load as a report."""
+    report = Report(found, warnings=warnings)
+    report["gbps"] = report["nbytes"] / report["seconds"] / 1e9 if report["seconds"] else 0.0
+    report["seconds_per_tensor"] = report["seconds"] / report["tensors"] if report["tensors"] else None
+    return report
 
 
 def merged(reports: list[Report]) -> Report:
