@@ -33,7 +33,7 @@ class FakeGpu:
         self.lib = ctypes.CDLL(str(FAKEGPU))
         for name, result in {"fakegpu_stream_create": ctypes.c_size_t, "fakegpu_counter": ctypes.c_uint64}.items():
             getattr(self.lib, name).restype = result
-        self.lib.fakegpu_reset()
+        self.lib.fakegpu_misuse_clear()  # not a reset: penstock keeps slabs and streams for the process
         self.call("cuInit", 0)
         context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
@@ -75,11 +75,12 @@ class FakeGpu:
     def read(self, address: int, size: int) -> bytes:
         """Bytes of device memory as the host sees them; a misuse unless all work on them has been waited for."""
         if size:
-            assert self.lib.fakegpu_host_access(ctypes.c_uint64(address), ctypes.c_uint64(size), 0) == 0
+            self.lib.fakegpu_host_access(ctypes.c_uint64(address), ctypes.c_uint64(size), 0)
         return ctypes.string_at(address, size)
 
     def close(self) -> None:
         gc.collect()
+        penstock.Options()  # what the engine's thread dropped without the GIL goes with the next call into the core
         self.call("fakegpu_stream_synchronize", ctypes.c_size_t(self.stream), 0)
         for address in self.adopted:
             assert self.lib.fakegpu_disown(ctypes.c_uint64(address)) == 0
@@ -145,7 +146,7 @@ def test_a_load_to_the_gpu_is_byte_for_byte(gpu, small):
 
 def test_every_dtype_goes_to_the_gpu(gpu, every):
     oracle = Oracle(every)
-    names = [name for name in oracle.entries if not name.startswith("f6") and name != "f4.hollow"]
+    names = [name for name in oracle.entries if not name.startswith("f6_") and name != "f4.hollow"]
     for name, tensor in penstock.open(every).load("cuda:0", names=names).items():
         assert raw(tensor) == oracle[name], name
 
@@ -170,7 +171,7 @@ def test_slices_and_casts_on_the_gpu(gpu, opened, small):
     name = "layers.0.attn.weight"
     cut = {name: (slice(8, 16), slice(4, 20))}
     whole = opened.load(names=name)[name]
-    assert torch.equal(opened.load("cuda:0", names=name, slices=cut)[name], whole[8:16, 4:20])
+    assert raw(opened.load("cuda:0", names=name, slices=cut)[name]) == raw(whole[8:16, 4:20])
     assert raw(opened.load("cuda:0", names=name, dtype="float16")[name]) == raw(whole.half())
     assert raw(opened.load("cuda:0", names=name, dtype="raw")[name]) == Oracle(small)[name]
 

@@ -370,7 +370,7 @@ def describe(found: dict[str, Any]) -> str:
         ("huge pages", _say(system["huge_pages"])),
         (
             "file system",
-            f"{mount['type']} ({mount['class']}) at {mount['mounted_at']}, {size(mount['free_bytes'])} free",
+            f"{mount['type']} ({probe['kind']}) at {mount['mounted_at']}, {size(mount['free_bytes'])} free",
         ),
     ]
     if "rotational" in mount:
