@@ -230,3 +230,33 @@ def test_many_threads_may_slice_one_file(one):
         part = file.get_slice("z.weight")
         rows = list(pool.map(lambda i: raw(part[i % 6]), range(48)))
     assert rows == [expected[32 * (i % 6) : 32 * (i % 6) + 32] for i in range(48)]
+
+
+def test_tensors_asked_for_one_by_one_are_soon_loaded_together(write, monkeypatch):
+    path = write(*(Tensor(f"t{i:03}", "F32", (64,)) for i in range(300)))
+    oracle, loads = Oracle(path), []
+    with penstock.safe_open(path, framework="pt") as file:
+        load = file._load
+        monkeypatch.setattr(file, "_load", lambda names, slices=None: loads.append(len(names)) or load(names, slices))
+        for name in reversed(file.keys()):
+            assert raw(file.get_tensor(name)) == oracle[name]
+        assert len(loads) < 10
+        first, again = file.get_tensor("t000"), file.get_tensor("t000")
+        first.zero_()
+        assert raw(again) == oracle["t000"]
+
+
+def test_reading_ahead_never_fails_for_a_neighbour(write):
+    path = write(*(Tensor(f"t{i}", "U8", (8,)) for i in range(9)), Tensor("six", "F6_E2M3", (4,)))
+    oracle = Oracle(path)
+    with penstock.safe_open(path, framework="pt") as file:
+        for i in range(9):
+            assert raw(file.get_tensor(f"t{i}")) == oracle[f"t{i}"]
+
+
+def test_private_copies_are_not_read_ahead(write):
+    path = write(*(Tensor(f"t{i}", "U8", (8,)) for i in range(9)))
+    with penstock.safe_open(path, framework="pt", backend="pread") as file:
+        for i in range(9):
+            file.get_tensor(f"t{i}")
+        assert not file._ahead

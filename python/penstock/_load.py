@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -265,9 +266,10 @@ class Job:
     def _hand_out(self) -> dict[str, Any]:
         adapter, names = self._adapter, self._selection.names
         try:
+            start = time.perf_counter()
             with collector_paused():
                 tensors = adapter.tensors(self._load, range(len(names)))
-            self._report = self._checkpoint._ended(self._load)
+            self._report = self._checkpoint._ended(self._load, time.perf_counter() - start)
         finally:
             self._load.close()
         if adapter.casts:

@@ -44,6 +44,7 @@ class Report(dict[str, Any]):
             for label, key in (
                 ("plan", "plan_seconds"),
                 ("first tensor", "first_tensor_seconds"),
+                ("hand-out", "hand_out_seconds"),
                 ("CPU", "cpu_seconds"),
             )
             if get(key) is not None
@@ -81,11 +82,14 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
-def report_of(found: dict[str, Any], warnings: list[str]) -> Report:
-    """The core's counters of one load as a report."""
+def report_of(found: dict[str, Any], warnings: list[str], hand_out_seconds: float | None = None) -> Report:
+    """The core's counters of one load as a report, with the seconds that making tensors of the bytes took afterwards."""
     report = Report(found, warnings=warnings)
+    if hand_out_seconds is not None:
+        report["hand_out_seconds"] = hand_out_seconds
     report["gbps"] = report["nbytes"] / report["seconds"] / 1e9 if report["seconds"] else 0.0
-    report["seconds_per_tensor"] = report["seconds"] / report["tensors"] if report["tensors"] else None
+    whole = report["seconds"] + (hand_out_seconds or 0.0)
+    report["seconds_per_tensor"] = whole / report["tensors"] if report["tensors"] else None
     return report
 
 
