@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,33 @@ def test_doctor_of_nothing_is_an_error(cli, tmp_path):
     run = cli("doctor", tmp_path / "nothing")
     assert run.returncode == ERROR
     assert "nothing" in run.stderr
+
+
+def test_ctrl_c_ends_a_load_at_once(big):
+    # 23,438 reads of 4 KiB, one after the other: seconds
+    options = ["-o", "io=direct", "-o", "extent=4096", "-o", "staging=8192", "-o", "depth=1"]
+    code = """
+import sys, torch
+from penstock.cli import main
+print("ready", flush=True)
+sys.exit(main(sys.argv[1:]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "load", str(big), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    if process.returncode == OK:
+        pytest.skip("the load was done before the signal came")
+    assert process.returncode == 130, stderr
+    assert stderr == "penstock: interrupted\n"
+    assert time.monotonic() - start < 2
 
 
 def test_main_can_be_called(small, capsys):

@@ -35,7 +35,7 @@ class Accelerator:
         torch = self._torch
         if not torch.cuda.is_available():
             built = "is built without GPU support" if not torch.backends.cuda.is_built() else "finds no usable GPU"
-            reason = _core.gpus().get("reason")
+            reason = str(_core.gpus().get("reason") or "").partition(". ")[0]
             raise DeviceError(
                 f"device={str(device)!r}: torch {torch.__version__} {built}{f' ({reason})' if reason else ''}; "
                 'load to "cpu" instead, and see `penstock doctor`'

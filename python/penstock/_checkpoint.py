@@ -96,8 +96,8 @@ class Checkpoint:
         """The report of the last load of this checkpoint that ended well, or None."""
         return self._last_report
 
-    def _ended(self, load: _core.Load, hand_out_seconds: float | None = None) -> Report:
-        self._last_report = report_of(load.report(), self.warnings, hand_out_seconds)
+    def _ended(self, load: _core.Load) -> Report:
+        self._last_report = report_of(load.report(), self.warnings)
         return self._last_report
 
     # Getting it out

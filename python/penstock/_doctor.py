@@ -291,12 +291,6 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
     limit = system["cgroup"]["limit"]
     if limit is not None:
         said.append(f"the cgroup allows {size_text(limit)}: page cache and private copies have to fit into it")
-    locked = system["memlock_bytes"]
-    if locked is not None and locked < 256 << 20:
-        said.append(
-            f"locked memory is limited to {size_text(locked)}: io_uring buffers stay unregistered; "
-            "`ulimit -l unlimited` lifts that (GPU staging is not affected)"
-        )
     if system["huge_pages"]["transparent"] == "never":
         said.append("transparent huge pages are off: private copies cost 512 times as many page faults")
     if (system["open_files"] or 1 << 20) < 1024:
@@ -304,7 +298,7 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
     if gpus.get("gpus"):
         said.append(f'device="cuda:0" loads to {gpus["gpus"][0].get("name", "the first GPU")}')
     else:
-        said.append(f"no GPU to load to: {gpus.get('reason') or 'no driver found'}")
+        said.append('device="cuda:0" is an error: there is no GPU or no driver (see above)')
     if found["frameworks"]["torch"] is None:
         said.append("torch is not installed: numpy arrays are what load() gives")
     elif found["frameworks"]["numpy"] and not found["frameworks"]["ml_dtypes"]:
@@ -382,7 +376,7 @@ def describe(found: dict[str, Any]) -> str:
     if found["gpus"].get("gpus"):
         rows += [("GPU", _say(gpu)) for gpu in found["gpus"]["gpus"]]
     else:
-        rows.append(("GPU", f"none: {found['gpus'].get('reason') or 'no driver found'}"))
+        rows.append(("GPU", "none: " + (found["gpus"].get("reason") or "no driver found").partition(". ")[0]))
     rows.append(("with", ", ".join(f"{k} {v}" for k, v in found["frameworks"].items() if v)))
     names = {"copy": "memory copy", "direct": "O_DIRECT read", "cached": "cached read"}
     for key, rate in found["rates"].items():

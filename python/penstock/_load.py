@@ -269,7 +269,8 @@ class Job:
             start = time.perf_counter()
             with collector_paused():
                 tensors = adapter.tensors(self._load, range(len(names)))
-            self._report = self._checkpoint._ended(self._load, time.perf_counter() - start)
+            self._report = self._checkpoint._ended(self._load)
+            self._report.handed_out(time.perf_counter() - start)
         finally:
             self._load.close()
         if adapter.casts:
@@ -299,7 +300,11 @@ def load(
     """Every want's tensor by name."""
     if adapter.casts:
         # As a stream, so that at no time more than the window exists in both dtypes
+        start = time.perf_counter()
         arrived = dict(stream(checkpoint, selection, adapter, device, options, order, progress))
+        report = checkpoint.last_report
+        if report is not None:
+            report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]))
         return {name: arrived[name] for name in selection.names}
     with Meter(progress, "load") as meter, Job(checkpoint, selection, adapter, device, options, order) as job:
         await_load(job._load, meter)

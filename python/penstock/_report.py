@@ -29,6 +29,12 @@ class Report(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"this report has no {key!r}; it has {', '.join(self)}") from None
 
+    def handed_out(self, seconds: float) -> None:
+        """Adds what making (and casting) tensors took after the bytes were there."""
+        self["hand_out_seconds"] = seconds
+        if self["tensors"]:
+            self["seconds_per_tensor"] = (self["seconds"] + seconds) / self["tensors"]
+
     def __str__(self) -> str:
         get = self.get
         lines = [
@@ -82,14 +88,11 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
-def report_of(found: dict[str, Any], warnings: list[str], hand_out_seconds: float | None = None) -> Report:
-    """The core's counters of one load as a report, with the seconds that making tensors of the bytes took afterwards."""
+def report_of(found: dict[str, Any], warnings: list[str]) -> Report:
+    """The core's counters of one load as a report."""
     report = Report(found, warnings=warnings)
-    if hand_out_seconds is not None:
-        report["hand_out_seconds"] = hand_out_seconds
     report["gbps"] = report["nbytes"] / report["seconds"] / 1e9 if report["seconds"] else 0.0
-    whole = report["seconds"] + (hand_out_seconds or 0.0)
-    report["seconds_per_tensor"] = whole / report["tensors"] if report["tensors"] else None
+    report["seconds_per_tensor"] = report["seconds"] / report["tensors"] if report["tensors"] else None
     return report
 
 
