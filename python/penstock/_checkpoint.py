@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,8 +17,6 @@ from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A shard file, several, a directory, or an index file."""
-
-_log = logging.getLogger("penstock")
 
 
 def source_paths(source: Source) -> list[str]:
@@ -44,8 +41,12 @@ class Checkpoint:
     def __init__(self, core: _core.Checkpoint) -> None:
         self._core = core
         self._last_report: Report | None = None
-        for warning in core.warnings():
-            _log.warning("%s", warning)
+        warnings = core.warnings()
+        if warnings:
+            import logging  # a third of what importing penstock would cost
+
+            for warning in warnings:
+                logging.getLogger("penstock").warning("%s", warning)
 
     # What is in it
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core
 from ._errors import InvalidError, SliceError, UnknownTensorError
@@ -22,8 +21,7 @@ Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
 _GLOB = re.compile(r"[*?\[]")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What the checkpoint says of one tensor."""
 
     name: str
