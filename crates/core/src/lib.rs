@@ -1,4 +1,81 @@
 //! Loads safetensors checkpoints into CPU and GPU memory at the speed of the hardware.
+//!
+//! # The idea
+//!
+//! Moving bytes and making tensors are two different things. A checkpoint is a set of byte ranges in files; a load is a
+//! plan that says which ranges go to which addresses; an engine keeps every device on the way busy until the plan is done;
+//! tensors are views put on the bytes afterwards. So there is one plan over all shard files instead of one loop per file,
+//! a process that wants a third of every tensor reads a third of the bytes, and what fills fresh CPU memory also fills a
+//! GPU, or tensors that exist already.
+//!
+//! A load is a walk through five stages, one module each:
+//!
+//! | stage | module | what it makes |
+//! |---|---|---|
+//! | open | [`format`] | a [`Checkpoint`], validated whole before a byte is moved |
+//! | want | [`placement`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
+//! | lay out | [`layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
+//! | schedule | [`schedule`] | the extents to read, in order, each with its route and its pieces |
+//! | drive | [`load`] | a [`Load`]: a thread that sleeps while [`source`]s read and [`device`]s copy |
+//!
+//! Which route an extent takes (mapped, through the page cache, or past it) is decided for each from the file system, from
+//! what is resident and from the [`Options`]; a route that the kernel refuses is replaced while the load runs, and the
+//! [`Report`] says so.
+//!
+//! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them alive;
+//! Linux only.
+//!
+//! # Example
+//!
+//! ```
+//! use penstock::{Checkpoint, Load, Memory, Options, Request, Want, Where};
+//! use std::sync::Arc;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // A shard file: eight bytes of header length, the header, then the bytes of the tensors.
+//! let folder = tempfile::tempdir()?;
+//! let header = r#"{"ramp":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+//! let mut file = (header.len() as u64).to_le_bytes().to_vec();
+//! file.extend_from_slice(header.as_bytes());
+//! file.extend((0..6u8).flat_map(|n| f32::from(n).to_le_bytes()));
+//! std::fs::write(folder.path().join("model.safetensors"), file)?;
+//!
+//! // Opening reads and checks headers, nothing else.
+//! let checkpoint = Arc::new(Checkpoint::open(&[folder.path()])?);
+//! let ramp = checkpoint.find("ramp").ok_or("no such tensor")?;
+//! assert_eq!((ramp.dtype.name(), ramp.shape), ("F32", &[2, 3][..]));
+//!
+//! // The second row alone: twelve of the twenty-four bytes.
+//! let row = Want { tensor: ramp.index, region: Some([1..2, 0..3].into()) };
+//! let load = Load::start(Request {
+//!     checkpoint: checkpoint.clone(),
+//!     wants: vec![row],
+//!     device: Where::Cpu,
+//!     memory: Memory::Ours,
+//!     options: Options::default(),
+//!     stream: false,
+//! })?;
+//! load.wait(None)?;
+//!
+//! // A view keeps its memory alive; the load and the checkpoint may go.
+//! let view = load.view(0)?;
+//! let report = load.report();
+//! drop((load, checkpoint));
+//! assert_eq!((view.nbytes(), report.nbytes), (12, 12));
+//! // SAFETY: the view is 12 complete bytes of CPU memory, aligned for F32, and lives on.
+//! let row = unsafe { std::slice::from_raw_parts(view.address() as *const f32, 3) };
+//! assert_eq!(row, [3.0, 4.0, 5.0]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What can be relied on
+//!
+//! Nothing is handed out before it is complete, and what is handed out is never overwritten from here. Every wait ends:
+//! with success, with an [`Error`] that names file, byte range and cause, or with cancellation. A load that is dropped
+//! leaves no thread, descriptor or mapping behind; what hangs in the kernel for good is left to itself together with its
+//! memory and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test that holds
+//! each.
 
 pub mod device;
 mod drive;
@@ -19,3 +96,8 @@ pub mod stats;
 pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};
+pub use format::{Checkpoint, DType, TensorInfo};
+pub use load::{Load, Memory, Next, Request, Where};
+pub use options::{Cache, Io, Options, Order};
+pub use placement::Want;
+pub use stats::Report;
