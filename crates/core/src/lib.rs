@@ -12,7 +12,7 @@
 //!
 //! | stage | module | what it makes |
 //! |---|---|---|
-//! | open | [`format`] | a [`Checkpoint`], validated whole before a byte is moved |
+//! | open | [`mod@format`] | a [`Checkpoint`], validated whole before a byte is moved |
 //! | want | [`placement`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
 //! | lay out | [`layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
 //! | schedule | [`schedule`] | the extents to read, in order, each with its route and its pieces |
