@@ -1,6 +1,6 @@
 //! Destination memory: where tensors live after the load, and what keeps it alive.
 //!
-//! All private CPU memory of one load is one [`Arena`]: a single anonymous mapping, 2 MiB aligned, with huge pages asked
+//! All private CPU memory of one load is one `Arena`: a single anonymous mapping, 2 MiB aligned, with huge pages asked
 //! for. Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages that no other tensor of
 //! the arena lies in, so a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping (the
 //! kernel allows 65,530 by default).
