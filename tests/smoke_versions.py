@@ -1,0 +1,56 @@
+"""What every supported Python must do with the one abi3 wheel; needs numpy and safetensors. `make versions` runs it."""
+
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import penstock
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.safetensors"
+        save_file(
+            {
+                "matrix": np.random.default_rng(0).random((300, 5000), dtype="f4"),
+                "row": np.arange(5),
+                "scalar": np.array(3, dtype="f2"),
+                "empty": np.zeros((0, 4), dtype="i1"),
+            },
+            path,
+        )
+        expected = load_file(path)
+        for io in ("auto", "mapped", "buffered", "direct", "uring", "aio", "threads"):
+            state = penstock.open(path).load(framework="np", options={"io": io})
+            assert state.keys() == expected.keys()
+            for name, array in expected.items():
+                assert state[name].dtype == array.dtype and np.array_equal(state[name], array), (io, name)
+                state[name][...] = 0  # writable, and the file stays as it is
+        streamed = dict(penstock.open(path).stream(framework="np"))
+        assert all(np.array_equal(streamed[name], array) for name, array in expected.items())
+        into = {name: np.empty_like(array) for name, array in expected.items()}
+        penstock.open(path).load_into(into)
+        assert all(np.array_equal(into[name], array) for name, array in expected.items())
+        with penstock.safe_open(path, framework="np") as f:
+            assert np.array_equal(f.get_slice("matrix")[3:7], expected["matrix"][3:7])
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(total, (path,)) == expected["row"].sum()
+        try:
+            penstock.open(Path(folder) / "missing.safetensors")
+        except FileNotFoundError as error:
+            assert "missing.safetensors" in str(error)
+        else:
+            raise AssertionError("a missing file opened")
+    print(f"Python {sys.version.split()[0]}: 1 passed, 0 failed")
+
+
+def total(path: Path) -> int:
+    return int(penstock.open(path).load(framework="np")["row"].sum())
+
+
+if __name__ == "__main__":
+    main()
