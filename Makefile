@@ -27,7 +27,7 @@ PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5"
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: versions help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick peers wheel deny clean
+.PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick peers wheel versions deny clean
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -36,18 +36,7 @@ help:
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (make bench-quick: a minute)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make deny    licences, advisories and sources of the dependencies (installs cargo-# The abi3 wheel under other interpreters: those of PYTHONS that are there.
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
-versions: wheel
-	@for p in $(PYTHONS); do \
-		$$p -c '$(USABLE)' 2>/dev/null || { echo "$$p: not found"; continue; }; \
-		$$p -m venv --clear .versions/$$p; \
-		.versions/$$p/bin/pip install --quiet --disable-pip-version-check numpy safetensors; \
-		.versions/$$p/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/penstock-*.whl; \
-		.versions/$$p/bin/python tests/smoke_versions.py; \
-	done
-
-deny: minutes)"
+	@echo "make deny    licences, advisories and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(TOOLS)
@@ -98,12 +87,23 @@ wheel: environment
 		$(VENV)/bin/maturin build --release --compatibility linux --out dist; \
 	fi
 
+# The abi3 wheel under other interpreters: those of PYTHONS that are there.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
+versions: wheel
+	@for p in $(PYTHONS); do \
+		$$p -c '$(USABLE)' 2>/dev/null || { echo "$$p: not found"; continue; }; \
+		$$p -m venv --clear .versions/$$p; \
+		.versions/$$p/bin/pip install --quiet --disable-pip-version-check numpy safetensors; \
+		.versions/$$p/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/penstock-*.whl; \
+		.versions/$$p/bin/python tests/smoke_versions.py; \
+	done
+
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .demo .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
