@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | wheel | deny | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
+# make demo | test | lint | bench | wheel | deny | checks | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,6 +28,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick peers wheel versions deny clean
+.PHONY: checks loom asan tsan valgrind miri fuzz
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -36,6 +37,7 @@ help:
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (make bench-quick: a minute)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
+	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers: each is a target too (docs/checks.md)"
 	@echo "make deny    licences, advisories and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -97,6 +99,44 @@ versions: wheel
 		.versions/$$p/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/penstock-*.whl; \
 		.versions/$$p/bin/python tests/smoke_versions.py; \
 	done
+
+# Thread and memory checks: docs/checks.md says what each finds and needs. Every one builds into a folder of its own.
+NIGHTLY ?= nightly
+HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+SANITIZED = CARGO_TARGET_DIR=$(TARGET)/$(1) RUSTFLAGS="-Zsanitizer=$(2) -Cforce-frame-pointers=yes" \
+	cargo +$(NIGHTLY) test --target $(HOST) -p penstock-core
+FUZZ_SECONDS ?= 60
+
+checks: loom asan tsan valgrind miri fuzz
+
+# Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
+loom:
+	CARGO_TARGET_DIR=$(TARGET)/loom RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} \
+		cargo test -p penstock-core --lib models -- --test-threads 1
+
+# Slabs that are quarantined, and the ring itself, live to the end of the process on purpose: they stay reachable.
+asan:
+	$(call SANITIZED,asan,address) --lib --tests
+
+# The standard library has to be instrumented too, or its locks are races: -Zbuild-std, which needs rust-src.
+tsan:
+	$(call SANITIZED,tsan,thread) -Zbuild-std --lib --tests
+
+valgrind:
+	cargo build -p penstock-core --example load
+	$(PYTHON) tools/valgrind.py $(TARGET)/debug/examples/load
+
+# The parts that touch no memory by hand and no system call. Property tests run in full elsewhere: miri is 100 x slower.
+miri:
+	CARGO_TARGET_DIR=$(TARGET)/miri MIRIFLAGS="-Zmiri-disable-isolation" cargo +$(NIGHTLY) miri test -p penstock-core \
+		--lib --test format_oracle --test placement_runs --test plan_counts --test plan_properties -- \
+		every_load_ends run plan oracle --skip catches_every_mutant
+
+fuzz:
+	command -v cargo-fuzz >/dev/null || cargo install --locked cargo-fuzz
+	for t in header index placement plan; do mkdir -p fuzz/corpus/$$t && \
+		cargo +$(NIGHTLY) fuzz run $$t fuzz/corpus/$$t fuzz/seeds/$$t -- \
+			-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 -max_len=65536 || exit 1; done
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

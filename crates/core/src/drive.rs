@@ -98,10 +98,7 @@ impl Driver {
         });
         // Sources and device go before the outcome is told: who has seen it may count threads and descriptors.
         drop(self);
-        let mut state = shared.lock();
-        state.wanted.clear();
-        state.outcome = Some(outcome);
-        shared.changed.notify_all();
+        shared.end(outcome);
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
@@ -181,8 +178,7 @@ impl Driver {
     }
 
     fn read_inbox(&mut self) {
-        self.shared.inbox.quiet();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.with_news();
         for message in std::mem::take(&mut state.messages) {
             match message {
                 Message::Grant(block, fence) => {

@@ -93,6 +93,8 @@ pub mod schedule;
 pub mod source;
 pub mod staging;
 pub mod stats;
+mod sync;
+#[cfg_attr(loom, path = "wake/model.rs")]
 pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};

@@ -22,11 +22,11 @@ use crate::source::Files;
 use crate::source::Router;
 use crate::staging::Ring;
 use crate::stats::Report;
+use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Something that keeps memory alive.
@@ -129,12 +129,45 @@ pub(crate) enum Message {
 
 impl Shared {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn tell(&self, message: Message) {
         self.lock().messages.push(message);
         self.inbox.ring();
+    }
+
+    /// The state, in which every message told until now can be seen; a later one rings the inbox again.
+    pub(crate) fn with_news(&self) -> MutexGuard<'_, State> {
+        // Quiet first, then look.
+        self.inbox.quiet();
+        self.lock()
+    }
+
+    /// Ends the load for all who wait for it.
+    pub(crate) fn end(&self, outcome: Result<()>) {
+        let mut state = self.lock();
+        state.wanted.clear();
+        state.outcome = Some(outcome);
+        self.changed.notify_all();
+    }
+
+    /// What `found` finds in the state, once it does; `None` where `timeout` passes first.
+    fn wait_until<T>(&self, timeout: Option<Duration>, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let mut state = self.lock();
+        loop {
+            if let Some(result) = found(&mut state) {
+                return Some(result);
+            }
+            state = match deadline {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())?;
+                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
     }
 }
 
@@ -209,7 +242,7 @@ impl Load {
             cpu_started,
             fence,
         };
-        let thread = std::thread::Builder::new()
+        let thread = Builder::new()
             .name("penstock-engine".into())
             .spawn(move || driver.run())
             .map_err(|e| Error::io("start the engine thread", &e))?;
@@ -304,24 +337,11 @@ impl Load {
     fn wait_until<T>(
         &self,
         timeout: Option<Duration>,
-        mut found: impl FnMut(&mut State) -> Option<Result<T>>,
+        found: impl FnMut(&mut State) -> Option<Result<T>>,
     ) -> Option<Result<T>> {
-        if let Err(e) = self.same_process() {
-            return Some(Err(e));
-        }
-        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        let mut state = self.shared.lock();
-        loop {
-            if let Some(result) = found(&mut state) {
-                return Some(result);
-            }
-            state = match deadline {
-                None => self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) => {
-                    let left = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())?;
-                    self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+        match self.same_process() {
+            Ok(()) => self.shared.wait_until(timeout, found),
+            Err(e) => Some(Err(e)),
         }
     }
 
@@ -339,7 +359,7 @@ impl Load {
 
     /// Cancels the load if it still runs, and waits until nothing of it runs any more.
     pub fn close(&self) {
-        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let Some(thread) = lock(&self.thread).take() else { return };
         if self.pid != std::process::id() {
             // A forked child has no such thread to wait for.
             std::mem::forget(thread);
@@ -500,4 +520,37 @@ fn allocate(
         }));
     }
     Ok((blocks, fence))
+}
+
+#[cfg(all(test, loom))]
+mod models {
+    use super::*;
+
+    #[test]
+    fn the_engine_thread_hears_every_message_and_its_end_is_heard() {
+        loom::model(|| {
+            let shared =
+                Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), inbox: Wake::new().unwrap() });
+            let engine = shared.clone();
+            let thread = Builder::new().spawn(move || {
+                let (mut taken, mut cancelled) = (0, false);
+                while !(taken == 1 && cancelled) {
+                    for message in std::mem::take(&mut engine.with_news().messages) {
+                        match message {
+                            Message::Take(_) => taken += 1,
+                            _ => cancelled = true,
+                        }
+                    }
+                    if !(taken == 1 && cancelled) {
+                        engine.inbox.wait(-1);
+                    }
+                }
+                engine.end(Ok(()));
+            });
+            shared.tell(Message::Take(0));
+            shared.tell(Message::Cancel);
+            assert!(shared.wait_until(None, |state| state.outcome.clone()).is_some());
+            thread.unwrap().join().unwrap();
+        });
+    }
 }

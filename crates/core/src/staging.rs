@@ -26,13 +26,14 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
 use crate::options::{HUGE_PAGE, IDLE_STAGING};
+use crate::sync::{lock, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// How long a refused load that holds nothing goes before those that hold something. It asks again when its descriptor is
@@ -80,7 +81,7 @@ impl Slab {
         context: u64,
         register: impl FnOnce(*mut u8, usize) -> Result<Box<dyn Any + Send>>,
     ) -> Result<()> {
-        let mut registrations = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registrations = lock(&self.registrations);
         if !registrations.iter().any(|(known, _)| *known == context) {
             registrations.push((context, register(self.address(), self.len())?));
         }
@@ -218,7 +219,7 @@ impl Ring {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// A place in the ring for a load that wants slabs of `slab_bytes` (rounded up to huge pages) under a limit of `limit`
@@ -712,5 +713,83 @@ mod tests {
                 assert!(Ring::process().slab_at(lease.address()).is_some());
             }
         }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod models {
+    use super::*;
+    use crate::sync::Builder;
+    use std::collections::HashSet;
+
+    const SLAB: u64 = HUGE_PAGE;
+
+    /// Runs a model with a ring of its own, and frees its slabs: a model makes thousands.
+    fn ring(model: impl Fn(&'static Ring) + Sync + Send + 'static) {
+        loom::model(move || {
+            let ring: &'static Ring = Box::leak(Box::new(Ring::new()));
+            model(ring);
+            assert_eq!(ring.staging().in_use, 0);
+            ring.trim();
+        });
+    }
+
+    /// A slab, waited for as the engine does: quiet, ask, sleep.
+    fn acquire(share: &Share) -> Lease {
+        loop {
+            share.quiet();
+            if let Some(lease) = share.try_acquire().unwrap() {
+                return lease;
+            }
+            share.wake.wait(-1);
+        }
+    }
+
+    #[test]
+    fn a_slab_given_back_by_another_thread_wakes_the_refused() {
+        ring(|ring| {
+            let share = ring.join(SLAB, 2 * SLAB).unwrap();
+            let held = (acquire(&share), acquire(&share));
+            let giver = Builder::new().spawn(move || drop(held)).unwrap();
+            let both = (acquire(&share), acquire(&share));
+            drop(both);
+            giver.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn the_end_of_a_load_wakes_the_refused() {
+        ring(|ring| {
+            let (first, second) = (ring.join(SLAB, 4 * SLAB).unwrap(), ring.join(SLAB, 4 * SLAB).unwrap());
+            let held: Vec<_> = (0..2).map(|_| acquire(&first)).collect();
+            // Alone, the first may have all four.
+            let other = Builder::new().spawn(move || drop(second)).unwrap();
+            let third = acquire(&first);
+            drop((held, third));
+            other.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn two_loads_take_turns_and_never_hold_the_same_slab() {
+        ring(|ring| {
+            let owned = Arc::new(std::sync::Mutex::new(HashSet::new()));
+            let blocker = ring.join(SLAB, 2 * SLAB).unwrap();
+            let held = acquire(&blocker);
+            let loads: Vec<_> = (0..2)
+                .map(|_| {
+                    let (owned, share) = (owned.clone(), ring.join(SLAB, 2 * SLAB).unwrap());
+                    let load = move || {
+                        let lease = acquire(&share);
+                        assert!(owned.lock().unwrap().insert(lease.address() as usize), "two holders of one slab");
+                        loom::thread::yield_now();
+                        assert!(owned.lock().unwrap().remove(&(lease.address() as usize)));
+                    };
+                    Builder::new().spawn(load).unwrap()
+                })
+                .collect();
+            drop(held);
+            loads.into_iter().for_each(|load| load.join().unwrap());
+        });
     }
 }

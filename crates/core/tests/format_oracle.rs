@@ -111,7 +111,7 @@ fn valid() -> impl Strategy<Value = (String, usize)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 2000 }))]
 
     #[test]
     fn well_formed_headers_give_the_oracles_tensors((json, data) in valid()) {

@@ -54,7 +54,7 @@ fn case() -> impl Strategy<Value = (DType, Vec<(u64, u64, u64)>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(4000))]
+    #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 8 } else { 4000 }))]
 
     #[test]
     fn runs_are_the_fewest_ranges_that_hold_exactly_the_wanted_elements((dtype, axes) in case()) {

@@ -5,12 +5,12 @@
 
 use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 
 /// A batch of at most this many bytes in at most [`INLINE_COPIES`] rows is copied at once by the caller: 64 KiB take
 /// about 10 µs, no more than handing the batch to a sleeping thread and being woken by it.
@@ -45,7 +45,7 @@ struct Queue {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     fn finish(&self, copied: Copied) {
@@ -87,7 +87,7 @@ impl CpuDevice {
     fn hire(&mut self) {
         let shared = self.shared.clone();
         let name = format!("penstock-copy{}", self.workers.len());
-        if let Ok(worker) = std::thread::Builder::new().name(name).spawn(move || serve(&shared)) {
+        if let Ok(worker) = Builder::new().name(name).spawn(move || serve(&shared)) {
             self.workers.push(worker);
         }
     }
@@ -234,5 +234,56 @@ unsafe fn run_rows<const N: usize>(copy: &Copy) {
             let from = copy.from.add((row * copy.from_stride) as usize).cast::<[u8; N]>();
             to.add((row * copy.to_stride) as usize).cast::<[u8; N]>().write(from.read());
         }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod models {
+    use super::*;
+    use crate::source::Ticket;
+
+    /// Too many rows to be copied inline, and no more bytes than that.
+    const ROWS: u64 = INLINE_COPIES + 1;
+
+    fn device(workers: usize, batches: u64, then: impl Fn(CpuDevice) + Sync + Send + 'static) {
+        loom::model(move || {
+            let mut device = CpuDevice::new(workers).unwrap();
+            for ticket in 0..batches {
+                // Leaked, 130 bytes a run: what a model leaves behind must not be freed under a thread.
+                let memory = Box::leak(Box::new([0u8; 2 * ROWS as usize])).as_mut_ptr();
+                let (from, to) = (memory, memory as u64 + ROWS);
+                let copy = Copy { from, to, len: 1, rows: ROWS, from_stride: 1, to_stride: 1, block: 0, pad: 0 };
+                let slab = (memory, ROWS as usize);
+                device.copy(Batch { ticket: Ticket(ticket), slab, copies: vec![copy], keep: Arc::new(()) }).unwrap();
+            }
+            then(device);
+        });
+    }
+
+    fn await_all(mut device: CpuDevice, batches: usize) {
+        let mut done = Vec::new();
+        loop {
+            device.poll(&mut done).unwrap();
+            if done.len() == batches {
+                break;
+            }
+            device.shared.wake.wait(-1);
+        }
+        assert_eq!(device.in_flight(), 0);
+    }
+
+    #[test]
+    fn whoever_waits_for_two_copies_hears_of_both() {
+        device(2, 2, |device| await_all(device, 2));
+    }
+
+    #[test]
+    fn one_worker_takes_what_is_queued_while_it_copies() {
+        device(1, 3, |device| await_all(device, 3));
+    }
+
+    #[test]
+    fn a_device_that_is_dropped_at_work_ends_its_workers() {
+        device(2, 2, drop);
     }
 }
