@@ -38,7 +38,7 @@ help:
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
 	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers: each is a target too (docs/checks.md)"
-	@echo "make deny    licences, advisories and sources of the dependencies (installs cargo-deny: minutes)"
+	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(TOOLS)
@@ -140,7 +140,11 @@ fuzz:
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
-	cargo deny check
+	cargo deny check licenses bans sources
+
+# Known vulnerabilities; fetches the advisory database, which a machine without open network cannot.
+advisories:
+	cargo deny check advisories
 
 clean:
 	cargo clean
