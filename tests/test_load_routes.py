@@ -43,7 +43,7 @@ def test_every_byte_arrives(llama: Model, way: Way, state: str) -> None:
 
 @pytest.mark.parametrize("way", [way for way in EVERY_WAY if way.contradicts_itself], ids=str)
 def test_options_that_contradict_each_other_are_refused(llama: Model, way: Way) -> None:
-    with pytest.raises(ValueError, match="contradict|asks for mapped files"):
+    with pytest.raises(ValueError, match=r"contradict|asks for mapped files"):
         penstock.open(llama.source).load(options=way.options)
 
 

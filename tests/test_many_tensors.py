@@ -19,8 +19,8 @@ TENSORS = 371_474
 #: Tries: other programs share the machine.
 TRIES = 3
 
-#: Opens and loads a checkpoint in a process of its own, with torch imported, and prints what it took. "waited" is the time
-#: for which the main thread was ready to run and others had the core.
+#: Opens and loads a checkpoint in a process of its own, with torch imported, and prints what it took. "waited" is the
+#: time for which the main thread was ready to run and others had the core: on a machine of its own there is none.
 PROGRAM = """
 import gc, json, sys, time
 import torch, penstock
