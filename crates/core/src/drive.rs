@@ -7,7 +7,7 @@ use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::load::{Keep, Message, Shared};
+use crate::load::{somewhere, Keep, Message, Shared};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
@@ -36,6 +36,8 @@ pub(crate) struct Driver {
     pub(crate) device: Option<Box<dyn Device>>,
     pub(crate) ring: Share,
     pub(crate) blocks: Vec<Option<Block>>,
+    /// Wants per block that are not ready yet: after the last one nothing is written to the block any more.
+    pub(crate) unready: Vec<u32>,
     /// Where GPU blocks are allocated here, if they are.
     pub(crate) gpu: Option<GpuBlocks>,
     pub(crate) stream: bool,
@@ -91,23 +93,20 @@ impl Driver {
             let outcome = self.drive();
             self.finish(outcome, cpu)
         }))
-        .unwrap_or_else(|panic| Err(panicked(&*panic)));
-        shared.lock().touched = self.touched();
-        // Sources and device go before the outcome is told: who has seen it may count threads and descriptors. Told it must
-        // be, though, or its owner waits for ever.
-        let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
-        shared.end(outcome.and(gone.map_err(|panic| panicked(&*panic))));
-    }
-
-    /// Wants whose destination is no longer what it was. Also of a load that went well: where one of several fails, the
-    /// others have been written to as well.
-    fn touched(&self) -> Vec<u32> {
-        (0..).zip(self.engine.touched()).filter(|t| *t.1).map(|t| t.0).collect()
+        .unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+            let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+            Err(Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this")))
+        });
+        // Sources and device go before the outcome is told: who has seen it may count threads and descriptors.
+        drop(self);
+        shared.end(outcome);
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
         // A file that changed while it was read gives a mixture of old and new bytes: no tensor of it may be believed.
         let outcome = outcome.and_then(|()| self.files.verify_unchanged());
+        let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
         let report = &mut self.report;
         report.seconds = self.started.elapsed().as_secs_f64();
         report.cpu_seconds = process_cpu().saturating_sub(self.cpu_started).as_secs_f64();
@@ -122,6 +121,9 @@ impl Driver {
         let mut state = self.shared.lock();
         state.report = report.clone();
         state.arrived = self.engine.bytes_arrived();
+        if outcome.is_err() {
+            state.touched = self.engine.touched().iter().enumerate().filter(|t| *t.1).map(|t| t.0 as u32).collect();
+        }
         outcome
     }
 
@@ -134,7 +136,7 @@ impl Driver {
         }
         let mut done = Vec::new();
         let mut copied = Vec::new();
-        let mut told = (0, u64::MAX);
+        let mut told = u64::MAX;
         loop {
             self.read_inbox();
             let more = self.allocate_blocks();
@@ -182,8 +184,8 @@ impl Driver {
         let mut state = self.shared.with_news();
         for message in std::mem::take(&mut state.messages) {
             match message {
-                Message::Grant(block, fence) => {
-                    self.blocks[block as usize] = state.blocks[block as usize].clone();
+                Message::Grant(block, memory, fence) => {
+                    self.blocks[block as usize] = Some(memory);
                     match (fence, &mut self.device) {
                         (Some(fence), Some(device)) => match device.wait_for(fence) {
                             Ok(()) => self.engine.grant(block),
@@ -209,11 +211,14 @@ impl Driver {
         for &block in wanted.iter().take(ALLOCATIONS_PER_ROUND) {
             match gpu.allocate(self.layout.blocks[block as usize].nbytes) {
                 Ok(granted) => {
-                    self.shared.lock().blocks[block as usize] = Some(granted.clone());
+                    self.shared.lock().give(block, granted.clone());
                     self.blocks[block as usize] = Some(granted);
                     self.engine.grant(block);
                 }
-                Err(e) => self.engine.fail(e),
+                Err(e) => {
+                    self.engine.fail(e);
+                    return false;
+                }
             }
         }
         wanted.len() > ALLOCATIONS_PER_ROUND
@@ -371,12 +376,17 @@ impl Driver {
     }
 
     /// Tells the owner what is new: wants ready, blocks wanted, bytes arrived.
-    fn publish(&mut self, told: &mut (usize, u64)) {
+    fn publish(&mut self, told: &mut u64) {
         let mut ready = Vec::new();
         while let Some(want) = self.engine.ready() {
             self.report.first_tensor_seconds.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
             if self.stream {
                 ready.push(want);
+            }
+            let block = self.layout.places[want as usize].block as usize;
+            self.unready[block] -= 1;
+            if self.unready[block] == 0 {
+                self.blocks[block] = None;
             }
         }
         let mut wanted = Vec::new();
@@ -384,13 +394,13 @@ impl Driver {
             self.engine.wanted_blocks(&mut wanted);
         }
         let arrived = self.engine.bytes_arrived();
-        if ready.is_empty() && arrived == told.1 && wanted.len() == told.0 {
+        if ready.is_empty() && arrived == *told && wanted.is_empty() {
             return;
         }
-        *told = (wanted.len(), arrived);
+        *told = arrived;
         let mut state = self.shared.lock();
         // A grant may have come in since the engine looked.
-        wanted.retain(|&b| state.blocks[b as usize].is_none());
+        wanted.retain(|&b| !state.is_granted(b));
         let news = !ready.is_empty() || (!wanted.is_empty() && wanted != state.wanted);
         state.ready.extend(ready);
         state.wanted = wanted;
@@ -405,10 +415,8 @@ impl Driver {
         let waits_for = self.engine.waits_for();
         let ours = matches!(waits_for, Wait::Source | Wait::Device | Wait::Slabs);
         let deadline = clock.drain_until.or_else(|| ours.then(|| clock.moved + self.stall));
-        // The ring's descriptor is made quiet when a slab is asked for, so it may stay readable while none is wanted (a slab
-        // came back after the window closed, or while a failed load drains): then it is not to wake anybody.
-        let slabs = if self.held_back.is_none() && self.engine.wants_slab() { self.ring.fd() } else { -1 };
-        let fds = [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs];
+        let fds =
+            [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), self.ring.fd()];
         let before = Instant::now();
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
         let now = Instant::now();
@@ -424,8 +432,11 @@ impl Driver {
     /// Nothing moved for too long, or a failed load does not drain: gives up on what is in flight.
     fn overdue(&mut self, clock: &mut Clock, waits_for: Wait) {
         if clock.drain_until.is_some() {
-            // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not wait for them.
-            self.engine.abandon().iter().for_each(|slab| slab.set_apart());
+            // The slabs stay with the reads and copies that hang: each holds a lease.
+            drop(self.engine.abandon());
+            if let Some(device) = &mut self.device {
+                device.abandon();
+            }
             return;
         }
         let stalled = self.engine.in_flight().next();
@@ -460,12 +471,6 @@ impl Driver {
             None => error,
         }
     }
-}
-
-fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
-    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-    Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this"))
 }
 
 fn internal(text: &str) -> Error {

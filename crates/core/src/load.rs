@@ -114,7 +114,10 @@ pub(crate) struct State {
     pub(crate) wanted: Vec<u32>,
     pub(crate) arrived: u64,
     pub(crate) blocks: Vec<Option<Block>>,
+    granted: Vec<bool>,
     viewed: Vec<bool>,
+    /// Wants per block that were not handed out yet: after the last one the load keeps the block no longer.
+    unviewed: Vec<u32>,
     pub(crate) touched: Vec<u32>,
     pub(crate) outcome: Option<Result<()>>,
     pub(crate) report: Report,
@@ -122,9 +125,24 @@ pub(crate) struct State {
 
 /// From the owner to the engine thread.
 pub(crate) enum Message {
-    Grant(u32, Option<Fence>),
+    Grant(u32, Block, Option<Fence>),
     Take(u32),
     Cancel,
+}
+
+impl State {
+    pub(crate) fn is_granted(&self, block: u32) -> bool {
+        self.granted[block as usize]
+    }
+
+    /// The block's memory is there.
+    pub(crate) fn give(&mut self, block: u32, memory: Block) {
+        self.granted[block as usize] = true;
+        // Where only empty wants lay in it and all of them are gone, nobody will ask.
+        if self.unviewed[block as usize] > 0 {
+            self.blocks[block as usize] = Some(memory);
+        }
+    }
 }
 
 impl Shared {
@@ -175,6 +193,17 @@ impl Load {
     /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
     /// is no such device; what goes wrong later is told by [`wait`](Self::wait) and [`next`](Self::next).
     pub fn start(request: Request) -> Result<Load> {
+        Self::start_on(request, None)
+    }
+
+    /// The same with another device than the request's own, for tests that take a fence away.
+    #[doc(hidden)]
+    pub fn start_on(request: Request, target: Option<Box<dyn Device>>) -> Result<Load> {
+        let checkpoint = request.checkpoint.clone();
+        Self::begin(request, target).map_err(|e| somewhere(e, &checkpoint))
+    }
+
+    fn begin(request: Request, target: Option<Box<dyn Device>>) -> Result<Load> {
         let started = Instant::now();
         let cpu_started = process_cpu();
         let Request { checkpoint, wants, device, memory, mut options, stream } = request;
@@ -190,9 +219,7 @@ impl Load {
         let mut needs_slabs = false;
         for e in &schedule.extents {
             needs_slabs |= e.landing == Landing::Slab;
-            // A direct read is asked for whole sectors; what lies past the end of its file never arrives.
-            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
-            report.slack_bytes += e.slack.saturating_sub(past_end);
+            report.slack_bytes += e.slack;
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
         let our_blocks = matches!(memory, Memory::Ours);
@@ -202,10 +229,11 @@ impl Load {
             options.threads = machine::cores().min(16) as u32;
         }
         let source = Router::new(files.clone(), &options)?;
-        let target: Option<Box<dyn Device>> = match device {
-            Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
-            Where::Cpu => None,
-            Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
+        let target: Option<Box<dyn Device>> = match (target, device) {
+            (Some(target), _) => Some(target),
+            (None, Where::Cpu) if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
+            (None, Where::Cpu) => None,
+            (None, Where::Gpu(ordinal)) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
         };
         let window = stream.then_some(options.window);
         let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, source.workers()), window);
@@ -214,10 +242,18 @@ impl Load {
                 engine.grant(i as u32);
             }
         }
+        let mut unready = vec![0; layout.blocks.len()];
+        layout.places.iter().for_each(|p| unready[p.block as usize] += 1);
         report.plan_seconds = started.elapsed().as_secs_f64();
 
         let shared = Arc::new(Shared {
-            state: Mutex::new(State { blocks: blocks.clone(), viewed: vec![false; wants.len()], ..State::default() }),
+            state: Mutex::new(State {
+                granted: blocks.iter().map(Option::is_some).collect(),
+                blocks: blocks.clone(),
+                viewed: vec![false; wants.len()],
+                unviewed: unready.clone(),
+                ..State::default()
+            }),
             changed: Condvar::new(),
             inbox: Wake::new()?,
         });
@@ -232,6 +268,7 @@ impl Load {
             device: target,
             ring: Ring::process().join(options.extent, options.staging)?,
             blocks,
+            unready,
             gpu: match (device, our_blocks) {
                 (Where::Gpu(ordinal), true) => Some(GpuBlocks { api: Api::load()?, ordinal, context: None }),
                 _ => None,
@@ -285,13 +322,17 @@ impl Load {
     pub fn grant(&self, block: u32, address: u64, keep: Keep, fence: Option<Fence>) -> Result<()> {
         self.same_process()?;
         let mut state = self.shared.lock();
-        match state.blocks.get_mut(block as usize) {
-            Some(slot @ None) => *slot = Some(Block::held(address, keep)),
-            Some(Some(_)) => return Err(Error::new(ErrorKind::Invalid, format!("block {block} was granted before"))),
+        match state.granted.get(block as usize) {
+            Some(false) => {}
+            Some(true) => return Err(Error::new(ErrorKind::Invalid, format!("block {block} was granted before"))),
             None => return Err(Error::new(ErrorKind::Invalid, format!("there is no block {block}"))),
         }
+        let granted = Block::held(address, keep);
+        state.give(block, granted.clone());
         state.wanted.retain(|&b| b != block);
-        state.messages.push(Message::Grant(block, fence));
+        if state.outcome.is_none() {
+            state.messages.push(Message::Grant(block, granted, fence));
+        }
         drop(state);
         self.shared.inbox.ring();
         Ok(())
@@ -361,15 +402,36 @@ impl Load {
 
     /// Cancels the load if it still runs, and waits until nothing of it runs any more.
     pub fn close(&self) {
-        let Some(thread) = lock(&self.thread).take() else { return };
         if self.pid != std::process::id() {
-            // A forked child has no such thread to wait for.
-            std::mem::forget(thread);
+            // A forked child has no such thread to wait for, and a lock that it held then is never free here.
             return;
         }
+        let Some(thread) = lock(&self.thread).take() else { return };
         self.cancel();
         // The engine thread bounds its own end (DRAIN), and a panic in it has been turned into an outcome.
         let _ = thread.join();
+        // Whoever holds on to a failed load, as a traceback does, must not hold on to gigabytes.
+        if matches!(self.shared.lock().outcome, Some(Err(_))) {
+            self.release();
+        }
+    }
+
+    /// Lets go of everything that was not handed out.
+    fn release(&self) {
+        let mut state = self.shared.lock();
+        let State { blocks, viewed, unviewed, .. } = &mut *state;
+        let mut left = Vec::new();
+        for (place, viewed) in self.layout.places.iter().zip(viewed) {
+            if !std::mem::replace(viewed, true) {
+                unviewed[place.block as usize] -= 1;
+                // Places that were never handed out have no view to give their memory back when it is dropped.
+                left.extend(blocks[place.block as usize].as_ref().map(|b| b.view(place.offset, place.nbytes)));
+            }
+        }
+        let blocks: Vec<Option<Block>> = blocks.iter_mut().map(Option::take).collect();
+        // Freeing calls into drivers and frameworks: not with the lock.
+        drop(state);
+        drop((left, blocks));
     }
 
     /// Wanted bytes that have arrived, and wanted bytes in all.
@@ -396,9 +458,18 @@ impl Load {
         if std::mem::replace(&mut state.viewed[want as usize], true) {
             return Err(Error::new(ErrorKind::Invalid, format!("want {want} was handed out before")));
         }
-        let block = state.blocks[place.block as usize].as_ref();
-        let block = block.ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor was asked for before its block"))?;
-        Ok(block.view(place.offset, place.nbytes))
+        let last = {
+            let unviewed = &mut state.unviewed[place.block as usize];
+            *unviewed -= 1;
+            *unviewed == 0
+        };
+        let slot = &mut state.blocks[place.block as usize];
+        match if last { slot.take() } else { slot.clone() } {
+            Some(block) => Ok(block.view(place.offset, place.nbytes)),
+            // An empty tensor is complete from the start, which may be before its block is there.
+            None if place.nbytes == 0 => Ok(Block::held(0, Arc::new(())).view(0, 0)),
+            None => Err(Error::new(ErrorKind::Internal, "a tensor was asked for before its block")),
+        }
     }
 
     /// Address of a want's first byte, once its block is there: a host address or a device pointer.
@@ -424,14 +495,22 @@ impl Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        self.close();
-        // Places that were never handed out have no view to give their memory back when it is dropped.
-        let state = self.shared.lock();
-        for (place, viewed) in self.layout.places.iter().zip(&state.viewed) {
-            if let (false, Some(block)) = (viewed, &state.blocks[place.block as usize]) {
-                drop(block.view(place.offset, place.nbytes));
-            }
+        if self.pid != std::process::id() {
+            let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget(thread);
+            return;
         }
+        self.close();
+        self.release();
+    }
+}
+
+/// Every error names a file: one that concerns no file in particular, such as a GPU that is not there, names the first of
+/// the checkpoint that was to be loaded.
+pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
+    match checkpoint.files().first() {
+        Some(file) => error.at(&file.path),
+        None => error,
     }
 }
 

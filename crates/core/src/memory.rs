@@ -265,6 +265,11 @@ impl View {
     pub fn nbytes(&self) -> u64 {
         self.nbytes
     }
+
+    /// Whether somebody else's object keeps the memory alive, and is let go with the last view.
+    pub fn is_held(&self) -> bool {
+        matches!(self.block.owner, Owner::Held(_))
+    }
 }
 
 impl Drop for View {

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::clocks::{AccessMap, Clock};
 use crate::codes::{Vendor, INVALID_CONTEXT, NOT_INITIALIZED, NO_DEVICE};
@@ -84,7 +84,7 @@ static CHANGED: Condvar = Condvar::new();
 
 pub(crate) fn lock() -> MutexGuard<'static, State> {
     let state = STATE.get_or_init(|| {
-        // SAFETY: the handler is a plain function of this library, and takes the lock only if it is free.
+        // SAFETY: the handler is a plain function of this library, and waits for the lock for a bounded time.
         unsafe { libc::atexit(report_at_exit) };
         OWNER.store(std::process::id(), Ordering::Relaxed);
         Mutex::new(State::new(0))
@@ -110,7 +110,13 @@ extern "C" fn report_at_exit() {
     if is_forked() {
         return;
     }
-    let Some(Ok(state)) = STATE.get().map(Mutex::try_lock) else { return };
+    let Some(state) = STATE.get() else { return };
+    // Other threads may still be at work, and one that is stopped with the lock must not stop the process from ending.
+    let mut tries = (0..1000).map(|_| state.try_lock().inspect_err(|_| std::thread::sleep(Duration::from_millis(1))));
+    let Some(Ok(state)) = tries.find(Result::is_ok) else {
+        eprintln!("fakegpu: the state is locked: no report");
+        return;
+    };
     if let Some(path) = &state.settings.report {
         let text = format!("{}{}", state.log.text(), state.leaks());
         if let Err(cause) = std::fs::write(path, text) {

@@ -36,6 +36,9 @@ use std::time::{Duration, Instant};
 /// driver copies pageable memory on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
+/// The same where the load has already waited for them in vain.
+const IMPATIENCE: Duration = Duration::from_millis(500);
+
 /// Half of the scratch buffer in which small copies are gathered: the largest gathered transfer. 1 MiB takes 20 to 40 µs on
 /// the link, ten times what submitting it costs, so the other half is filled meanwhile.
 const HALF: u64 = MIB;
@@ -346,6 +349,10 @@ impl Device for GpuDevice {
 
     fn in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    fn abandon(&mut self) {
+        self.patience = self.patience.min(IMPATIENCE);
     }
 }
 

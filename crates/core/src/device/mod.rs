@@ -85,6 +85,9 @@ pub trait Device: Send {
     /// Batches queued and not yet polled.
     fn in_flight(&self) -> usize;
 
+    /// What is under way may hang: a drop is to wait for it hardly any longer.
+    fn abandon(&mut self) {}
+
     /// What was refused so far, and what took its place.
     fn fallbacks(&self) -> Vec<Fallback> {
         Vec::new()

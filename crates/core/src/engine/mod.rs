@@ -105,6 +105,8 @@ pub(crate) struct Engine<S> {
     /// Next extent to start. Extents start strictly in order: hand-out follows it closely.
     cursor: usize,
     granted: Vec<bool>,
+    /// Extents before this one have all their blocks granted.
+    all_granted_before: usize,
     landed: VecDeque<u32>,
     first_in_flight: usize,
     second_in_flight: usize,
@@ -153,6 +155,7 @@ impl<S> Engine<S> {
             slabs: std::iter::repeat_with(|| None).take(extents).collect(),
             cursor: 0,
             granted: vec![false; layout.blocks.len()],
+            all_granted_before: 0,
             landed: VecDeque::new(),
             first_in_flight: 0,
             second_in_flight: 0,
@@ -387,11 +390,6 @@ impl<S> Engine<S> {
         self.leg()
     }
 
-    /// Whether the last call of `next` asked for a slab in vain, and it would be worth asking again.
-    pub(crate) fn wants_slab(&self) -> bool {
-        self.starved_of_slabs && self.failure.is_none()
-    }
-
     /// The slab that extent number `extent` holds.
     pub(crate) fn slab(&self, extent: u32) -> Option<&S> {
         self.slabs[extent as usize].as_ref()
@@ -418,13 +416,25 @@ impl<S> Engine<S> {
     }
 
     /// Blocks, in hand-out order, that the next extents need and that are not granted, as far as the window reaches.
-    pub(crate) fn wanted_blocks(&self, out: &mut Vec<u32>) {
+    pub(crate) fn wanted_blocks(&mut self, out: &mut Vec<u32>) {
+        // Asked at every turn of the loop, so what is granted already is not gone through again: with everything granted
+        // from the start, as into memory of the CPU, a large load would spend most of its time here.
+        while self.all_granted_before < self.stages.len() && self.missing_grant(self.all_granted_before).is_none() {
+            self.all_granted_before += 1;
+        }
+        if self.all_granted_before == self.stages.len() {
+            return;
+        }
         let mut ahead = self.ahead;
-        for (i, e) in self.schedule.extents.iter().enumerate().skip(self.cursor) {
+        let from = if self.window == u64::MAX { self.cursor.max(self.all_granted_before) } else { self.cursor };
+        for (i, e) in self.schedule.extents.iter().enumerate().skip(from) {
             if ahead > 0 && ahead.saturating_add(e.wanted) > self.window && i > self.cursor {
                 break;
             }
             ahead = ahead.saturating_add(e.wanted);
+            if i < self.all_granted_before {
+                continue;
+            }
             for block in self.blocks_of(i) {
                 if !self.granted[block as usize] && !out.contains(&block) {
                     out.push(block);
