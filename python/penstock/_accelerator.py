@@ -12,17 +12,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _core
-from ._device import Device
-from ._errors import DeviceError
+from ._device import Device, parse_device
+from ._errors import DeviceError, OutOfMemoryError
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def device_of(tensor: Any) -> Device:
+    """Where a torch tensor's memory is.
+
+    Raises:
+        UnsupportedError: on a device type that penstock does not load to.
+    """
+    return parse_device(tensor.device)
 
 
 class Accelerator:
     """Memory of one load on one GPU as torch sees it. The same on ROCm, whose torch calls everything "cuda"."""
 
-    def __init__(self, device: Device) -> None:
-        import torch
+    dlpack_device: tuple[int, int] | None = None
+    """The device that this memory's capsules carry; None: the core knows."""
 
-        self._torch: Any = torch
+    def __init__(self, device: Device) -> None:
+        self._torch: Any = _torch()
         self.index = device.number
         self.check(device)
         self._sizes: list[int] = []
@@ -45,7 +61,13 @@ class Accelerator:
 
     def empty(self, nbytes: int) -> Any:
         """A new uint8 tensor of ``nbytes`` bytes, for use on the current stream."""
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, device=f"cuda:{self.index}")
+        try:
+            return self._torch.empty(nbytes, dtype=self._torch.uint8, device=f"cuda:{self.index}")
+        except self._torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"cannot allocate {nbytes} bytes on GPU {self.index}: {error}; "
+                "free GPU memory, load fewer tensors, or stream them"
+            ) from error
 
     def fence(self) -> tuple[int, object]:
         """(event handle, what keeps it alive); passes once all that is queued on the current stream now has run."""
@@ -53,14 +75,17 @@ class Accelerator:
         event.record(self._torch.cuda.current_stream(self.index))
         return int(event.cuda_event), event
 
-    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
-        """Allocates these blocks and gives them to the load, behind one fence."""
-        if not blocks:
-            return
+    def _learn(self, load: _core.Load) -> None:
         if not self._sizes:
             self._sizes, self._places = load.blocks(), load.places()
             shares = Counter(place[0] for place in self._places)
             self._sole = {b for b, _, n in self._places if shares[b] == 1 and n == self._sizes[b]}
+
+    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
+        """Allocates these blocks and gives them to the load, behind one fence."""
+        if not blocks:
+            return
+        self._learn(load)
         memory = [self.empty(self._sizes[b]) for b in blocks]
         handle, event = self.fence()
         for block, tensor in zip(blocks, memory, strict=True):
@@ -68,11 +93,18 @@ class Accelerator:
             if block in self._sole:
                 self._blocks[block] = tensor
 
+    def nbytes(self, load: _core.Load, want: int) -> int:
+        """Size of a want in bytes."""
+        self._learn(load)
+        return self._places[want][2]
+
     def tensor(self, load: _core.Load, want: int, dtype: Any, shape: Sequence[int], capsule: Callable[[], Any]) -> Any:
         """A tensor on a ready want. Alone in its block, it takes over the allocator's own storage, so that
         ``record_stream`` and sharing between processes work as ever; ``capsule`` makes the tensor otherwise."""
+        self._learn(load)  # a stream may begin with an empty tensor, before any block
         memory = self._blocks.pop(self._places[want][0], None)
         if memory is None:
             return capsule()
+        load.views([want])  # taken and dropped: from here on the tensor alone keeps the memory
         tensor = self._torch.empty(0, dtype=dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), 0, tuple(shape))

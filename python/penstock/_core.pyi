@@ -93,6 +93,7 @@ class Load:
         into: Sequence[tuple[int, int]] | None = None,
         keep: object = None,
         fence: int = 0,
+        dlpack_device: tuple[int, int] | None = None,
     ) -> Load:
         """Plans and starts.
 
@@ -100,7 +101,7 @@ class Load:
         device: "cpu", "cuda:N", "rocm:N". stream: bound read-ahead by options.window until `take`.
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
         into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
-        `fence` is a CUevent that the copies wait for.
+        `fence` is a CUevent that the copies wait for. dlpack_device: what capsules say (None: by device and driver).
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""
@@ -165,6 +166,9 @@ def warm(path: str, threads: int = 0) -> int:
 
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
+
+def trim() -> None:
+    """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
 
 def gpus() -> dict[str, Any]:
     """Drivers and GPUs found, or why not."""

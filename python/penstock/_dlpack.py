@@ -63,6 +63,7 @@ class DLPack:
 
     framework = "dlpack"
     caller_blocks = False
+    dlpack_device = None
     casts = False
 
     def __init__(self, selection: Selection, device: Device, target: str | None) -> None:

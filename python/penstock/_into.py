@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _accelerator, _core
 from ._core import Options
-from ._device import CPU, Device, parse_device
+from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
 from ._load import await_load, begin, make_adapter, stream
@@ -70,7 +70,7 @@ def _torch_destination(tensor: Any) -> _Destination:
         to.problem = "is a conjugated or negated view"
     else:
         try:
-            to.device = parse_device(tensor.device)
+            to.device = _accelerator.device_of(tensor)
         except UnsupportedError as error:
             to.problem = str(error)
             return to

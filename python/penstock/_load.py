@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -49,6 +51,10 @@ class Adapter(Protocol):
     @property
     def casts(self) -> bool:
         """Whether `cast` may change anything."""
+
+    @property
+    def dlpack_device(self) -> tuple[int, int] | None:
+        """The DLPack device that capsules carry; None: the core knows."""
 
     def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
         """Gives the load the memory of these blocks."""
@@ -127,6 +133,17 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+#: Loads that somebody still has, running or not.
+_begun: weakref.WeakSet[_core.Load] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
+    for load in list(_begun):
+        load.close()
+
+
 def begin(
     selection: Selection,
     adapter: Adapter | None,
@@ -155,7 +172,9 @@ def begin(
         into=into,
         keep=keep,
         fence=fence,
+        dlpack_device=None if adapter is None else adapter.dlpack_device,
     )
+    _begun.add(load)
     if caller_blocks and not stream and adapter is not None:
         try:
             adapter.grant(load, range(len(load.blocks())))

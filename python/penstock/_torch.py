@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from . import _accelerator, _core
 from ._device import Device
 from ._dtypes import CASTABLE, DTYPES, RAW
-from ._errors import UnsupportedError
+from ._errors import PenstockError, UnsupportedError
 from ._selection import Selection
 
 
@@ -87,7 +88,17 @@ class Torch:
         self._as_bytes: dict[int, tuple[Any, tuple[int, ...]]] = {}
         if not self._raw:
             self._check()
-        self._gpu = None if device.is_cpu else _accelerator.Accelerator(device)
+        with self._naming():
+            self._gpu = None if device.is_cpu else _accelerator.Accelerator(device)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of the GPU's name the checkpoint that was to be loaded."""
+        try:
+            yield
+        except PenstockError as error:
+            error.path = error.path or self._selection.core.files()[0]
+            raise
 
     def _check(self) -> None:
         for name, wants in self._selection.by_dtype().items():
@@ -110,10 +121,16 @@ class Torch:
         """Whether the load's block memory is granted from here."""
         return self._gpu is not None
 
+    @property
+    def dlpack_device(self) -> tuple[int, int] | None:
+        """The DLPack device that capsules carry; None: the core knows."""
+        return None if self._gpu is None else self._gpu.dlpack_device
+
     def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
         """Gives the load the memory of these blocks."""
         if self._gpu is not None:
-            self._gpu.grant(load, blocks)
+            with self._naming():
+                self._gpu.grant(load, blocks)
 
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
         """Tensors on these ready wants."""
@@ -137,8 +154,8 @@ class Torch:
     def _on_gpu(self, load: _core.Load, want: int) -> Any:
         assert self._gpu is not None
         if self._raw:
-            [view] = load.views([want])
-            return self._gpu.tensor(load, want, self._torch.uint8, [view.nbytes], lambda: self._bytes(load, want))
+            size = [self._gpu.nbytes(load, want)]
+            return self._gpu.tensor(load, want, self._torch.uint8, size, lambda: self._bytes(load, want))
         if want in self._as_bytes:
             dtype, shape = self._as_bytes[want]
             return self._gpu.tensor(load, want, dtype, shape, lambda: self._via_bytes(load, want))

@@ -49,12 +49,18 @@ struct DLManagedTensor {
 struct Owned<T> {
     managed: DLManagedTensor,
     shape: Vec<i64>,
-    _share: T,
+    share: T,
 }
 
-unsafe extern "C" fn delete<T>(managed: *mut DLManagedTensor) {
+unsafe extern "C" fn delete<T: Share>(managed: *mut DLManagedTensor) {
     // SAFETY: `managed` is the context's first half made in `capsule`, deleted once, as DLPack asks of its consumers.
-    unsafe { drop(Box::from_raw((*managed).manager_ctx.cast::<Owned<T>>())) };
+    let owned = unsafe { Box::from_raw((*managed).manager_ctx.cast::<Owned<T>>()) };
+    if owned.share.view().is_held() {
+        // torch frees tensors without the GIL. A Python object that is let go so is freed at some later call of ours,
+        // which may never come; here it is a block of GPU memory, and somebody may be waiting for that.
+        let mut owned = Some(owned);
+        Python::try_attach(|_| drop(owned.take()));
+    }
 }
 
 unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
@@ -112,7 +118,7 @@ pub(crate) fn capsule<T: Share>(
             deleter: Some(delete::<T>),
         },
         shape,
-        _share: share,
+        share,
     });
     owned.managed.tensor.shape = owned.shape.as_mut_ptr();
     let raw = Box::into_raw(owned);

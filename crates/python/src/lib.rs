@@ -19,7 +19,7 @@ mod _core {
     #[pymodule_export]
     use crate::load::{Load, View};
     #[pymodule_export]
-    use crate::machine::{evict, gpus, probe, residency, warm};
+    use crate::machine::{evict, gpus, probe, residency, trim, warm};
     #[pymodule_export]
     use crate::options::Options;
     use pyo3::prelude::*;

@@ -4,13 +4,13 @@ use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, CPU, CUDA, ROCM};
 use crate::errors::{detached, raise};
 use crate::options::Options;
+use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
 use penstock::load::{Load as Core, Memory, Next, Request, Where};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
 use penstock::placement::Want;
 use penstock::stats::Report;
-use penstock::{Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList};
@@ -28,7 +28,7 @@ type Region = Option<Vec<(u64, u64)>>;
 struct Kept(#[allow(dead_code)] Py<PyAny>);
 
 /// One load, running in the background from the moment it is made.
-#[pyclass(frozen, module = "penstock._core")]
+#[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Load {
     core: Core,
     device: (c_int, c_int),
@@ -38,7 +38,7 @@ pub(crate) struct Load {
 impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
-                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0))]
+                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0, dlpack_device = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -53,6 +53,7 @@ impl Load {
         into: Option<Vec<(u64, u64)>>,
         keep: Option<Py<PyAny>>,
         fence: u64,
+        dlpack_device: Option<(c_int, c_int)>,
     ) -> PyResult<Self> {
         let core = &checkpoint.0;
         let mut wants: Vec<Want> = match wants {
@@ -70,7 +71,7 @@ impl Load {
                 want.region = region.map(|r| r.into_iter().map(|(start, stop)| start..stop).collect());
             }
         }
-        let (at, dlpack) = target(device)?;
+        let at = target(device)?;
         let mut options = options.0.clone();
         options.order = match order {
             "file" => Order::File,
@@ -85,8 +86,19 @@ impl Load {
             None => Memory::Ours,
         };
         let request = Request { checkpoint: core.clone(), wants, device: at, memory, options, stream };
-        let core = detached(py, || Core::start(request))?;
-        Ok(Self { core, device: dlpack })
+        let (core, own) = detached(py, || {
+            let core = Core::start(request)?;
+            let own = match at {
+                Where::Cpu => (CPU, 0),
+                // By the driver that was found: the names "cuda" and "rocm" are used for either.
+                Where::Gpu(number) => match Api::load()?.vendor() {
+                    Vendor::Cuda => (CUDA, number as c_int),
+                    Vendor::Hip => (ROCM, number as c_int),
+                },
+            };
+            Ok((core, own))
+        })?;
+        Ok(Self { core, device: dlpack_device.unwrap_or(own) })
     }
 
     fn blocks(&self) -> Vec<u64> {
@@ -201,10 +213,7 @@ impl Load {
                 *last /= packed;
             }
             let view = self.core.view(want).map_err(|e| raise(py, &e))?;
-            if let Some(why) = unfit(&view, (code, bits), &shape) {
-                let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
-                return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
-            }
+            fits(&view, (code, bits), &shape)?;
             made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
         }
         PyList::new(py, made)
@@ -221,41 +230,31 @@ impl Load {
     }
 }
 
-/// The device that `text` names, for the core and for DLPack.
-fn target(text: &str) -> PyResult<(Where, (c_int, c_int))> {
+/// The device that `text` names.
+fn target(text: &str) -> PyResult<Where> {
     let unknown = || {
         PyValueError::new_err(format!(
             "device={text:?}: must be \"cpu\", \"cuda:N\" or \"rocm:N\" with N counted from 0"
         ))
     };
     if text == "cpu" {
-        return Ok((Where::Cpu, (CPU, 0)));
+        return Ok(Where::Cpu);
     }
     let (kind, number) = text.split_once(':').ok_or_else(unknown)?;
     let number: u32 = number.parse().map_err(|_| unknown())?;
-    let kind = match kind {
-        "cuda" => CUDA,
-        "rocm" => ROCM,
-        _ => return Err(unknown()),
-    };
-    Ok((Where::Gpu(number), (kind, number as c_int)))
-}
-
-/// Why a dtype and shape do not suit the view, if they do not: they would read past it, or have more elements along the
-/// dimensions that are not empty than an i64 can count the bits of. Only an empty tensor can have that. torch takes the strides of one
-/// until they overflow, and then frees the capsule twice (2.15).
-fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
-    let span = shape.iter().try_fold(i64::from(bits), |n, &d| if d < 0 { None } else { n.checked_mul(d.max(1)) });
-    let held = span.map(|n| if shape.contains(&0) { 0 } else { n.unsigned_abs() });
-    match (held, view.nbytes()) {
-        (Some(held), nbytes) if Some(held) == nbytes.checked_mul(8) => None,
-        (None, 0) => Some("is empty, but its other dimensions multiply to more than can be counted".into()),
-        (_, nbytes) => Some(format!("has {nbytes} bytes, which do not make shape {shape:?}")),
+    match kind {
+        "cuda" | "rocm" => Ok(Where::Gpu(number)),
+        _ => Err(unknown()),
     }
 }
 
-fn fits(view: &CoreView, dtype: (u8, u8), shape: &[i64]) -> PyResult<()> {
-    unfit(view, dtype, shape).map_or(Ok(()), |why| Err(PyValueError::new_err(format!("the tensor {why}"))))
+/// Refuses a dtype and shape that would read past the view.
+fn fits(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> PyResult<()> {
+    let bits = shape.iter().try_fold(u64::from(bits), |n, &d| n.checked_mul(u64::try_from(d).ok()?));
+    if bits == view.nbytes().checked_mul(8) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("{} bytes do not make a tensor of shape {shape:?}", view.nbytes())))
 }
 
 /// Waits without the GIL, in pieces, so that Ctrl-C works at once.

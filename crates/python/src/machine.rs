@@ -55,6 +55,12 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>
     Ok(d)
 }
 
+/// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
+#[pyfunction]
+pub(crate) fn trim(py: Python<'_>) {
+    py.detach(|| penstock::staging::Ring::process().trim());
+}
+
 /// Drivers and GPUs found, or why not.
 #[pyfunction]
 pub(crate) fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
