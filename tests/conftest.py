@@ -22,6 +22,9 @@ from synth import Layout, Tensor
 
 torch = pytest.importorskip("torch")
 
+#: Fixtures: checkpoints with the layouts of public models.
+pytest_plugins = ["models"]
+
 FAKEGPU = os.environ.get("PENSTOCK_TEST_FAKEGPU")
 if FAKEGPU:
     # Before anything in this process asks for a GPU: the core looks for its driver once

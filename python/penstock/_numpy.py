@@ -73,7 +73,13 @@ class Numpy:
             describe = self._selection.describe
             for i, want in enumerate(wants):
                 name, shape = describe(want)
-                arrays[i] = arrays[i].view(numpy_dtype(name)).reshape(shape)
+                try:
+                    arrays[i] = arrays[i].view(numpy_dtype(name)).reshape(shape)
+                except ValueError as why:  # an empty tensor whose other dimensions are too large for numpy
+                    raise UnsupportedError(
+                        f"tensor {self._selection.names[want]} of shape {list(shape)}: {why}",
+                        path=self._selection.file(want),
+                    ) from None
         return arrays
 
     @property

@@ -93,14 +93,18 @@ impl Driver {
             let outcome = self.drive();
             self.finish(outcome, cpu)
         }))
-        .unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-            let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            Err(Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this")))
-        });
-        // Sources and device go before the outcome is told: who has seen it may count threads and descriptors.
-        drop(self);
-        shared.end(outcome);
+        .unwrap_or_else(|panic| Err(panicked(&*panic)));
+        shared.lock().touched = self.touched();
+        // Sources and device go before the outcome is told: who has seen it may count threads and descriptors. Told it must
+        // be, though, or its owner waits for ever.
+        let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
+        shared.end(outcome.and(gone.map_err(|panic| panicked(&*panic))));
+    }
+
+    /// Wants whose destination is no longer what it was. Also of a load that went well: where one of several fails, the
+    /// others have been written to as well.
+    fn touched(&self) -> Vec<u32> {
+        (0..).zip(self.engine.touched()).filter(|t| *t.1).map(|t| t.0).collect()
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
@@ -121,9 +125,6 @@ impl Driver {
         let mut state = self.shared.lock();
         state.report = report.clone();
         state.arrived = self.engine.bytes_arrived();
-        if outcome.is_err() {
-            state.touched = self.engine.touched().iter().enumerate().filter(|t| *t.1).map(|t| t.0 as u32).collect();
-        }
         outcome
     }
 
@@ -415,8 +416,10 @@ impl Driver {
         let waits_for = self.engine.waits_for();
         let ours = matches!(waits_for, Wait::Source | Wait::Device | Wait::Slabs);
         let deadline = clock.drain_until.or_else(|| ours.then(|| clock.moved + self.stall));
-        let fds =
-            [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), self.ring.fd()];
+        // The ring's descriptor is made quiet when a slab is asked for, so it may stay readable while none is wanted (a slab
+        // came back after the window closed, or while a failed load drains): then it is not to wake anybody.
+        let slabs = if self.held_back.is_none() && self.engine.wants_slab() { self.ring.fd() } else { -1 };
+        let fds = [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs];
         let before = Instant::now();
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
         let now = Instant::now();
@@ -432,8 +435,8 @@ impl Driver {
     /// Nothing moved for too long, or a failed load does not drain: gives up on what is in flight.
     fn overdue(&mut self, clock: &mut Clock, waits_for: Wait) {
         if clock.drain_until.is_some() {
-            // The slabs stay with the reads and copies that hang: each holds a lease.
-            drop(self.engine.abandon());
+            // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not wait for them.
+            self.engine.abandon().iter().for_each(|slab| slab.set_apart());
             if let Some(device) = &mut self.device {
                 device.abandon();
             }
@@ -471,6 +474,12 @@ impl Driver {
             None => error,
         }
     }
+}
+
+fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this"))
 }
 
 fn internal(text: &str) -> Error {

@@ -219,7 +219,9 @@ impl Load {
         let mut needs_slabs = false;
         for e in &schedule.extents {
             needs_slabs |= e.landing == Landing::Slab;
-            report.slack_bytes += e.slack;
+            // A direct read is asked for whole sectors; what lies past the end of its file never arrives.
+            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
+            report.slack_bytes += e.slack.saturating_sub(past_end);
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
         let our_blocks = matches!(memory, Memory::Ours);

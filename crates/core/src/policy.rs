@@ -87,7 +87,7 @@ impl Plan {
             (Where::Gpu(_), _) => Target::Gpu,
             (Where::Cpu, _) => Target::Cpu { mapped },
         };
-        let direct = matches!(options.io, Io::Direct | Io::Uring | Io::Aio | Io::Threads);
+        let direct = reads_past_the_cache(options.io);
         let limits = Limits {
             extent: options.extent,
             gap: options.gap,
@@ -101,12 +101,19 @@ impl Plan {
     }
 }
 
+fn reads_past_the_cache(io: Io) -> bool {
+    matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
+}
+
 /// Whether cold bytes are to stay in the page cache, and why.
 fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
         Cache::Bypass => (false, "asked for".into()),
         Cache::Auto if cold == 0 => (true, "all of it is there already".into()),
+        Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
+        Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
+        Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
         Cache::Auto => {
             // Half: the destination, the rest of the program and the cache of others need room too.
             let room = machine::memory_available() / 2;
@@ -138,6 +145,18 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
         return refuse(
             "copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it",
         );
+    }
+    match (options.io, options.cache) {
+        (Io::Mapped, Cache::Bypass) => {
+            return refuse("io=\"mapped\" gives the page cache itself as tensors; cache=\"bypass\" contradicts it");
+        }
+        (Io::Buffered, Cache::Bypass) => {
+            return refuse("io=\"buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
+        }
+        (io, Cache::Keep) if reads_past_the_cache(io) => {
+            return refuse("the io chosen reads past the page cache; cache=\"keep\" contradicts it");
+        }
+        _ => {}
     }
     if options.extent < PAGE || options.extent % PAGE != 0 {
         return refuse("extent must be a multiple of 4096 bytes and at least that");

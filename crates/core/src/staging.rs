@@ -109,7 +109,7 @@ pub struct Staging {
     pub mapped: u64,
     /// Of slabs out on lease.
     pub in_use: u64,
-    /// Of slabs that will never be used again; see [`Lease::quarantine`].
+    /// Of slabs that something which hangs may still touch; see [`Lease::quarantine`] and [`Lease::set_apart`].
     pub quarantined: u64,
     /// Most that was ever mapped at once.
     pub peak: u64,
@@ -136,7 +136,10 @@ struct State {
 struct Out {
     slab: Weak<Slab>,
     share: u64,
-    quarantined: bool,
+    /// Counted as quarantined, no longer as in use.
+    apart: bool,
+    /// Even when the lease is dropped.
+    forever: bool,
 }
 
 /// An active load, as the ring sees it.
@@ -266,18 +269,27 @@ impl Ring {
 
     /// See [`Lease::quarantine`].
     pub fn quarantine(&self, address: *const u8) {
+        self.set_apart(address, true);
+    }
+
+    fn set_apart(&self, address: *const u8, forever: bool) {
         let mut state = self.lock();
-        let Some(out) = state.out.get_mut(&(address as usize)).filter(|o| !o.quarantined) else { return };
-        out.quarantined = true;
+        let Some(out) = state.out.get_mut(&(address as usize)).filter(|o| !o.forever) else { return };
         let (share, Some(slab)) = (out.share, out.slab.upgrade()) else { return };
-        let len = slab.len() as u64;
-        state.staging.in_use -= len;
-        state.staging.quarantined += len;
-        if let Some(member) = state.member(share) {
-            member.held -= len;
+        let before = std::mem::replace(&mut out.apart, true);
+        out.forever = forever;
+        if !before {
+            let len = slab.len() as u64;
+            state.staging.in_use -= len;
+            state.staging.quarantined += len;
+            if let Some(member) = state.member(share) {
+                member.held -= len;
+            }
         }
-        // Dropped leases leave it alone from now on; this keeps it when they are gone.
-        std::mem::forget(slab);
+        if forever {
+            // Dropped leases leave it alone from now on; this keeps it when they are gone.
+            std::mem::forget(slab);
+        }
         let waiters = state.waiters();
         drop(state);
         waiters.iter().for_each(|w| w.ring());
@@ -286,14 +298,18 @@ impl Ring {
     fn release(&self, slab: Arc<Slab>) {
         let mut state = self.lock();
         let address = slab.address() as usize;
-        if state.out.get(&address).is_some_and(|o| o.quarantined) {
+        if state.out.get(&address).is_some_and(|o| o.forever) {
             return;
         }
         let Some(out) = state.out.remove(&address) else { return };
         let len = slab.len() as u64;
-        state.staging.in_use -= len;
-        if let Some(member) = state.member(out.share) {
-            member.held -= len;
+        if out.apart {
+            state.staging.quarantined -= len;
+        } else {
+            state.staging.in_use -= len;
+            if let Some(member) = state.member(out.share) {
+                member.held -= len;
+            }
         }
         state.idle.push(slab);
         let surplus = state.surplus();
@@ -370,7 +386,7 @@ impl Share {
             member.peak = member.peak.max(member.held);
             (member.waiting, member.refused) = (false, None);
         }
-        let out = Out { slab: Arc::downgrade(&slab), share: self.id, quarantined: false };
+        let out = Out { slab: Arc::downgrade(&slab), share: self.id, apart: false, forever: false };
         state.out.insert(slab.address() as usize, out);
         Lease { ring: self.ring, slab: Some(slab) }
     }
@@ -446,6 +462,14 @@ impl Lease {
     pub fn quarantine(&self) {
         if self.ring.pid == std::process::id() {
             self.ring.quarantine(self.address());
+        }
+    }
+
+    /// Counts the slab as quarantined until the lease is dropped: its load has given it up, but what hangs holds the lease
+    /// too, and may come back. Other loads do not wait for it meanwhile.
+    pub fn set_apart(&self) {
+        if self.ring.pid == std::process::id() {
+            self.ring.set_apart(self.address(), false);
         }
     }
 }
@@ -580,6 +604,26 @@ mod tests {
         assert_eq!(ring.staging().mapped, IDLE_STAGING);
         ring.trim();
         assert_eq!(ring.staging().mapped, 0);
+    }
+
+    #[test]
+    fn slabs_of_reads_that_hang_do_not_starve_the_next_load_and_come_back_when_those_end() {
+        let ring = ring();
+        let share = ring.join(SLAB, 4 * SLAB).unwrap();
+        let hanging: Vec<_> = (0..4).map(|_| acquire(&share)).collect();
+        assert!(refused(&share));
+        hanging.iter().for_each(Lease::set_apart);
+        drop(share);
+        let next = ring.join(SLAB, 4 * SLAB).unwrap();
+        let held = [acquire(&next), acquire(&next)];
+        assert!(refused(&next));
+        let there = ring.staging();
+        assert_eq!((there.mapped, there.in_use, there.quarantined), (6 * SLAB, 2 * SLAB, 4 * SLAB));
+        drop(hanging);
+        drop(acquire(&next));
+        drop((held, next));
+        ring.trim();
+        assert_eq!(ring.staging(), Staging { mapped: 0, in_use: 0, quarantined: 0, peak: 6 * SLAB });
     }
 
     #[test]

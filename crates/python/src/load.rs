@@ -11,6 +11,7 @@ use penstock::memory::View as CoreView;
 use penstock::options::Order;
 use penstock::placement::Want;
 use penstock::stats::Report;
+use penstock::{Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList};
@@ -213,7 +214,10 @@ impl Load {
                 *last /= packed;
             }
             let view = self.core.view(want).map_err(|e| raise(py, &e))?;
-            fits(&view, (code, bits), &shape)?;
+            if let Some(why) = unfit(&view, (code, bits), &shape) {
+                let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
+                return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
+            }
             made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
         }
         PyList::new(py, made)
@@ -248,13 +252,21 @@ fn target(text: &str) -> PyResult<Where> {
     }
 }
 
-/// Refuses a dtype and shape that would read past the view.
-fn fits(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> PyResult<()> {
-    let bits = shape.iter().try_fold(u64::from(bits), |n, &d| n.checked_mul(u64::try_from(d).ok()?));
-    if bits == view.nbytes().checked_mul(8) {
-        return Ok(());
+/// Why a dtype and shape do not suit the view, if they do not: they would read past it, or have more elements along the
+/// dimensions that are not empty than an i64 can count the bits of. Only an empty tensor can have that. torch takes the strides of one
+/// until they overflow, and then frees the capsule twice (2.15).
+fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
+    let span = shape.iter().try_fold(i64::from(bits), |n, &d| if d < 0 { None } else { n.checked_mul(d.max(1)) });
+    let held = span.map(|n| if shape.contains(&0) { 0 } else { n.unsigned_abs() });
+    match (held, view.nbytes()) {
+        (Some(held), nbytes) if Some(held) == nbytes.checked_mul(8) => None,
+        (None, 0) => Some("is empty, but its other dimensions multiply to more than can be counted".into()),
+        (_, nbytes) => Some(format!("has {nbytes} bytes, which do not make shape {shape:?}")),
     }
-    Err(PyValueError::new_err(format!("{} bytes do not make a tensor of shape {shape:?}", view.nbytes())))
+}
+
+fn fits(view: &CoreView, dtype: (u8, u8), shape: &[i64]) -> PyResult<()> {
+    unfit(view, dtype, shape).map_or(Ok(()), |why| Err(PyValueError::new_err(format!("the tensor {why}"))))
 }
 
 /// Waits without the GIL, in pieces, so that Ctrl-C works at once.

@@ -390,6 +390,11 @@ impl<S> Engine<S> {
         self.leg()
     }
 
+    /// Whether the last call of `next` asked for a slab in vain, and it would be worth asking again.
+    pub(crate) fn wants_slab(&self) -> bool {
+        self.starved_of_slabs && self.failure.is_none()
+    }
+
     /// The slab that extent number `extent` holds.
     pub(crate) fn slab(&self, extent: u32) -> Option<&S> {
         self.slabs[extent as usize].as_ref()

@@ -80,10 +80,10 @@ dtypes! {
 }
 
 impl DType {
-    /// Alignment in bytes that an element wants in memory (1 for sub-byte types; 4 for C64, a pair of F32).
+    /// Alignment in bytes that an element wants in memory (1 for sub-byte types; 8 for C64: torch's `c10::complex<float>`
+    /// is `alignas(8)`, though C's and numpy's is content with 4).
     pub const fn align(self) -> u64 {
         match self {
-            DType::C64 => 4,
             _ if self.bits() < 8 => 1,
             _ => self.bits() / 8,
         }

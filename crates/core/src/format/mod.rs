@@ -44,6 +44,8 @@ pub struct Checkpoint {
 pub struct ShardFile {
     /// Where the file is, as the user or the index spelled it (links are not resolved).
     pub path: PathBuf,
+    /// The same as an absolute path: a program may change its directory between opening and loading.
+    pub location: PathBuf,
     /// What the file was when it was opened; compared again by every load.
     pub identity: Identity,
     /// Offset of the data section: 8 + header length, in bytes.

@@ -217,6 +217,8 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: RandomState, warnings
             }
         }
         checkpoint.files.push(ShardFile {
+            // Without a current directory (it was removed) a relative path leads nowhere, now or later.
+            location: std::path::absolute(&path).unwrap_or_else(|_| path.clone()),
             path,
             identity: shard.identity,
             data_start: shard.data_start,

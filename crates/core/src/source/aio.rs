@@ -2,7 +2,7 @@
 //!
 //! It is asynchronous only with O_DIRECT, which is all that it is used for here.
 
-use super::file::{lock, Files};
+use super::file::Files;
 use super::flight::{Flight, Next};
 use super::threads::refuses_direct;
 use super::{readable, Done, Outcome, Read, Source, GRACE, QUARANTINED};
@@ -75,8 +75,11 @@ static IDLE: Mutex<Option<(libc::c_ulong, usize, u32)>> = Mutex::new(None);
 
 /// A context for `depth` reads.
 fn context(depth: usize) -> Result<libc::c_ulong> {
-    if let Some((context, _, _)) = lock(&IDLE).take_if(|c| c.1 >= depth && c.2 == std::process::id()) {
-        return Ok(context);
+    // Tried, not waited for: in a forked child the lock may be held for ever, by a thread that the child does not have.
+    if let Ok(mut idle) = IDLE.try_lock() {
+        if let Some((context, _, _)) = idle.take_if(|c| c.1 >= depth && c.2 == std::process::id()) {
+            return Ok(context);
+        }
     }
     let mut context: libc::c_ulong = 0;
     // SAFETY: writes one context id.
@@ -375,8 +378,10 @@ impl Drop for Aio {
             self.waiting.clear();
             self.reap();
             if self.flying() == 0 && !self.is_lost() {
-                let kept = lock(&IDLE).replace((self.context, self.depth(), self.process));
-                self.context = kept.filter(|c| c.2 == self.process).map_or(0, |c| c.0);
+                if let Ok(mut idle) = IDLE.try_lock() {
+                    let kept = idle.replace((self.context, self.depth(), self.process));
+                    self.context = kept.filter(|c| c.2 == self.process).map_or(0, |c| c.0);
+                }
             }
             return self.destroy();
         }

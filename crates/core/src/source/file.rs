@@ -102,7 +102,7 @@ struct Open {
 impl Files {
     /// The files of a checkpoint; nothing is opened yet.
     pub fn new(files: &[ShardFile]) -> Files {
-        Self::with_identities(files.iter().map(|f| (f.path.clone(), f.identity)))
+        Self::with_identities(files.iter().map(|f| (f.location.clone(), f.identity)))
     }
 
     /// Files by path, as they are now: for tools that work on files that need not be shard files.

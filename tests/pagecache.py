@@ -1,0 +1,93 @@
+"""The page cache and the disk as the kernel counts them, without penstock."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def resident(path: str | os.PathLike[str]) -> npt.NDArray[np.bool_]:
+    """Which pages of a file are in the page cache. mincore tells the truth to who owns the file or may write to it."""
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+        flags = np.zeros(-(-size // PAGE), dtype=np.uint8)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)):
+            raise OSError(ctypes.get_errno(), "mincore", path)
+    return (flags & 1).astype(bool)
+
+
+def resident_bytes(paths: Iterable[str | os.PathLike[str]]) -> int:
+    """Bytes of whole pages in the page cache."""
+    return sum(int(resident(path).sum()) * PAGE for path in paths)
+
+
+def evict(path: str | os.PathLike[str], start: int = 0) -> None:
+    """Drops a file's pages from `start` on, repeatedly: pages that somebody maps, or writes back just now, stay."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        for attempt in range(20):
+            os.posix_fadvise(file.fileno(), start, 0, os.POSIX_FADV_DONTNEED)
+            # A folio that reaches over the start is kept whole; the largest is 2 MiB
+            if not resident(path)[-(-start // PAGE) + (512 if start else 0) :].any():
+                return
+            time.sleep(0.01 * attempt)
+    pytest.skip(f"{path}: this kernel or file system keeps its pages")
+
+
+def warm(path: str | os.PathLike[str]) -> None:
+    """Reads a file into the page cache.
+
+    Without read-ahead: it marks pages, and whoever reads such a page later sets off the next window, up to 8 MiB on
+    some disks. After `evict` of what follows, that would bring in pages which nobody asked for.
+    """
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        buffer = bytearray(1 << 20)
+        while file.readinto(buffer):
+            pass
+    assert resident(path).all()
+
+
+STATES = ("warm", "cold", "half")
+
+
+def put(paths: Iterable[str | os.PathLike[str]], state: str) -> None:
+    """Brings files into a state: all of them in the page cache, nothing, or the first half of each."""
+    for path in paths:
+        if state != "warm":
+            evict(path)
+        if state != "cold":
+            warm(path)
+        if state == "half":
+            half = Path(path).stat().st_size // 2 // PAGE * PAGE
+            evict(path, half)
+            assert resident(path)[: half // PAGE].all()
+
+
+def disk_bytes_of_process() -> int:
+    """Bytes that this process, its threads and its O_DIRECT reads have caused to be read from block devices."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise AssertionError("/proc/self/io has no read_bytes")
+
+
+def disk_bytes_of_device(path: str | os.PathLike[str]) -> int:
+    """Bytes that anybody has read from the block device below a file."""
+    device = Path(path).stat().st_dev
+    stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not stat.exists():
+        pytest.skip(f"{path} is not on one block device")
+    return int(stat.read_text().split()[2]) * 512
