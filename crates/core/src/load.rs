@@ -226,8 +226,8 @@ impl Load {
         }
         let our_blocks = matches!(memory, Memory::Ours);
         let (blocks, fence) = allocate(&layout, &files, memory, device)?;
-        if options.threads == 0 && report.resident_bytes == plan.file_bytes {
-            // Nothing will wait for a disk: more copy workers than cores only take turns.
+        if options.threads == 0 && plan.all_resident {
+            // More copy workers than cores would only take turns.
             options.threads = machine::cores().min(16) as u32;
         }
         let source = Router::new(files.clone(), &options)?;

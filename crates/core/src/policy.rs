@@ -10,14 +10,15 @@ use crate::placement::Want;
 use crate::schedule::{FileTraits, Limits, Route, Schedule};
 use crate::source::{Files, FsKind};
 use crate::stats::Report;
+use std::ops::Range;
 
 /// What is to be read, where to, and why that way.
 pub(crate) struct Plan {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
     pub(crate) report: Report,
-    /// Size of all files that are read from.
-    pub(crate) file_bytes: u64,
+    /// Whether every wanted byte is in the page cache, so that nothing will wait for a disk.
+    pub(crate) all_resident: bool,
 }
 
 impl Plan {
@@ -31,30 +32,43 @@ impl Plan {
     ) -> Result<Plan> {
         check(options, device, memory)?;
         let mut report = Report::default();
-        let mut used = vec![false; checkpoint.files().len()];
+        // What is wanted of each file, from the first wanted byte to the last: nothing else is asked about.
+        let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
+        let mut wanted = 0;
         for want in wants {
-            used[checkpoint.tensor(want.tensor).file as usize] = true;
+            let info = checkpoint.tensor(want.tensor);
+            let elements = want.shape(&info).iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+            wanted += elements.and_then(|n| info.dtype.nbytes(n)).unwrap_or(info.nbytes());
+            let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
+            *span = span.start.min(info.begin)..span.end.max(info.end);
         }
-        let mut traits = vec![FileTraits::default(); used.len()];
-        let mut facts = Vec::with_capacity(used.len());
+        let past_the_cache = reads_past_the_cache(options.io);
+        let mut traits = vec![FileTraits::default(); spans.len()];
+        let mut facts = Vec::with_capacity(spans.len());
+        let mut resident_whole = Vec::with_capacity(spans.len());
         let mut cold = 0;
-        let mut file_bytes = 0;
-        for (f, used) in used.iter().enumerate() {
-            if !used {
+        for (f, span) in spans.iter().enumerate() {
+            let Some(span) = span else {
                 facts.push(None);
+                resident_whole.push(true);
                 continue;
-            }
+            };
             let fact = files.facts(f as u32)?;
-            let residency = files.resident_ranges(f as u32)?;
+            let residency = files.resident_within(f as u32, span.clone())?;
             report.resident_bytes += residency.bytes();
             report.residency_probes += u64::from(residency.calls + residency.samples);
-            file_bytes += files.size(f as u32);
-            cold += files.size(f as u32) - residency.bytes();
+            let missing = (span.end - span.start).saturating_sub(residency.bytes());
+            resident_whole.push(missing == 0);
+            cold += missing;
             traits[f].storage = fact.storage as u32;
-            traits[f].direct_align = fact.direct_align.filter(|_| fact.kind == FsKind::Local);
+            // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is for
+            // whoever asks for it.
+            traits[f].direct_align = fact.direct_align.filter(|_| fact.kind == FsKind::Local || past_the_cache);
             traits[f].resident = residency.ranges;
             facts.push(Some(fact));
         }
+        // A rank that wants an eighth of every tensor leaves no more than that in the cache.
+        let cold = cold.min(wanted);
 
         let (keep, reason) = keep_in_cache(options, cold);
         report.cache_reason = reason;
@@ -64,15 +78,15 @@ impl Plan {
             || !matches!(options.io, Io::Auto | Io::Mapped);
         let mapped: Vec<bool> = facts
             .iter()
-            .zip(&traits)
-            .zip(checkpoint.files())
-            .map(|((fact, traits), file)| {
+            .zip(&resident_whole)
+            .map(|(fact, &resident)| {
                 let Some(fact) = fact else { return false };
-                let resident: u64 = traits.resident.iter().map(|r| r.end - r.start).sum();
-                !private && fact.mappable && (keep || resident == file.identity.size || fact.kind == FsKind::Memory)
+                !private && fact.mappable && (keep || resident || fact.kind == FsKind::Memory)
             })
             .collect();
-        if let (true, Some(f)) = (options.io == Io::Mapped, used.iter().zip(&mapped).position(|(&u, &m)| u && !m)) {
+        if let (true, Some(f)) =
+            (options.io == Io::Mapped, spans.iter().zip(&mapped).position(|(s, &m)| s.is_some() && !m))
+        {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of a \
@@ -87,17 +101,16 @@ impl Plan {
             (Where::Gpu(_), _) => Target::Gpu,
             (Where::Cpu, _) => Target::Cpu { mapped },
         };
-        let direct = reads_past_the_cache(options.io);
         let limits = Limits {
             extent: options.extent,
             gap: options.gap,
-            cold: if direct || !(keep || options.io == Io::Buffered) { Route::Direct } else { Route::Buffered },
-            warm: if direct { Route::Direct } else { Route::Buffered },
+            cold: if past_the_cache || !(keep || options.io == Io::Buffered) { Route::Direct } else { Route::Buffered },
+            warm: if past_the_cache { Route::Direct } else { Route::Buffered },
             scatter: (device == Where::Cpu).then_some(PAGE),
         };
         let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
-        Ok(Plan { layout, schedule, report, file_bytes })
+        Ok(Plan { layout, schedule, report, all_resident: cold == 0 })
     }
 }
 

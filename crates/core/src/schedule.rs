@@ -188,7 +188,9 @@ impl Schedule {
             }
             let traits = &files[file as usize];
             let size = checkpoint.files()[file as usize].identity.size;
-            plan.file(&Rules::mapped(file, traits, limits, size), &mapped);
+            let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
+            let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
+            plan.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
             plan.file(&Rules::read(file, traits, limits, size), &read);
         }
         let mut schedule = plan.schedule;
@@ -334,8 +336,8 @@ struct Rules {
 }
 
 impl Rules {
-    fn mapped(file: u32, traits: &FileTraits, limits: &Limits, size: u64) -> Rules {
-        let resident = matches!(traits.resident.as_slice(), [all] if all.start == 0 && all.end >= size);
+    fn mapped(file: u32, traits: &FileTraits, limits: &Limits, span: Range<u64>) -> Rules {
+        let resident = traits.resident.iter().any(|r| r.start <= span.start && r.end >= span.end);
         let extent = if resident { limits.extent.max(RESIDENT_MAPPED) } else { limits.extent };
         Rules {
             file,

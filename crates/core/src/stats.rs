@@ -65,7 +65,7 @@ pub struct Report {
     pub slack_bytes: u64,
     /// Unwanted bytes between wanted ones, read because skipping them would have cost more.
     pub gap_bytes: u64,
-    /// Bytes of the checkpoint's files that were in the page cache at the start.
+    /// Bytes in the page cache at the start, between the first and the last wanted byte of each file.
     pub resident_bytes: u64,
     /// System calls it took to find that out.
     pub residency_probes: u64,
@@ -78,7 +78,7 @@ pub struct Report {
     /// The stage that bounded the load: "source", "device", "staging", "consumer", "allocation", or "engine" where it
     /// hardly waited at all.
     pub bottleneck: &'static str,
-    /// What became of the page cache: "mapped", "keep" or "bypass".
+    /// What becomes of the page cache: "keep" or "bypass".
     pub cache: &'static str,
     /// Why that was chosen.
     pub cache_reason: String,

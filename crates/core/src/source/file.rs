@@ -230,15 +230,22 @@ impl Files {
 
     /// Which parts of file number `file` are in the page cache.
     pub fn resident_ranges(&self, file: u32) -> Result<Residency> {
+        self.resident_within(file, 0..self.size(file))
+    }
+
+    /// Which parts of `range` of file number `file` are in the page cache: whole pages, cut at the end of the file. Whoever
+    /// wants one tensor of a large file need not ask about the rest of it.
+    pub fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let size = self.size(file);
-        if size == 0 {
+        let range = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE).min(size);
+        if range.is_empty() {
             return Ok(Residency::default());
         }
         if self.facts(file)?.kind == FsKind::Memory {
-            return Ok(Residency { ranges: std::iter::once(0..size).collect(), calls: 0, samples: 0 });
+            return Ok(Residency { ranges: std::iter::once(range).collect(), calls: 0, samples: 0 });
         }
         let fd = self.open(file, false)?;
-        resident(fd.as_raw_fd(), size).map_err(|e| e.at(self.path(file)))
+        resident(fd.as_raw_fd(), range).map_err(|e| e.at(self.path(file)))
     }
 
     /// An error of kind `Changed` unless every file that was opened is still what it was when its header was read.
@@ -590,15 +597,15 @@ fn cached_pages(fd: RawFd, range: &Range<u64>) -> io::Result<u64> {
     }
 }
 
-fn resident(fd: RawFd, size: u64) -> Result<Residency> {
+fn resident(fd: RawFd, range: Range<u64>) -> Result<Residency> {
     let mut found = Residency::default();
-    match count_resident(fd, 0..size, &mut found) {
+    match count_resident(fd, range.clone(), &mut found) {
         Ok(()) => Ok(found),
         // Refused (not the owner), not there (before 6.5, or a seccomp filter), or not for this file system. mincore is
         // no way out: it tells whoever may not know that every page is resident.
         Err(_) => {
             found.ranges.clear();
-            sample_resident(fd, size, &mut found)?;
+            sample_resident(fd, range, &mut found)?;
             Ok(found)
         }
     }
@@ -632,11 +639,11 @@ fn count_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> io::Re
 }
 
 /// A page that answers a read that must not wait is resident: true for everybody, unlike mincore.
-fn sample_resident(fd: RawFd, size: u64, found: &mut Residency) -> Result<()> {
-    let step = MIB.max(size.div_ceil(MOST_SAMPLES).next_multiple_of(PAGE));
-    let mut start = 0;
-    while start < size {
-        let end = (start + step).min(size);
+fn sample_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> Result<()> {
+    let step = MIB.max((range.end - range.start).div_ceil(MOST_SAMPLES).next_multiple_of(PAGE));
+    let mut start = range.start;
+    while start < range.end {
+        let end = (start + step).min(range.end);
         let mut byte = 0u8;
         let to = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
         found.samples += 1;
