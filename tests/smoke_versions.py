@@ -6,9 +6,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
-
 import penstock
+from safetensors.numpy import load_file, save_file
 
 
 def main() -> None:

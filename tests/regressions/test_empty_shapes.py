@@ -1,4 +1,4 @@
-"""Empty tensors whose other dimensions overflow: torch freed the capsule of such a one twice, which ended the process."""
+"""Empty tensors whose other dimensions overflow: torch freed the capsule of such a one twice and ended the process."""
 
 import json
 import struct
