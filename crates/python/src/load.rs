@@ -35,6 +35,13 @@ pub(crate) struct Load {
     device: (c_int, c_int),
 }
 
+impl Drop for Load {
+    fn drop(&mut self) {
+        // Waiting for what is in flight may take seconds, in which other threads of Python's go on.
+        Python::try_attach(|py| py.detach(|| self.core.close()));
+    }
+}
+
 #[pymethods]
 impl Load {
     #[staticmethod]
