@@ -32,7 +32,8 @@ import torch, penstock
 for line in sys.stdin:
     if os.fork() == 0:
         break
-    os.wait()
+    if os.wait()[1]:
+        print("null", flush=True)
 else:
     sys.exit()
 
@@ -110,7 +111,9 @@ def measure(folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
             spec = {"source": str(source), "small": str(small), "options": options, "rank": None, "into": False,
                     "stream": False, **spec}  # fmt: skip
             print(json.dumps(spec), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
+            seen = json.loads(process.stdout.readline())
+            assert seen is not None, "the load failed: its traceback is on standard error"
+            return seen
 
         yield measure
         process.stdin.close()
