@@ -7,7 +7,7 @@ use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::load::{somewhere, Keep, Message, Shared};
+use crate::load::{patiently, somewhere, Keep, Message, Shared};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
@@ -29,6 +29,8 @@ pub(crate) struct Driver {
     pub(crate) shared: Arc<Shared>,
     pub(crate) checkpoint: Arc<Checkpoint>,
     pub(crate) files: Arc<Files>,
+    /// Whether asking about the files may hang.
+    pub(crate) may_hang: bool,
     pub(crate) schedule: Arc<Schedule>,
     pub(crate) layout: Arc<Layout>,
     pub(crate) engine: Engine<Arc<Lease>>,
@@ -41,6 +43,8 @@ pub(crate) struct Driver {
     /// Where GPU blocks are allocated here, if they are.
     pub(crate) gpu: Option<GpuBlocks>,
     pub(crate) stream: bool,
+    /// The file of each want (streams only).
+    pub(crate) file_of: Vec<u32>,
     pub(crate) stall: Duration,
     /// A read that the source had no room for.
     pub(crate) held_back: Option<Read>,
@@ -109,7 +113,7 @@ impl Driver {
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
         // A file that changed while it was read gives a mixture of old and new bytes: no tensor of it may be believed.
-        let outcome = outcome.and_then(|()| self.files.verify_unchanged());
+        let outcome = outcome.and_then(|()| self.unchanged(None));
         let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
         let report = &mut self.report;
         report.seconds = self.started.elapsed().as_secs_f64();
@@ -177,6 +181,42 @@ impl Driver {
             }
             if !more {
                 self.sleep(&mut clock);
+            }
+        }
+    }
+
+    /// An error of kind `Changed` unless these files, or all that were opened, are what they were.
+    fn unchanged(&self, which: Option<Vec<u32>>) -> Result<()> {
+        let files = self.files.clone();
+        let look = move || match which {
+            Some(which) => which.iter().try_for_each(|&file| files.verify_file(file)),
+            None => files.verify_unchanged(),
+        };
+        if !self.may_hang {
+            return look();
+        }
+        let go_on = || !self.shared.lock().messages.iter().any(|m| matches!(m, Message::Cancel));
+        patiently(&self.files, look, self.stall, go_on)
+    }
+
+    /// Nothing may be handed out that could be a mixture: the files of `wants` must be what they were after the last of
+    /// their bytes was read.
+    fn hand_out(&mut self, wants: Vec<u32>) -> Vec<u32> {
+        let mut which: Vec<u32> = Vec::new();
+        for &want in &wants {
+            let file = self.file_of[want as usize];
+            if which.last() != Some(&file) {
+                which.push(file);
+            }
+        }
+        if which.is_empty() {
+            return wants;
+        }
+        match self.unchanged(Some(which)) {
+            Ok(()) => wants,
+            Err(e) => {
+                self.engine.revoke(e);
+                Vec::new()
             }
         }
     }
@@ -390,6 +430,7 @@ impl Driver {
                 self.blocks[block] = None;
             }
         }
+        let ready = self.hand_out(ready);
         let mut wanted = Vec::new();
         if self.gpu.is_none() && !self.engine.failed() {
             self.engine.wanted_blocks(&mut wanted);

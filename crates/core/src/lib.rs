@@ -77,6 +77,7 @@
 //! memory and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test that holds
 //! each.
 
+pub mod aside;
 pub mod device;
 mod drive;
 mod engine;

@@ -3,6 +3,7 @@
 //! The engine thread owns sources, device and state machine and sleeps in one `poll`; callers talk to it through an inbox
 //! and a condition variable. It never runs foreign code and never waits for a caller.
 
+use crate::aside::aside;
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
@@ -19,7 +20,7 @@ use crate::placement::Want;
 use crate::policy::Plan;
 use crate::schedule::Landing;
 use crate::source::Files;
-use crate::source::Router;
+use crate::source::{Router, Source};
 use crate::staging::Ring;
 use crate::stats::Report;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
@@ -95,8 +96,13 @@ pub struct Load {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     nbytes: u64,
+    /// The files of a stream that maps some of them: to see that they are still whole when a tensor is handed out.
+    mapped: Option<Files>,
     pid: u32,
 }
+
+/// A mapped file that was looked at so recently is not looked at again for the next tensor: the look takes 2 us.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// What the owner of a load and its engine thread share.
 pub(crate) struct Shared {
@@ -110,6 +116,8 @@ pub(crate) struct State {
     pub(crate) messages: Vec<Message>,
     /// Wants in hand-out order that the owner has not asked for yet (streams only).
     pub(crate) ready: VecDeque<u32>,
+    /// The mapped file looked at last, and when.
+    looked: Option<(u32, Instant)>,
     /// Blocks the owner is asked to grant.
     pub(crate) wanted: Vec<u32>,
     pub(crate) arrived: u64,
@@ -193,22 +201,44 @@ impl Load {
     /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
     /// is no such device; what goes wrong later is told by [`wait`](Self::wait) and [`next`](Self::next).
     pub fn start(request: Request) -> Result<Load> {
-        Self::start_on(request, None)
+        Self::start_while(request, || true)
+    }
+
+    /// The same, given up (kind `Cancelled`) once `go_on`, asked every 50 ms while the files are being looked at, says so:
+    /// on a network mount whose server is gone that may take until the stall timeout.
+    pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
+        let checkpoint = request.checkpoint.clone();
+        Self::begin(request, None, go_on, |source, _| Ok(source)).map_err(|e| somewhere(e, &checkpoint))
     }
 
     /// The same with another device than the request's own, for tests that take a fence away.
     #[doc(hidden)]
     pub fn start_on(request: Request, target: Option<Box<dyn Device>>) -> Result<Load> {
         let checkpoint = request.checkpoint.clone();
-        Self::begin(request, target).map_err(|e| somewhere(e, &checkpoint))
+        Self::begin(request, target, || true, |source, _| Ok(source)).map_err(|e| somewhere(e, &checkpoint))
     }
 
-    fn begin(request: Request, target: Option<Box<dyn Device>>) -> Result<Load> {
+    /// The same with its source decorated, for tests: to make it slow, or fail.
+    #[doc(hidden)]
+    pub fn start_through(
+        request: Request,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let checkpoint = request.checkpoint.clone();
+        Self::begin(request, None, || true, decorate).map_err(|e| somewhere(e, &checkpoint))
+    }
+
+    fn begin(
+        request: Request,
+        target: Option<Box<dyn Device>>,
+        go_on: impl FnMut() -> bool,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
         let started = Instant::now();
         let cpu_started = process_cpu();
+        let files = Arc::new(Files::new(request.checkpoint.files()));
+        let (request, plan) = plan(request, &files, go_on)?;
         let Request { checkpoint, wants, device, memory, mut options, stream } = request;
-        let files = Arc::new(Files::new(checkpoint.files()));
-        let plan = Plan::new(&checkpoint, &wants, device, &memory, &options, &files)?;
         let nbytes = plan.layout.places.iter().map(|p| p.nbytes).sum();
         let layout = Arc::new(plan.layout);
         let schedule = Arc::new(plan.schedule);
@@ -259,14 +289,21 @@ impl Load {
             changed: Condvar::new(),
             inbox: Wake::new()?,
         });
+        let maps = stream && layout.blocks.iter().any(|b| matches!(b.kind, BlockKind::Mapped { .. }));
+        let mapped = maps.then(|| Files::new(checkpoint.files()));
+        let file_of = match stream {
+            true => wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect(),
+            false => Vec::new(),
+        };
         let driver = Driver {
             shared: shared.clone(),
             checkpoint: checkpoint.clone(),
-            files,
             schedule,
             layout: layout.clone(),
             engine,
-            source: Box::new(source),
+            source: decorate(Box::new(source), &files)?,
+            may_hang: files.may_hang(),
+            files,
             device: target,
             ring: Ring::process().join(options.extent, options.staging)?,
             blocks,
@@ -276,6 +313,7 @@ impl Load {
                 _ => None,
             },
             stream,
+            file_of,
             stall: options.stall_timeout,
             held_back: None,
             report,
@@ -286,7 +324,8 @@ impl Load {
         let thread = Builder::new()
             .name("penstock-engine".into())
             .spawn(move || driver.run())
-            .map_err(|e| Error::io("start the engine thread", &e))?;
+            // EAGAIN, which says nothing by itself: RLIMIT_NPROC or the pids limit of the cgroup.
+            .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}")))?;
         Ok(Load {
             checkpoint,
             wants,
@@ -294,6 +333,7 @@ impl Load {
             shared,
             thread: Mutex::new(Some(thread)),
             nbytes,
+            mapped,
             pid: std::process::id(),
         })
     }
@@ -345,7 +385,7 @@ impl Load {
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next> {
         self.wait_until(timeout, |state| {
             if let Some(want) = state.ready.pop_front() {
-                return Some(Ok(Next::Ready(want)));
+                return Some(self.still_there(want, state).map(|()| Next::Ready(want)));
             }
             match &state.outcome {
                 Some(Ok(())) => return Some(Ok(Next::End)),
@@ -355,6 +395,28 @@ impl Load {
             (!state.wanted.is_empty()).then_some(Ok(Next::Grant))
         })
         .unwrap_or(Ok(Next::TimedOut))
+    }
+
+    /// The engine looked at the file when the want became ready, which may have been long before it was asked for. Of what
+    /// was read nothing can change by then, but a mapping is the file: where that was cut off, touching it is SIGBUS.
+    fn still_there(&self, want: u32, state: &mut State) -> Result<()> {
+        let block = self.layout.places[want as usize].block;
+        let (Some(files), BlockKind::Mapped { file }) = (&self.mapped, self.layout.blocks[block as usize].kind) else {
+            return Ok(());
+        };
+        if state.looked.is_some_and(|(f, at)| f == file && at.elapsed() < LOOK) {
+            return Ok(());
+        }
+        let looked = files.verify_file(file);
+        match looked {
+            Ok(()) => state.looked = Some((file, Instant::now())),
+            // Nothing more comes out of this load.
+            Err(_) => {
+                state.messages.push(Message::Cancel);
+                self.shared.inbox.ring();
+            }
+        }
+        looked
     }
 
     /// Tells the engine that the consumer has taken this want: its bytes no longer count against the window.
@@ -518,6 +580,42 @@ pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
 
 /// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
 /// worker should find the next one waiting when it is done with one.
+/// Plans the load aside: opening files of a mount that hangs, or asking for their state, cannot be interrupted.
+fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
+    let stall = request.options.stall_timeout;
+    let asked = files.clone();
+    let work = move || {
+        let r = &request;
+        let plan = Plan::new(&r.checkpoint, &r.wants, r.device, &r.memory, &r.options, &asked)?;
+        Ok((request, plan))
+    };
+    patiently(files, work, stall, go_on)
+}
+
+/// Does work that asks the file system about `files`, at most `stall` per answer.
+pub(crate) fn patiently<T: Send + 'static>(
+    files: &Files,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<T> {
+    let mut busy = 0;
+    // Where nobody asks, it is the planning that takes its time.
+    let progress = || {
+        files.asking().map_or_else(
+            || {
+                busy += 1;
+                u64::MAX - busy
+            },
+            |(answers, _)| answers,
+        )
+    };
+    aside(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
+        Some((_, file)) if e.kind() == ErrorKind::Timeout => e.at(files.path(file)),
+        _ => e,
+    })
+}
+
 fn depth(options: &Options, workers: usize) -> usize {
     if options.depth > 0 {
         options.depth as usize

@@ -1,6 +1,7 @@
 //! `_core.Checkpoint`.
 
-use crate::errors::{detached, raise};
+use crate::errors::{detached, interruptibly, raise};
+use penstock::aside::aside;
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
@@ -18,7 +19,8 @@ pub(crate) struct Checkpoint(pub(crate) Arc<Core>);
 impl Checkpoint {
     #[staticmethod]
     fn open(py: Python<'_>, sources: Vec<PathBuf>) -> PyResult<Self> {
-        detached(py, || Core::open(&sources)).map(|c| Self(Arc::new(c)))
+        // On a network mount whose server is gone this hangs in the kernel, where Ctrl-C does not reach.
+        interruptibly(py, |go_on| aside(move || Core::open(&sources), None, || 0, go_on)).map(|c| Self(Arc::new(c)))
     }
 
     fn __len__(&self) -> usize {

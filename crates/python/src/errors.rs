@@ -23,6 +23,23 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
+/// Runs `f` without the GIL; `f` asks what it is given, now and then, whether to go on: not after Ctrl-C.
+pub(crate) fn interruptibly<T: Send>(
+    py: Python<'_>,
+    f: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> penstock::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let mut go_on = || {
+        raised = Python::attach(|py| py.check_signals()).err();
+        raised.is_none()
+    };
+    let result = py.detach(|| f(&mut go_on));
+    match raised {
+        Some(e) => Err(e),
+        None => result.map_err(|e| raise(py, &e)),
+    }
+}
+
 /// Runs `f` without the GIL and turns its error into an exception.
 pub(crate) fn detached<T: Send>(py: Python<'_>, f: impl FnOnce() -> penstock::Result<T> + Send) -> PyResult<T> {
     py.detach(f).map_err(|e| raise(py, &e))

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, CPU, CUDA, ROCM};
-use crate::errors::{detached, raise};
+use crate::errors::{detached, interruptibly, raise};
 use crate::options::Options;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
@@ -94,8 +94,8 @@ impl Load {
             None => Memory::Ours,
         };
         let request = Request { checkpoint: core.clone(), wants, device: at, memory, options, stream };
-        let (core, own) = detached(py, || {
-            let core = Core::start(request)?;
+        let (core, own) = interruptibly(py, |go_on| {
+            let core = Core::start_while(request, go_on)?;
             let own = match at {
                 Where::Cpu => (CPU, 0),
                 // By the driver that was found: the names "cuda" and "rocm" are used for either.

@@ -320,6 +320,11 @@ impl<S> Engine<S> {
         }
     }
 
+    /// Ends the load with `error` even if everything has arrived: what arrived is not what it should be.
+    pub(crate) fn revoke(&mut self, error: Error) {
+        self.set_failure(error);
+    }
+
     fn set_failure(&mut self, error: Error) {
         self.failure.get_or_insert(error);
         for extent in std::mem::take(&mut self.landed) {

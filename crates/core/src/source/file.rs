@@ -79,6 +79,8 @@ pub struct Files {
     open: Mutex<Vec<Open>>,
     most_open: usize,
     clock: AtomicU64,
+    /// Number of the file that somebody is asking the file system about, plus one; 0 where nobody is.
+    asking: AtomicU64,
     opens: AtomicU64,
     most_per_call: AtomicU64,
 }
@@ -126,6 +128,7 @@ impl Files {
             open: Mutex::default(),
             most_open,
             clock: AtomicU64::new(0),
+            asking: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             most_per_call: AtomicU64::new(MOST_PER_CALL),
         }
@@ -149,6 +152,23 @@ impl Files {
     /// Size of file number `file` in bytes, as it was when its header was read.
     pub fn size(&self, file: u32) -> u64 {
         self.files[file as usize].identity.size
+    }
+
+    /// What somebody is waiting for the file system to say: changes as answers come, `None` where nobody waits.
+    pub(crate) fn asking(&self) -> Option<(u64, u32)> {
+        let file = self.asking.load(Ordering::Relaxed).checked_sub(1)?;
+        Some((self.clock.load(Ordering::Relaxed), file as u32))
+    }
+
+    /// Whether a file that was opened is on a network file system, where looking at it may hang.
+    pub(crate) fn may_hang(&self) -> bool {
+        self.files.iter().any(|f| f.facts.get().is_some_and(|f| f.kind == FsKind::Network))
+    }
+
+    fn ask(&self, file: u32) -> Asking<'_> {
+        self.clock.fetch_add(1, Ordering::Relaxed);
+        self.asking.store(u64::from(file) + 1, Ordering::Relaxed);
+        Asking(self)
     }
 
     /// Number of times a descriptor was opened.
@@ -179,6 +199,7 @@ impl Files {
             while open.len() >= self.most_open && close_idlest(&mut open) {}
         }
         // Opened outside the lock: on a network file system this may take long, and others need not wait for it.
+        let _asking = self.ask(file);
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let fd = loop {
             match open_read_only(self.path(file), flags) {
@@ -224,6 +245,7 @@ impl Files {
             return Ok(*facts);
         }
         let fd = self.open(file, false)?;
+        let _asking = self.ask(file);
         let facts = facts_of(&fd, self.path(file))?;
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
@@ -261,6 +283,7 @@ impl Files {
 
     /// The same for one file, whether it was opened or not.
     pub fn verify_file(&self, file: u32) -> Result<()> {
+        let _asking = self.ask(file);
         match statx(None, None, self.path(file)) {
             Ok(now) => self.compare(file, &now.identity),
             Err(e) if e.kind() == ErrorKind::NotFound => Err(self.gone(file)),
@@ -292,6 +315,15 @@ impl Files {
         let text =
             format!("the file {what} after its header was read; open the checkpoint again once nothing writes it");
         Err(Error::new(ErrorKind::Changed, text).at(&self.files[file as usize].path))
+    }
+}
+
+/// Somebody asks the file system about a file, until this is dropped.
+struct Asking<'f>(&'f Files);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.asking.store(0, Ordering::Relaxed);
     }
 }
 

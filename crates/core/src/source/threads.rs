@@ -16,10 +16,12 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Where bytes go that nobody wants: gaps between wanted runs are rarely longer, and it stays in the cache.
 const SCRATCH: usize = 64 << 10;
+/// Even after reads were given up long ago, the threads get this long to end.
+const LEAST_GRACE: Duration = Duration::from_millis(100);
 /// Threads here need no stack to speak of, and a network file system gets many of them.
 const STACK: usize = 128 << 10;
 
@@ -32,6 +34,8 @@ pub struct Threads {
     depth: usize,
     in_flight: usize,
     process: u32,
+    /// When the reads were given up: what hangs has had that long to end already when the pool is dropped.
+    cancelled: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -104,6 +108,7 @@ impl Threads {
             depth: depth.max(1),
             in_flight: 0,
             process: std::process::id(),
+            cancelled: None,
         })
     }
 
@@ -178,6 +183,7 @@ impl Source for Threads {
     }
 
     fn cancel(&mut self) {
+        self.cancelled.get_or_insert_with(Instant::now);
         let mut state = lock(&self.shared.state);
         while let Some((read, _)) = state.queue.pop_front() {
             let done = read.cancelled(&self.shared.files);
@@ -211,7 +217,7 @@ impl Drop for Threads {
         state.queue.clear();
         self.shared.work.notify_all();
         self.shared.finished.notify_all();
-        let until = Instant::now() + GRACE;
+        let until = (self.cancelled.unwrap_or_else(Instant::now) + GRACE).max(Instant::now() + LEAST_GRACE);
         while state.threads > 0 {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {

@@ -1,0 +1,89 @@
+//! Work that may hang in the kernel, done on a thread that can be left behind.
+//!
+//! Opening a file of a network mount whose server is gone, or asking for its size, cannot be interrupted: whoever does it
+//! is lost until the server comes back. So it is done aside, and who asked for it waits only as long as it makes sense.
+
+use crate::error::{Error, ErrorKind, Result};
+use std::sync::mpsc::{sync_channel, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+/// How often the one who waits looks whether to go on waiting.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Does `work` on a thread of its own and waits for it. Gives up where `go_on` says so (kind `Cancelled`) and where for
+/// `stall` neither the work ended nor `progress` changed (kind `Timeout`); what is given up keeps its thread and everything
+/// it owns until it ends.
+pub fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+    stall: Option<Duration>,
+    mut progress: impl FnMut() -> u64,
+    mut go_on: impl FnMut() -> bool,
+) -> Result<T> {
+    let (tell, told) = sync_channel(1);
+    let thread = std::thread::Builder::new().name("penstock-ask".into());
+    let thread = thread
+        .spawn(move || {
+            // Nobody may be there any more to hear it; then what it made is dropped here.
+            let _unheard = tell.send(work());
+        })
+        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start a thread to look at the files with: {e}")))?;
+    let mut moved = Instant::now();
+    let mut before = progress();
+    loop {
+        match told.recv_timeout(LOOK.min(stall.unwrap_or(LOOK))) {
+            Ok(result) => {
+                // It has nothing left to do but to end; whoever counts threads then finds none.
+                let _ended = thread.join();
+                return result;
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::new(ErrorKind::Internal, "looking at the files panicked; please report this"));
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if !go_on() {
+            return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
+        }
+        let now = progress();
+        if now != before {
+            (moved, before) = (Instant::now(), now);
+        }
+        if let Some(stall) = stall.filter(|s| moved.elapsed() >= *s) {
+            return Err(Error::new(
+                ErrorKind::Timeout,
+                format!(
+                    "the file system has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
+                    stall.as_secs_f64()
+                ),
+            ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_hangs_is_left_behind_and_work_that_moves_is_not() {
+        let hang = || {
+            std::thread::sleep(Duration::from_secs(2));
+            Ok(())
+        };
+        let stall = Some(Duration::from_millis(120));
+        assert_eq!(aside(hang, stall, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Timeout));
+        assert_eq!(aside(hang, None, || 0, || false).map_err(|e| e.kind()), Err(ErrorKind::Cancelled));
+        let mut moves = 0;
+        let slow = || {
+            std::thread::sleep(Duration::from_millis(400));
+            Ok(7)
+        };
+        let progress = || {
+            moves += 1;
+            moves
+        };
+        assert_eq!(aside(slow, stall, progress, || true).map_err(|e| e.kind()), Ok(7));
+        let broken = || -> Result<()> { panic!("on purpose") };
+        assert_eq!(aside(broken, None, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Internal));
+    }
+}

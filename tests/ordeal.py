@@ -1,0 +1,209 @@
+"""Loads under adverse conditions: what the tests and the processes that they start have in common.
+
+Checkpoints are written and checked here byte by byte, by `json`, `struct` and numpy, without penstock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+
+
+def write(path: Path, tensors: int = 24, nbytes: int = 1_000_000, seed: int = 0, sparse: bool = False) -> Path:
+    """One shard file of ``tensors`` U8 tensors of ``nbytes`` bytes each; ``sparse`` ones are zero and take no disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, Any] = {
+        f"{path.stem}.{i}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [i * nbytes, (i + 1) * nbytes]}
+        for i in range(tensors)
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as f:
+        f.write(struct.pack("<Q", len(header)) + header)
+        if sparse:
+            f.truncate(f.tell() + tensors * nbytes)
+        else:
+            random = np.random.default_rng(seed)
+            for _ in range(tensors):
+                f.write(random.bytes(nbytes))
+        f.flush()
+        os.fsync(f.fileno())
+    return path
+
+
+def entries(path: str | os.PathLike[str]) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where the data of a shard file starts, and its header."""
+    with open(path, "rb") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        return 8 + length, json.loads(f.read(length))
+
+
+def evict(path: str | os.PathLike[str]) -> None:
+    """Out of the page cache with it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def raw(tensor: Any) -> bytes:
+    """The bytes of a torch tensor or numpy array."""
+    return bytes(memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor))
+
+
+def contents(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The tensors of a shard file."""
+    data, header = entries(path)
+    whole = Path(path).read_bytes()
+    return {n: whole[data + e["data_offsets"][0] : data + e["data_offsets"][1]] for n, e in header.items()}
+
+
+def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes]) -> None:
+    """Asserts that these are all tensors of a shard file (or of what `contents` said of it), byte for byte."""
+    expected = of if isinstance(of, dict) else contents(of)
+    assert sorted(tensors) == sorted(expected)
+    for name, tensor in tensors.items():
+        assert memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor) == expected[name], f"wrong: {name}"
+
+
+def threads() -> list[str]:
+    """Names of the threads of this process that are ours. One that was joined may be listed a moment longer: waits."""
+    until = time.monotonic() + 0.5
+    while (found := _threads()) and time.monotonic() < until:
+        time.sleep(0.001)
+    return found
+
+
+def _threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return [n for n in names if n.startswith("penstock")]
+
+
+def descriptors() -> list[str]:
+    """What this process has open, by kind; the listing itself left out."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(fd.readlink()))
+    return sorted(f for f in found if not f.startswith("/proc/"))
+
+
+def maps() -> list[str]:
+    """The mappings of this process."""
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+def file_maps() -> list[str]:
+    """Mappings of shard files."""
+    return [line for line in maps() if ".safetensors" in line]
+
+
+def resident() -> int:
+    """Anonymous and shared memory of this process that is resident, in bytes: file pages are the page cache's."""
+    status = Path("/proc/self/status").read_text()
+    return sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem")))
+
+
+class Unchanged:
+    """Asserts that what happened inside left no thread, descriptor, file mapping or memory behind."""
+
+    def __init__(self, memory: int = 80 << 20) -> None:
+        # The ring keeps up to 64 MiB of slabs for the next load
+        self.memory = memory
+
+    def __enter__(self) -> Unchanged:
+        gc.collect()
+        self.before = (descriptors(), len(file_maps()), resident())
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.check()
+
+    def check(self) -> None:
+        gc.collect()
+        assert threads() == [], threads()
+        known = list(self.before[0])
+        for d in descriptors():
+            if d in known:
+                known.remove(d)
+            else:
+                # One event descriptor of the ring, one idle AIO context and the like last for the process: never a file
+                assert ".safetensors" not in d, f"left open: {d}"
+        assert len(descriptors()) <= len(self.before[0]) + 4, descriptors()
+        assert len(file_maps()) <= self.before[1], file_maps()
+        assert resident() <= self.before[2] + self.memory, f"{resident() - self.before[2]} bytes left behind"
+
+
+def told(report: Any) -> list[tuple[str, str]]:
+    """The fallbacks that a report names."""
+    return [(f["from"], f["to"]) for f in report["fallbacks"]]
+
+
+def begin(program: str, *arguments: object, **more: Any) -> subprocess.Popen[str]:
+    """Starts a Python of its own on ``program``, with this folder's modules at hand."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    environment |= more.pop("environment", {})
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **more,
+    )
+
+
+def finish(child: subprocess.Popen[str], timeout: float = 30.0) -> tuple[int, str, str]:
+    """Its exit code, output and errors. A child that hangs shows where, and is an assertion failure."""
+    try:
+        out, err = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, err = child.communicate(timeout=5)
+            raise AssertionError(f"the process hangs\n{out}\n{err}") from None
+        child.kill()
+        raise AssertionError("the process hangs and cannot be stopped") from None
+    return child.returncode, out, err
+
+
+def run(program: str, *arguments: object, timeout: float = 30.0, **more: Any) -> str:
+    """What a program that must succeed writes, run in a Python of its own."""
+    code, out, err = finish(begin(program, *arguments, **more), timeout)
+    assert code == 0, f"exit code {code}\n{out}\n{err}"
+    return out
+
+
+def await_line(child: subprocess.Popen[str], line: str) -> None:
+    """Waits until a child has written this line."""
+    assert child.stdout is not None
+    while (got := child.stdout.readline()) != line + "\n":
+        assert got, f"the child ended before it wrote {line!r}: {child.stderr.read() if child.stderr else ''}"
+
+
+def soon(what: Any, timeout: float = 5.0) -> None:
+    """Waits until ``what()`` is true."""
+    until = time.monotonic() + timeout
+    while not what():
+        assert time.monotonic() < until, "did not happen"
+        time.sleep(0.005)

@@ -1,0 +1,459 @@
+"""Each route refused for real, at the start of a load and in the middle: the bytes are right and the report says so.
+
+Every test refuses in a process of its own, by a seccomp filter, a resource limit, another user or a cgroup.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import ordeal
+import penstock
+import pytest
+from ordeal import begin, finish, run
+
+LIMIT = 60.0
+
+#: The head of every program: a checkpoint that is out of the page cache, and what the tests say.
+HEAD = """
+import errno, json, os, resource, sys
+import ordeal, penstock
+from ordeal import same, told
+from refusals import *
+import penstock._numpy  # what an import needs is not what is under test
+path = sys.argv[1]
+
+def stream(options, middle):
+    "Loads as a stream; what `middle` does, it does after the second tensor, with most of the file unread."
+    checkpoint, tensors = penstock.open(path), {}
+    options = {"window": 2_000_000, "cache": "bypass", "extent": 65536, **options}
+    for name, tensor in checkpoint.stream(framework="np", options=options):
+        tensors[name] = tensor
+        if len(tensors) == 2:
+            middle()
+    same(tensors, path)
+    return checkpoint.last_report
+
+def load(options, *refusals):
+    checkpoint = penstock.open(path)
+    refuse(*refusals)
+    same(checkpoint.load(framework="np", options={"cache": "bypass", **options}), path)
+    return checkpoint.last_report
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    """24 MB on a disk, with tensors at odd places. Not to be written to."""
+    return ordeal.write(tmp_path_factory.mktemp("fallbacks") / "model.safetensors", 24, 999_999)
+
+
+@pytest.fixture
+def cold(file) -> Path:
+    ordeal.evict(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def interfaces(file) -> dict[str, bool]:
+    """Which of the asynchronous interfaces, and O_DIRECT, this machine has when nothing is refused."""
+    ordeal.evict(file)
+    found = {}
+    for io, name in (("uring", "io_uring"), ("aio", "Linux AIO")):
+        checkpoint = penstock.open(file)
+        checkpoint.load(framework="np", options={"io": io, "cache": "bypass"})
+        refused = {f["from"] for f in checkpoint.last_report.fallbacks}
+        found[name] = name not in refused
+        found["O_DIRECT"] = "O_DIRECT" not in refused
+    return found
+
+
+def needs(interfaces: dict[str, bool], *names: str) -> None:
+    missing = [n for n in names if not interfaces[n]]
+    if missing:
+        pytest.skip(f"refused here before any test refuses it: {', '.join(missing)}")
+
+
+STARTS = {
+    "io_uring refused": ("direct", "NO_URING", [("io_uring", "Linux AIO")]),
+    "io_uring refused where it was asked for": ("uring", "NO_URING", [("io_uring", "Linux AIO")]),
+    "io_uring set up but not to be entered": (
+        "direct",
+        'Refusal("io_uring_enter")',
+        [("io_uring", "Linux AIO")],
+    ),
+    "io_uring without registration": ("direct", 'Refusal("io_uring_register")', [("io_uring", "Linux AIO")]),
+    "Linux AIO refused": ("aio", "NO_AIO", [("Linux AIO", "threads")]),
+    "both refused": ("direct", "NO_URING, NO_AIO", [("io_uring", "threads"), ("Linux AIO", "threads")]),
+    "opening with O_DIRECT refused": ("direct", "NO_DIRECT", [("O_DIRECT", "buffered")]),
+    "opening with O_DIRECT refused to threads": ("threads", "NO_DIRECT", [("O_DIRECT", "buffered")]),
+    "everything refused": (
+        "direct",
+        "NO_URING, NO_AIO, NO_DIRECT",
+        [("io_uring", "threads"), ("Linux AIO", "threads"), ("O_DIRECT", "buffered")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_what_is_refused_from_the_start_goes_another_way(cold, interfaces, what):
+    io, refusals, expected = STARTS[what]
+    needs(interfaces, *({first for first, _ in expected} & interfaces.keys()))
+    out = run(HEAD + f"print(json.dumps(told(load(dict(io={io!r}), {refusals}))))", cold, timeout=LIMIT)
+    assert eval(out) == [list(pair) for pair in expected]
+
+
+MIDDLES = {
+    "io_uring": ("direct", 'Refusal("io_uring_enter")', [("io_uring", "Linux AIO")]),
+    "io_uring and then Linux AIO": (
+        "direct",
+        'Refusal("io_uring_enter"), Refusal("io_submit", errno.ENOSYS)',
+        [("io_uring", "Linux AIO"), ("Linux AIO", "threads")],
+    ),
+    "Linux AIO": ("aio", 'Refusal("io_submit")', [("Linux AIO", "threads")]),
+    "collecting from Linux AIO": ("aio", 'Refusal("io_getevents")', [("Linux AIO", "threads")]),
+    "O_DIRECT reads by threads": ("threads", "", [("O_DIRECT", "buffered")]),
+}
+
+
+@pytest.mark.parametrize("what", MIDDLES)
+def test_what_is_refused_in_the_middle_goes_another_way(cold, interfaces, what):
+    io, refusals, expected = MIDDLES[what]
+    needs(interfaces, *({first for first, _ in expected} & interfaces.keys()))
+    if what == "O_DIRECT reads by threads":
+        # A filter cannot tell one descriptor from another by its flags, but it can by its number
+        refusals = """*[Refusal("pread64", errno.EINVAL, argument=0, value=int(fd))
+            for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fdinfo/{fd}")
+            and int(open(f"/proc/self/fdinfo/{fd}").read().split("flags:")[1].split()[0], 8) & O_DIRECT]"""
+    out = run(
+        HEAD + f"print(json.dumps(told(stream(dict(io={io!r}), lambda: refuse({refusals})))))", cold, timeout=LIMIT
+    )
+    assert eval(out) == [list(pair) for pair in expected]
+
+
+def test_the_report_names_the_cause(cold, interfaces):
+    needs(interfaces, "io_uring")
+    out = run(HEAD + "print(load(dict(io='direct'), NO_URING))", cold, timeout=LIMIT)
+    assert "fell back" in out
+    assert "not permitted" in out
+
+
+def test_a_mapping_that_cannot_be_populated_is_read_instead(cold):
+    program = (
+        HEAD
+        + """
+checkpoint = penstock.open(path)
+refuse(NO_POPULATE)
+same(checkpoint.load(framework="np", options={"io": "mapped", "cache": "keep"}), path)
+print(json.dumps(told(checkpoint.last_report)), checkpoint.last_report.routes["mapped"]["bytes"] > 23_000_000)
+"""
+    )
+    out = run(program, cold, timeout=LIMIT)
+    assert out == '[["MADV_POPULATE_READ", "pread"]] True\n'
+
+
+def test_populating_refused_in_the_middle_of_a_stream(cold):
+    out = run(
+        HEAD + "print(json.dumps(told(stream(dict(io='mapped', cache='keep'), lambda: refuse(NO_POPULATE)))))",
+        cold,
+        timeout=LIMIT,
+    )
+    assert out == '[["MADV_POPULATE_READ", "pread"]]\n'
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_cachestat_refused_is_sampled_instead(cold, warm):
+    if warm:
+        cold.read_bytes()
+    program = (
+        HEAD
+        + """
+checkpoint = penstock.open(path)
+refuse(NO_CACHESTAT)
+same(checkpoint.load(framework="np", options={"cache": "keep"}), path)
+r = checkpoint.last_report
+print(r.residency_probes > 10, r.resident_bytes)
+"""
+    )
+    probed, found = run(program, cold, timeout=LIMIT).split()
+    assert probed == "True"
+    size = cold.stat().st_size
+    assert int(found) == size if warm else int(found) < size / 2
+
+
+def test_who_does_not_own_the_file_loads_it_warm_and_cold(file):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        mine = Path(folder) / "model.safetensors"
+        shutil.copy(file, mine)
+        mine.chmod(0o644)
+        program = (
+            HEAD
+            + """
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for _ in range(2):
+    checkpoint = penstock.open(path)
+    same(checkpoint.load(framework="np", options={"cache": "keep"}), path)
+    print(checkpoint.last_report.resident_bytes)
+"""
+        )
+        ordeal.evict(mine)
+        first, second = map(int, run(program, mine, timeout=LIMIT).split())
+        # mincore would tell a stranger that all of it was resident; what is asked instead does not
+        assert first < mine.stat().st_size / 2
+        assert second == mine.stat().st_size
+
+
+def test_no_memory_may_be_locked(cold):
+    program = (
+        HEAD
+        + """
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+for io in ("auto", "direct", "uring", "aio"):
+    ordeal.evict(path)
+    report = load(dict(io=io, copy=True))
+    print(io, report.nbytes)
+"""
+    )
+    if os.geteuid() == 0:  # root may lock what it likes
+        Path(cold).parent.chmod(0o755)
+        for folder in Path(cold).parents:
+            if not folder.stat().st_mode & 0o005:
+                folder.chmod(folder.stat().st_mode | 0o055)
+        program = program.replace(
+            "setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))",
+            "setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); os.setgid(65534); os.setuid(65534)",
+        )
+    assert run(program, cold, timeout=LIMIT).split() == [
+        w for io in ("auto", "direct", "uring", "aio") for w in (io, str(24 * 999_999))
+    ]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """1,100 shards of one 4 kB tensor each. Not to be written to."""
+    folder = tmp_path_factory.mktemp("shards")
+    for i in range(1100):
+        path = folder / f"model-{i:05}-of-01100.safetensors"
+        head = b'{"t.%d":{"dtype":"U8","shape":[4001],"data_offsets":[0,4001]}}' % i
+        path.write_bytes(len(head).to_bytes(8, "little") + head + bytes([i % 251]) * 4001)
+    return folder
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "aio", "threads"])
+def test_more_shards_than_descriptors(shards, io):
+    program = (
+        HEAD
+        + """
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+checkpoint = penstock.open(path)
+for copy in (None, True):
+    copy = copy if sys.argv[2] == "auto" else None
+    tensors = checkpoint.load(framework="np", options={"io": sys.argv[2], "copy": copy})
+    assert len(tensors) == 1100
+    for name, tensor in tensors.items():
+        assert ordeal.raw(tensor) == bytes([int(name[2:]) % 251]) * 4001, name
+del tensors, tensor
+taken = dict(checkpoint.stream(framework="np", options={"io": sys.argv[2]}))
+assert all(ordeal.raw(t) == bytes([int(n[2:]) % 251]) * 4001 for n, t in taken.items()) and len(taken) == 1100
+print(len(os.listdir("/proc/self/fd")) < 64)
+"""
+    )
+    assert run(program, shards, io, timeout=LIMIT) == "True\n"
+
+
+def test_no_descriptor_left_at_all_is_an_error_that_says_so(file):
+    program = (
+        HEAD
+        + """
+checkpoint = penstock.open(path)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+full = []
+try:
+    while True: full.append(os.dup(0))
+except OSError: pass
+for spare in (0, 1, 2, 3, 4, 5, 6, 8, 12):
+    os.closerange(64 - spare, 64)
+    try:
+        checkpoint.load(framework="np", options={"copy": True})
+        print("loaded")
+    except penstock.PenstockError as e:
+        print(type(e).__name__)
+    for fd in range(64 - spare, 64):
+        try: os.fstat(fd)
+        except OSError: os.dup2(1, fd)
+os.closerange(20, 64)
+same(checkpoint.load(framework="np", options={"copy": True}), path)
+print("loaded at last")
+"""
+    )
+    lines = run(program, file, timeout=LIMIT).split("\n")
+    assert lines[0] == "LimitError"
+    assert set(lines[:9]) <= {"LimitError", "loaded"}, lines
+    assert lines[9] == "loaded at last"
+
+
+def test_an_address_space_too_small_is_an_error_that_says_so(file):
+    program = (
+        HEAD
+        + """
+from pathlib import Path
+checkpoint = penstock.open(path)
+checkpoint.load(framework="np")  # everything that is set up once is
+used = int([l for l in open("/proc/self/status") if l.startswith("VmSize")][0].split()[1]) * 1024
+for room in (10, 16, 20, 30, 200):
+    resource.setrlimit(resource.RLIMIT_AS, (used + (room << 20), -1))
+    for options in ({"copy": True, "cache": "keep"}, {"io": "mapped"}, {"io": "direct"}):
+        try:
+            checkpoint.load(framework="np", options=options)
+            print("loaded")
+        except (penstock.OutOfMemoryError, penstock.LimitError) as e:
+            print(type(e).__name__)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+same(checkpoint.load(framework="np", options={"copy": True}), path)
+assert not ordeal.threads()
+"""
+    )
+    lines = run(program, file, timeout=LIMIT).split()
+    assert lines[0] == "OutOfMemoryError"
+    assert "loaded" in lines[-3:]
+
+
+@pytest.mark.parametrize("call", ["eventfd2", "epoll_create1"])
+def test_what_the_engine_cannot_do_without_is_an_error_that_says_so(file, call):
+    program = (
+        HEAD
+        + f"""
+checkpoint = penstock.open(path)
+refuse(Refusal({call!r}, errno.EMFILE))
+try:
+    checkpoint.load(framework="np", options={{"copy": True}})
+except penstock.PenstockError as e:
+    print(type(e).__name__, not ordeal.threads(), e)
+"""
+    )
+    kind, clean, *text = run(program, file, timeout=LIMIT).split()
+    assert (kind, clean) == ("LimitError", "True"), text
+
+
+def test_no_thread_can_be_started(file):
+    """RLIMIT_NPROC does not bind root, and a container's pid limit looks the same: clone fails with EAGAIN."""
+    program = (
+        HEAD
+        + """
+checkpoint = penstock.open(path)
+refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN))
+for options in ({"copy": True}, {"io": "mapped"}, {"io": "threads"}):
+    try:
+        checkpoint.load(framework="np", options=options)
+    except penstock.PenstockError as e:
+        print(type(e).__name__, "thread" in str(e), ordeal.threads())
+"""
+    )
+    assert run(program, file, timeout=LIMIT).splitlines() == ["LimitError True []"] * 3
+
+
+def test_threads_refused_in_the_middle(cold):
+    out = run(
+        HEAD
+        + """
+report = stream(dict(io="buffered"), lambda: refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN)))
+print(report.nbytes)""",
+        cold,
+        timeout=LIMIT,
+    )
+    assert out == f"{24 * 999_999}\n"
+
+
+def test_io_uring_switched_off_by_the_administrator(cold, interfaces):
+    switch = Path("/proc/sys/kernel/io_uring_disabled")
+    needs(interfaces, "io_uring", "Linux AIO")
+    if not switch.exists() or not os.access(switch, os.W_OK):
+        pytest.skip("kernel.io_uring_disabled cannot be set here")
+    before = switch.read_text()
+    try:
+        switch.write_text("2")
+        out = run(HEAD + "print(json.dumps(told(load(dict(io='direct')))))", cold, timeout=LIMIT)
+    finally:
+        switch.write_text(before)
+    assert eval(out) == [["io_uring", "Linux AIO"]]
+
+
+@pytest.fixture
+def cgroup() -> Iterator[tuple[Path, str]]:
+    """An empty memory cgroup and the name of its limit file."""
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"penstock-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                yield group, limit
+                return
+        finally:
+            ordeal.soon(lambda group=group: not (group / "cgroup.procs").read_text())
+            group.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_a_checkpoint_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, cgroup):
+    group, limit = cgroup
+    path = ordeal.write(tmp_path / "model.safetensors", 20, 10_000_000)
+    ordeal.evict(path)
+    program = (
+        HEAD
+        + """
+open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
+open(sys.argv[2] + "/" + sys.argv[3], "w").write(str(350_000_000))
+checkpoint = penstock.open(path)
+tensors = checkpoint.load(framework="np")
+r = checkpoint.last_report
+from itertools import islice
+data, header = ordeal.entries(path)
+with open(path, "rb", buffering=0) as f:
+    for name, e in header.items():
+        f.seek(data + e["data_offsets"][0])
+        assert ordeal.raw(tensors[name]) == f.read(10_000_000), name
+print(r.cache, r.routes["direct"]["bytes"] > 190_000_000)
+print(r.cache_reason)
+"""
+    )
+    child = begin(program, path, group, limit)
+    code, out, err = finish(child, LIMIT)
+    assert code == 0, f"{code}: killed for its memory? {err}"
+    assert out.startswith("bypass True\n"), out
+    assert "do not fit" in out
+
+
+def test_a_checkpoint_that_fits_its_cgroup_stays_in_the_page_cache(tmp_path, cgroup):
+    group, limit = cgroup
+    path = ordeal.write(tmp_path / "model.safetensors", 5, 10_000_000)
+    ordeal.evict(path)
+    program = (
+        HEAD
+        + """
+open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
+open(sys.argv[2] + "/" + sys.argv[3], "w").write(str(350_000_000))
+checkpoint = penstock.open(path)
+same(checkpoint.load(framework="np"), path)
+print(checkpoint.last_report.cache, checkpoint.last_report.cache_reason)
+"""
+    )
+    assert run(program, path, group, limit, timeout=LIMIT).startswith("keep ")
+
+
+def test_the_limits_of_this_test_process_are_untouched():
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY

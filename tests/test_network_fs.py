@@ -1,0 +1,307 @@
+"""A slow, stalling, failing file system: deep parallel reads, never a mapping, and a bounded error when it hangs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import ordeal
+import penstock
+import pytest
+import slow_fs
+from ordeal import await_line, begin, file_maps, finish, same, soon
+
+MIB = 1 << 20
+TENSORS, NBYTES = 48, MIB
+
+pytestmark = pytest.mark.skipif("slow_fs.why_not() is not None", reason="no FUSE here")
+
+
+@pytest.fixture(scope="module")
+def backing(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("backing")
+    ordeal.write(folder / "model.safetensors", TENSORS, NBYTES)
+    return folder
+
+
+@pytest.fixture
+def fs(backing):
+    with slow_fs.mounted(backing) as fs:
+        yield fs
+
+
+@pytest.fixture
+def remote(fs) -> Path:
+    return fs.path / "model.safetensors"
+
+
+def load(path, **options):
+    checkpoint = penstock.open(path)
+    return checkpoint.load(framework="np", options=options), checkpoint.last_report
+
+
+@pytest.mark.parametrize("cache", ["auto", "keep", "bypass"])
+def test_a_slow_server_gets_many_reads_at_once_and_is_never_mapped(fs, remote, backing, cache):
+    fs.tell(latency=0.02)
+    tensors, report = load(remote, cache=cache, extent=MIB)
+    same(tensors, backing / "model.safetensors")
+    assert fs.tell()["most_at_once"] >= 8
+    assert not [line for line in file_maps() if str(fs.path) in line]
+    assert report.routes["mapped"]["bytes"] == 0
+
+
+def test_a_warm_file_of_a_server_is_not_mapped_either(fs, remote, backing):
+    remote.read_bytes()
+    tensors, report = load(remote)
+    assert report.routes["mapped"]["bytes"] == 0
+    same(tensors, backing / "model.safetensors")
+    assert not [line for line in file_maps() if str(fs.path) in line]
+
+
+def test_asking_for_a_mapping_of_it_is_an_error_that_says_why(remote):
+    with pytest.raises(penstock.UnsupportedError, match="never mapped") as e:
+        load(remote, io="mapped")
+    assert str(remote) in str(e.value)
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "threads"])
+def test_reads_that_hang_end_in_an_error_that_names_file_and_bytes(fs, remote, io):
+    fs.tell(hang=["read"], after=fs.tell()["requests"]["read"] + 12)
+    checkpoint = penstock.open(remote)
+    began = time.monotonic()
+    with pytest.raises(penstock.StalledError, match="stall_timeout") as e:
+        checkpoint.load(framework="np", options={"io": io, "stall_timeout": 1.0, "extent": MIB})
+    assert 1.0 <= time.monotonic() - began < 8.0
+    assert str(remote) in str(e.value)
+    assert e.value.range is not None
+    assert isinstance(e.value, TimeoutError)
+    fs.tell(hang=[])
+    soon(lambda: not ordeal.threads())  # what was left behind ends when the server comes back
+
+
+def test_a_file_that_hangs_does_not_keep_others_from_loading(fs, remote, backing):
+    checkpoint = penstock.open(remote)
+    fs.tell(hang=["read"])
+    failed = []
+
+    def stuck():
+        try:
+            checkpoint.load(framework="np", options={"stall_timeout": 1.0, "io": "buffered"})
+        except penstock.StalledError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    fs.hangs()
+    for _ in range(3):
+        tensors, _ = load(backing / "model.safetensors", copy=True)
+        same(tensors, backing / "model.safetensors")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert failed
+    same(load(backing / "model.safetensors", io="direct")[0], backing / "model.safetensors")
+    fs.tell(hang=[])
+    soon(lambda: not ordeal.threads())
+    same(load(remote)[0], backing / "model.safetensors")
+
+
+#: A load that hangs in the way that the tests then choose.
+STUCK = """
+import os, sys, time, ordeal, penstock
+import penstock._numpy
+checkpoint = penstock.open(sys.argv[1])
+print("opened", flush=True)
+sys.stdin.readline()
+"""
+WAYS = {
+    "load": "checkpoint.load(framework='np', options=o)",
+    "stream": "list(checkpoint.stream(framework='np', options=o))",
+    "wait": "checkpoint.start(framework='np', options=o).wait()",
+    "result": "checkpoint.start(framework='np', options=o).result()",
+    "load_into": (
+        "import numpy; into = {n: numpy.zeros(checkpoint[n].shape, 'uint8') for n in checkpoint}; "
+        "checkpoint.load_into(into, options=o)"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_ends_a_load_that_hangs_and_the_process_can_exit(fs, remote, way):
+    program = (
+        STUCK
+        + f"""
+o = dict(io="buffered", extent=1 << 20)
+began = None
+try:
+    {WAYS[way]}
+except KeyboardInterrupt:
+    began = time.monotonic()
+print("interrupted" if began else "not interrupted", flush=True)
+"""
+    )
+    child = begin(program, remote)
+    await_line(child, "opened")
+    fs.tell(hang=["read"])
+    child.stdin.write("\n")
+    child.stdin.flush()
+    fs.hangs()
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    await_line(child, "interrupted")
+    # Reads under way are waited for at most 2 s before they are left behind
+    assert time.monotonic() - began < 6.0
+    fs.tell(hang=[])
+    code, _out, err = finish(child, 20)
+    assert code == 0, err
+
+
+def test_cancelling_a_job_that_hangs_returns(fs, remote):
+    checkpoint = penstock.open(remote)
+    fs.tell(hang=["read"])
+    job = checkpoint.start(framework="np", options={"io": "buffered"})
+    fs.hangs()
+    began = time.monotonic()
+    job.cancel()
+    assert time.monotonic() - began < 6.0
+    with pytest.raises(penstock.CancelledError):
+        job.result()
+    fs.tell(hang=[])
+    soon(lambda: not ordeal.threads())
+
+
+def test_a_process_exits_while_its_load_hangs(fs, remote):
+    program = (
+        STUCK
+        + """
+job = checkpoint.start(framework="np", options=dict(io="buffered"))
+print("started", flush=True)
+sys.stdin.readline()
+"""
+    )
+    child = begin(program, remote)
+    await_line(child, "opened")
+    fs.tell(hang=["read"])
+    child.stdin.write("\n")
+    child.stdin.flush()
+    fs.hangs()
+    child.stdin.write("\n")
+    child.stdin.flush()
+    # A thread in a request that FUSE will not give up keeps the process a zombie until the server lets go, but Python
+    # must have got that far by itself
+    status = Path(f"/proc/{child.pid}/status")
+    soon(lambda: "State:\tZ" in status.read_text(), 8)
+    fs.tell(hang=[])
+    code, _, err = finish(child, 10)
+    assert code == 0, err
+
+
+def hung(fs, remote, request, program, within=10.0):
+    """Runs a program that hangs in `request` from its line "opened" on; gives its output."""
+    child = begin(STUCK + program, remote)
+    try:
+        await_line(child, "opened")
+        fs.tell(hang=[request])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        fs.hangs()
+        began = time.monotonic()
+        await_line(child, "ended")
+        assert time.monotonic() - began < within
+        return child.stdout.readline()
+    finally:
+        fs.tell(hang=[])
+        finish(child, 20)
+
+
+@pytest.mark.parametrize("request_", ["open", "getattr", "lookup"])
+def test_a_server_that_hangs_before_the_first_read_ends_in_an_error(fs, remote, request_):
+    program = """
+try:
+    checkpoint.load(framework="np", options=dict(stall_timeout=1.0))
+    said = "loaded"
+except penstock.StalledError as e:
+    said = f"StalledError {sys.argv[1] in str(e)}"
+print("ended", flush=True)
+print(said, flush=True)
+"""
+    assert hung(fs, remote, request_, program) == "StalledError True\n"
+
+
+def test_a_server_that_hangs_at_the_last_look_at_the_file_ends_in_an_error(fs, remote):
+    """After the last byte the file is looked at once more: has it changed?"""
+    program = """
+stream = checkpoint.stream(framework="np", options=dict(stall_timeout=1.0, window=1 << 20, extent=1 << 20))
+try:
+    for i, _ in enumerate(stream):
+        if i == 3:
+            print("streaming", flush=True)
+            sys.stdin.readline()
+    said = "loaded"
+except penstock.StalledError as e:
+    said = f"StalledError {sys.argv[1] in str(e)}"
+print("ended", flush=True)
+print(said, flush=True)
+"""
+    child = begin(STUCK + program, remote)
+    try:
+        await_line(child, "opened")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        await_line(child, "streaming")
+        fs.tell(hang=["getattr"])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        began = time.monotonic()
+        await_line(child, "ended")
+        assert time.monotonic() - began < 10.0
+        assert child.stdout.readline() == "StalledError True\n"
+    finally:
+        fs.tell(hang=[])
+        finish(child, 20)
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "threads"])
+def test_an_error_of_the_server_names_file_bytes_and_cause(fs, remote, io):
+    checkpoint = penstock.open(remote)
+    fs.tell(fail=["read"], after=fs.tell()["requests"]["read"] + 6)
+    with pytest.raises(penstock.ReadError) as e:
+        checkpoint.load(framework="np", options={"io": io, "extent": MIB})
+    assert e.value.errno == 5
+    assert str(remote) in str(e.value)
+    assert e.value.range is not None
+    assert not ordeal.threads()
+
+
+def test_a_file_that_shrinks_on_the_server_is_truncated_or_changed(fs, remote):
+    checkpoint = penstock.open(remote)
+    fs.tell(latency=0.02)
+    job = checkpoint.start(framework="np", options={"extent": MIB, "threads": 2, "depth": 2})
+    soon(lambda: fs.tell()["requests"]["read"] > 4)
+    fs.tell(sizes={"model.safetensors": 20 * MIB})
+    with pytest.raises((penstock.TruncatedError, penstock.ChangedError)) as e:
+        job.result()
+    assert str(remote) in str(e.value)
+
+
+def test_a_server_that_dies_is_an_error(backing):
+    with slow_fs.mounted(backing) as fs:
+        checkpoint = penstock.open(fs.path / "model.safetensors")
+        fs.tell(hang=["read"])
+        job = checkpoint.start(framework="np", options={"io": "buffered"})
+        fs.hangs()
+        fs.server.kill()
+        with pytest.raises(penstock.PenstockError) as e:
+            job.result(20)
+        assert not isinstance(e.value, penstock.StalledError)
+        assert "model.safetensors" in str(e.value)
+        assert not ordeal.threads()
+
+
+def test_a_slow_source_is_what_bounds_the_load(fs, remote):
+    fs.tell(latency=0.05)
+    _, report = load(remote, extent=MIB, threads=2, depth=2)
+    assert report.bottleneck == "source"
+    assert report.waits["source"] > 0.6 * report.seconds

@@ -1,0 +1,322 @@
+"""Loads in several threads and processes: fork, spawn, staging shared by loads that wait for each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import ordeal
+import penstock
+import pytest
+from ordeal import Unchanged, contents, run, same
+
+SLOW = {"io": "threads", "extent": 4096, "depth": 1, "threads": 1}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    """24 MB. Not to be written to."""
+    return ordeal.write(tmp_path_factory.mktemp("file") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> Path:
+    """4 GB of zeros that take no disk. Not to be written to."""
+    return ordeal.write(tmp_path_factory.mktemp("slow") / "slow.safetensors", 128, 32 << 20, sparse=True)
+
+
+HEAD = """
+import gc, os, signal, sys, threading, time
+import ordeal, penstock, penstock._numpy
+from ordeal import same
+SLOW = dict(io="threads", extent=4096, depth=1, threads=1)
+path, slow = sys.argv[1:3]
+checkpoint = penstock.open(path)
+
+def forked(child):
+    "Runs child() after a fork; says how it ended."
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            child()
+            code = 0
+        except BaseException as e:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    until = time.monotonic() + 15
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung"
+"""
+
+
+def test_a_child_loads_after_its_parent_has(file, slow):
+    program = (
+        HEAD
+        + """
+for options in ({}, dict(copy=True), dict(io="direct"), dict(io="aio"), dict(io="buffered")):
+    kept = checkpoint.load(framework="np", options=options)
+    def child():
+        same(kept, path)  # what the parent loaded is there
+        for o in ({}, options, dict(copy=True), dict(io="direct")):
+            same(checkpoint.load(framework="np", options=o), path)
+            same(dict(penstock.open(path).stream(framework="np", options=o)), path)
+    assert forked(child) == 0, options
+    same(kept, path)
+    same(checkpoint.load(framework="np", options=options), path)
+print("right")
+"""
+    )
+    assert run(program, file, slow) == "right\n"
+
+
+def test_a_child_of_a_load_in_progress_gets_an_error_or_a_fresh_load_and_the_parent_goes_on(file, slow):
+    program = (
+        HEAD
+        + """
+job = penstock.open(slow).start(framework="np", options=SLOW)
+stream = checkpoint.stream(framework="np", options=dict(copy=True, window=2_000_000, extent=65536))
+taken = dict([next(stream)])
+def child():
+    for use in (job.wait, job.result, job.done, job.cancel, job.close, lambda: job.progress, lambda: next(stream)):
+        try:
+            use()
+        except penstock.ForkedError as e:
+            assert "fork" in str(e)
+        else:
+            raise AssertionError("no error")
+    same(checkpoint.load(framework="np"), path)
+    same(checkpoint.load(framework="np", options=dict(io="direct")), path)
+    same(checkpoint.load(framework="np", options=dict(copy=True)), path)
+for _ in range(3):
+    assert not job.done() and forked(child) == 0
+taken.update(stream)
+same(taken, path)
+job.cancel()
+print("right")
+"""
+    )
+    assert run(program, file, slow) == "right\n"
+
+
+def test_a_child_may_drop_what_its_parent_was_doing(file, slow):
+    program = (
+        HEAD
+        + """
+job = penstock.open(slow).start(framework="np", options=SLOW)
+stream = checkpoint.stream(framework="np", options=dict(copy=True, window=2_000_000, extent=65536))
+taken = dict([next(stream)])
+def child():
+    global job, stream, taken
+    del job, stream, taken
+    gc.collect()
+    same(checkpoint.load(framework="np", options=dict(copy=True)), path)
+assert forked(child) == 0
+taken.update(stream)
+same(taken, path)
+job.cancel()
+print("right")
+"""
+    )
+    assert run(program, file, slow) == "right\n"
+
+
+def test_a_child_may_exit_as_python_does(file, slow):
+    """With the interpreter's own end, which drops everything: not by os._exit."""
+    program = (
+        HEAD
+        + """
+job = penstock.open(slow).start(framework="np", options=SLOW)
+pid = os.fork()
+if pid == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+assert not job.done()
+job.cancel()
+"""
+    )
+    assert run(program, file, slow) == "7\n"
+
+
+def test_forks_from_one_thread_while_others_load(file, slow):
+    program = (
+        HEAD
+        + """
+stop, wrong = threading.Event(), []
+def loads(options):
+    while not stop.is_set():
+        try:
+            same(checkpoint.load(framework="np", options=options), path)
+        except BaseException as e:
+            wrong.append(e)
+            return
+threads = [threading.Thread(target=loads, args=(o,)) for o in (dict(copy=True), dict(io="direct"), {})]
+for t in threads: t.start()
+for i in range(25):
+    how = forked(lambda: checkpoint.load(framework="np", options=[dict(copy=True), dict(io="direct"), {}][i % 3]))
+    assert how == 0, (i, how)
+stop.set()
+for t in threads: t.join()
+assert not wrong, wrong
+print("right")
+"""
+    )
+    assert run(program, file, slow, timeout=60) == "right\n"
+
+
+def work(path: str) -> int:
+    """In a process of a pool."""
+    checkpoint = penstock.open(path)
+    for options in ({}, {"copy": True}, {"io": "direct"}):
+        same(checkpoint.load(framework="np", options=options), path)
+    return os.getpid()
+
+
+def fail(path: str) -> None:
+    penstock.open(path + ".gone")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_pool_of_processes(file, method):
+    warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    work(str(file))
+    context = multiprocessing.get_context(method)
+    with context.Pool(2) as pool:
+        pids = pool.map_async(work, [str(file)] * 4).get(90)
+        assert os.getpid() not in pids
+        with pytest.raises(penstock.NotFoundError) as e:  # errors come back whole
+            pool.apply_async(fail, (str(file),)).get(30)
+        assert e.value.path == str(file) + ".gone"
+        pool.close()
+        pool.join()
+
+
+def test_an_error_survives_pickling(file):
+    with pytest.raises(penstock.NotFoundError) as e:
+        fail(str(file))
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+
+
+def test_loads_from_several_threads_at_once(file):
+    checkpoint, wrong, want = penstock.open(file), [], contents(file)
+    kinds = [{}, {"copy": True}, {"io": "direct"}, {"io": "buffered"}, {"io": "aio"}, {"io": "threads"}]
+
+    def loads(i):
+        try:
+            for n in range(4):
+                options = {**kinds[(i + n) % len(kinds)], "staging": 2 * MIB, "extent": MIB}
+                same(checkpoint.load(framework="np", options=options), want)
+                same(dict(checkpoint.stream(framework="np", options={**options, "window": MIB})), want)
+        except BaseException as e:
+            wrong.append(e)
+
+    with Unchanged():
+        threads = [threading.Thread(target=loads, args=(i,)) for i in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(90)
+        assert not any(t.is_alive() for t in threads), "a deadlock"
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"io": "buffered"}, {"io": "direct"}])
+def test_a_stalled_stream_does_not_block_other_loads(file, options):
+    """Its consumer may sleep for ever: the others share the staging memory with it."""
+    checkpoint, want = penstock.open(file), contents(file)
+    options = {**options, "staging": 2 * MIB, "extent": MIB}
+    with Unchanged():
+        stalled = [checkpoint.stream(framework="np", options={**options, "window": 2 * MIB}) for _ in range(6)]
+        firsts = [next(s) for s in stalled]
+        done = []
+
+        def other():
+            same(checkpoint.load(framework="np", options=options), want)
+            same(dict(checkpoint.stream(framework="np", options=options)), want)
+            done.append(True)
+
+        threads = [threading.Thread(target=other) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+        assert len(done) == 3, "blocked by streams that nobody takes from"
+        # A load inside the consumer of a stream, too
+        same(checkpoint.load(framework="np", options=options), want)
+        for (name, tensor), s in zip(firsts, stalled, strict=True):
+            same({name: tensor, **dict(s)}, want)
+        del firsts, stalled, tensor, s
+
+
+def test_one_stream_is_taken_from_by_several_threads_in_turn(file):
+    stream = penstock.open(file).stream(framework="np", options={"window": 2 * MIB})
+    taken, lock = {}, threading.Lock()
+
+    def take():
+        while True:
+            with lock:
+                try:
+                    name, tensor = next(stream)
+                except StopIteration:
+                    return
+                assert name not in taken
+                taken[name] = tensor
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    same(taken, file)
+
+
+def test_one_job_is_waited_for_and_cancelled_by_several_threads(slow):
+    job = penstock.open(slow).start(framework="np", options=SLOW)
+    ended = []
+
+    def wait():
+        try:
+            job.wait()
+        except penstock.CancelledError as e:
+            ended.append(e)
+
+    threads = [threading.Thread(target=wait) for _ in range(6)]
+    for t in threads:
+        t.start()
+    time.sleep(0.2)
+    cancels = [threading.Thread(target=job.cancel) for _ in range(3)]
+    for t in cancels:
+        t.start()
+    for t in threads + cancels:
+        t.join(10)
+    assert len(ended) == 6
+    assert not ordeal.threads()
+
+
+def test_other_python_threads_run_while_a_load_waits(slow):
+    """The GIL is let go of."""
+    count, job = 0, penstock.open(slow).start(framework="np", options=SLOW)
+    waiter = threading.Thread(target=job.wait, args=(1.0,))
+    waiter.start()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        count += 1
+    assert waiter.is_alive()
+    assert count > 10_000
+    waiter.join()
+    job.cancel()
