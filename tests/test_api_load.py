@@ -426,6 +426,11 @@ def test_values_that_make_no_sense_are_value_errors(opened, options):
         opened.load(options=options)
 
 
+def test_true_is_no_number(opened):
+    with pytest.raises(TypeError, match="depth"):
+        opened.load(options={"depth": True})
+
+
 def test_options_of_another_kind_are_refused(opened):
     with pytest.raises(ValueError, match="options="):
         opened.load(options=3)

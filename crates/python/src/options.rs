@@ -3,7 +3,7 @@
 use penstock::options::{Cache, Io, Options as Core};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBool, PyDict};
 use std::time::Duration;
 
 /// (spelling, value) of an option with a fixed set of values.
@@ -36,7 +36,8 @@ const NAMES: [&str; 10] =
 /// - extent: most bytes of one I/O, a multiple of 4096 (default 4 MiB).
 /// - depth: most reads in flight; 0 adapts.
 /// - threads: workers of the buffered and mapped routes; 0 adapts.
-/// - copy: on the CPU, True gives private copies, False insists on mapped files, None maps what is worth mapping.
+/// - copy: on the CPU, True gives private copies, False maps wherever the file system allows it, None maps what is worth
+///   mapping.
 /// - gap: unwanted bytes between two wanted runs that are read rather than skipped (default 16 KiB).
 /// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
 /// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
@@ -246,6 +247,8 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
             let number: f64 = value.extract().map_err(|_| wrong("a number of seconds"))?;
             o.stall_timeout = seconds(number).map_err(refuse)?;
         }
+        // To Python True is 1.
+        _ if value.is_instance_of::<PyBool>() => return Err(wrong("a whole number or a size such as \"256MiB\"")),
         _ => {
             let text = match (value.extract::<i128>(), value.extract::<String>()) {
                 (Ok(number), _) if number < 0 => return Err(refuse("must not be negative".into())),
