@@ -137,11 +137,14 @@ miri:
 		--lib --test format_oracle --test placement_runs --test plan_counts --test plan_properties -- \
 		every_load_ends run plan oracle --skip catches_every_mutant
 
-fuzz:
+fuzz: fuzz-header fuzz-index fuzz-placement fuzz-plan
+fuzz-header fuzz-index: LIMITS = -dict=fuzz/json.dict
+fuzz-plan: LIMITS = -max_len=400
+fuzz-%:
 	command -v cargo-fuzz >/dev/null || cargo install --locked cargo-fuzz
-	for t in header index placement plan; do mkdir -p fuzz/corpus/$$t && \
-		cargo +$(NIGHTLY) fuzz run $$t fuzz/corpus/$$t fuzz/seeds/$$t -- \
-			-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 -max_len=65536 || exit 1; done
+	mkdir -p fuzz/corpus/$*
+	cargo +$(NIGHTLY) fuzz run $* fuzz/corpus/$* fuzz/seeds/$* -- \
+		-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 $(LIMITS)
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
