@@ -6,7 +6,19 @@ Errors of the core are raised as what `penstock._errors.from_core(kind, message,
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
-__all__ = ["Checkpoint", "Load", "Options", "View", "__version__", "evict", "gpus", "probe", "residency", "trim", "warm"]
+__all__ = [
+    "Checkpoint",
+    "Load",
+    "Options",
+    "View",
+    "__version__",
+    "evict",
+    "gpus",
+    "probe",
+    "residency",
+    "trim",
+    "warm",
+]
 
 __version__: Final[str]
 
