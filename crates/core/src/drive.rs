@@ -52,6 +52,8 @@ pub(crate) struct Driver {
     pub(crate) started: Instant,
     pub(crate) cpu_started: Duration,
     pub(crate) fence: Option<Fence>,
+    /// The load runs on its caller's thread, reads included.
+    pub(crate) here: bool,
 }
 
 impl Slabs for Share {
@@ -125,7 +127,13 @@ impl Driver {
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
         }
-        report.find_bottleneck(engine);
+        if self.here {
+            // The caller's own thread mapped the pages: there was nothing else to wait for.
+            report.waits.source = engine;
+            report.find_bottleneck(Duration::ZERO);
+        } else {
+            report.find_bottleneck(engine);
+        }
         let mut state = self.shared.lock();
         state.report = report.clone();
         state.arrived = self.engine.bytes_arrived();

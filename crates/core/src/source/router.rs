@@ -108,6 +108,11 @@ impl Router {
         }
     }
 
+    /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
+    pub(crate) fn read_here(&mut self) {
+        self.threads.read_here();
+    }
+
     /// Most threads that the buffered and mapped routes use.
     pub fn workers(&self) -> usize {
         self.workers

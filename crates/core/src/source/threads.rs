@@ -36,6 +36,8 @@ pub struct Threads {
     process: u32,
     /// When the reads were given up: what hangs has had that long to end already when the pool is dropped.
     cancelled: Option<Instant>,
+    /// Reads are done by whoever submits them.
+    here: bool,
 }
 
 #[derive(Debug)]
@@ -109,7 +111,14 @@ impl Threads {
             in_flight: 0,
             process: std::process::id(),
             cancelled: None,
+            here: false,
         })
+    }
+
+    /// From now on reads are done by whoever submits them, before `submit` returns: for pages that are there already, which
+    /// takes less time than handing the work to a thread and being told.
+    pub(super) fn read_here(&mut self) {
+        self.here = true;
     }
 
     /// Threads started so far.
@@ -122,6 +131,13 @@ impl Threads {
             return Err(read);
         }
         self.in_flight += 1;
+        if self.here {
+            let result = self.shared.perform(&read, way, &mut Tools::default());
+            let outcome = self.shared.outcome(read, result);
+            let mut state = lock(&self.shared.state);
+            self.shared.finish(&mut state, outcome);
+            return Ok(());
+        }
         let mut state = lock(&self.shared.state);
         state.queue.push_back((read, way));
         if state.idle >= state.queue.len() {
@@ -288,11 +304,7 @@ impl Shared {
                 drop(state);
             }
             // The read lets go of its memory before anybody learns that it is done.
-            let outcome = match result {
-                Ok(got) => Outcome::Done(read.done(&self.files, Ok(got))),
-                Err(Failure::Error(e)) => Outcome::Done(read.done(&self.files, Err(e))),
-                Err(Failure::Refused(cause)) => Outcome::Refused { read, cause },
-            };
+            let outcome = self.outcome(read, result);
             state = lock(&self.state);
             state.reading -= 1;
             state.finished += 1;
@@ -307,6 +319,14 @@ impl Shared {
             QUARANTINED.fetch_sub(1, Ordering::Relaxed);
         }
         self.finished.notify_all();
+    }
+
+    fn outcome(&self, read: Read, result: Result<u64, Failure>) -> Outcome {
+        match result {
+            Ok(got) => Outcome::Done(read.done(&self.files, Ok(got))),
+            Err(Failure::Error(e)) => Outcome::Done(read.done(&self.files, Err(e))),
+            Err(Failure::Refused(cause)) => Outcome::Refused { read, cause },
+        }
     }
 
     fn perform(&self, read: &Read, way: Way, tools: &mut Tools) -> Result<u64, Failure> {
