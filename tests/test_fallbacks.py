@@ -365,7 +365,7 @@ def test_threads_refused_in_the_middle(cold):
     out = run(
         HEAD
         + """
-report = stream(dict(io="buffered"), lambda: refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN)))
+report = stream(dict(io="buffered", cache="keep"), lambda: refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN)))
 print(report.nbytes)""",
         cold,
         timeout=LIMIT,
