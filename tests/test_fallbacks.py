@@ -365,7 +365,8 @@ def test_threads_refused_in_the_middle(cold):
     out = run(
         HEAD
         + """
-report = stream(dict(io="buffered", cache="keep"), lambda: refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN)))
+refused = [Refusal(call, errno.EAGAIN) for call in ("clone3", "clone")]
+report = stream(dict(io="buffered", cache="keep"), lambda: refuse(*refused))
 print(report.nbytes)""",
         cold,
         timeout=LIMIT,
