@@ -25,8 +25,9 @@ use std::sync::Arc;
 const DEPTH: usize = 64;
 /// Reads that the pool of threads takes: a queue ahead of every thread, which cancelling can still give up.
 const QUEUE: usize = 256;
-/// Threads: enough to fill a local disk through the page cache even where cores are few.
-const LEAST_THREADS: usize = 4;
+/// Threads: enough to fill a local disk through the page cache even where cores are few. They wait, they do not compute:
+/// on two cores 4, 8 and 16 populated at 0.84, 0.88 and 0.89 of the raw O_DIRECT rate beside them.
+const LEAST_THREADS: usize = 12;
 /// More threads than this copy no faster from the page cache (memory bandwidth).
 const MOST_THREADS: usize = 16;
 /// A network file system is as fast as the reads that are under way at once.
