@@ -7,11 +7,13 @@
 //! | measure | what is timed |
 //! |---|---|
 //! | `direct` | O_DIRECT reads into a few reused buffers: one io_uring with `depth` reads in flight, or `threads` preads |
+//! | `place` | the same preads into memory as large as the files, its pages in use: what a load that keeps the bytes can reach |
 //! | `copy` | buffered preads into one reused buffer per thread: the page-cache copy rate when the files are warm |
 //! | `fresh` | buffered preads into fresh 2 MiB-aligned memory advised to be huge pages: private copies at their fastest |
 //! | `populate` | mapping the files and MADV_POPULATE_READ in blocks: the rate at which the page cache fills when cold |
 //!
-//! Prints one JSON object with `bytes` and `seconds`. Opening the files is not timed; making the memory of `fresh` is.
+//! Prints one JSON object with `bytes` and `seconds`. Opening the files is not timed, nor is making the memory of `place`;
+//! making that of `fresh` is.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -47,7 +49,7 @@ fn main() -> io::Result<()> {
     let settings = settings().map_err(io::Error::other)?;
     let mut options = OpenOptions::new();
     options.read(true);
-    if settings.measure == "direct" {
+    if matches!(settings.measure.as_str(), "direct" | "place") {
         options.custom_flags(libc::O_DIRECT);
     }
     let files = settings.paths.iter().map(|path| options.open(path)).collect::<io::Result<Vec<_>>>()?;
@@ -60,11 +62,16 @@ fn main() -> io::Result<()> {
             parts.push(Part { file, offset, len: (size - offset).min(settings.block as u64) as usize });
         }
     }
+    let memory = match settings.measure.as_str() {
+        "place" => Some(Places::new(&files, true)?),
+        _ => None,
+    };
     let start = Instant::now();
     match settings.measure.as_str() {
         "direct" if settings.engine == "uring" => uring(&files, &parts, &settings)?,
         "direct" | "copy" => reused_buffers(&files, &parts, &settings)?,
-        "fresh" => fresh_memory(&files, &parts, &settings)?,
+        "place" => place(&files, &parts, &settings, memory)?,
+        "fresh" => place(&files, &parts, &settings, None)?,
         "populate" => populate(&files, &parts, &settings)?,
         other => return Err(io::Error::other(format!("no such measure: {other}"))),
     }
@@ -79,7 +86,7 @@ fn main() -> io::Result<()> {
 
 fn settings() -> Result<Settings, String> {
     let mut arguments = std::env::args().skip(1);
-    let measure = arguments.next().ok_or("usage: ceilings direct|copy|fresh|populate [--engine ...] FILE...")?;
+    let measure = arguments.next().ok_or("usage: ceilings direct|place|copy|fresh|populate [--engine ...] FILE...")?;
     let mut settings =
         Settings { measure, engine: "threads".into(), threads: 2, depth: 8, block: 4 << 20, paths: Vec::new() };
     while let Some(argument) = arguments.next() {
@@ -195,19 +202,40 @@ fn reused_buffers(files: &[File], parts: &[Part], settings: &Settings) -> io::Re
     })
 }
 
-fn fresh_memory(files: &[File], parts: &[Part], settings: &Settings) -> io::Result<()> {
-    // Each file starts at a huge page, so that two workers meet in one only when the block is smaller than that.
-    let mut starts = Vec::with_capacity(files.len());
-    let mut total: usize = 0;
-    for file in files {
-        starts.push(total);
-        total = (total + file.metadata()?.len() as usize).next_multiple_of(HUGE_PAGE);
+/// Memory for every byte of some files. Each file starts at a huge page, so that two workers meet in one only when the
+/// block is smaller than that.
+struct Places {
+    memory: Memory,
+    starts: Vec<usize>,
+}
+
+impl Places {
+    fn new(files: &[File], in_use: bool) -> io::Result<Self> {
+        let mut starts = Vec::with_capacity(files.len());
+        let mut total: usize = 0;
+        for file in files {
+            starts.push(total);
+            total = (total + file.metadata()?.len() as usize).next_multiple_of(HUGE_PAGE);
+        }
+        let memory = Memory::new(total)?;
+        if in_use {
+            let at = memory.at(0, total).cast();
+            // SAFETY: the whole of the mapping just made, which nobody reads yet.
+            unsafe { std::ptr::write_bytes::<u8>(at, 1, total) };
+        }
+        Ok(Self { memory, starts })
     }
-    let memory = Memory::new(total)?;
+}
+
+fn place(files: &[File], parts: &[Part], settings: &Settings, places: Option<Places>) -> io::Result<()> {
+    let direct = places.is_some();
+    let Places { memory, starts } = places.map_or_else(|| Places::new(files, false), Ok)?;
     in_threads(parts, settings.threads, |_, part| {
-        let at = memory.at(starts[part.file] + part.offset as usize, part.len);
+        // A block of a file ends before the next file's huge page, also when it is whole sectors.
+        let len = if direct { part.len.next_multiple_of(SECTOR) } else { part.len };
+        let at = memory.at(starts[part.file] + part.offset as usize, len);
         // SAFETY: inside the memory, and each part has a range of its own.
-        let buffer = unsafe { std::slice::from_raw_parts_mut(at, part.len) };
+        let buffer = unsafe { std::slice::from_raw_parts_mut(at, len) };
         read_part(&files[part.file], part, buffer)
     })
 }
@@ -216,12 +244,16 @@ fn populate(files: &[File], parts: &[Part], settings: &Settings) -> io::Result<(
     let mut maps = Vec::with_capacity(files.len());
     for file in files {
         let len = file.metadata()?.len() as usize;
-        // SAFETY: a new mapping of an open file; it stays until the process ends, right after the measure.
-        let map =
-            unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
+        // Where a huge page starts, so that the cache can be filled, and mapped, in huge pages.
+        let room = std::mem::ManuallyDrop::new(Memory::new(len)?);
+        let (at, flags) = (room.at(0, len).cast(), libc::MAP_PRIVATE | libc::MAP_FIXED);
+        // SAFETY: over memory just reserved, which is never unmapped or used otherwise: the process ends right after.
+        let map = unsafe { libc::mmap(at, len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
+        // SAFETY: the mapping just made. Advice only.
+        unsafe { libc::madvise(map, len, libc::MADV_HUGEPAGE) };
         maps.push(map as usize);
     }
     in_threads(parts, settings.threads, |_, part| {

@@ -123,6 +123,7 @@ impl Driver {
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
+        report.first_touch_bytes = self.source.take_left();
         report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
@@ -312,9 +313,10 @@ impl Driver {
     fn read(&self, extent: u32) -> Result<Read> {
         let (e, pieces) = self.extent(extent);
         let (into, keep) = match e.landing {
-            Landing::Mapping { block } => {
+            Landing::Mapping { block, resident } => {
                 let block = self.block(block)?;
-                (Destination::Mapping((block.address() + e.offset) as *mut u8), block.keep())
+                let at = (block.address() + e.offset) as *mut u8;
+                (Destination::Mapping { at, resident }, block.keep())
             }
             Landing::Block { block } => {
                 let BlockKind::Mirror { start, .. } = self.layout.blocks[block as usize].kind else {

@@ -199,7 +199,7 @@ impl Shared {
 
 /// A load of no more than this that has nothing to do but map pages that are there is done before `start` returns, by the
 /// caller's own thread: 0.2 to 10 ms, where threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
-const HERE: u64 = 256 * MIB;
+const HERE: u64 = 4096 * MIB;
 
 impl Load {
     /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
@@ -594,8 +594,6 @@ pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
     }
 }
 
-/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
-/// worker should find the next one waiting when it is done with one.
 /// Plans the load aside: opening files of a mount that hangs, or asking for their state, cannot be interrupted.
 fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
     let stall = request.options.stall_timeout;
@@ -632,6 +630,8 @@ pub(crate) fn patiently<T: Send + 'static>(
     })
 }
 
+/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
+/// worker should find the next one waiting when it is done with one.
 fn depth(options: &Options, workers: usize) -> usize {
     if options.depth > 0 {
         options.depth as usize

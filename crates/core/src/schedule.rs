@@ -8,7 +8,7 @@
 
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::options::{GPU_ALIGN, KIB, MIB, PAGE};
+use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use crate::placement::Runs;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -32,6 +32,8 @@ pub enum Landing {
     Mapping {
         /// The mapped block.
         block: u32,
+        /// Whether the page cache held all of it when it was asked.
+        resident: bool,
     },
     /// In place in a mirror block, at the extent's own phase (alignment slack included).
     Block {
@@ -143,8 +145,8 @@ const SCATTER_ENTRIES: u64 = 512;
 const IN_PLACE: u64 = 64 * KIB;
 /// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they save.
 const RESIDENT: u64 = 64 * KIB;
-/// Mapping pages that are all there moves no byte: 0.5 ms/GiB with large folios, 40 ms/GiB with 4 KiB pages. Extents this
-/// large keep the cost of handing them out (20 us each) below that.
+/// Mapping pages that are all there moves no byte: with huge folios it takes 1 ms/GiB, and where it would take longer most
+/// of them are left alone. Extents this large keep the cost of handing them out (20 us each) below that.
 const RESIDENT_MAPPED: u64 = 64 * MIB;
 /// Where the order jumps by more than this many extents' bytes, neighbours in the file are not read together: it would
 /// bring bytes long before their turn.
@@ -323,6 +325,8 @@ struct Rules {
     file: u32,
     /// Divisions fall on multiples of this in the file, and whole multiples are read where that is allowed.
     unit: u64,
+    /// Cuts fall on multiples of this where an extent is long enough, a multiple of `unit`.
+    step: u64,
     /// Most bytes of an extent, a multiple of `unit`.
     extent: u64,
     gap: u64,
@@ -330,6 +334,8 @@ struct Rules {
     warm: Route,
     /// Sorted, disjoint, on whole units, none of them short.
     resident: Vec<Range<u64>>,
+    /// Whether the page cache holds all that is wanted (mapped files only).
+    all_resident: bool,
     scatter: Option<u64>,
     /// Whether mirror blocks are read in place: their padding is a page, no more.
     in_place: bool,
@@ -337,16 +343,18 @@ struct Rules {
 
 impl Rules {
     fn mapped(file: u32, traits: &FileTraits, limits: &Limits, span: Range<u64>) -> Rules {
-        let resident = traits.resident.iter().any(|r| r.start <= span.start && r.end >= span.end);
-        let extent = if resident { limits.extent.max(RESIDENT_MAPPED) } else { limits.extent };
+        let all_resident = traits.resident.iter().any(|r| r.start <= span.start && r.end >= span.end);
+        let extent = if all_resident { limits.extent.max(RESIDENT_MAPPED) } else { limits.extent };
         Rules {
             file,
             unit: PAGE,
+            step: if extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE },
             extent: (extent / PAGE * PAGE).max(PAGE),
             gap: limits.gap,
             cold: Route::Mapped,
             warm: Route::Mapped,
             resident: Vec::new(),
+            all_resident,
             scatter: None,
             in_place: true,
         }
@@ -381,7 +389,20 @@ impl Rules {
         }
         let extent = (limits.extent / unit * unit).max(unit);
         let (gap, scatter) = (limits.gap, limits.scatter);
-        Rules { file, unit, extent, gap, cold, warm, resident, scatter, in_place: unit == PAGE }
+        let all_resident = false;
+        Rules {
+            file,
+            unit,
+            step: unit,
+            extent,
+            gap,
+            cold,
+            warm,
+            resident,
+            all_resident,
+            scatter,
+            in_place: unit == PAGE,
+        }
     }
 
     fn down(&self, at: u64) -> u64 {
@@ -641,10 +662,11 @@ impl Plan<'_> {
             if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };
         while at < end {
             let left = end - at;
-            let furthest = rules.down(at + rules.extent);
+            let step = rules.step;
+            let furthest = (at + rules.extent) / step * step;
             let mut past = match left {
                 _ if left <= rules.extent => end,
-                _ if left < 2 * rules.extent => rules.up(at + left / 2).min(furthest),
+                _ if left < 2 * rules.extent => (at + left / 2).next_multiple_of(step).min(furthest),
                 _ => furthest,
             };
             let mut scatter = rules.scatter.filter(|_| route == Route::Buffered && home.is_none());
@@ -656,7 +678,7 @@ impl Plan<'_> {
                 }
             };
             let landing = match (home, entries, route) {
-                (Some(block), _, Route::Mapped) => Landing::Mapping { block },
+                (Some(block), _, Route::Mapped) => Landing::Mapping { block, resident: rules.all_resident },
                 (Some(block), ..) => Landing::Block { block },
                 (None, Some(_), _) => Landing::Scatter,
                 (None, None, _) => Landing::Slab,

@@ -146,7 +146,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
             arrivals[block][to..to + bytes.len()].iter_mut().for_each(|n| *n += 1);
         };
         match e.landing {
-            Landing::Mapping { block } => {
+            Landing::Mapping { block, .. } => {
                 assert_eq!(e.route, Route::Mapped);
                 assert_eq!(layout.blocks[block as usize].kind, BlockKind::Mapped { file: e.file });
                 let past = (e.offset + e.len).min(sizes[e.file as usize]);

@@ -317,6 +317,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("gap_bytes", r.gap_bytes)?;
     d.set_item("resident_bytes", r.resident_bytes)?;
     d.set_item("residency_probes", r.residency_probes)?;
+    d.set_item("first_touch_bytes", r.first_touch_bytes)?;
     d.set_item("peak_staging", r.peak_staging)?;
     let mut fallbacks = Vec::new();
     for f in &r.fallbacks {

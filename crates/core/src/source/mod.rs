@@ -89,8 +89,13 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
-    /// The address at which byte `offset` of the file is mapped: populate `len` bytes from there.
-    Mapping(*mut u8),
+    /// A mapping of the file.
+    Mapping {
+        /// The address at which byte `offset` of the file is mapped: populate `len` bytes from there.
+        at: *mut u8,
+        /// The page cache holds all of it: pages may be left to their first touch where populating them takes long.
+        resident: bool,
+    },
 }
 
 // SAFETY: the addresses are only dereferenced by the source while it holds the read, and `keep` keeps them valid
@@ -135,6 +140,11 @@ pub trait Source: Send {
 
     /// Reads submitted and not yet polled.
     fn in_flight(&self) -> usize;
+
+    /// Bytes of resident pages since the last call that are mapped but left to their first touch (a minor fault).
+    fn take_left(&mut self) -> u64 {
+        0
+    }
 
     /// Routes that were refused since the last call, and what took their place.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {

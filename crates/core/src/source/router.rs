@@ -323,6 +323,10 @@ impl Source for Router {
         direct + self.threads.in_flight() + self.back.len() + self.over.len()
     }
 
+    fn take_left(&mut self) -> u64 {
+        self.threads.take_left()
+    }
+
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         let mut all = std::mem::take(&mut self.fallbacks);
         all.extend(self.threads.take_fallbacks());

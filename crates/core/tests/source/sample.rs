@@ -134,7 +134,7 @@ pub(crate) fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: 
             let memory = Memory::of(&sample.path, SIZE);
             // SAFETY: within the mapping.
             let at = unsafe { memory.at.add(offset as usize) };
-            (memory, Destination::Mapping(at))
+            (memory, Destination::Mapping { at, resident: false })
         }
         _ => {
             let memory = Memory::new(len.max(1));
