@@ -182,5 +182,8 @@ def probe(path: str) -> dict[str, Any]:
 def trim() -> None:
     """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
 
+def exiting() -> None:
+    """The calling thread ends the interpreter: other threads that wait for a cancelled load wait on, as daemon threads do."""
+
 def gpus() -> dict[str, Any]:
     """Drivers and GPUs found, or why not."""

@@ -140,6 +140,7 @@ _begun: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
+    _core.exiting()
     for load in list(_begun):
         load.close()
 

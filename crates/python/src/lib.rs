@@ -17,7 +17,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::load::{Load, View};
+    use crate::load::{exiting, Load, View};
     #[pymodule_export]
     use crate::machine::{evict, gpus, probe, residency, trim, warm};
     #[pymodule_export]

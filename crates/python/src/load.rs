@@ -16,11 +16,36 @@ use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList};
 use std::os::raw::c_int;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Waits are cut into pieces of this length, between which Python gets to run its signal handlers.
 const SIGNALS: Duration = Duration::from_millis(50);
+
+/// The thread that ends the interpreter, once it does so.
+static EXITING: AtomicI32 = AtomicI32::new(0);
+
+/// Says that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for one.
+#[pyfunction]
+pub(crate) fn exiting() {
+    EXITING.store(this_thread(), Ordering::Relaxed);
+}
+
+fn this_thread() -> i32 {
+    // SAFETY: a plain system call.
+    unsafe { libc::gettid() }
+}
+
+/// A daemon thread goes no further once the interpreter has ended its load: Python stops such threads too, and an exception
+/// in one would be printed though nothing is wrong.
+fn stop_where_exiting<T>(found: &penstock::Result<T>) {
+    let cancelled = matches!(found, Err(e) if e.kind() == ErrorKind::Cancelled);
+    let exiting = EXITING.load(Ordering::Relaxed);
+    while cancelled && exiting != 0 && exiting != this_thread() {
+        std::thread::park();
+    }
+}
 
 /// One (start, stop) per dimension, or None for the whole tensor.
 type Region = Option<Vec<(u64, u64)>>;
@@ -287,7 +312,11 @@ fn patiently<T: PartialEq + Send>(
     let deadline = seconds.and_then(|t| Instant::now().checked_add(t));
     loop {
         let left = deadline.map_or(SIGNALS, |d| d.saturating_duration_since(Instant::now()).min(SIGNALS));
-        let found = detached(py, || wait(left))?;
+        let found = detached(py, || {
+            let found = wait(left);
+            stop_where_exiting(&found);
+            found
+        })?;
         py.check_signals()?;
         if found != not_yet || deadline.is_some_and(|d| Instant::now() >= d) {
             return Ok(found);
