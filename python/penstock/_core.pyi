@@ -183,7 +183,7 @@ def trim() -> None:
     """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
 
 def exiting() -> None:
-    """The calling thread ends the interpreter: other threads that wait for a cancelled load wait on, as daemon threads do."""
+    """The calling thread ends the interpreter: others that wait for a cancelled load then wait for ever, as Python has it."""
 
 def gpus() -> dict[str, Any]:
     """Drivers and GPUs found, or why not."""
