@@ -183,7 +183,7 @@ def trim() -> None:
     """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
 
 def exiting() -> None:
-    """The calling thread ends the interpreter: others that wait for a cancelled load then wait for ever, as Python has it."""
+    """The calling thread ends the interpreter: others that wait for a cancelled load then go no further."""
 
 def gpus() -> dict[str, Any]:
     """Drivers and GPUs found, or why not."""
