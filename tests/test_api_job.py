@@ -1,6 +1,8 @@
 """`Checkpoint.start`: a load in the background."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import penstock
 import pytest
@@ -16,6 +18,19 @@ def test_a_job_gives_what_load_gives(small):
         assert job.done()
         assert job.progress == (LAYOUT.nbytes, LAYOUT.nbytes)
         assert job.report.nbytes == LAYOUT.nbytes
+
+
+def test_several_threads_are_given_one_result(small):
+    checkpoint, together = penstock.open(small), threading.Barrier(4)
+
+    def ask(job):
+        together.wait()
+        return job.result()
+
+    for _ in range(30):
+        with checkpoint.start() as job, ThreadPoolExecutor(4) as pool:
+            given = list(pool.map(ask, [job] * 4))
+        assert all(result is given[0] for result in given)
 
 
 def test_a_job_needs_no_context_manager(small):

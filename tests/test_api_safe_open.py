@@ -1,6 +1,7 @@
 """`safe_open` and `load_file`: what code written for safetensors expects."""
 
 import gc
+import os
 
 import numpy as np
 import penstock
@@ -260,3 +261,20 @@ def test_private_copies_are_not_read_ahead(write):
         for i in range(9):
             file.get_tensor(f"t{i}")
         assert not file._ahead
+
+
+@pytest.mark.parametrize("change", ["rewritten", "truncated"])
+def test_a_tensor_that_was_read_ahead_is_not_handed_out_once_its_file_has_changed(write, change):
+    path = write(*(Tensor(f"t{i}", "F32", (4096,)) for i in range(9)))
+    with penstock.safe_open(path, framework="pt") as file:
+        for i in range(6):
+            file.get_tensor(f"t{i}")
+        assert "t8" in file._ahead
+        if change == "rewritten":
+            with path.open("r+b") as f:
+                f.seek(-4096, 2)
+                f.write(b"\xee" * 4096)
+        else:
+            os.truncate(path, path.stat().st_size - 16384)
+        with pytest.raises(penstock.ChangedError, match=path.name):
+            file.get_tensor("t8")

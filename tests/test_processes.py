@@ -191,6 +191,33 @@ def fail(path: str) -> None:
     penstock.open(path + ".gone")
 
 
+def test_a_child_uses_a_handle_that_another_thread_was_using_at_the_fork(file, slow):
+    program = (
+        HEAD
+        + """
+handle = penstock.safe_open(path, framework="np")
+name = handle.keys()[0]
+load, held, go_on = handle._load, threading.Event(), threading.Event()
+def loading(names, slices=None):
+    held.set()
+    go_on.wait()
+    return load(names, slices)
+handle._load = loading
+thread = threading.Thread(target=handle.get_tensor, args=(name,))
+thread.start()
+held.wait()
+def child():
+    handle._load = load
+    handle.get_tensor(name)
+assert forked(child) == 0
+go_on.set()
+thread.join()
+print("right")
+"""
+    )
+    assert run(program, file, slow) == "right\n"
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_pool_of_processes(file, method):
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -215,6 +216,7 @@ class Job:
         self._cancelled = False
         self._result: dict[str, Any] | None = None
         self._report: Report | None = None
+        self._handing_out = threading.RLock()
         self._load = begin(selection, adapter, device, options, order=order)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -237,7 +239,7 @@ class Job:
 
     @property
     def report(self) -> Report:
-        """What the load has done so far, or did."""
+        """What the load did: complete once it has ended, empty before (`progress` tells how far it has come)."""
         raise_if_forked(self._owner, "job")
         return self._report if self._report is not None else report_of(self._load.report(), self._checkpoint.warnings)
 
@@ -281,7 +283,8 @@ class Job:
         except BaseException:
             self.close()
             raise
-        return self._hand_out()
+        with self._handing_out:  # each tensor can be made once, and several threads may be waiting for them
+            return self._result if self._result is not None else self._hand_out()
 
     def _hand_out(self) -> dict[str, Any]:
         adapter, names = self._adapter, self._selection.names

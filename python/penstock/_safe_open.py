@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +24,28 @@ _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
 """What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
 
+#: Handles that somebody still has.
+_handles: weakref.WeakSet[safe_open] = weakref.WeakSet()
+
+
+def _unlock_all() -> None:
+    """In a forked child: a lock that another thread held is held for ever, by a thread that the child does not have."""
+    for handle in list(_handles):
+        handle._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_all)
+
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
+
+
+def _state(file: str) -> tuple[int, ...] | None:
+    """What tells whether somebody has changed the file; None where it cannot be looked at."""
+    try:
+        now = Path(file).stat()
+    except OSError:
+        return None
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 class Slice:
@@ -118,7 +142,9 @@ class safe_open:
         self._lock = threading.Lock()
         self._singles = 0
         self._reads_ahead = self._device.is_cpu and self._options.copy is not True
-        self._ahead: dict[str, Any] = {}  # mapped, not yet asked for
+        # Mapped, not yet asked for, with their file and its state before
+        self._ahead: dict[str, tuple[Any, str, tuple[int, ...]]] = {}
+        _handles.add(self)
 
     def _open(self) -> Checkpoint:
         if self._closed:
@@ -136,10 +162,14 @@ class safe_open:
         if not self._reads_ahead:
             return self._load([name])[name]
         with self._lock:
-            tensor = self._ahead.pop(name, None)
-            if tensor is not None:
+            tensor, file, state = self._ahead.pop(name, (None, "", None))
+            if tensor is not None and state == _state(file):
                 return tensor
-            names = [name] if self._singles < _SINGLES else self._neighbours(name)
+            file = self._checkpoint[name].file
+            # Of a file that has changed since, a load of the one tensor tells what is wrong
+            alone = tensor is not None or self._singles < _SINGLES
+            state = None if alone else _state(file)
+            names = [name] if state is None else self._neighbours(name)
             try:
                 loaded = self._load(names)
             except UnsupportedError:  # perhaps a neighbour's dtype, of which the caller knows nothing
@@ -152,8 +182,8 @@ class safe_open:
             if any(way["bytes"] for route, way in report.routes.items() if route != "mapped"):
                 self._reads_ahead = False  # reading ahead into private memory would be a second checkpoint's worth
             tensor = loaded.pop(name)
-            if not self._closed:
-                self._ahead.update(loaded)
+            if state is not None and not self._closed:
+                self._ahead.update((other, (mapped, file, state)) for other, mapped in loaded.items())
             return tensor
 
     def _neighbours(self, name: str) -> list[str]:
