@@ -186,6 +186,10 @@ impl Source for Throttle {
         self.inner.in_flight() + self.held.len() + self.hanging.len()
     }
 
+    fn take_left(&mut self) -> u64 {
+        self.inner.take_left()
+    }
+
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         self.inner.take_fallbacks()
     }
