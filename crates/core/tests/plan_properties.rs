@@ -4,7 +4,7 @@
 
 use penstock::format::{Checkpoint, DType};
 use penstock::layout::{BlockKind, Layout, Target};
-use penstock::options::{Order, GPU_ALIGN, PAGE, SHARED_BLOCK};
+use penstock::options::{Order, GPU_ALIGN, HUGE_PAGE, PAGE, SHARED_BLOCK};
 use penstock::placement::{Runs, Want};
 use penstock::schedule::{Extent, FileTraits, Landing, Limits, Piece, Route, Schedule};
 use proptest::prelude::*;
@@ -12,6 +12,10 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
 use std::ops::Range;
+
+const MIB: u64 = 1 << 20;
+/// Longest extent of mapped pages that are all there, where the limit is less.
+const RESIDENT_MAPPED: u64 = 64 * MIB;
 
 /// One tensor to put into a test file.
 type Tensor = (String, DType, Vec<u64>);
@@ -74,6 +78,14 @@ fn unit(files: &[FileTraits], limits: &Limits, e: &Extent) -> u64 {
     }
 }
 
+/// How long an extent may be: mapped pages that are all there need only be populated, and are cut more coarsely.
+fn most(limits: &Limits, e: &Extent) -> u64 {
+    match e.landing {
+        Landing::Mapping { resident: true, .. } => limits.extent.max(RESIDENT_MAPPED),
+        _ => limits.extent,
+    }
+}
+
 /// One row after the other: where in the extent, where in the block.
 fn rows(p: &Piece) -> impl Iterator<Item = (u64, u64)> + '_ {
     (0..p.rows).map(|r| (p.from + r * p.from_stride, p.to + r * p.to_stride))
@@ -92,9 +104,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
 
     for e in &schedule.extents {
         let unit = unit(files, limits, e);
-        // What is mapped and resident already is only populated: cut more coarsely.
-        let most = if e.route == Route::Mapped { limits.extent.max(64 << 20) } else { limits.extent };
-        assert!(e.len > 0 && e.len <= most.max(unit), "{e:?}");
+        assert!(e.len > 0 && e.len <= most(limits, e).max(unit), "{e:?}");
         assert!(e.need <= e.len && e.offset + e.need <= sizes[e.file as usize], "{e:?}");
         let bytes = data(e.file, e.offset..e.offset + e.len);
         let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
@@ -146,8 +156,10 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
             arrivals[block][to..to + bytes.len()].iter_mut().for_each(|n| *n += 1);
         };
         match e.landing {
-            Landing::Mapping { block, .. } => {
+            Landing::Mapping { block, resident } => {
                 assert_eq!(e.route, Route::Mapped);
+                let there = |r: &Range<u64>| r.start <= e.offset + first as u64 && r.end >= e.offset + last as u64;
+                assert!(!resident || files[e.file as usize].resident.iter().any(there), "not all resident: {e:?}");
                 assert_eq!(layout.blocks[block as usize].kind, BlockKind::Mapped { file: e.file });
                 let past = (e.offset + e.len).min(sizes[e.file as usize]);
                 put(block, e.offset, &bytes[..(past - e.offset) as usize]);
@@ -423,6 +435,50 @@ proptest! {
         prop_assert_eq!(&layout, &Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap());
         let again = Schedule::new(&c, &layout, &case.traits, &case.limits);
         prop_assert_eq!((&schedule.extents, &schedule.pieces), (&again.extents, &again.pieces));
+    }
+
+    /// A cut within one would have it mapped in 512 small pages.
+    #[test]
+    fn mapped_files_are_cut_between_huge_pages(
+        sizes in prop::collection::vec((0..12 * MIB, prop::bool::weighted(0.8)), 1..16),
+        padding in 0..5000usize,
+        extent in prop::sample::select(vec![PAGE, MIB, 2 * MIB, 3 * MIB, 4 * MIB + PAGE, 20 * MIB, 100 * MIB]),
+        gap in prop::sample::select(vec![0, PAGE, 3 * MIB]),
+        resident in any::<bool>(),
+    ) {
+        let tensors = (0..).zip(&sizes).map(|(i, &(n, _))| (name(0, i), DType::U8, vec![n])).collect();
+        let c = checkpoint(&[(tensors, padding)]);
+        let wants: Vec<Want> = (0..).zip(&sizes).filter(|(_, s)| s.1).map(|(i, _)| Want::whole(i)).collect();
+        let limits = Limits { extent, gap, cold: Route::Buffered, warm: Route::Buffered, scatter: None };
+        let size = c.files()[0].identity.size;
+        let there = if resident { 0..size } else { PAGE..size };
+        // Of what is not there the first page is wanted, unless the header fills it.
+        let traits = [FileTraits { resident: vec![there.clone()], ..FileTraits::default() }];
+        let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true] }, Order::File, gap).unwrap();
+        let schedule = Schedule::new(&c, &layout, &traits, &limits);
+        // Each with its first and last wanted byte.
+        let mut extents: Vec<(Range<u64>, &Extent)> = Vec::new();
+        for e in &schedule.extents {
+            let first = schedule.pieces[e.pieces.start as usize].from;
+            extents.push((e.offset + first..e.offset + e.need, e));
+        }
+        extents.sort_by_key(|e| e.0.start);
+        let span = extents.first().map_or(0, |e| e.0.start)..extents.last().map_or(0, |e| e.0.end);
+        let resident = there.start <= span.start && there.end >= span.end;
+        for (_, e) in &extents {
+            prop_assert_eq!(e.landing, Landing::Mapping { block: 0, resident });
+            prop_assert!(e.len <= most(&limits, e), "{:?}", e);
+        }
+        let step = if resident || extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
+        for pair in extents.windows(2) {
+            let ((a, before), (b, after)) = (&pair[0], &pair[1]);
+            let past = before.offset + before.len;
+            if b.start - a.end <= gap || after.offset < past {
+                prop_assert!(past.next_multiple_of(step) <= after.offset, "cut within a huge page: {before:?} {after:?}");
+            }
+        }
+        let wanted: u64 = wants.iter().map(|w| c.tensor(w.tensor).nbytes()).sum();
+        prop_assert_eq!(schedule.totals().wanted, wanted);
     }
 
     #[test]
