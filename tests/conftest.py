@@ -6,6 +6,7 @@ Checkpoints are written by benches/synth.py and compared with what benches/refer
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ordeal
 import penstock
 import pytest
 import reference
@@ -155,13 +157,24 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+#: Seconds in which the threads of a load are to end once its test has, on a machine with other things to do.
+MOMENT = 2.0
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
-    """A test must not leave a thread or a descriptor of a load behind."""
+    """A test must not leave a thread or a descriptor of a load behind.
+
+    That holds for reads that hang too: their file system lets them go, or is gone, when the test's own fixtures end,
+    which is before this one does.
+    """
     before = set(descriptors())
     yield
+    if ordeal.threads():
+        gc.collect()  # a load in a cycle, such as a traceback makes, ends with it
+    assert not ordeal.threads(MOMENT), "left running"
     leaked = {fd: path for fd, path in descriptors().items() if fd not in before and path.endswith(".safetensors")}
-    assert not leaked
+    assert not leaked, "left open"
 
 
 @pytest.fixture

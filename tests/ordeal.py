@@ -81,9 +81,9 @@ def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes])
         assert memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor) == expected[name], f"wrong: {name}"
 
 
-def threads() -> list[str]:
+def threads(patience: float = 0.5) -> list[str]:
     """Names of the threads of this process that are ours. One that was joined may be listed a moment longer: waits."""
-    until = time.monotonic() + 0.5
+    until = time.monotonic() + patience
     while (found := _threads()) and time.monotonic() < until:
         time.sleep(0.001)
     return found
@@ -94,7 +94,7 @@ def _threads() -> list[str]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             names.append((task / "comm").read_text().strip())
-    return [n for n in names if n.startswith("penstock")]
+    return [n for n in names if n.startswith("penstock-")]
 
 
 def descriptors() -> list[str]:
