@@ -388,14 +388,10 @@ def test_io_uring_switched_off_by_the_administrator(cold, interfaces):
     assert eval(out) == [["io_uring", "Linux AIO"]]
 
 
-@pytest.fixture
-def cgroup() -> Iterator[tuple[Path, str]]:
-    """An empty memory cgroup and the name of its limit file."""
-    for root, limit in (
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
-        (Path("/sys/fs/cgroup"), "memory.max"),
-    ):
-        group = root / f"penstock-test-{os.getpid()}"
+def empty_cgroup(*places: tuple[str, str]) -> Iterator[tuple[Path, str]]:
+    """A new cgroup in the first of these places that has the limit file named beside it."""
+    for root, limit in places:
+        group = Path(root) / f"penstock-test-{os.getpid()}"
         try:
             group.mkdir()
         except OSError:
@@ -407,7 +403,46 @@ def cgroup() -> Iterator[tuple[Path, str]]:
         finally:
             ordeal.soon(lambda group=group: not (group / "cgroup.procs").read_text())
             group.rmdir()
-    pytest.skip("no memory cgroup can be made here")
+    pytest.skip(f"no cgroup with {limit} can be made here")
+
+
+@pytest.fixture
+def cgroup() -> Iterator[tuple[Path, str]]:
+    """An empty memory cgroup and the name of its limit file."""
+    yield from empty_cgroup(("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
+
+
+@pytest.fixture
+def pids_cgroup() -> Iterator[tuple[Path, str]]:
+    yield from empty_cgroup(("/sys/fs/cgroup/pids", "pids.max"), ("/sys/fs/cgroup", "pids.max"))
+
+
+def test_io_uring_without_threads_of_its_own(cold, interfaces, pids_cgroup):
+    """Reads into fresh memory are handed to the kernel's worker threads, which count against the limit too."""
+    needs(interfaces, "io_uring")
+    group, limit = pids_cgroup
+    out = run(
+        HEAD
+        + """
+checkpoint = penstock.open(path)
+group, limit = sys.argv[2:]
+open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+alone = int(open(group + "/pids.current").read())
+for engine_and_workers in (1, 100):
+    open(f"{group}/{limit}", "w").write(str(alone + engine_and_workers))
+    tensors = checkpoint.load(framework="np", options=dict(io="uring", cache="bypass"))
+    same(tensors, path)
+    report = checkpoint.last_report
+    print(told(report), report.routes["direct"]["extents"] > 0)
+    del tensors
+    ordeal.evict(path)
+""",
+        cold,
+        group,
+        limit,
+        timeout=LIMIT,
+    )
+    assert out.splitlines() == ["[] True"] * 2
 
 
 def test_a_checkpoint_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, cgroup):

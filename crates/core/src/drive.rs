@@ -339,6 +339,7 @@ impl Driver {
             need: e.need,
             route: e.route,
             into,
+            fresh: matches!(e.landing, Landing::Block { .. }),
             keep,
         })
     }

@@ -14,7 +14,8 @@
 //! let mut source = Router::new(files.clone(), &Options::default())?;
 //! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
 //! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
-//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route: Route::Buffered, into, keep };
+//! let route = Route::Buffered;
+//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, keep };
 //! source.submit(read).ok();
 //! source.flush()?;
 //! let mut done = Vec::new();
@@ -78,6 +79,9 @@ pub struct Read {
     pub route: Route,
     /// Where its bytes arrive.
     pub into: Destination,
+    /// Whether pages of that memory may not be there yet. Whoever submits a direct read then waits until the kernel has
+    /// zeroed them: 0.1 to 0.5 s/GiB.
+    pub fresh: bool,
     /// Keeps the destination's memory alive until the read has completed, however late that is: a read that hangs in the
     /// kernel may still write after its load has failed.
     pub keep: Arc<dyn Any + Send + Sync>,

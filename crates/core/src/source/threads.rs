@@ -567,7 +567,17 @@ mod models {
     fn read(ticket: u64, into: &'static mut [u8; 8]) -> Read {
         let into = Destination::Memory(into.as_mut_ptr());
         let route = Route::Buffered;
-        Read { ticket: Ticket(ticket), file: 0, offset: 8 * ticket, len: 8, need: 8, route, into, keep: Arc::new(()) }
+        Read {
+            ticket: Ticket(ticket),
+            file: 0,
+            offset: 8 * ticket,
+            len: 8,
+            need: 8,
+            route,
+            into,
+            fresh: false,
+            keep: Arc::new(()),
+        }
     }
 
     fn pool(threads: usize, reads: u64, then: impl Fn(Threads) + Sync + Send + 'static) {

@@ -11,6 +11,7 @@ use super::{readable, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED}
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
 use crate::wake::Wake;
+use io_uring::squeue::Flags;
 use io_uring::types::{CancelBuilder, Fd, Fixed};
 use io_uring::{opcode, squeue, IoUring};
 use std::collections::VecDeque;
@@ -50,6 +51,7 @@ pub struct Uring {
     /// Raised by the ring for completions (polling the ring itself does not see those that it defers: measured on 6.18),
     /// and by us for outcomes that need no kernel.
     wake: Wake,
+    cancelled: bool,
     process: u32,
 }
 
@@ -124,6 +126,7 @@ impl Uring {
                 over: Vec::new(),
                 fallbacks,
                 wake,
+                cancelled: false,
                 process: std::process::id(),
             });
         }
@@ -173,7 +176,7 @@ impl Uring {
                 self.give(Outcome::Refused { read: flight.read, cause });
                 continue;
             }
-            let file = flight.read.file;
+            let (file, fresh) = (flight.read.file, flight.read.fresh);
             let (address, len, offset) = flight.call(&self.files);
             let (entry, fd) = if self.registered.get(file as usize) == Some(&true) {
                 (opcode::Read::new(Fixed(file), address, len).offset(offset).build(), None)
@@ -204,7 +207,10 @@ impl Uring {
                     }
                 }
             };
-            if !self.push(&entry.user_data(slot as u64)) {
+            // Pages that are not there yet are zeroed by the kernel's worker threads then, on all cores, and not by this one
+            // thread in turn.
+            let flags = if fresh { Flags::ASYNC } else { Flags::empty() };
+            if !self.push(&entry.flags(flags).user_data(slot as u64)) {
                 self.waiting.push_front(flight);
                 break;
             }
@@ -280,8 +286,16 @@ impl Uring {
             self.wake.quiet();
             let more = ring.submission().taskrun() || !ring.completion().is_empty();
             for (slot, answer) in answers {
-                let Some((flight, _fd)) = self.flying.get_mut(slot as usize).and_then(Option::take) else { continue };
+                let Some((mut flight, _fd)) = self.flying.get_mut(slot as usize).and_then(Option::take) else {
+                    continue;
+                };
                 self.free.push(slot as usize);
+                if answer == -libc::ECANCELED && flight.read.fresh && !self.cancelled {
+                    // No worker thread could be started (RLIMIT_NPROC, the pids limit of a cgroup): this one does the work.
+                    flight.read.fresh = false;
+                    self.waiting.push_back(flight);
+                    continue;
+                }
                 match flight.answer(i64::from(answer), &self.files) {
                     Next::Again(flight) => self.waiting.push_back(flight),
                     Next::Over(outcome) => self.over.push(outcome),
@@ -399,6 +413,7 @@ impl Source for Uring {
     }
 
     fn cancel(&mut self) {
+        self.cancelled = true;
         for flight in std::mem::take(&mut self.waiting) {
             let done = flight.read.cancelled(&self.files);
             self.give(Outcome::Done(done));

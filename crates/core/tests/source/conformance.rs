@@ -300,6 +300,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             need: len,
             route: Route::Buffered,
             into: Destination::Scatter(places),
+            fresh: true,
             keep: keep(&memory),
         };
         assert_eq!(*submit_all(&mut source, vec![read])[0].result.as_ref().unwrap(), len);

@@ -143,7 +143,7 @@ pub(crate) fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: 
         }
     };
     let keep = keep(&memory);
-    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, keep }, memory)
+    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, fresh: true, keep }, memory)
 }
 
 /// Waits on the wake descriptor until `n` reads are done. Fails where it wakes far more often than there are reads.
