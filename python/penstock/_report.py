@@ -62,6 +62,11 @@ class Report(dict[str, Any]):
         for route, way in get("routes", {}).items():
             if way.get("extents"):
                 line(route, f"{size_text(way.get('bytes', 0))} in {way['extents']} extents")
+        if get("first_touch_bytes"):
+            line(
+                "first touch",
+                f"{size_text(get('first_touch_bytes', 0))} of that are mapped when they are first touched",
+            )
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}

@@ -386,7 +386,7 @@ def _doctor(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
-        description="Loads safetensors checkpoints at the speed of the hardware.",
+        description="Loads and examines safetensors checkpoints.",
         epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")

@@ -1,4 +1,4 @@
-//! Loads safetensors checkpoints into CPU and GPU memory at the speed of the hardware.
+//! Loads safetensors checkpoints into CPU and GPU memory.
 //!
 //! # The idea
 //!
