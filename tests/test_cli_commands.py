@@ -142,6 +142,8 @@ def test_a_bad_option_is_wrong_usage(cli, small):
     assert run.returncode == USAGE
     assert "staging" in run.stderr
     assert cli("load", small, "-o", "staging").returncode == USAGE
+    for impossible in ("io=mmap", "threads=-1", "copy=7"):
+        assert cli("load", small, "-o", impossible).returncode == USAGE, impossible
 
 
 def test_verify_accepts_a_whole_checkpoint(cli, small):

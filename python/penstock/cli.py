@@ -233,7 +233,10 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _load(args: argparse.Namespace) -> None:
-    options = make_options(dict(args.option))
+    try:
+        options = make_options(dict(args.option))
+    except (TypeError, ValueError) as error:  # wrong usage here, whatever it is in a program
+        raise InvalidError(str(error)) from error
     checkpoint = _open(args)
     state = checkpoint.load(
         args.device,
