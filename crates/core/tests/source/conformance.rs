@@ -307,3 +307,43 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
         assert!(memory.bytes()[..to] == expected);
     }
 }
+
+/// Where all pages are there, as many are mapped as costs next to nothing, and the rest is counted: on a tmpfs of small
+/// pages that is nearly all, 512 of which take more than the 20 us that are allowed for them.
+#[test]
+fn resident_pages_are_mapped_or_counted_as_left_to_their_first_touch() {
+    const LEN: u64 = (64 << 20) + 1234;
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = folder.path().join("sample.safetensors");
+    let bytes: Vec<u8> = (0..LEN / 8 + 1).flat_map(u64::to_le_bytes).take(LEN as usize).collect();
+    fs::write(&path, &bytes).unwrap();
+    // Tensors begin where they like.
+    let (offset, len) = (1000, LEN - 1000);
+    let makes: [Make; 2] = [|files| Box::new(Threads::new(files, 1, 8).unwrap()), |files| router(files, Io::Auto)];
+    for (make, resident) in [(makes[0], false), (makes[1], false), (makes[0], true), (makes[1], true)] {
+        let mut source = make(Arc::new(Files::from_paths(&[&path]).unwrap()));
+        let memory = Memory::of(&path, LEN);
+        // SAFETY: within the mapping.
+        let into = Destination::Mapping { at: unsafe { memory.at.add(offset as usize) }, resident };
+        let (ticket, keep) = (Ticket(0), keep(&memory));
+        let read = Read { ticket, file: 0, offset, len, need: len, route: Route::Mapped, into, keep };
+        assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
+        let (left, unmapped) = (source.take_left(), memory.unmapped());
+        assert_eq!(source.take_left(), 0, "counted twice");
+        // A fault maps up to 16 pages around it.
+        assert!(unmapped <= left && left <= unmapped + 16 * PAGE, "{left} bytes left, {unmapped} are not mapped");
+        assert!(left < len, "nothing was tried");
+        if !resident {
+            assert_eq!(left, 0, "a page that may not be there was left to its first touch");
+        } else if !has_huge_pages() {
+            assert!(left > 0, "small pages were mapped one by one");
+        }
+        assert!(memory.bytes() == bytes, "wrong bytes");
+    }
+}
+
+/// Whether the kernel maps files of a tmpfs in huge pages here.
+fn has_huge_pages() -> bool {
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+    maps.lines().any(|l| l.starts_with("ShmemPmdMapped:") && !l.ends_with(" 0 kB"))
+}

@@ -104,6 +104,18 @@ impl Memory {
     }
 }
 
+impl Memory {
+    /// Bytes of it whose pages this process has not mapped: the kernel's page tables say so.
+    pub(crate) fn unmapped(&self) -> u64 {
+        use std::os::unix::fs::FileExt;
+        let mut entries = vec![0; self.len.div_ceil(PAGE as usize) * 8];
+        let at = self.at as u64 / PAGE * 8;
+        fs::File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut entries, at).unwrap();
+        // Bit 63 of each little-endian entry: present.
+        entries.chunks_exact(8).filter(|e| e[7] & 0x80 == 0).count() as u64 * PAGE
+    }
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: nobody holds it any more.
