@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pagecache
 import penstock
 import pytest
+import torch
 from models import MIB, ROUTES, WAYS, Model, Way, accounted
 from penstock import _core
 
@@ -74,6 +77,33 @@ def test_only_what_was_not_resident_is_read_from_disk_and_then_stays(llama: Mode
     assert cold - len(llama.files) * FINEST <= from_disk <= cold + len(llama.files) * FINEST
     # All but the pages of the headers and what lies behind the last tensor
     assert sum(int(pages.sum()) for pages in cold_pages(llama)) * PAGE <= len(llama.files) * FINEST
+
+
+@pytest.mark.parametrize("state", pagecache.STATES)
+def test_mapped_pages_are_there_or_counted_as_left_to_their_first_touch(llama: Model, state: str) -> None:
+    checkpoint = penstock.open(llama.source)
+    pagecache.put(llama.files, state)
+    tensors = checkpoint.load(options={"cache": "keep"}, progress=False)
+    report = checkpoint.last_report
+    absent = unmapped_bytes(tensors.values())
+    assert report.routes["mapped"]["bytes"] >= llama.nbytes
+    if state == "warm":
+        assert abs(report.first_touch_bytes - absent) <= len(llama.files) * FINEST
+    else:  # a first touch might have to wait for the disk, or be killed where the file has shrunk meanwhile
+        assert report.first_touch_bytes == 0
+        assert absent == 0
+    llama.same(tensors)
+
+
+def unmapped_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors in pages that this process has not mapped, as its page tables say."""
+    absent = set()
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        for tensor in tensors:
+            first, past = tensor.data_ptr() // PAGE, -(-(tensor.data_ptr() + tensor.nbytes) // PAGE)
+            entries = np.frombuffer(os.pread(file.fileno(), 8 * (past - first), 8 * first), dtype="<u8")
+            absent.update((first + np.flatnonzero(entries >> 63 == 0)).tolist())
+    return len(absent) * PAGE
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
