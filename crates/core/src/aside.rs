@@ -4,6 +4,7 @@
 //! is lost until the server comes back. So it is done aside, and who asked for it waits only as long as it makes sense.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::source::Files;
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -58,6 +59,30 @@ pub fn aside<T: Send + 'static>(
             ));
         }
     }
+}
+
+/// Does work that asks the file system about `files`, at most `stall` per answer.
+pub(crate) fn patiently<T: Send + 'static>(
+    files: &Files,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<T> {
+    let mut busy = 0;
+    // Where nobody asks, it is the planning that takes its time.
+    let progress = || {
+        files.asking().map_or_else(
+            || {
+                busy += 1;
+                u64::MAX - busy
+            },
+            |(answers, _)| answers,
+        )
+    };
+    aside(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
+        Some((_, file)) if e.kind() == ErrorKind::Timeout => e.at(files.path(file)),
+        _ => e,
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
+use crate::aside::patiently;
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Copy, Device, Fence};
@@ -7,7 +8,7 @@ use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::load::{patiently, somewhere, Keep, Message, Shared};
+use crate::load::{somewhere, Keep, Message, Shared};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
@@ -43,14 +44,11 @@ pub(crate) struct Driver {
     /// Where GPU blocks are allocated here, if they are.
     pub(crate) gpu: Option<GpuBlocks>,
     pub(crate) stream: bool,
-    /// The file of each want (streams only).
-    pub(crate) file_of: Vec<u32>,
     pub(crate) stall: Duration,
     /// A read that the source had no room for.
     pub(crate) held_back: Option<Read>,
     pub(crate) report: Report,
-    pub(crate) started: Instant,
-    pub(crate) cpu_started: Duration,
+    pub(crate) began: Began,
     pub(crate) fence: Option<Fence>,
     /// The load runs on its caller's thread, reads included.
     pub(crate) here: bool,
@@ -68,12 +66,16 @@ impl Slabs for Share {
 /// Blocks of our own on a GPU. The context is retained by the engine thread, when the first block is wanted: creating one
 /// takes 0.1 s and more, which the first reads overlap.
 pub(crate) struct GpuBlocks {
-    pub(crate) api: Arc<Api>,
-    pub(crate) ordinal: u32,
-    pub(crate) context: Option<Arc<SharedContext>>,
+    api: Arc<Api>,
+    ordinal: u32,
+    context: Option<Arc<SharedContext>>,
 }
 
 impl GpuBlocks {
+    pub(crate) fn new(ordinal: u32) -> Result<Self> {
+        Ok(Self { api: Api::load()?, ordinal, context: None })
+    }
+
     fn allocate(&mut self, nbytes: u64) -> Result<Block> {
         let context = match &mut self.context {
             Some(context) => context,
@@ -81,6 +83,28 @@ impl GpuBlocks {
         };
         let memory = GpuMemory::new(context, nbytes)?;
         Ok(Block::held(memory.address(), Arc::new(memory)))
+    }
+}
+
+/// When a load began, by the wall clock and in CPU time of this process.
+pub(crate) struct Began {
+    wall: Instant,
+    cpu: Duration,
+}
+
+impl Began {
+    pub(crate) fn now() -> Self {
+        Self { wall: Instant::now(), cpu: clock(libc::CLOCK_PROCESS_CPUTIME_ID) }
+    }
+
+    /// Since then, by the wall clock.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.wall.elapsed().as_secs_f64()
+    }
+
+    /// CPU time of the whole process since then.
+    fn cpu_seconds(&self) -> f64 {
+        clock(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(self.cpu).as_secs_f64()
     }
 }
 
@@ -118,8 +142,8 @@ impl Driver {
         let outcome = outcome.and_then(|()| self.unchanged(None));
         let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
         let report = &mut self.report;
-        report.seconds = self.started.elapsed().as_secs_f64();
-        report.cpu_seconds = process_cpu().saturating_sub(self.cpu_started).as_secs_f64();
+        report.seconds = self.began.seconds();
+        report.cpu_seconds = self.began.cpu_seconds();
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
@@ -213,7 +237,7 @@ impl Driver {
     fn hand_out(&mut self, wants: Vec<u32>) -> Vec<u32> {
         let mut which: Vec<u32> = Vec::new();
         for &want in &wants {
-            let file = self.file_of[want as usize];
+            let file = self.layout.files[want as usize];
             if which.last() != Some(&file) {
                 which.push(file);
             }
@@ -431,7 +455,7 @@ impl Driver {
     fn publish(&mut self, told: &mut u64) {
         let mut ready = Vec::new();
         while let Some(want) = self.engine.ready() {
-            self.report.first_tensor_seconds.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
+            self.report.first_tensor_seconds.get_or_insert_with(|| self.began.seconds());
             if self.stream {
                 ready.push(want);
             }
@@ -546,11 +570,6 @@ fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
     let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
     // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
     unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
-}
-
-/// CPU time of this process.
-pub(crate) fn process_cpu() -> Duration {
-    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
 fn thread_cpu() -> Duration {

@@ -154,6 +154,13 @@ impl Layout {
         order
     }
 
+    /// How many wants lie in each block.
+    pub(crate) fn wants_per_block(&self) -> Vec<u32> {
+        let mut wants = vec![0; self.blocks.len()];
+        self.places.iter().for_each(|p| wants[p.block as usize] += 1);
+        wants
+    }
+
     /// Numbers blocks and places wants, in hand-out order.
     fn place(&mut self, homes: &Homes, align: u64) {
         self.places.resize(self.runs.len(), Place { block: NONE, offset: 0, nbytes: 0 });

@@ -1,34 +1,26 @@
-//! One load from request to report: plans, grants memory, and drives the engine on a thread of its own.
+//! One load as its owner sees it: started from a request, granted memory, waited for, handed out, ended.
 //!
 //! The engine thread owns sources, device and state machine and sleeps in one `poll`; callers talk to it through an inbox
 //! and a condition variable. It never runs foreign code and never waits for a caller.
 
-use crate::aside::aside;
-use crate::device::api::Api;
-use crate::device::cpu::CpuDevice;
-use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::drive::{process_cpu, Driver, GpuBlocks};
-use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
-use crate::machine;
-use crate::memory::{Arena, Block, Mapping, View};
-use crate::options::{Options, MIB, PAGE};
+use crate::memory::{Block, View};
+use crate::options::Options;
 use crate::placement::Want;
-use crate::policy::Plan;
-use crate::schedule::Landing;
-use crate::source::Files;
-use crate::source::{Router, Source};
-use crate::staging::Ring;
+use crate::source::{Files, Source};
 use crate::stats::Report;
-use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
+use crate::sync::{lock, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::wake::Wake;
+use start::StandIns;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
+
+mod start;
 
 /// Something that keeps memory alive.
 pub type Keep = Arc<dyn Any + Send + Sync>;
@@ -154,6 +146,17 @@ impl State {
 }
 
 impl Shared {
+    fn new(layout: &Layout, blocks: Vec<Option<Block>>) -> Result<Self> {
+        let state = State {
+            granted: blocks.iter().map(Option::is_some).collect(),
+            blocks,
+            viewed: vec![false; layout.places.len()],
+            unviewed: layout.wants_per_block(),
+            ..State::default()
+        };
+        Ok(Shared { state: Mutex::new(state), changed: Condvar::new(), inbox: Wake::new()? })
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -197,10 +200,6 @@ impl Shared {
     }
 }
 
-/// A load of no more than this that has nothing to do but map pages that are there is done before `start` returns, by the
-/// caller's own thread: 0.2 to 10 ms, where threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
-const HERE: u64 = 4096 * MIB;
-
 impl Load {
     /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
     /// is no such device; what goes wrong later is told by [`wait`](Self::wait) and [`next`](Self::next).
@@ -211,15 +210,13 @@ impl Load {
     /// The same, given up (kind `Cancelled`) once `go_on`, asked every 50 ms while the files are being looked at, says so:
     /// on a network mount whose server is gone that may take until the stall timeout.
     pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
-        let checkpoint = request.checkpoint.clone();
-        Self::begin(request, None, go_on, |source, _| Ok(source)).map_err(|e| somewhere(e, &checkpoint))
+        start::start(request, StandIns::default(), go_on)
     }
 
     /// The same with another device than the request's own, for tests that take a fence away.
     #[doc(hidden)]
-    pub fn start_on(request: Request, target: Option<Box<dyn Device>>) -> Result<Load> {
-        let checkpoint = request.checkpoint.clone();
-        Self::begin(request, target, || true, |source, _| Ok(source)).map_err(|e| somewhere(e, &checkpoint))
+    pub fn start_on(request: Request, device: Option<Box<dyn Device>>) -> Result<Load> {
+        start::start(request, StandIns { device, ..StandIns::default() }, || true)
     }
 
     /// The same with its source decorated, for tests: to make it slow, or fail.
@@ -228,130 +225,7 @@ impl Load {
         request: Request,
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
-        let checkpoint = request.checkpoint.clone();
-        Self::begin(request, None, || true, decorate).map_err(|e| somewhere(e, &checkpoint))
-    }
-
-    fn begin(
-        request: Request,
-        target: Option<Box<dyn Device>>,
-        go_on: impl FnMut() -> bool,
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
-    ) -> Result<Load> {
-        let started = Instant::now();
-        let cpu_started = process_cpu();
-        let files = Arc::new(Files::new(request.checkpoint.files()));
-        let (request, plan) = plan(request, &files, go_on)?;
-        let Request { checkpoint, wants, device, memory, mut options, stream } = request;
-        let nbytes = plan.layout.places.iter().map(|p| p.nbytes).sum();
-        let layout = Arc::new(plan.layout);
-        let schedule = Arc::new(plan.schedule);
-        let mut report = plan.report;
-        report.nbytes = nbytes;
-        report.tensors = wants.len() as u64;
-
-        let mut needs_slabs = false;
-        for e in &schedule.extents {
-            needs_slabs |= e.landing == Landing::Slab;
-            // A direct read is asked for whole sectors; what lies past the end of its file never arrives.
-            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
-            report.slack_bytes += e.slack.saturating_sub(past_end);
-            report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
-        }
-        let our_blocks = matches!(memory, Memory::Ours);
-        let (blocks, fence) = allocate(&layout, &files, memory, device)?;
-        if options.threads == 0 && plan.all_resident {
-            // More copy workers than cores would only take turns.
-            options.threads = machine::cores().min(16) as u32;
-        }
-        let mut source = Router::new(files.clone(), &options)?;
-        let here = !stream
-            && plan.all_resident
-            && nbytes <= HERE
-            && !files.may_hang()
-            && schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }));
-        if here {
-            source.read_here();
-        }
-        let target: Option<Box<dyn Device>> = match (target, device) {
-            (Some(target), _) => Some(target),
-            (None, Where::Cpu) if needs_slabs => Some(Box::new(CpuDevice::new(workers(&options))?)),
-            (None, Where::Cpu) => None,
-            (None, Where::Gpu(ordinal)) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
-        };
-        let window = stream.then_some(options.window);
-        let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, source.workers()), window);
-        for (i, block) in blocks.iter().enumerate() {
-            if block.is_some() {
-                engine.grant(i as u32);
-            }
-        }
-        let mut unready = vec![0; layout.blocks.len()];
-        layout.places.iter().for_each(|p| unready[p.block as usize] += 1);
-        report.plan_seconds = started.elapsed().as_secs_f64();
-
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                granted: blocks.iter().map(Option::is_some).collect(),
-                blocks: blocks.clone(),
-                viewed: vec![false; wants.len()],
-                unviewed: unready.clone(),
-                ..State::default()
-            }),
-            changed: Condvar::new(),
-            inbox: Wake::new()?,
-        });
-        let maps = stream && layout.blocks.iter().any(|b| matches!(b.kind, BlockKind::Mapped { .. }));
-        let mapped = maps.then(|| Files::new(checkpoint.files()));
-        let file_of = match stream {
-            true => wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect(),
-            false => Vec::new(),
-        };
-        let driver = Driver {
-            shared: shared.clone(),
-            checkpoint: checkpoint.clone(),
-            schedule,
-            layout: layout.clone(),
-            engine,
-            source: decorate(Box::new(source), &files)?,
-            may_hang: files.may_hang(),
-            files,
-            device: target,
-            ring: Ring::process().join(options.extent, options.staging)?,
-            blocks,
-            unready,
-            gpu: match (device, our_blocks) {
-                (Where::Gpu(ordinal), true) => Some(GpuBlocks { api: Api::load()?, ordinal, context: None }),
-                _ => None,
-            },
-            stream,
-            file_of,
-            stall: options.stall_timeout,
-            held_back: None,
-            report,
-            started,
-            cpu_started,
-            fence,
-            here,
-        };
-        let thread = if here {
-            driver.run();
-            None
-        } else {
-            let thread = Builder::new().name("penstock-engine".into()).spawn(move || driver.run());
-            // EAGAIN, which says nothing by itself: RLIMIT_NPROC or the pids limit of the cgroup.
-            Some(thread.map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}")))?)
-        };
-        Ok(Load {
-            checkpoint,
-            wants,
-            layout,
-            shared,
-            thread: Mutex::new(thread),
-            nbytes,
-            mapped,
-            pid: std::process::id(),
-        })
+        start::start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
     }
 
     /// The checkpoint.
@@ -594,134 +468,10 @@ pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
     }
 }
 
-/// Plans the load aside: opening files of a mount that hangs, or asking for their state, cannot be interrupted.
-fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
-    let stall = request.options.stall_timeout;
-    let asked = files.clone();
-    let work = move || {
-        let r = &request;
-        let plan = Plan::new(&r.checkpoint, &r.wants, r.device, &r.memory, &r.options, &asked)?;
-        Ok((request, plan))
-    };
-    patiently(files, work, stall, go_on)
-}
-
-/// Does work that asks the file system about `files`, at most `stall` per answer.
-pub(crate) fn patiently<T: Send + 'static>(
-    files: &Files,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-    stall: Duration,
-    go_on: impl FnMut() -> bool,
-) -> Result<T> {
-    let mut busy = 0;
-    // Where nobody asks, it is the planning that takes its time.
-    let progress = || {
-        files.asking().map_or_else(
-            || {
-                busy += 1;
-                u64::MAX - busy
-            },
-            |(answers, _)| answers,
-        )
-    };
-    aside(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
-        Some((_, file)) if e.kind() == ErrorKind::Timeout => e.at(files.path(file)),
-        _ => e,
-    })
-}
-
-/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
-/// worker should find the next one waiting when it is done with one.
-fn depth(options: &Options, workers: usize) -> usize {
-    if options.depth > 0 {
-        options.depth as usize
-    } else {
-        (2 * workers).max(16)
-    }
-}
-
-fn workers(options: &Options) -> usize {
-    if options.threads > 0 {
-        options.threads as usize
-    } else {
-        machine::cores().min(16)
-    }
-}
-
-/// The memory of all blocks that are ours or the caller's from the start, and the fence of the latter.
-fn allocate(
-    layout: &Layout,
-    files: &Files,
-    memory: Memory,
-    device: Where,
-) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
-    let (tensors, fence) = match memory {
-        Memory::Ours => (None, None),
-        Memory::Granted if device == Where::Cpu => {
-            return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
-        }
-        Memory::Granted => (None, None),
-        Memory::Into { tensors, keep, fence } => {
-            if tensors.len() != layout.places.len() {
-                return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
-            }
-            for (place, (_, nbytes)) in layout.places.iter().zip(&tensors) {
-                if place.nbytes != *nbytes {
-                    return Err(Error::new(
-                        ErrorKind::Mismatch,
-                        format!("a destination of {nbytes} bytes for {} wanted bytes", place.nbytes),
-                    ));
-                }
-            }
-            (Some((tensors, keep)), fence)
-        }
-    };
-    if device != Where::Cpu && tensors.is_none() {
-        return Ok((vec![None; layout.blocks.len()], None));
-    }
-    // Offsets of the blocks in the arena: page-aligned, one after the other.
-    let mut arena_len = 0u64;
-    let starts: Vec<u64> = layout
-        .blocks
-        .iter()
-        .map(|block| match block.kind {
-            BlockKind::Mirror { .. } | BlockKind::Dense => {
-                let start = arena_len;
-                arena_len += block.nbytes.next_multiple_of(PAGE);
-                start
-            }
-            _ => 0,
-        })
-        .collect();
-    let places = layout.places.iter().filter_map(|p| match layout.blocks[p.block as usize].kind {
-        BlockKind::Mirror { .. } | BlockKind::Dense => Some((starts[p.block as usize] + p.offset, p.nbytes)),
-        _ => None,
-    });
-    let arena = if arena_len > 0 { Some(Arc::new(Arena::new(arena_len, places)?)) } else { None };
-    let mut blocks = Vec::with_capacity(layout.blocks.len());
-    for (block, start) in layout.blocks.iter().zip(starts) {
-        blocks.push(Some(match block.kind {
-            BlockKind::Mapped { file } => {
-                let fd = files.open(file, false)?;
-                Block::mapping(Arc::new(Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?))
-            }
-            BlockKind::Foreign { want } => match &tensors {
-                Some((tensors, keep)) => Block::held(tensors[want as usize].0, keep.clone()),
-                None => return Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
-            },
-            BlockKind::Mirror { .. } | BlockKind::Dense => match &arena {
-                Some(arena) => Block::arena(arena, start),
-                // Only empty tensors: any non-null aligned address will do.
-                None => Block::held(PAGE, Arc::new(())),
-            },
-        }));
-    }
-    Ok((blocks, fence))
-}
-
 #[cfg(all(test, loom))]
 mod models {
     use super::*;
+    use crate::sync::Builder;
 
     #[test]
     fn the_engine_thread_hears_every_message_and_its_end_is_heard() {

@@ -3,12 +3,12 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{Layout, Target};
-use crate::load::{Memory, Where};
+use crate::load::{Memory, Request, Where};
 use crate::machine;
 use crate::options::{Cache, Io, Options, PAGE};
 use crate::placement::Want;
 use crate::schedule::{FileTraits, Limits, Route, Schedule};
-use crate::source::{Files, FsKind};
+use crate::source::{Facts, Files, FsKind};
 use crate::stats::Report;
 use std::ops::Range;
 
@@ -22,79 +22,37 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn new(
-        checkpoint: &Checkpoint,
-        wants: &[Want],
-        device: Where,
-        memory: &Memory,
-        options: &Options,
-        files: &Files,
-    ) -> Result<Plan> {
+    pub(crate) fn new(request: &Request, files: &Files) -> Result<Plan> {
+        let Request { checkpoint, wants, device, memory, options, .. } = request;
+        let device = *device;
         check(options, device, memory)?;
-        let mut report = Report::default();
-        // What is wanted of each file, from the first wanted byte to the last: nothing else is asked about.
-        let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
-        let mut wanted = 0;
-        for want in wants {
-            let info = checkpoint.tensor(want.tensor);
-            let elements = want.shape(&info).iter().try_fold(1u64, |n, &d| n.checked_mul(d));
-            wanted += elements.and_then(|n| info.dtype.nbytes(n)).unwrap_or(info.nbytes());
-            let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
-            *span = span.start.min(info.begin)..span.end.max(info.end);
-        }
         let past_the_cache = reads_past_the_cache(options.io);
-        let mut traits = vec![FileTraits::default(); spans.len()];
-        let mut facts = Vec::with_capacity(spans.len());
-        let mut resident_whole = Vec::with_capacity(spans.len());
-        let mut cold = 0;
-        for (f, span) in spans.iter().enumerate() {
-            let Some(span) = span else {
-                facts.push(None);
-                resident_whole.push(true);
-                continue;
-            };
-            let fact = files.facts(f as u32)?;
-            let residency = files.resident_within(f as u32, span.clone())?;
-            report.resident_bytes += residency.bytes();
-            report.residency_probes += u64::from(residency.calls + residency.samples);
-            let missing = (span.end - span.start).saturating_sub(residency.bytes());
-            resident_whole.push(missing == 0);
-            cold += missing;
-            traits[f].storage = fact.storage as u32;
-            // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is for
-            // whoever asks for it.
-            traits[f].direct_align = fact.direct_align.filter(|_| fact.kind == FsKind::Local || past_the_cache);
-            traits[f].resident = residency.ranges;
-            facts.push(Some(fact));
-        }
-        // A rank that wants an eighth of every tensor leaves no more than that in the cache.
-        let cold = cold.min(wanted);
+        let Survey { spans, facts, traits, cold, mut report } = Survey::new(checkpoint, wants, files, past_the_cache)?;
 
         let (keep, reason) = keep_in_cache(options, cold);
         report.cache_reason = reason;
+        report.cache = if cold == 0 || keep { "keep" } else { "bypass" };
         let private = options.copy == Some(true)
             || !matches!(memory, Memory::Ours)
             || device != Where::Cpu
             || !matches!(options.io, Io::Auto | Io::Mapped);
         let mapped: Vec<bool> = facts
             .iter()
-            .zip(&resident_whole)
-            .map(|(fact, &resident)| {
-                let Some(fact) = fact else { return false };
-                !private && fact.mappable && (keep || resident || fact.kind == FsKind::Memory)
+            .map(|facts| {
+                let Some((facts, resident)) = facts else { return false };
+                !private && facts.mappable && (keep || *resident || facts.kind == FsKind::Memory)
             })
             .collect();
-        if let (true, Some(f)) =
-            (options.io == Io::Mapped, spans.iter().zip(&mapped).position(|(s, &m)| s.is_some() && !m))
-        {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of a \
-                 file that another machine truncates kills its reader); use io=\"auto\"",
-            )
-            .at(files.path(f as u32)));
+        if options.io == Io::Mapped {
+            if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of \
+                     a file that another machine truncates kills its reader); use io=\"auto\"",
+                )
+                .at(files.path(f as u32)));
+            }
         }
-        report.cache = if cold == 0 || keep { "keep" } else { "bypass" };
 
         let target = match (device, memory) {
             (_, Memory::Into { .. }) => Target::Foreign,
@@ -110,7 +68,65 @@ impl Plan {
         };
         let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
+        report.tensors = wants.len() as u64;
+        report.nbytes = layout.places.iter().map(|p| p.nbytes).sum();
+        for e in &schedule.extents {
+            // A direct read is asked for whole sectors; what lies past the end of its file never arrives.
+            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
+            report.slack_bytes += e.slack.saturating_sub(past_end);
+            report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
+        }
         Ok(Plan { layout, schedule, report, all_resident: cold == 0 })
+    }
+}
+
+/// What the files are like where something is wanted of them. One entry per file, `None` where nothing is.
+struct Survey {
+    /// From the first wanted byte to the last: nothing else is asked about.
+    spans: Vec<Option<Range<u64>>>,
+    /// And whether the page cache holds all that is wanted.
+    facts: Vec<Option<(Facts, bool)>>,
+    traits: Vec<FileTraits>,
+    /// Wanted bytes that the page cache does not hold, at most.
+    cold: u64,
+    /// What the survey found and cost.
+    report: Report,
+}
+
+impl Survey {
+    fn new(checkpoint: &Checkpoint, wants: &[Want], files: &Files, past_the_cache: bool) -> Result<Survey> {
+        let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
+        let mut wanted = 0;
+        for want in wants {
+            let info = checkpoint.tensor(want.tensor);
+            let elements = want.shape(&info).iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+            wanted += elements.and_then(|n| info.dtype.nbytes(n)).unwrap_or(info.nbytes());
+            let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
+            *span = span.start.min(info.begin)..span.end.max(info.end);
+        }
+        let mut traits = vec![FileTraits::default(); spans.len()];
+        let mut facts = vec![None; spans.len()];
+        let mut cold = 0;
+        let mut report = Report::default();
+        for (f, span) in spans.iter().enumerate() {
+            let Some(span) = span else { continue };
+            let found = files.facts(f as u32)?;
+            let residency = files.resident_within(f as u32, span.clone())?;
+            report.resident_bytes += residency.bytes();
+            report.residency_probes += u64::from(residency.calls + residency.samples);
+            let missing = (span.end - span.start).saturating_sub(residency.bytes());
+            cold += missing;
+            traits[f] = FileTraits {
+                storage: found.storage as u32,
+                // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is
+                // for whoever asks for it.
+                direct_align: found.direct_align.filter(|_| found.kind == FsKind::Local || past_the_cache),
+                resident: residency.ranges,
+            };
+            facts[f] = Some((found, missing == 0));
+        }
+        // A rank that wants an eighth of every tensor leaves no more than that in the cache.
+        Ok(Survey { spans, facts, traits, cold: cold.min(wanted), report })
     }
 }
 

@@ -1,0 +1,238 @@
+//! From request to running load: plan, memory, source, device, what owner and engine share, thread.
+
+use super::{somewhere, Load, Memory, Request, Shared, Where};
+use crate::aside::patiently;
+use crate::device::api::Api;
+use crate::device::cpu::CpuDevice;
+use crate::device::gpu::GpuDevice;
+use crate::device::{Device, Fence};
+use crate::drive::{Began, Driver, GpuBlocks};
+use crate::engine::Engine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{BlockKind, BlockSpec, Layout};
+use crate::machine;
+use crate::memory::{Arena, Block, Mapping};
+use crate::options::{Options, MIB, PAGE};
+use crate::policy::Plan;
+use crate::schedule::Landing;
+use crate::source::{Files, Router, Source};
+use crate::staging::Ring;
+use crate::sync::{Builder, JoinHandle, Mutex};
+use std::sync::Arc;
+
+/// A load of no more than this that has nothing to do but map pages that are there is done before `start` returns, by the
+/// caller's own thread: 0.2 to 10 ms, where threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
+const HERE: u64 = 4096 * MIB;
+/// Copy workers where nobody says how many: more saturate no memory bus any better.
+const MOST_WORKERS: usize = 16;
+
+/// Puts something around a source.
+pub(super) type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
+
+/// What tests put in the place of the request's own device and source.
+#[derive(Default)]
+pub(super) struct StandIns<'a> {
+    pub(super) device: Option<Box<dyn Device>>,
+    pub(super) decorate: Option<Decorate<'a>>,
+}
+
+/// Plans the load and starts it; see [`Load::start`].
+pub(super) fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
+    let checkpoint = request.checkpoint.clone();
+    begin(request, stand_ins, go_on).map_err(|e| somewhere(e, &checkpoint))
+}
+
+fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
+    let began = Began::now();
+    let files = Arc::new(Files::new(request.checkpoint.files()));
+    let (request, mut plan) = plan(request, &files, go_on)?;
+    let here = is_done_here(&request, &plan, &files);
+    let Request { checkpoint, wants, device: at, memory, options, stream } = request;
+    let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
+
+    let gpu = match (at, &memory) {
+        (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
+        _ => None,
+    };
+    let (blocks, fence) = allocate(&layout, &files, memory, at)?;
+    let (source, workers) = source(&files, &options, plan.all_resident, here)?;
+    let source = match stand_ins.decorate {
+        Some(decorate) => decorate(source, &files)?,
+        None => source,
+    };
+    let device = match stand_ins.device {
+        Some(device) => Some(device),
+        None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options)?,
+    };
+    let mut engine =
+        Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), stream.then_some(options.window));
+    (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
+    plan.report.plan_seconds = began.seconds();
+
+    let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
+    let driver = Driver {
+        shared: shared.clone(),
+        checkpoint: checkpoint.clone(),
+        may_hang: files.may_hang(),
+        files,
+        schedule,
+        layout: layout.clone(),
+        engine,
+        source,
+        device,
+        ring: Ring::process().join(options.extent, options.staging)?,
+        blocks,
+        unready: layout.wants_per_block(),
+        gpu,
+        stream,
+        stall: options.stall_timeout,
+        held_back: None,
+        report: plan.report,
+        began,
+        fence,
+        here,
+    };
+    let thread = if here {
+        driver.run();
+        None
+    } else {
+        Some(spawn(driver)?)
+    };
+    let maps = stream && layout.blocks.iter().any(|b| matches!(b.kind, BlockKind::Mapped { .. }));
+    Ok(Load {
+        mapped: maps.then(|| Files::new(checkpoint.files())),
+        checkpoint,
+        wants,
+        layout,
+        shared,
+        thread: Mutex::new(thread),
+        nbytes,
+        pid: std::process::id(),
+    })
+}
+
+/// Plans the load aside: opening files of a mount that hangs, or asking for their state, cannot be interrupted.
+fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
+    let stall = request.options.stall_timeout;
+    let asked = files.clone();
+    let work = move || Plan::new(&request, &asked).map(|plan| (request, plan));
+    patiently(files, work, stall, go_on)
+}
+
+/// Whether the caller's own thread does the load before `start` returns: see [`HERE`].
+fn is_done_here(request: &Request, plan: &Plan, files: &Files) -> bool {
+    !request.stream
+        && plan.all_resident
+        && plan.report.nbytes <= HERE
+        && !files.may_hang()
+        && plan.schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }))
+}
+
+/// The memory of all blocks that is there from the start, and the fence before the caller's.
+fn allocate(layout: &Layout, files: &Files, memory: Memory, at: Where) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
+    let (blocks, fence) = match (memory, at) {
+        (Memory::Into { tensors, keep, fence }, _) => {
+            check_destinations(layout, &tensors)?;
+            let theirs = layout.blocks.iter().map(|block| match block.kind {
+                BlockKind::Foreign { want } => Ok(Block::held(tensors[want as usize].0, keep.clone())),
+                _ => Err(Error::new(ErrorKind::Internal, "a block of our own among foreign memory")),
+            });
+            (theirs.collect::<Result<Vec<_>>>()?, fence)
+        }
+        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files)?, None),
+        (Memory::Granted, Where::Cpu) => {
+            return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
+        }
+        // Granted as the engine wants them, by the caller or by the engine thread itself.
+        (Memory::Ours | Memory::Granted, Where::Gpu(_)) => return Ok((vec![None; layout.blocks.len()], None)),
+    };
+    Ok((blocks.into_iter().map(Some).collect(), fence))
+}
+
+fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
+    if tensors.len() != layout.places.len() {
+        return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
+    }
+    match layout.places.iter().zip(tensors).find(|(place, tensor)| place.nbytes != tensor.1) {
+        Some((place, (_, nbytes))) => Err(Error::new(
+            ErrorKind::Mismatch,
+            format!("a destination of {nbytes} bytes for {} wanted bytes", place.nbytes),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Blocks in memory of this process: mapped files, and one arena for the rest, in which they start at pages.
+fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
+    let mut arena_len = 0u64;
+    let mut starts = Vec::with_capacity(layout.blocks.len());
+    for block in &layout.blocks {
+        let in_arena = matches!(block.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
+        starts.push(in_arena.then_some(arena_len));
+        if in_arena {
+            arena_len += block.nbytes.next_multiple_of(PAGE);
+        }
+    }
+    let arena = match arena_len {
+        0 => None,
+        len => {
+            let places = layout.places.iter().filter_map(|p| Some((starts[p.block as usize]? + p.offset, p.nbytes)));
+            Some(Arc::new(Arena::new(len, places)?))
+        }
+    };
+    let block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
+        (BlockKind::Mapped { file }, ..) => {
+            let fd = files.open(file, false)?;
+            let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
+            Ok(Block::mapping(Arc::new(mapping)))
+        }
+        (_, Some(start), Some(arena)) => Ok(Block::arena(arena, start)),
+        // Only empty tensors: any non-null aligned address will do.
+        (_, Some(_), None) => Ok(Block::held(PAGE, Arc::new(()))),
+        (_, None, _) => Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
+    };
+    layout.blocks.iter().zip(starts).map(block).collect()
+}
+
+/// The source of the load, and how many threads it may use.
+fn source(files: &Arc<Files>, options: &Options, all_resident: bool, here: bool) -> Result<(Box<dyn Source>, usize)> {
+    let mut options = options.clone();
+    if options.threads == 0 && all_resident {
+        // More copy workers than cores would only take turns.
+        options.threads = machine::cores().min(MOST_WORKERS) as u32;
+    }
+    let mut source = Router::new(files.clone(), &options)?;
+    if here {
+        source.read_here();
+    }
+    let workers = source.workers();
+    Ok((Box::new(source), workers))
+}
+
+/// What brings slabs to their blocks; none where everything lands in place.
+fn device(at: Where, needs_slabs: bool, options: &Options) -> Result<Option<Box<dyn Device>>> {
+    let workers = match options.threads {
+        0 => machine::cores().min(MOST_WORKERS),
+        threads => threads as usize,
+    };
+    Ok(match at {
+        Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers)?)),
+        Where::Cpu => None,
+        Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
+    })
+}
+
+/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
+/// worker should find the next one waiting when it is done with one.
+fn depth(options: &Options, workers: usize) -> usize {
+    match options.depth {
+        0 => (2 * workers).max(16),
+        depth => depth as usize,
+    }
+}
+
+fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
+    // EAGAIN, which says nothing by itself: RLIMIT_NPROC or the pids limit of the cgroup.
+    let refused = |e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}"));
+    Builder::new().name("penstock-engine".into()).spawn(move || driver.run()).map_err(refused)
+}
