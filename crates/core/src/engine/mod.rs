@@ -70,30 +70,46 @@ enum Stage {
     Dropped,
 }
 
-/// Seeded mistakes, for the simulator to catch. None in any build but the tests'.
+/// Makes an enum with a list of its variants, so that none can be forgotten.
 #[cfg(test)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mutant {
-    ReleaseSlabBeforeSecondLeg,
-    SkipSecondLeg,
-    ReadyAfterFirstExtent,
-    LoseReady,
-    StartBeforeGrant,
-    AcceptShortRead,
-    SwallowFirstLegError,
-    SwallowSecondLegError,
-    ContinueAfterFailure,
-    EndBeforeDrained,
-    IgnoreCancel,
-    IgnoreWindow,
-    NeverShrinkWindow,
-    LeakSlabOnFailure,
-    AcceptDoubleCompletion,
-    IgnoreDepth,
-    ReleaseQuarantinedSlab,
-    HandOutOfOrder,
-    SecondLegTwice,
-    StartExtentTwice,
+macro_rules! listed {
+    ($(#[$about:meta])* enum $name:ident { $($variant:ident,)* }) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum $name { $($variant,)* }
+
+        impl $name {
+            const ALL: &[$name] = &[$($name::$variant,)*];
+        }
+    };
+}
+
+#[cfg(test)]
+listed! {
+    /// Seeded mistakes, for the simulator to catch. None in any build but the tests'. One that no `mutated!` commits is
+    /// one that the simulator does not catch.
+    enum Mutant {
+        ReleaseSlabBeforeSecondLeg,
+        SkipSecondLeg,
+        ReadyAfterFirstExtent,
+        LoseReady,
+        StartBeforeGrant,
+        AcceptShortRead,
+        SwallowFirstLegError,
+        SwallowSecondLegError,
+        ContinueAfterFailure,
+        EndBeforeDrained,
+        IgnoreCancel,
+        IgnoreWindow,
+        NeverShrinkWindow,
+        LeakSlabOnFailure,
+        AcceptDoubleCompletion,
+        IgnoreDepth,
+        ReleaseQuarantinedSlab,
+        HandOutOfOrder,
+        SecondLegTwice,
+        StartExtentTwice,
+    }
 }
 
 /// See the module's documentation.

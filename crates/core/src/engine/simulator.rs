@@ -564,30 +564,7 @@ fn every_load_ends_and_every_byte_arrives_once_whatever_happens() {
 
 #[test]
 fn the_simulator_catches_every_mutant() {
-    use Mutant::*;
-    let mutants = [
-        ReleaseSlabBeforeSecondLeg,
-        SkipSecondLeg,
-        ReadyAfterFirstExtent,
-        LoseReady,
-        StartBeforeGrant,
-        AcceptShortRead,
-        SwallowFirstLegError,
-        SwallowSecondLegError,
-        ContinueAfterFailure,
-        EndBeforeDrained,
-        IgnoreCancel,
-        IgnoreWindow,
-        NeverShrinkWindow,
-        LeakSlabOnFailure,
-        AcceptDoubleCompletion,
-        IgnoreDepth,
-        ReleaseQuarantinedSlab,
-        HandOutOfOrder,
-        SecondLegTwice,
-        StartExtentTwice,
-    ];
-    for mutant in mutants {
+    for &mutant in Mutant::ALL {
         let caught = (0..SEEDS).find_map(|seed| World::new(seed, Some(mutant)).run().err());
         assert!(caught.is_some(), "{mutant:?} was not caught in {SEEDS} seeds");
     }
