@@ -1,0 +1,71 @@
+"""Resident files: what a load maps at once, what it leaves to the first touch, and what the report says of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pagecache
+import penstock
+import pytest
+import synth
+from conftest import Oracle
+from synth import Tensor
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(folder: Path) -> Path:
+    """A file of 96 MB in three tensors, on the disk that the project is on."""
+    return (
+        synth.write(
+            synth.Layout("touch", (tuple(Tensor(f"t.{i}", "F32", (2000, 4000)) for i in range(3)),)), folder / "touch"
+        )
+        / "model.safetensors"
+    )
+
+
+def read_in_small_pages(path: Path) -> None:
+    """Fills the page cache 4 KiB at a time, as a program does that reads here and there."""
+    pagecache.evict(path)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        while file.read(4096):
+            pass
+    assert pagecache.resident(path).all()
+
+
+def test_resident_small_pages_are_left_to_their_first_touch_and_reported(file):
+    read_in_small_pages(file)
+    checkpoint = penstock.open(file)
+    tensors = checkpoint.load()
+    report = checkpoint.last_report
+    assert report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes
+    # Of each extent of 64 MiB the first few steps are populated, to see how fast that goes
+    assert checkpoint.nbytes - 40 * MIB < report["first_touch_bytes"] < checkpoint.nbytes
+    assert "first touch" in str(report)
+    Oracle(file).same(tensors)
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}])
+def test_private_memory_leaves_nothing(file, options):
+    read_in_small_pages(file)
+    checkpoint = penstock.open(file)
+    checkpoint.load(options=options)
+    assert checkpoint.last_report["first_touch_bytes"] == 0
+    assert "first touch" not in str(checkpoint.last_report)
+
+
+@pytest.mark.parametrize("wanted", [0, 60 * MIB])
+def test_of_a_file_that_is_not_all_resident_every_page_is_populated(file, wanted):
+    # The start of the file is in small pages, the rest is cold
+    pagecache.evict(file)
+    with file.open("rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        while opened.tell() < wanted:
+            opened.read(4096)
+    checkpoint = penstock.open(file)
+    checkpoint.load(options={"cache": "keep"})
+    assert checkpoint.last_report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes
+    assert checkpoint.last_report["first_touch_bytes"] == 0
