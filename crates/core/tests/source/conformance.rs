@@ -326,7 +326,7 @@ fn resident_pages_are_mapped_or_counted_as_left_to_their_first_touch() {
         // SAFETY: within the mapping.
         let into = Destination::Mapping { at: unsafe { memory.at.add(offset as usize) }, resident };
         let (ticket, keep) = (Ticket(0), keep(&memory));
-        let read = Read { ticket, file: 0, offset, len, need: len, route: Route::Mapped, into, keep };
+        let read = Read { ticket, file: 0, offset, len, need: len, route: Route::Mapped, into, fresh: false, keep };
         assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         let (left, unmapped) = (source.take_left(), memory.unmapped());
         assert_eq!(source.take_left(), 0, "counted twice");
