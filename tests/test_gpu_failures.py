@@ -117,6 +117,27 @@ def test_a_failing_driver_with_torch(gpu: FakeTorch, file: Path, call: str, nth:
     works(gpu.fake, file)
 
 
+@pytest.mark.parametrize("way", ["load", "stream", "job"])
+def test_whoever_holds_on_to_a_failed_load_holds_on_to_no_memory_of_torch(
+    gpu: FakeTorch, tmp_path: Path, way: str
+) -> None:
+    # Large enough for a block each.
+    file = synth.write_file(tmp_path / "x.safetensors", [Tensor(f"{i}", "F32", (9, 1 << 18)) for i in range(4)])
+    opened, kept = penstock.open(file), []
+    if way == "job":
+        kept.append(opened.start("cuda:0", options=OPTIONS))
+        kept[0].cancel()
+    else:
+        gpu.fake.configure(fail="cuMemcpyHtoDAsync_v2:5:999", copy_delay_us=300)
+        with pytest.raises(penstock.DeviceError) as caught:
+            opened.load("cuda:0", options=OPTIONS) if way == "load" else dict(opened.stream("cuda:0", options=OPTIONS))
+        kept.append(caught.value)
+        gpu.fake.configure(fail="")
+    gc.collect()
+    assert gpu.pool.live == 0
+    kept.clear()
+
+
 def test_memory_that_does_not_suffice(fake: FakeGpu, file: Path) -> None:
     fake.configure(memory=20_000_000)
     for streamed in (False, True):

@@ -108,3 +108,7 @@ class Accelerator:
         load.views([want])  # taken and dropped: from here on the tensor alone keeps the memory
         tensor = self._torch.empty(0, dtype=dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), 0, tuple(shape))
+
+    def let_go(self) -> None:
+        """Lets go of the memory of blocks that no tensor was made of."""
+        self._blocks.clear()

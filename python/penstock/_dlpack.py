@@ -88,3 +88,6 @@ class DLPack:
     def cast(self, tensor: Any) -> Any:
         """The tensor as it is."""
         return tensor
+
+    def let_go(self) -> None:
+        """Nothing: the blocks are the core's."""

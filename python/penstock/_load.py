@@ -19,7 +19,7 @@ from . import _core
 from ._core import Options
 from ._device import Device
 from ._dtypes import cast_target
-from ._errors import CancelledError, InvalidError, StalledError, raise_if_forked
+from ._errors import CancelledError, InvalidError, PenstockError, StalledError, raise_if_forked
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
 from ._selection import Selection
@@ -65,6 +65,9 @@ class Adapter(Protocol):
 
     def cast(self, tensor: Any) -> Any:
         """The tensor in the dtype asked for, where that applies to it."""
+
+    def let_go(self) -> None:
+        """Lets go of the memory of blocks that no tensor was made of: their load has failed, or is over."""
 
 
 @cache
@@ -182,6 +185,7 @@ def begin(
             adapter.grant(load, range(len(load.blocks())))
         except BaseException:
             load.close()
+            adapter.let_go()
             raise
     return load
 
@@ -255,6 +259,11 @@ class Job:
         """Cancels what still runs and releases what was not handed out. Idempotent; never raises the load's error."""
         raise_if_forked(self._owner, "job")
         self._load.close()
+        try:
+            self._load.wait(0)
+        except PenstockError:
+            # Whoever holds on to a failed job, as a traceback does, must not hold on to gigabytes
+            self._adapter.let_go()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The tensors by name, in the order asked for; the same dictionary every time.
@@ -372,3 +381,4 @@ def stream(
         finally:
             if os.getpid() == owner:
                 load.close()
+                adapter.let_go()

@@ -92,3 +92,6 @@ class Numpy:
         if self._target is None or array.dtype == self._target or array.dtype not in self._castable:
             return array
         return array.astype(self._target)
+
+    def let_go(self) -> None:
+        """Nothing: the blocks are the core's."""

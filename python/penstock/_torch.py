@@ -173,3 +173,8 @@ class Torch:
         if self._target is None or tensor.dtype is self._target or tensor.dtype not in self._castable:
             return tensor
         return tensor.to(self._target)
+
+    def let_go(self) -> None:
+        """Lets go of the memory of blocks that no tensor was made of."""
+        if self._gpu is not None:
+            self._gpu.let_go()
