@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The kernel never moves more than this in one read (`MAX_RW_COUNT`): longer reads come back short.
@@ -79,8 +79,6 @@ pub struct Files {
     open: Mutex<Vec<Open>>,
     most_open: usize,
     clock: AtomicU64,
-    /// Number of the file that somebody is asking the file system about, plus one; 0 where nobody is.
-    asking: AtomicU64,
     opens: AtomicU64,
     most_per_call: AtomicU64,
 }
@@ -91,6 +89,8 @@ struct File {
     identity: Identity,
     facts: OnceLock<Facts>,
     touched: AtomicBool,
+    /// Threads that are asking the file system about it.
+    asking: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -119,7 +119,13 @@ impl Files {
     fn with_identities(files: impl IntoIterator<Item = (PathBuf, Identity)>) -> Files {
         let files = files
             .into_iter()
-            .map(|(path, identity)| File { path, identity, facts: OnceLock::new(), touched: AtomicBool::new(false) })
+            .map(|(path, identity)| File {
+                path,
+                identity,
+                facts: OnceLock::new(),
+                touched: AtomicBool::new(false),
+                asking: AtomicU32::new(0),
+            })
             .collect();
         // A quarter of the limit: the rest of the process needs descriptors too.
         let most_open = (descriptor_limit() / 4).clamp(8, MOST_OPEN) as usize;
@@ -128,7 +134,6 @@ impl Files {
             open: Mutex::default(),
             most_open,
             clock: AtomicU64::new(0),
-            asking: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             most_per_call: AtomicU64::new(MOST_PER_CALL),
         }
@@ -156,7 +161,8 @@ impl Files {
 
     /// What somebody is waiting for the file system to say: changes as answers come, `None` where nobody waits.
     pub(crate) fn asking(&self) -> Option<(u64, u32)> {
-        let file = self.asking.load(Ordering::Relaxed).checked_sub(1)?;
+        // By file and not in one place: whoever is told must not end the wait of one who hangs.
+        let file = self.files.iter().position(|f| f.asking.load(Ordering::Relaxed) > 0)?;
         Some((self.clock.load(Ordering::Relaxed), file as u32))
     }
 
@@ -167,8 +173,9 @@ impl Files {
 
     fn ask(&self, file: u32) -> Asking<'_> {
         self.clock.fetch_add(1, Ordering::Relaxed);
-        self.asking.store(u64::from(file) + 1, Ordering::Relaxed);
-        Asking(self)
+        let asking = &self.files[file as usize].asking;
+        asking.fetch_add(1, Ordering::Relaxed);
+        Asking(asking)
     }
 
     /// Number of times a descriptor was opened.
@@ -319,11 +326,11 @@ impl Files {
 }
 
 /// Somebody asks the file system about a file, until this is dropped.
-struct Asking<'f>(&'f Files);
+struct Asking<'f>(&'f AtomicU32);
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        self.0.asking.store(0, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -703,5 +710,23 @@ fn push(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.end == range.start => last.end = range.end,
         _ => ranges.push(range),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_still_asks_is_seen_after_another_was_told() {
+        let paths: Vec<_> = (0..3).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
+        let files = Files::from_paths(&paths).unwrap();
+        assert_eq!(files.asking(), None);
+        let hangs = files.ask(1);
+        files.open(2, false).unwrap();
+        files.open(1, false).unwrap();
+        assert_eq!(files.asking().map(|a| a.1), Some(1));
+        drop(hangs);
+        assert_eq!(files.asking(), None);
     }
 }

@@ -46,6 +46,8 @@ pub struct Uring {
     free: Vec<usize>,
     /// Pushed to the submission queue but not taken by the kernel yet.
     pushed: usize,
+    /// Cancellations among those ever pushed.
+    cancels: usize,
     over: Vec<Outcome>,
     fallbacks: Vec<Fallback>,
     /// Raised by the ring for completions (polling the ring itself does not see those that it defers: measured on 6.18),
@@ -123,6 +125,7 @@ impl Uring {
                 flying: (0..depth).map(|_| None).collect(),
                 free: (0..depth).rev().collect(),
                 pushed: 0,
+                cancels: 0,
                 over: Vec::new(),
                 fallbacks,
                 wake,
@@ -311,18 +314,20 @@ impl Uring {
     fn leave(&mut self, cause: &io::Error) {
         let Some(mut ring) = self.ring.take() else { return };
         let again = || io::Error::from_raw_os_error(cause.raw_os_error().unwrap_or(libc::ENOSYS));
+        // A cancellation is no read: it must not stand in for one that the kernel is still working on.
+        let unsent = self.pushed.saturating_sub(self.cancels);
         let mut completed: Vec<u64> = Vec::new();
         let until = Instant::now() + GRACE;
         loop {
-            completed.extend(ring.completion().map(|c| c.user_data()));
+            completed.extend(ring.completion().map(|c| c.user_data()).filter(|&slot| slot != NO_READ));
             let left = until.saturating_duration_since(Instant::now());
             // A ring that defers shows no completion without being entered; what was pushed but not taken has none.
-            if self.mode == RingMode::Deferred || completed.len() + self.pushed >= self.flying() || left.is_zero() {
+            if self.mode == RingMode::Deferred || completed.len() + unsent >= self.flying() || left.is_zero() {
                 break;
             }
             readable(ring.as_raw_fd(), left);
         }
-        let safe = self.close(ring) || completed.len() + self.pushed >= self.flying();
+        let safe = self.close(ring) || completed.len() + unsent >= self.flying();
         for slot in 0..self.depth() {
             let Some((flight, fd)) = self.flying[slot].take() else { continue };
             self.free.push(slot);
@@ -422,7 +427,7 @@ impl Source for Uring {
             // Gives up what waits in the kernel's own queues; what the device is working on finishes. (Before 5.19 the
             // kernel answers EINVAL and finishes everything.)
             let all = opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(NO_READ);
-            self.push(&all);
+            self.cancels += usize::from(self.push(&all));
             self.enter();
         }
     }
