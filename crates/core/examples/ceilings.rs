@@ -7,7 +7,7 @@
 //! | measure | what is timed |
 //! |---|---|
 //! | `direct` | O_DIRECT reads into a few reused buffers: one io_uring with `depth` reads in flight, or `threads` preads |
-//! | `place` | the same preads into memory as large as the files, its pages in use: what a load that keeps the bytes can reach |
+//! | `place` | the same preads into memory as large as the files, its pages in use: O_DIRECT with every byte kept |
 //! | `copy` | buffered preads into one reused buffer per thread: the page-cache copy rate when the files are warm |
 //! | `fresh` | buffered preads into fresh 2 MiB-aligned memory advised to be huge pages: private copies at their fastest |
 //! | `populate` | mapping the files and MADV_POPULATE_READ in blocks: the rate at which the page cache fills when cold |
