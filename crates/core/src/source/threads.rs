@@ -14,7 +14,7 @@ use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -355,13 +355,21 @@ impl Shared {
 
     fn read(&self, read: &Read, flags: i32, tools: &mut Tools) -> Result<u64, Failure> {
         let fd = self.files.open(read.file, false)?;
+        if flags != 0 {
+            // What the kernel reads ahead for one thread another may have read and dropped already: of 6 MiB read by eight
+            // threads up to 2 stayed. Reads as long as extents need none.
+            advise(&fd, libc::POSIX_FADV_RANDOM);
+        }
         tools.aim(read)?;
         // SAFETY: the read's places are valid while `keep` is held (invariant 5), and scratch is this thread's own.
         let got =
             unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, flags, self.files.most_per_call()) };
         match got {
             Ok(got) => Ok(read.ended(got)?),
-            Err(e) if flags != 0 => Err(Failure::Refused(e)),
+            Err(e) if flags != 0 => {
+                advise(&fd, libc::POSIX_FADV_NORMAL);
+                Err(Failure::Refused(e))
+            }
             Err(e) => Err(Error::io("read", &e).into()),
         }
     }
@@ -490,6 +498,12 @@ impl Shared {
         let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, 0, self.files.most_per_call()) };
         Ok(read.ended(got.map_err(|e| Error::io("read", &e))?)?)
     }
+}
+
+/// Tells the kernel how a file is going to be read. That is advice, and nothing is lost where it is not taken.
+fn advise(fd: &OwnedFd, how: i32) {
+    // SAFETY: a plain system call on a descriptor we hold.
+    let _ignored = unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
 }
 
 enum Failure {

@@ -202,13 +202,17 @@ alone!(
         let sample = Sample::new();
         install(&[no_direct()]);
         for io in [Io::Uring, Io::Aio, Io::Threads] {
-            penstock::source::evict(&sample.path, None).unwrap();
+            let before = penstock::source::evict(&sample.path, None).unwrap();
             let (fallbacks, _, routes) = load(&sample, io, || {});
             assert_eq!(from_to(&fallbacks)[0], ("O_DIRECT", "buffered"), "{io:?}");
             if fallbacks.len() == 1 {
-                // RWF_DONTCACHE was granted: what was read has left the page cache, but for what was read ahead.
+                // RWF_DONTCACHE was granted: what was read has left the page cache, and nothing was read ahead. A page that
+                // the kernel has its hands on just then may stay.
                 let left = sample.files().resident_ranges(0).unwrap().bytes();
-                assert!(left <= SIZE / 2, "{left} bytes are in the page cache");
+                assert!(
+                    left <= before + 32 * PAGE,
+                    "{left} bytes are in the page cache, {before} were before ({io:?})"
+                );
             }
             assert_eq!(fallbacks.iter().filter(|f| f.from == "O_DIRECT").count(), 1, "told more than once");
             assert!(fallbacks[0].reason.contains("sample.safetensors"), "{fallbacks:?}");
