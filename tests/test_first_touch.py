@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pagecache
@@ -69,3 +71,35 @@ def test_of_a_file_that_is_not_all_resident_every_page_is_populated(file, wanted
     checkpoint.load(options={"cache": "keep"})
     assert checkpoint.last_report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes
     assert checkpoint.last_report["first_touch_bytes"] == 0
+
+
+STRANGER = """
+import sys
+import numpy, penstock, penstock._numpy
+import os
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+checkpoint = penstock.open(sys.argv[1])
+tensors = checkpoint.load(framework="np")
+report = checkpoint.last_report
+print(report.resident_bytes >= checkpoint.nbytes, report.first_touch_bytes)
+"""
+
+
+def test_what_a_stranger_could_only_sample_is_populated_and_not_left(file, python):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        theirs = Path(shutil.copy(file, folder))
+        theirs.chmod(0o644)
+        pagecache.evict(theirs)
+        with theirs.open("rb", buffering=0) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            size = os.fstat(opened.fileno()).st_size
+            # The page in the middle of each MiB, which is where the samples are taken
+            for start in range(0, size, MIB):
+                os.pread(opened.fileno(), 1, start + (min(start + MIB, size) - start) // 2)
+        assert pagecache.resident(theirs).sum() < 2 * (size // MIB + 1)
+        done = python(STRANGER, theirs)
+        assert done.stdout == "True 0\n", done.stderr
+        assert pagecache.resident(theirs).mean() > 0.9

@@ -27,7 +27,7 @@ impl Plan {
         let device = *device;
         check(options, device, memory)?;
         let past_the_cache = reads_past_the_cache(options.io);
-        let Survey { spans, facts, traits, cold, mut report } = Survey::new(checkpoint, wants, files, past_the_cache)?;
+        let Survey { spans, facts, mut traits, sampled, cold, mut report } = Survey::new(checkpoint, wants, files, past_the_cache)?;
 
         let (keep, reason) = keep_in_cache(options, cold);
         report.cache_reason = reason;
@@ -43,6 +43,9 @@ impl Plan {
                 !private && facts.mappable && (keep || *resident || facts.kind == FsKind::Memory)
             })
             .collect();
+        // Between two samples there may be pages that the cache does not hold: all of them are populated then, and none is
+        // left to a first touch that would have to read the disk.
+        (0..mapped.len()).filter(|&f| mapped[f] && sampled[f]).for_each(|f| traits[f].resident.clear());
         if options.io == Io::Mapped {
             if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
                 return Err(Error::new(
@@ -76,7 +79,7 @@ impl Plan {
             report.slack_bytes += e.slack.saturating_sub(past_end);
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
-        Ok(Plan { layout, schedule, report, all_resident: cold == 0 })
+        Ok(Plan { layout, schedule, report, all_resident: cold == 0 && !sampled.contains(&true) })
     }
 }
 
@@ -87,6 +90,8 @@ struct Survey {
     /// And whether the page cache holds all that is wanted.
     facts: Vec<Option<(Facts, bool)>>,
     traits: Vec<FileTraits>,
+    /// Whether what the page cache holds was sampled, not counted.
+    sampled: Vec<bool>,
     /// Wanted bytes that the page cache does not hold, at most.
     cold: u64,
     /// What the survey found and cost.
@@ -106,6 +111,7 @@ impl Survey {
         }
         let mut traits = vec![FileTraits::default(); spans.len()];
         let mut facts = vec![None; spans.len()];
+        let mut sampled = vec![false; spans.len()];
         let mut cold = 0;
         let mut report = Report::default();
         for (f, span) in spans.iter().enumerate() {
@@ -114,6 +120,7 @@ impl Survey {
             let residency = files.resident_within(f as u32, span.clone())?;
             report.resident_bytes += residency.bytes();
             report.residency_probes += u64::from(residency.calls + residency.samples);
+            sampled[f] = residency.samples > 0;
             let missing = (span.end - span.start).saturating_sub(residency.bytes());
             cold += missing;
             traits[f] = FileTraits {
@@ -126,7 +133,7 @@ impl Survey {
             facts[f] = Some((found, missing == 0));
         }
         // A rank that wants an eighth of every tensor leaves no more than that in the cache.
-        Ok(Survey { spans, facts, traits, cold: cold.min(wanted), report })
+        Ok(Survey { spans, facts, traits, sampled, cold: cold.min(wanted), report })
     }
 }
 
