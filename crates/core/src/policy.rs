@@ -27,7 +27,8 @@ impl Plan {
         let device = *device;
         check(options, device, memory)?;
         let past_the_cache = reads_past_the_cache(options.io);
-        let Survey { spans, facts, mut traits, sampled, cold, mut report } = Survey::new(checkpoint, wants, files, past_the_cache)?;
+        let Survey { spans, facts, mut traits, sampled, cold, mut report } =
+            Survey::new(checkpoint, wants, files, past_the_cache)?;
 
         let (keep, reason) = keep_in_cache(options, cold);
         report.cache_reason = reason;
