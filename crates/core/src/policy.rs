@@ -146,8 +146,9 @@ fn reads_past_the_cache(io: Io) -> bool {
 fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
+        // Nothing is kept for its sake, and nothing thrown out.
+        _ if cold == 0 => (options.cache == Cache::Auto, "all of it is there already".into()),
         Cache::Bypass => (false, "asked for".into()),
-        Cache::Auto if cold == 0 => (true, "all of it is there already".into()),
         Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
         Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
         Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
@@ -203,3 +204,6 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,248 @@
+//! Every decision of the policy, on files whose pages are where the table says. Network file systems are not among them:
+//! those take a mount.
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
+use super::*;
+use crate::source::evict;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+const MIB: u64 = 1 << 20;
+/// Of the one tensor of a file, but for the huge one.
+const NBYTES: u64 = 6 * MIB;
+/// More than any machine has memory: of a sparse file, which takes none of the disk.
+const HUGE: u64 = 1 << 40;
+
+/// A checkpoint of one file with one tensor, and what of it the page cache is to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum At {
+    Warm,
+    Cold,
+    /// The first half is resident.
+    Half,
+    /// Cold and larger than memory.
+    Huge,
+    /// The same, but only 1 MiB of it is wanted.
+    PartOfHuge,
+    Tmpfs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum To {
+    Cpu,
+    Gpu,
+    Into,
+}
+
+/// The routes that carry bytes, what becomes of the page cache and why; or why the request is refused.
+type Decision = std::result::Result<(&'static [Route], &'static str, &'static str), &'static str>;
+type Row = (At, To, Io, Cache, Option<bool>, Decision);
+
+const MAPPED: &[Route] = &[Route::Mapped];
+const BUFFERED: &[Route] = &[Route::Buffered];
+const DIRECT: &[Route] = &[Route::Direct];
+const BOTH: &[Route] = &[Route::Buffered, Route::Direct];
+
+const FITS: &str = "fit into half of the memory left";
+const THERE: &str = "all of it is there already";
+const ASKED: &str = "asked for";
+const PAST: &str = "the io asked for reads past it";
+const THROUGH: &str = "the io asked for goes through it";
+
+const ROWS: &[Row] = &[
+    // Nothing asked for: kept where that is free, mapped where it is kept.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Half, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Warm, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
+    (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
+    (At::Cold, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
+    (At::Half, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
+    (At::Warm, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
+    (At::Huge, To::Gpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
+    (At::Tmpfs, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
+    (At::Cold, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
+    (At::Warm, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
+    (At::Tmpfs, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
+    // Private copies.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
+    (At::Warm, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((DIRECT, "bypass", "do not fit into half"))),
+    (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
+    // Mapped files, whatever their size.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "mapped files were asked for"))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "mapped files were asked for"))),
+    (At::Cold, To::Cpu, Io::Auto, Cache::Bypass, Some(false), Err("which are in the page cache")),
+    (At::Cold, To::Cpu, Io::Buffered, Cache::Auto, Some(false), Err("reads into private memory")),
+    (At::Cold, To::Cpu, Io::Direct, Cache::Auto, Some(false), Err("reads into private memory")),
+    // The page cache is to keep it.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Keep, None, Ok((MAPPED, "keep", ASKED))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Keep, None, Ok((MAPPED, "keep", ASKED))),
+    (At::Cold, To::Cpu, Io::Auto, Cache::Keep, Some(true), Ok((BUFFERED, "keep", ASKED))),
+    (At::Huge, To::Gpu, Io::Auto, Cache::Keep, None, Ok((BUFFERED, "keep", ASKED))),
+    // It is to be left as it was: what is resident is used all the same.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((DIRECT, "bypass", ASKED))),
+    (At::Half, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((BOTH, "bypass", ASKED))),
+    (At::Warm, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((MAPPED, "keep", THERE))),
+    (At::Warm, To::Cpu, Io::Auto, Cache::Bypass, Some(true), Ok((BUFFERED, "keep", THERE))),
+    (At::Cold, To::Gpu, Io::Auto, Cache::Bypass, None, Ok((DIRECT, "bypass", ASKED))),
+    (At::Half, To::Gpu, Io::Auto, Cache::Bypass, None, Ok((BOTH, "bypass", ASKED))),
+    (At::Half, To::Into, Io::Auto, Cache::Bypass, None, Ok((BOTH, "bypass", ASKED))),
+    (At::Warm, To::Gpu, Io::Auto, Cache::Bypass, None, Ok((BUFFERED, "keep", THERE))),
+    (At::Tmpfs, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((MAPPED, "keep", THERE))),
+    (At::Tmpfs, To::Gpu, Io::Auto, Cache::Bypass, None, Ok((BUFFERED, "keep", THERE))),
+    // An io asked for.
+    (At::Cold, To::Cpu, Io::Mapped, Cache::Auto, None, Ok((MAPPED, "keep", THROUGH))),
+    (At::Huge, To::Cpu, Io::Mapped, Cache::Auto, None, Ok((MAPPED, "keep", THROUGH))),
+    (At::Warm, To::Cpu, Io::Mapped, Cache::Keep, Some(false), Ok((MAPPED, "keep", ASKED))),
+    (At::Warm, To::Cpu, Io::Mapped, Cache::Auto, Some(true), Err("contradict each other")),
+    (At::Warm, To::Cpu, Io::Mapped, Cache::Bypass, None, Err("gives the page cache itself as tensors")),
+    (At::Warm, To::Gpu, Io::Mapped, Cache::Auto, None, Err("cannot fill a GPU or existing tensors")),
+    (At::Warm, To::Into, Io::Mapped, Cache::Auto, None, Err("cannot fill a GPU or existing tensors")),
+    (At::Cold, To::Cpu, Io::Buffered, Cache::Auto, None, Ok((BUFFERED, "keep", THROUGH))),
+    (At::Huge, To::Cpu, Io::Buffered, Cache::Auto, None, Ok((BUFFERED, "keep", THROUGH))),
+    (At::Warm, To::Cpu, Io::Buffered, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
+    (At::Cold, To::Gpu, Io::Buffered, Cache::Keep, None, Ok((BUFFERED, "keep", ASKED))),
+    (At::Cold, To::Cpu, Io::Buffered, Cache::Bypass, None, Err("reads through the page cache")),
+    (At::Cold, To::Cpu, Io::Direct, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Half, To::Cpu, Io::Direct, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Warm, To::Cpu, Io::Direct, Cache::Auto, None, Ok((DIRECT, "keep", THERE))),
+    (At::Cold, To::Cpu, Io::Direct, Cache::Bypass, Some(true), Ok((DIRECT, "bypass", ASKED))),
+    (At::Cold, To::Cpu, Io::Direct, Cache::Keep, None, Err("reads past the page cache")),
+    (At::Cold, To::Gpu, Io::Uring, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Warm, To::Gpu, Io::Uring, Cache::Auto, None, Ok((DIRECT, "keep", THERE))),
+    (At::Cold, To::Into, Io::Aio, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Cold, To::Cpu, Io::Threads, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Cold, To::Cpu, Io::Threads, Cache::Keep, None, Err("reads past the page cache")),
+];
+
+/// A file of one vector, sparse where it is huge.
+fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
+    let huge = matches!(at, At::Huge | At::PartOfHuge);
+    let nbytes = if huge { HUGE } else { NBYTES };
+    let header = format!(r#"{{"t":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[0,{nbytes}]}}}}"#);
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    let size = bytes.len() as u64 + nbytes;
+    let path = folder.join(format!("{at:?}.safetensors"));
+    if !huge {
+        bytes.resize(size as usize, 7);
+    }
+    fs::write(&path, bytes).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_len(size).unwrap();
+    Arc::new(Checkpoint::open(&[path]).unwrap())
+}
+
+/// Whether the page cache now holds what it is to hold of the file.
+fn put(checkpoint: &Checkpoint, at: At) -> bool {
+    let path = &checkpoint.files()[0].path;
+    match at {
+        At::Warm | At::Tmpfs => fs::read(path).is_ok(),
+        At::Half => {
+            let (read, half) = (fs::read(path).is_ok(), NBYTES / 2);
+            // A folio that reaches over the start is kept whole; the largest is 2 MiB.
+            read && evict(path, Some(half..NBYTES + MIB)).unwrap() <= half + 2 * MIB
+        }
+        At::Cold | At::Huge | At::PartOfHuge => evict(path, None).unwrap() == 0,
+    }
+}
+
+fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
+    let &(at, to, io, cache, copy, _) = row;
+    let region = (at == At::PartOfHuge).then(|| [MIB..2 * MIB].into());
+    let tensors = vec![(PAGE, checkpoint.tensor(0).nbytes())];
+    Request {
+        checkpoint: checkpoint.clone(),
+        wants: vec![Want { tensor: 0, region }],
+        device: if to == To::Gpu { Where::Gpu(0) } else { Where::Cpu },
+        memory: match to {
+            To::Cpu => Memory::Ours,
+            To::Gpu => Memory::Granted,
+            To::Into => Memory::Into { tensors, keep: Arc::new(()), fence: None },
+        },
+        // Fewer extents of the huge file.
+        options: Options { io, cache, copy, extent: 64 * MIB, ..Options::default() },
+        stream: false,
+    }
+}
+
+fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
+    for row in ROWS.iter().filter(|row| among(row.0)) {
+        let checkpoint = checkpoint(folder, row.0);
+        if !put(&checkpoint, row.0) {
+            eprintln!("skipped: the page cache does not let go of the file: {row:?}");
+            continue;
+        }
+        let files = Files::new(checkpoint.files());
+        let plan = Plan::new(&request(&checkpoint, row), &files);
+        match (&row.5, plan) {
+            (Err(why), Err(e)) => {
+                assert_eq!(e.kind(), ErrorKind::Invalid, "{row:?}: {e}");
+                assert!(e.to_string().contains(why), "{row:?}: {e}");
+            }
+            (Ok((routes, cache, reason)), Ok(plan)) => {
+                let totals = plan.schedule.totals();
+                let all = [
+                    (Route::Mapped, totals.mapped),
+                    (Route::Buffered, totals.buffered),
+                    (Route::Direct, totals.direct),
+                ];
+                let used: Vec<Route> = all.into_iter().filter(|(_, t)| t.bytes > 0).map(|(r, _)| r).collect();
+                assert_eq!(used, *routes, "{row:?}: {totals:?}");
+                assert_eq!(plan.report.cache, *cache, "{row:?}");
+                assert!(plan.report.cache_reason.contains(reason), "{row:?}: {}", plan.report.cache_reason);
+                assert_eq!(plan.all_resident, matches!(row.0, At::Warm | At::Tmpfs), "{row:?}");
+                let wanted = match row.0 {
+                    At::Huge => HUGE,
+                    At::PartOfHuge => MIB,
+                    _ => NBYTES,
+                };
+                assert_eq!((plan.report.nbytes, plan.report.tensors), (wanted, 1), "{row:?}");
+            }
+            (_, plan) => panic!("{row:?}: {:?}", plan.map(|p| (p.report, p.schedule.totals()))),
+        }
+    }
+}
+
+#[test]
+fn files_on_a_disk_travel_as_residency_and_options_say() {
+    // Next to the build: that is a disk where /tmp may be a tmpfs.
+    let build = std::env::current_exe().unwrap();
+    let folder = tempfile::tempdir_in(build.parent().unwrap()).unwrap();
+    let facts = crate::source::facts_at(folder.path()).unwrap();
+    if facts.kind != FsKind::Local {
+        eprintln!("skipped: no disk but {facts:?}");
+        return;
+    }
+    decides_as_the_table_says(folder.path(), |at| at != At::Tmpfs);
+}
+
+#[test]
+fn files_in_memory_are_mapped_or_copied_whatever_becomes_of_the_page_cache() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    assert_eq!(crate::source::facts_at(folder.path()).unwrap().kind, FsKind::Memory);
+    decides_as_the_table_says(folder.path(), |at| at == At::Tmpfs);
+}
+
+#[test]
+fn sizes_that_do_not_go_together_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(folder.path(), At::Warm);
+    let refused = |extent, staging| {
+        let mut request = request(&checkpoint, &ROWS[0]);
+        (request.options.extent, request.options.staging) = (extent, staging);
+        Plan::new(&request, &Files::new(checkpoint.files())).err().map(|e| (e.kind(), e.to_string()))
+    };
+    for (extent, staging, why) in [
+        (0, MIB, "extent must be a multiple of 4096"),
+        (PAGE - 1, MIB, "extent must be a multiple of 4096"),
+        (PAGE + 512, MIB, "extent must be a multiple of 4096"),
+        (MIB, 2 * MIB - 1, "staging must hold at least two extents"),
+    ] {
+        let (kind, text) = refused(extent, staging).unwrap();
+        assert!(kind == ErrorKind::Invalid && text.contains(why), "{extent} {staging}: {text}");
+    }
+    assert_eq!(refused(PAGE, 2 * PAGE), None);
+}
