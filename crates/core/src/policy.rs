@@ -66,7 +66,7 @@ impl Plan {
         let limits = Limits {
             extent: options.extent,
             gap: options.gap,
-            cold: if past_the_cache || !(keep || options.io == Io::Buffered) { Route::Direct } else { Route::Buffered },
+            cold: if past_the_cache || !keep { Route::Direct } else { Route::Buffered },
             warm: if past_the_cache { Route::Direct } else { Route::Buffered },
             scatter: (device == Where::Cpu).then_some(PAGE),
         };
