@@ -174,7 +174,7 @@ const GRACE: Duration = Duration::from_secs(2);
 static QUARANTINED: AtomicUsize = AtomicUsize::new(0);
 
 /// Reads of this process that hang in the kernel and were left behind with their thread or ring, and their memory. Falls
-/// again if they ever finish.
+/// again when a thread comes back after all; nobody hears of what a ring that was left behind still finishes.
 pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
 }

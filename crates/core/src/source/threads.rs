@@ -16,7 +16,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,8 @@ const LEAST_GRACE: Duration = Duration::from_millis(100);
 const FIRST_STEP: usize = HUGE_PAGE as usize;
 const LAST_STEP: usize = 16 << 20;
 const POPULATED_PER_SECOND: f64 = 100e9;
+/// After so many slow extents in a row the rest of a file is not tried any more.
+const TRIALS: u32 = 3;
 /// Threads here need no stack to speak of, and a network file system gets many of them.
 const STACK: usize = 128 << 10;
 
@@ -62,6 +64,8 @@ struct Shared {
     no_populate: AtomicBool,
     /// Bytes of resident pages left to their first touch.
     left: AtomicU64,
+    /// For each file, how many of its extents in a row had resident pages that were slow to populate.
+    slow: Vec<AtomicU32>,
 }
 
 #[derive(Default)]
@@ -104,7 +108,6 @@ impl Threads {
     /// A pool of at most `threads` threads that takes at most `depth` reads at a time.
     pub fn new(files: Arc<Files>, threads: usize, depth: usize) -> Result<Threads> {
         let shared = Shared {
-            files,
             state: Mutex::default(),
             work: Condvar::new(),
             finished: Condvar::new(),
@@ -112,6 +115,8 @@ impl Threads {
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
             left: AtomicU64::new(0),
+            slow: (0..files.len()).map(|_| AtomicU32::new(0)).collect(),
+            files,
         };
         Ok(Threads {
             shared: Arc::new(shared),
@@ -377,12 +382,13 @@ impl Shared {
     fn read_uncached(&self, read: &Read, tools: &mut Tools) -> Result<u64, Failure> {
         if !self.no_uncached.load(Ordering::Relaxed) {
             match self.read(read, libc::RWF_DONTCACHE, tools) {
-                Err(Failure::Refused(e)) => {
+                Err(Failure::Refused(e)) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
                     if !self.no_uncached.swap(true, Ordering::Relaxed) {
                         let reason = format!("{}: preadv2: {e}", self.files.path(read.file).display());
                         self.fell_back(Fallback { from: "RWF_DONTCACHE", to: "page cache", reason });
                     }
                 }
+                Err(Failure::Refused(e)) => return Err(Error::io("read", &e).into()),
                 other => return other,
             }
         }
@@ -433,6 +439,11 @@ impl Shared {
         if got == 0 {
             return Ok(0);
         }
+        let slow = &self.slow[read.file as usize];
+        if resident && (slow.load(Ordering::Relaxed) >= TRIALS || self.no_populate.load(Ordering::Relaxed)) {
+            self.left.fetch_add(got, Ordering::Relaxed);
+            return Ok(got);
+        }
         let page = page_size() as usize;
         let (mut start, end) = (at as usize / page * page, (at as usize + got as usize).next_multiple_of(page));
         // The part of a huge page that an extent may begin with can only be mapped in small ones, and tells nothing.
@@ -443,13 +454,17 @@ impl Shared {
             if !self.populate(read, start..next, tools)? {
                 return Ok(got);
             }
-            let slow = begun.elapsed().as_secs_f64() * POPULATED_PER_SECOND > (next - start) as f64;
+            let took_long = begun.elapsed().as_secs_f64() * POPULATED_PER_SECOND > (next - start) as f64;
             if next == end {
                 return Ok(got);
             }
-            if slow && step > 0 {
+            if took_long && step > 0 {
+                slow.fetch_add(1, Ordering::Relaxed);
                 self.left.fetch_add((end - next) as u64, Ordering::Relaxed);
                 return Ok(got);
+            }
+            if step > 0 {
+                slow.store(0, Ordering::Relaxed);
             }
             step = (2 * step).clamp(FIRST_STEP, LAST_STEP);
             (start, next) = (next, (next + step).min(end));
@@ -467,8 +482,8 @@ impl Shared {
             let e = io::Error::last_os_error();
             match e.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => {}
-                // Before 5.14.
-                Some(libc::EINVAL) => {
+                // Before 5.14; or a sandbox that knows no such advice.
+                Some(libc::EINVAL | libc::EPERM | libc::ENOSYS) => {
                     if !self.no_populate.swap(true, Ordering::Relaxed) {
                         let reason = format!("madvise: {e}");
                         self.fell_back(Fallback { from: "MADV_POPULATE_READ", to: "pread", reason });
