@@ -1,7 +1,9 @@
 //! What this process may use of the machine: cores and memory, as affinity masks and control groups leave them.
 
+use crate::options::PAGE;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 /// Cores that this process may run on at once: the affinity mask, cut by the CPU quota of its control groups.
 pub fn cores() -> usize {
@@ -14,6 +16,13 @@ pub fn cores() -> usize {
 pub fn memory_available() -> u64 {
     let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
     cgroup_memory_left().map_or(system, |left| left.min(system))
+}
+
+/// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.
+pub(crate) fn page_size() -> u64 {
+    static SIZE: OnceLock<u64> = OnceLock::new();
+    // SAFETY: sysconf only reads.
+    *SIZE.get_or_init(|| u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE))
 }
 
 /// The tightest memory limit of the control groups that this process is in, in bytes.

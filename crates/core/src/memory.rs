@@ -6,7 +6,8 @@
 //! kernel allows 65,530 by default).
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::options::{HUGE_PAGE, PAGE};
+use crate::machine::page_size;
+use crate::options::HUGE_PAGE;
 use std::any::Any;
 
 use std::io;
@@ -35,7 +36,9 @@ impl Anonymous {
                 format!("cannot map {len} bytes of memory: {e}; free memory or raise the limit"),
             )
         };
-        let wanted = usize::try_from(len.next_multiple_of(PAGE).max(PAGE))
+        // Of the kernel's own size: an address that is no multiple of it cannot be unmapped, and the slack would stay.
+        let page = page_size();
+        let wanted = usize::try_from(len.next_multiple_of(page).max(page))
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, format!("{len} bytes do not fit the address space")))?;
         let huge = HUGE_PAGE as usize;
         let slack = if wanted >= huge { huge } else { 0 };
@@ -285,10 +288,11 @@ mod tests {
     use super::*;
 
     fn resident_bytes(at: *mut u8, len: usize) -> usize {
-        let mut pages = vec![0u8; len.div_ceil(PAGE as usize)];
+        let page = page_size() as usize;
+        let mut pages = vec![0u8; len.div_ceil(page)];
         // SAFETY: the range is mapped and the vector has one byte per page of it.
         assert_eq!(unsafe { libc::mincore(at.cast(), len, pages.as_mut_ptr()) }, 0);
-        pages.iter().filter(|&&p| p & 1 == 1).count() * PAGE as usize
+        pages.iter().filter(|&&p| p & 1 == 1).count() * page
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Identity, ShardFile};
+use crate::machine::page_size;
 use crate::options::PAGE;
 use std::ffi::CString;
 use std::io;
@@ -474,13 +475,6 @@ pub(super) unsafe fn read_fully(
             }
         }
     }
-}
-
-/// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.
-pub(super) fn page_size() -> u64 {
-    static SIZE: OnceLock<u64> = OnceLock::new();
-    // SAFETY: sysconf only reads.
-    *SIZE.get_or_init(|| u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE))
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

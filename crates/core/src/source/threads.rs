@@ -4,9 +4,10 @@
 //! Threads start as reads queue up and end with the load. One that hangs in the kernel (a network mount whose server is
 //! gone cannot be interrupted) is left behind with its read, which keeps the memory that the kernel may still write to.
 
-use super::file::{page_size, read_fully, Files};
+use super::file::{read_fully, Files};
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
+use crate::machine::page_size;
 use crate::options::HUGE_PAGE;
 use crate::schedule::Route;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
