@@ -134,11 +134,12 @@ fn drops_with_copies_pending<K: Kind>(kind: &K) {
     let count = Arc::new(AtomicUsize::new(0));
     let slab = kind.slab();
     for round in 0..20 {
-        let (memory, base) = kind.memory(SLAB);
+        let (memory, base) = kind.memory(16 * SLAB);
         let memory = Arc::new(memory);
         let mut device = kind.device();
         for i in 0..16 {
-            device.copy(whole_slab(i, &slab, base, &count, memory.clone())).unwrap();
+            let to = base + i * SLAB as u64;
+            device.copy(whole_slab(i, &slab, to, &count, memory.clone())).unwrap();
         }
         if round % 2 == 0 {
             collect(&mut *device, round / 4);
@@ -169,11 +170,12 @@ fn a_ticket_back_means_its_memory_is_released<K: Kind>(kind: &K) {
 fn leaves_no_thread_or_descriptor<K: Kind>(kind: &K) {
     let work = || {
         let slab = kind.slab();
-        let (memory, base) = kind.memory(SLAB);
+        let (memory, base) = kind.memory(8 * SLAB);
         let memory = Arc::new(memory);
         let mut device = kind.device();
         for i in 0..8 {
-            device.copy(whole_slab(i, &slab, base, &Arc::default(), memory.clone())).unwrap();
+            let to = base + i * SLAB as u64;
+            device.copy(whole_slab(i, &slab, to, &Arc::default(), memory.clone())).unwrap();
         }
         collect(&mut *device, 8);
     };
