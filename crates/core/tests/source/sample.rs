@@ -108,11 +108,13 @@ impl Memory {
     /// Bytes of it whose pages this process has not mapped: the kernel's page tables say so.
     pub(crate) fn unmapped(&self) -> u64 {
         use std::os::unix::fs::FileExt;
-        let mut entries = vec![0; self.len.div_ceil(PAGE as usize) * 8];
-        let at = self.at as u64 / PAGE * 8;
+        // SAFETY: a plain system call.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let mut entries = vec![0; self.len.div_ceil(page) * 8];
+        let at = self.at as u64 / page as u64 * 8;
         fs::File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut entries, at).unwrap();
         // Bit 63 of each little-endian entry: present.
-        entries.chunks_exact(8).filter(|e| e[7] & 0x80 == 0).count() as u64 * PAGE
+        entries.chunks_exact(8).filter(|e| e[7] & 0x80 == 0).count() as u64 * page as u64
     }
 }
 
