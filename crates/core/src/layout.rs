@@ -89,6 +89,9 @@ pub struct Layout {
 /// neighbours share blocks.
 const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
 
+/// Most bytes of all blocks, or all places, of one layout.
+const MOST: u64 = i64::MAX as u64;
+
 /// "No block yet" while blocks are numbered.
 const NONE: u32 = u32::MAX;
 
@@ -103,7 +106,8 @@ impl Layout {
     /// comes after its last layer. Within a group, file order.
     ///
     /// # Errors
-    /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants; `Invalid` where `mapped` does not have one flag per file.
+    /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants, and where all blocks together have more bytes than an address
+    /// can have (a sparse file may be as large as that, and wanted many times over); `Invalid` where `mapped` does not have one flag per file.
     pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
         if wants.len() >= NONE as usize {
             return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
@@ -136,7 +140,21 @@ impl Layout {
                 layout.place(&homes, CPU_ALIGN);
             }
         }
+        layout.check_size()?;
         Ok(layout)
+    }
+
+    /// Refuses what no address space holds, so that nobody who sums bytes of a layout up has to fear an overflow.
+    fn check_size(&self) -> Result<()> {
+        let blocks = self.blocks.iter().try_fold(0u64, |n, b| n.checked_add(b.nbytes.checked_next_multiple_of(PAGE)?));
+        let places = self.places.iter().try_fold(0u64, |n, p| n.checked_add(p.nbytes));
+        match (blocks, places) {
+            (Some(0..=MOST), Some(0..=MOST)) => Ok(()),
+            _ => Err(Error::new(
+                ErrorKind::Limit,
+                format!("the {} wants have more than 2^63 bytes together; load them in parts", self.places.len()),
+            )),
+        }
     }
 
     /// Want numbers by file and offset; of wants that start together the longest run first. Depends on the wants' numbers

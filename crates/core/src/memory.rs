@@ -36,11 +36,13 @@ impl Anonymous {
                 format!("cannot map {len} bytes of memory: {e}; free memory or raise the limit"),
             )
         };
+        let huge = HUGE_PAGE as usize;
         // Of the kernel's own size: an address that is no multiple of it cannot be unmapped, and the slack would stay.
         let page = page_size();
-        let wanted = usize::try_from(len.next_multiple_of(page).max(page))
-            .map_err(|_| Error::new(ErrorKind::OutOfMemory, format!("{len} bytes do not fit the address space")))?;
-        let huge = HUGE_PAGE as usize;
+        let wanted = len.max(page).checked_next_multiple_of(page).and_then(|n| usize::try_from(n).ok());
+        let wanted = wanted
+            .filter(|n| n.checked_add(huge).is_some())
+            .ok_or_else(|| Error::new(ErrorKind::OutOfMemory, format!("{len} bytes do not fit the address space")))?;
         let slack = if wanted >= huge { huge } else { 0 };
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let at = unsafe {
@@ -293,6 +295,13 @@ mod tests {
         // SAFETY: the range is mapped and the vector has one byte per page of it.
         assert_eq!(unsafe { libc::mincore(at.cast(), len, pages.as_mut_ptr()) }, 0);
         pages.iter().filter(|&&p| p & 1 == 1).count() * page
+    }
+
+    #[test]
+    fn more_memory_than_there_are_addresses_is_an_error() {
+        for len in [u64::MAX, u64::MAX - page_size(), u64::MAX - HUGE_PAGE] {
+            assert_eq!(Anonymous::new(len).err().map(|e| e.kind()), Some(ErrorKind::OutOfMemory));
+        }
     }
 
     #[test]

@@ -32,7 +32,7 @@ impl Plan {
 
         let (keep, reason) = keep_in_cache(options, cold);
         report.cache_reason = reason;
-        report.cache = if cold == 0 || keep { "keep" } else { "bypass" };
+        report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
         let private = options.copy == Some(true)
             || !matches!(memory, Memory::Ours)
             || device != Where::Cpu
@@ -106,7 +106,9 @@ impl Survey {
         for want in wants {
             let info = checkpoint.tensor(want.tensor);
             let elements = want.shape(&info).iter().try_fold(1u64, |n, &d| n.checked_mul(d));
-            wanted += elements.and_then(|n| info.dtype.nbytes(n)).unwrap_or(info.nbytes());
+            let nbytes = elements.and_then(|n| info.dtype.nbytes(n)).unwrap_or(info.nbytes());
+            // More than there can be is refused by the layout.
+            wanted = u64::saturating_add(wanted, nbytes);
             let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
             *span = span.start.min(info.begin)..span.end.max(info.end);
         }
@@ -123,7 +125,7 @@ impl Survey {
             report.residency_probes += u64::from(residency.calls + residency.samples);
             sampled[f] = residency.samples > 0;
             let missing = (span.end - span.start).saturating_sub(residency.bytes());
-            cold += missing;
+            cold = u64::saturating_add(cold, missing);
             traits[f] = FileTraits {
                 storage: found.storage as u32,
                 // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is
@@ -147,7 +149,9 @@ fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
         // Nothing is kept for its sake, and nothing thrown out.
-        _ if cold == 0 => (options.cache == Cache::Auto, "all of it is there already".into()),
+        _ if cold == 0 && !reads_past_the_cache(options.io) => {
+            (options.cache == Cache::Auto, "all of it is there already".into())
+        }
         Cache::Bypass => (false, "asked for".into()),
         Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
         Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),

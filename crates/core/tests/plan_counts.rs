@@ -281,3 +281,19 @@ fn time_for_371474_tensors() {
         }
     }
 }
+
+#[test]
+fn more_bytes_than_there_are_addresses_are_refused_before_anything_is_summed_up() {
+    // As a sparse file may be: nine times as much is more than 2^63 bytes, 17 times more than 2^64.
+    let huge = checkpoint([("huge", "U8", vec![1 << 60])], 4096);
+    for target in
+        [Target::Cpu { mapped: vec![false] }, Target::Cpu { mapped: vec![true] }, Target::Gpu, Target::Foreign]
+    {
+        for times in [9, 15, 16, 17, 33] {
+            let wants = vec![Want::whole(0); times];
+            let refused = Layout::new(&huge, &wants, &target, Order::File, LIMITS.gap).unwrap_err();
+            assert_eq!(refused.kind(), penstock::ErrorKind::Limit, "{target:?} {times}");
+        }
+        assert!(Layout::new(&huge, &[Want::whole(0)], &target, Order::File, LIMITS.gap).is_ok());
+    }
+}

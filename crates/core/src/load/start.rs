@@ -170,6 +170,7 @@ fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
         let in_arena = matches!(block.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
         starts.push(in_arena.then_some(arena_len));
         if in_arena {
+            // Cannot overflow: `Layout::new` has summed them up.
             arena_len += block.nbytes.next_multiple_of(PAGE);
         }
     }
