@@ -3,10 +3,12 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
+from penstock._load import Job
 
 
 def test_a_job_gives_what_load_gives(small):
@@ -68,6 +70,24 @@ def test_a_cancelled_job_says_so(big):
         job.result()
     job.cancel()
     job.close()
+
+
+@pytest.mark.parametrize(
+    "error", [penstock.ReadError("broken", path="/a", range=(0, 8)), RuntimeError("full")], ids=str
+)
+def test_a_failed_job_gives_the_same_error_every_time(small, monkeypatch, error):
+    # What fails here once would succeed the next time, or say that the tensors were handed out before
+    monkeypatch.setattr(Job, "_hand_out", Mock(side_effect=[error]))
+    job = penstock.open(small).start()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(type(error), match=r"broken|full") as caught:
+            job.result()
+        errors.append(caught.value)
+    assert len({(type(error), str(error), tuple(vars(error))) for error in errors}) == 1
+    # None of them holds the frames in which an earlier one was caught
+    assert len({id(error) for error in errors}) == 3
+    assert job.done()
 
 
 def test_cancelling_a_job_that_has_given_its_result_changes_nothing(small):

@@ -353,6 +353,21 @@ def test_hip_takes_the_same_way(monkeypatch: pytest.MonkeyPatch, checkpoints: di
             gc.collect()
 
 
+@pytest.mark.parametrize(("vendor", "its", "other"), [("cuda", "cuda:0", "rocm:0"), ("hip", "rocm:0", "cuda:0")])
+def test_a_gpu_of_one_vendor_is_refused_where_the_driver_is_the_others(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], vendor: str, its: str, other: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"{vendor}:{fakegpu.LIBRARY}")
+    with fresh(vendor):
+        opened = penstock.open(checkpoints["gpt2"])
+        with pytest.raises(penstock.UnsupportedError, match=f"{other}.* {vendor.upper()} .*{its}") as caught:
+            opened.load(other, framework="dlpack")
+        assert str(checkpoints["gpt2"]) in str(caught.value)
+        for device in (its, 0, "gpu:0"):
+            assert list(opened.load(device, framework="dlpack")) == list(opened)
+        gc.collect()
+
+
 def test_the_engine_takes_little_cpu_beside_the_copies(fake: FakeGpu, checkpoints: dict[str, Path]) -> None:
     """9,266 tensors. What the fake driver itself checks is switched off: the rest is reading, copying and us."""
     fake.configure(checksum=0, strict=0, poison=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _core, _load
 from ._core import Options
-from ._device import parse_device
+from ._device import CPU
 from ._errors import InvalidError
 from ._progress import Progress
 from ._report import Report, report_of
@@ -139,10 +139,7 @@ class Checkpoint:
             UnsupportedError: a dtype that the framework lacks, before anything is read.
             PenstockError: everything else, always with the file's name.
         """
-        where = parse_device(device)
-        selection = select(self._core, names, slices)
-        adapter = _load.make_adapter(framework, selection, where, dtype)
-        return _load.load(self, selection, adapter, where, _load.make_options(options), order, progress)
+        return _load.load(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
 
     def start(
         self,
@@ -156,10 +153,7 @@ class Checkpoint:
         order: str = "file",
     ) -> _load.Job:
         """The same as `load`, in the background: returns at once, with all memory on a GPU allocated on this thread."""
-        where = parse_device(device)
-        selection = select(self._core, names, slices)
-        adapter = _load.make_adapter(framework, selection, where, dtype)
-        return _load.Job(self, selection, adapter, where, _load.make_options(options), order)
+        return _load.Job(*self._prepare(device, names, dtype, framework, options, slices, order))
 
     def stream(
         self,
@@ -185,13 +179,22 @@ class Checkpoint:
 
         The other arguments, and the errors, are those of `load`.
         """
-        where = parse_device(device)
-        selection = select(self._core, names, slices)
-        adapter = _load.make_adapter(framework, selection, where, dtype)
-        made = _load.make_options(options, **({} if window is None else {"window": window}))
-        if order not in _load.ORDERS:
-            raise InvalidError(f"order={order!r}: give one of {', '.join(_load.ORDERS)}")
-        return _load.stream(self, selection, adapter, where, made, order, progress)
+        if window is not None:
+            options = _load.make_options(options, window=window)
+        return _load.stream(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
+
+    def _prepare(
+        self,
+        device: Any,
+        names: Names,
+        dtype: Any,
+        framework: str | None,
+        options: Options | Mapping[str, Any] | None,
+        slices: Slices,
+        order: str,
+    ) -> tuple[_load.Request, _load.Adapter]:
+        where, made = _load.device_for(device, framework), _load.make_options(options)
+        return _load.prepare(self, where, names, dtype, framework, made, slices, order)
 
     def load_into(
         self,
@@ -224,10 +227,9 @@ class Checkpoint:
         """
         from . import _into
 
-        selection = select(self._core, names, slices)
-        report = _into.load_into(
-            self, selection, module_or_mapping, strict, _load.make_options(options), order, progress
-        )
+        _load.check_order(order)
+        request = _load.Request(self, select(self._core, names, slices), CPU, _load.make_options(options), order)
+        report = _into.load_into(request, module_or_mapping, strict, progress)
         self._last_report = report
         return report
 

@@ -110,7 +110,8 @@ class Load:
         """Plans and starts.
 
         wants: tensor numbers (None: all). regions: per want, one (start, stop) per dimension, or None for the whole.
-        device: "cpu", "cuda:N", "rocm:N". stream: bound read-ahead by options.window until `take`.
+        device: "cpu", "cuda:N", "rocm:N", or "gpu:N" with whichever driver there is. stream: bound read-ahead by
+        options.window until `take`.
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
         into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
         `fence` is a CUevent that the copies wait for. dlpack_device: what capsules say (None: by device and driver).

@@ -13,7 +13,7 @@ class Device(NamedTuple):
     """Where tensors go."""
 
     kind: str
-    """"cpu", "cuda" or "rocm"."""
+    """"cpu", "cuda", "rocm", or "gpu" where it does not matter whose."""
     number: int
     """Number of the GPU as this process sees it; 0 for the CPU."""
 
@@ -37,14 +37,14 @@ def _current_gpu() -> int:
     return 0
 
 
-def _gpu_kind() -> str:
-    """torch says "cuda" on AMD too; the core goes by the driver."""
+def _on_amd() -> bool:
+    """Whether torch is one for AMD. It says "cuda" there too; the core goes by the driver."""
     torch = sys.modules.get("torch")
-    return "rocm" if torch is not None and getattr(torch.version, "hip", None) else "cuda"
+    return torch is not None and bool(getattr(torch.version, "hip", None))
 
 
 def parse_device(device: Any) -> Device:
-    """The device meant by None, "cpu", 0, "cuda", "cuda:1", "rocm:1" or ``torch.device(...)``.
+    """The device meant by None, "cpu", 0, "gpu:0", "cuda", "cuda:1", "rocm:1" or ``torch.device(...)``.
 
     Raises:
         UnsupportedError: a device type that penstock does not load to.
@@ -55,7 +55,7 @@ def parse_device(device: Any) -> Device:
     if isinstance(device, str):
         text = device
     elif isinstance(device, int) and not isinstance(device, bool):
-        text = f"cuda:{device}"
+        text = f"gpu:{device}"
     else:  # torch.device
         number = getattr(device, "index", None)
         text = str(getattr(device, "type", "")) + ("" if number is None else f":{number}")
@@ -65,9 +65,11 @@ def parse_device(device: Any) -> Device:
     kind, which = match.group(1), match.group(2)
     if kind == "cpu":
         return CPU
-    if kind not in ("cuda", "rocm", "hip"):
+    if kind not in ("cuda", "rocm", "hip", "gpu"):
         raise UnsupportedError(
             f"device={device!r}: penstock loads to the CPU and to CUDA and ROCm GPUs; "
             'load to "cpu" and move the tensors with the framework instead'
         )
-    return Device(_gpu_kind() if kind == "cuda" else "rocm", _current_gpu() if which is None else int(which))
+    if kind == "hip" or (kind != "rocm" and _on_amd()):
+        kind = "rocm"
+    return Device(kind, _current_gpu() if which is None else int(which))

@@ -7,20 +7,16 @@ import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _accelerator, _core
-from ._core import Options
 from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
-from ._load import await_load, begin, make_adapter, stream
+from ._load import Request, await_load, begin, make_adapter, stream
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._selection import Selection
-
-if TYPE_CHECKING:
-    from ._checkpoint import Checkpoint
 
 
 class _Destination:
@@ -225,34 +221,22 @@ def _match(
 class _Part:
     """The load into the contiguous destinations of one device."""
 
-    def __init__(
-        self, selection: Selection, pairs: list[tuple[int, _Destination]], device: Device, options: Options, order: str
-    ) -> None:
+    def __init__(self, request: Request, pairs: list[tuple[int, _Destination]], device: Device) -> None:
         self.destinations = [to for _, to in pairs]
         fence, event = (0, None) if device.is_cpu else _accelerator.Accelerator(device).fence()
+        part = request.selection.part([want for want, _ in pairs])
         self.load: _core.Load = begin(
-            selection.part([want for want, _ in pairs]),
+            request._replace(selection=part, device=device),
             None,
-            device,
-            options,
-            order=order,
             into=[(to.address, to.nbytes) for to in self.destinations],
             keep=([to.tensor for to in self.destinations], event),
             fence=fence,
         )
 
 
-def load_into(
-    checkpoint: Checkpoint,
-    selection: Selection,
-    given: Any,
-    strict: bool,
-    options: Options,
-    order: str,
-    progress: Progress,
-) -> Report:
-    """Fills the destinations; see `Checkpoint.load_into`."""
-    pairs, missing, unexpected = _match(selection, _destinations(given), strict)
+def load_into(request: Request, given: Any, strict: bool, progress: Progress) -> Report:
+    """Fills the destinations, wherever they are; see `Checkpoint.load_into`."""
+    pairs, missing, unexpected = _match(request.selection, _destinations(given), strict)
     straight = [(want, to) for want, to in pairs if to.contiguous]
     roundabout = [(want, to) for want, to in pairs if not to.contiguous]
     parts: list[_Part] = []
@@ -262,13 +246,13 @@ def load_into(
         with Meter(progress, "load_into") as meter:
             for device in sorted({to.device for _, to in straight}):
                 on_it = [(want, to) for want, to in straight if to.device == device]
-                parts.append(_Part(selection, on_it, device, options, order))
+                parts.append(_Part(request, on_it, device))
             for part in parts:
                 await_load(part.load, meter)
-            reports += [report_of(part.load.report(), checkpoint.warnings) for part in parts]
+            reports += [report_of(part.load.report(), request.checkpoint.warnings) for part in parts]
         for device in sorted({to.device for _, to in roundabout}):
             on_it = [(want, to) for want, to in roundabout if to.device == device]
-            reports.append(_copy_through(checkpoint, selection, on_it, device, options, order, copied))
+            reports.append(_copy_through(request, on_it, device, copied))
     except BaseException as error:
         for part in parts:
             part.load.close()
@@ -286,13 +270,7 @@ def load_into(
 
 
 def _copy_through(
-    checkpoint: Checkpoint,
-    selection: Selection,
-    pairs: list[tuple[int, _Destination]],
-    device: Device,
-    options: Options,
-    order: str,
-    copied: list[_Destination],
+    request: Request, pairs: list[tuple[int, _Destination]], device: Device, copied: list[_Destination]
 ) -> Report:
     """Loads non-contiguous destinations by way of one temporary each, a window of them at a time."""
     reports = []
@@ -300,10 +278,10 @@ def _copy_through(
         those = [(want, to) for want, to in pairs if is_kind(to.tensor)]
         if not those:
             continue
-        part = selection.part([want for want, _ in those])
-        by_name = {selection.names[want]: to for want, to in those}
+        part = request.selection.part([want for want, _ in those])
+        by_name = {request.selection.names[want]: to for want, to in those}
         adapter = make_adapter(framework, part, device, None)
-        for name, tensor in stream(checkpoint, part, adapter, device, options, order, False):
+        for name, tensor in stream(request._replace(selection=part, device=device), adapter, False):
             to = by_name[name]
             copied.append(to)
             if framework == "pt":
@@ -313,7 +291,7 @@ def _copy_through(
                     to.tensor.copy_(tensor)
             else:
                 to.tensor[...] = tensor
-        reports.append(checkpoint.last_report or Report())
+        reports.append(request.checkpoint.last_report or Report())
     return merged(reports)
 
 
@@ -328,12 +306,15 @@ def _bump_versions(tensors: Any) -> None:
 
 
 def _say_touched(error: BaseException, touched: list[str]) -> None:
-    """Adds to an error which destinations are no longer what they were."""
-    if not isinstance(error, PenstockError):
-        return
-    error.touched = touched  # type: ignore[attr-defined]
-    if not touched:
-        error.message += "; no destination was changed"
-        return
+    """Adds to an error, or whatever else ended the load, which destinations are no longer what they were."""
     more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
-    error.message += f"; no longer what they were: {', '.join(touched[:5])}{more} (all of them in the error's .touched)"
+    said = (
+        f"no longer what they were: {', '.join(touched[:5])}{more} (all of them in the error's .touched)"
+        if touched
+        else "no destination was changed"
+    )
+    error.touched = touched  # type: ignore[attr-defined]
+    if isinstance(error, PenstockError):
+        error.message += f"; {said}"
+    elif sys.version_info >= (3, 11):
+        error.add_note(f"load_into: {said}")

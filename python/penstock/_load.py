@@ -5,24 +5,26 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from importlib.util import find_spec
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import _core
 from ._core import Options
-from ._device import Device
+from ._device import Device, parse_device
 from ._dtypes import cast_target
 from ._errors import CancelledError, InvalidError, PenstockError, StalledError, raise_if_forked
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
-from ._selection import Selection
+from ._selection import Names, Selection, Slices, select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,6 +89,16 @@ def framework_named(framework: str | None) -> str:
     return found
 
 
+def device_for(device: Any, framework: str | None) -> Device:
+    """The device meant by what people write, in the words of their framework: torch says "cuda" on AMD too."""
+    where = parse_device(device)
+    if not where.is_cpu and framework_named(framework) == "pt" and "torch" not in sys.modules:
+        import torch  # noqa: F401
+
+        where = parse_device(device)
+    return where
+
+
 def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
     """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
     name, target = framework_named(framework), cast_target(dtype)
@@ -125,6 +137,39 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     return Options(**given)
 
 
+class Request(NamedTuple):
+    """What of a checkpoint is wanted, where and how."""
+
+    checkpoint: Checkpoint
+    selection: Selection
+    device: Device
+    options: Options
+    order: str
+
+
+def check_order(order: str) -> None:
+    """Raises InvalidError for what is no order."""
+    if order not in ORDERS:
+        raise InvalidError(f"order={order!r}: give one of {', '.join(ORDERS)}")
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    device: Device,
+    names: Names,
+    dtype: Any,
+    framework: str | None,
+    options: Options,
+    slices: Slices = None,
+    order: str = "file",
+) -> tuple[Request, Adapter]:
+    """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
+    selection = select(checkpoint._core, names, slices)
+    adapter = make_adapter(framework, selection, device, dtype)
+    check_order(order)
+    return Request(checkpoint, selection, device, options, order), adapter
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection meanwhile: with 371,474 new tensors it would scan all of them again and again."""
@@ -150,28 +195,24 @@ def _end_all() -> None:
 
 
 def begin(
-    selection: Selection,
+    request: Request,
     adapter: Adapter | None,
-    device: Device,
-    options: Options,
     *,
-    order: str = "file",
     stream: bool = False,
     into: Sequence[tuple[int, int]] | None = None,
     keep: object = None,
     fence: int = 0,
 ) -> _core.Load:
     """Starts a load in the core. Whoever calls this closes it."""
-    if order not in ORDERS:
-        raise InvalidError(f"order={order!r}: give one of {', '.join(ORDERS)}")
+    selection = request.selection
     caller_blocks = adapter is not None and adapter.caller_blocks
     load = _core.Load.start(
         selection.core,
-        options,
+        request.options,
         wants=selection.wants,
         regions=selection.regions,
-        device=str(device),
-        order=order,
+        device=str(request.device),
+        order=request.order,
         stream=stream,
         caller_blocks=caller_blocks,
         into=into,
@@ -197,6 +238,13 @@ def await_load(load: _core.Load, meter: Meter) -> None:
     meter.update(*load.progress(), final=True)
 
 
+def _copy_of(error: Exception) -> Exception:
+    try:
+        return copy(error)
+    except Exception:  # one whose arguments are not those that it is made of
+        return error
+
+
 class Job:
     """A load that runs in the background from the moment it is made: `Checkpoint.start` makes them.
 
@@ -204,24 +252,17 @@ class Job:
     is dropped is cancelled. A job belongs to its process: in a forked child every method raises `ForkedError`.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        selection: Selection,
-        adapter: Adapter,
-        device: Device,
-        options: Options,
-        order: str,
-    ) -> None:
+    def __init__(self, request: Request, adapter: Adapter) -> None:
         self._owner = os.getpid()
-        self._checkpoint = checkpoint
-        self._selection = selection
+        self._checkpoint = request.checkpoint
+        self._names = request.selection.names
         self._adapter = adapter
         self._cancelled = False
         self._result: dict[str, Any] | None = None
+        self._error: Exception | None = None
         self._report: Report | None = None
         self._handing_out = threading.RLock()
-        self._load = begin(selection, adapter, device, options, order=order)
+        self._load = begin(request, adapter)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every byte is in place, at most ``timeout`` seconds; says whether. Raises the load's error."""
@@ -273,30 +314,48 @@ class Job:
         Raises:
             StalledError: (a TimeoutError) not done after ``timeout`` seconds; the load goes on.
             CancelledError: the job was cancelled.
-            PenstockError: the load's own error.
+            PenstockError: the load's own error, every time.
         """
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return self._result
+        self._raise_again()
+        try:
+            ended = self._load.wait(timeout)
+        except BaseException as error:
+            self._remember(error)
+            raise
+        if not ended:
+            done, total = self._load.progress()
+            raise StalledError(f"the load is not done after {timeout} s ({done} of {total} bytes are); it goes on")
+        with self._handing_out:  # each tensor can be made once, and several threads may be waiting for them
+            if self._result is not None:
+                return self._result
+            self._raise_again()
+            try:
+                return self._hand_out()
+            except BaseException as error:
+                self._remember(error)
+                raise
+
+    def _raise_again(self) -> None:
+        """Raises what an earlier `result` has raised. It cannot be found again: the load is closed."""
+        if self._error is not None:
+            raise _copy_of(self._error)
         if self._cancelled:
             raise CancelledError("the job was cancelled before it was done")
-        try:
-            if not self._load.wait(timeout):
-                done, total = self._load.progress()
-                raise StalledError(f"the load is not done after {timeout} s ({done} of {total} bytes are); it goes on")
-        except StalledError:
-            if not self._load.done():
-                raise
-            self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
-        with self._handing_out:  # each tensor can be made once, and several threads may be waiting for them
-            return self._result if self._result is not None else self._hand_out()
+
+    def _remember(self, error: BaseException) -> None:
+        """Ends the job with this error."""
+        if isinstance(error, Exception):
+            # Not the error itself: it will hold the frames of whoever catches it, and all that is in them
+            self._error = _copy_of(error)
+        else:
+            self._cancelled = self._result is None
+        self.close()
 
     def _hand_out(self) -> dict[str, Any]:
-        adapter, names = self._adapter, self._selection.names
+        adapter, names = self._adapter, self._names
         try:
             start = time.perf_counter()
             with collector_paused():
@@ -320,42 +379,26 @@ class Job:
         self.close()
 
 
-def load(
-    checkpoint: Checkpoint,
-    selection: Selection,
-    adapter: Adapter,
-    device: Device,
-    options: Options,
-    order: str,
-    progress: Progress,
-) -> dict[str, Any]:
+def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, Any]:
     """Every want's tensor by name."""
     if adapter.casts:
         # As a stream, so that at no time more than the window exists in both dtypes
         start = time.perf_counter()
-        arrived = dict(stream(checkpoint, selection, adapter, device, options, order, progress))
-        report = checkpoint.last_report
+        arrived = dict(stream(request, adapter, progress))
+        report = request.checkpoint.last_report
         if report is not None:
             report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]))
-        return {name: arrived[name] for name in selection.names}
-    with Meter(progress, "load") as meter, Job(checkpoint, selection, adapter, device, options, order) as job:
+        return {name: arrived[name] for name in request.selection.names}
+    with Meter(progress, "load") as meter, Job(request, adapter) as job:
         await_load(job._load, meter)
         return job.result()
 
 
-def stream(
-    checkpoint: Checkpoint,
-    selection: Selection,
-    adapter: Adapter,
-    device: Device,
-    options: Options,
-    order: str,
-    progress: Progress,
-) -> Iterator[tuple[str, Any]]:
+def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) as tensors become ready; blocks are granted on the thread of whoever iterates."""
-    owner = os.getpid()
+    owner, names = os.getpid(), request.selection.names
     with Meter(progress, "load") as meter:
-        load = begin(selection, adapter, device, options, order=order, stream=True)
+        load = begin(request, adapter, stream=True)
         try:
             while True:
                 want = load.next(INTERVAL if meter.active else None)
@@ -372,12 +415,12 @@ def stream(
                 load.take(want)
                 if adapter.casts:
                     tensor = adapter.cast(tensor)
-                yield selection.names[want], tensor
+                yield names[want], tensor
                 del tensor  # or the frame would keep it until the next one is there
                 raise_if_forked(owner, "stream")
             load.wait()
             meter.update(*load.progress(), final=True)
-            checkpoint._ended(load)
+            request.checkpoint._ended(load)
         finally:
             if os.getpid() == owner:
                 load.close()

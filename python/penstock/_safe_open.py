@@ -13,10 +13,9 @@ from typing import Any
 from . import _load
 from ._checkpoint import Checkpoint, Source, open
 from ._core import Options
-from ._device import parse_device
 from ._errors import InvalidError, PenstockError, UnsupportedError
 from ._report import Report
-from ._selection import select, unknown
+from ._selection import unknown
 
 _SINGLES = 4
 """Tensors that are loaded one by one before a caller counts as one who wants them all."""
@@ -135,7 +134,7 @@ class safe_open:
         if backend not in _BACKENDS:
             raise InvalidError(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
         self._framework = _load.framework_named(framework)
-        self._device = parse_device(device)
+        self._device = _load.device_for(device, framework)
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open(filename)
         self._closed = False
@@ -152,10 +151,8 @@ class safe_open:
         return self._checkpoint
 
     def _load(self, names: Sequence[str] | None, slices: Any = None) -> dict[str, Any]:
-        checkpoint = self._checkpoint
-        selection = select(checkpoint._core, names, slices)
-        adapter = _load.make_adapter(self._framework, selection, self._device, None)
-        return _load.load(checkpoint, selection, adapter, self._device, self._options, "file", False)
+        prepared = _load.prepare(self._checkpoint, self._device, names, None, self._framework, self._options, slices)
+        return _load.load(*prepared, False)
 
     def _one(self, name: str) -> Any:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""

@@ -104,7 +104,7 @@ impl Load {
                 want.region = region.map(|r| r.into_iter().map(|(start, stop)| start..stop).collect());
             }
         }
-        let at = target(device)?;
+        let (at, asked) = target(device)?;
         let mut options = options.0.clone();
         options.order = match order {
             "file" => Order::File,
@@ -119,11 +119,15 @@ impl Load {
             None => Memory::Ours,
         };
         let request = Request { checkpoint: core.clone(), wants, device: at, memory, options, stream };
+        let files = core.files();
         let (core, own) = interruptibly(py, |go_on| {
+            check_driver(asked, device).map_err(|e| match files.first() {
+                Some(file) => e.at(&file.path),
+                None => e,
+            })?;
             let core = Core::start_while(request, go_on)?;
             let own = match at {
                 Where::Cpu => (CPU, 0),
-                // By the driver that was found: the names "cuda" and "rocm" are used for either.
                 Where::Gpu(number) => match Api::load()?.vendor() {
                     Vendor::Cuda => (CUDA, number as c_int),
                     Vendor::Hip => (ROCM, number as c_int),
@@ -266,22 +270,46 @@ impl Load {
     }
 }
 
-/// The device that `text` names.
-fn target(text: &str) -> PyResult<Where> {
+/// The device that `text` names, and whose driver it takes where that is said.
+fn target(text: &str) -> PyResult<(Where, Option<Vendor>)> {
     let unknown = || {
         PyValueError::new_err(format!(
-            "device={text:?}: must be \"cpu\", \"cuda:N\" or \"rocm:N\" with N counted from 0"
+            "device={text:?}: must be \"cpu\", \"cuda:N\", \"rocm:N\" or \"gpu:N\" with N counted from 0"
         ))
     };
     if text == "cpu" {
-        return Ok(Where::Cpu);
+        return Ok((Where::Cpu, None));
     }
     let (kind, number) = text.split_once(':').ok_or_else(unknown)?;
     let number: u32 = number.parse().map_err(|_| unknown())?;
-    match kind {
-        "cuda" | "rocm" => Ok(Where::Gpu(number)),
-        _ => Err(unknown()),
+    let asked = match kind {
+        "cuda" => Some(Vendor::Cuda),
+        "rocm" => Some(Vendor::Hip),
+        "gpu" => None,
+        _ => return Err(unknown()),
+    };
+    Ok((Where::Gpu(number), asked))
+}
+
+/// Refuses a GPU of one vendor where the driver is the other's. That there is none at all is found out by who needs it.
+fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
+    let (Some(asked), Ok(api)) = (asked, Api::load()) else { return Ok(()) };
+    if asked == api.vendor() {
+        return Ok(());
     }
+    let name = match api.vendor() {
+        Vendor::Cuda => "cuda",
+        Vendor::Hip => "rocm",
+    };
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "device={device:?} is a GPU of {asked}, but the driver found here is that of {} ({}); give {:?}",
+            api.vendor(),
+            api.library(),
+            format!("{name}:{}", device.split_once(':').map_or("0", |d| d.1)),
+        ),
+    ))
 }
 
 /// Why a dtype and shape do not suit the view, if they do not: they would read past it, or have more elements along the
