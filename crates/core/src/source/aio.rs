@@ -3,15 +3,14 @@
 //! It is asynchronous only with O_DIRECT, which is all that it is used for here.
 
 use super::file::Files;
-use super::flight::{Flight, Next};
+use super::flight::{quarantine, Flight, Next};
 use super::threads::refuses_direct;
-use super::{readable, Done, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{readable, Done, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -289,11 +288,8 @@ impl Aio {
             if settled {
                 self.over.push(Outcome::Refused { read: flight.read, cause: again() });
             } else {
-                // The kernel may write to it at any later time.
-                std::mem::forget((flight.read.keep.clone(), fd));
-                QUARANTINED.fetch_add(1, Ordering::Relaxed);
-                let done = flight.read.done(&self.files, Err(Error::io("go on reading with Linux AIO", cause)));
-                self.over.push(Outcome::Done(done));
+                let error = Error::io("go on reading with Linux AIO", cause);
+                self.over.push(flight.set_apart(fd, error, &self.files));
             }
         }
         for flight in std::mem::take(&mut self.waiting) {
@@ -385,8 +381,6 @@ impl Drop for Aio {
             }
             return self.destroy();
         }
-        let hung = std::mem::take(&mut self.flying);
-        QUARANTINED.fetch_add(hung.iter().flatten().count(), Ordering::Relaxed);
-        std::mem::forget(hung);
+        quarantine(std::mem::take(&mut self.flying));
     }
 }

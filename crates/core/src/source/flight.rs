@@ -2,10 +2,11 @@
 
 use super::file::Files;
 use super::threads::refuses_direct;
-use super::{Destination, Outcome, Read};
+use super::{Destination, Outcome, Read, QUARANTINED};
 use crate::error::{Error, ErrorKind};
 use crate::options::PAGE;
 use std::io;
+use std::sync::atomic::Ordering;
 
 /// Times that EAGAIN is answered with another try: the kernel was short of something for a moment.
 const MOST_TRIES: u32 = 64;
@@ -27,6 +28,12 @@ pub(super) enum Next {
     Over(Outcome),
 }
 
+/// Leaves reads that hang to themselves for good, with the memory that the kernel may still write to.
+pub(super) fn quarantine<T>(hung: Vec<Option<T>>) {
+    QUARANTINED.fetch_add(hung.iter().flatten().count(), Ordering::Relaxed);
+    std::mem::forget(hung);
+}
+
 impl Flight {
     pub(super) fn new(read: Read, files: &Files) -> Result<Flight, Outcome> {
         match read.into {
@@ -36,6 +43,13 @@ impl Flight {
                 Err(Outcome::Done(read.done(files, Err(e))))
             }
         }
+    }
+
+    /// Its outcome where the kernel, which cannot be asked any more, may write to its memory at any later time: that
+    /// memory and `held` are never let go of.
+    pub(super) fn set_apart<T>(self, held: T, error: Error, files: &Files) -> Outcome {
+        quarantine(vec![Some((self.read.keep.clone(), held))]);
+        Outcome::Done(self.read.done(files, Err(error)))
     }
 
     /// Address, bytes and file offset of the next system call.

@@ -5,9 +5,9 @@
 //! but only once the kernel can no longer write to its memory.
 
 use super::file::Files;
-use super::flight::{Flight, Next};
+use super::flight::{quarantine, Flight, Next};
 use super::threads::refuses_direct;
-use super::{readable, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{readable, Done, Fallback, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::schedule::Route;
 use crate::wake::Wake;
@@ -17,7 +17,6 @@ use io_uring::{opcode, squeue, IoUring};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -334,12 +333,8 @@ impl Uring {
             if safe || completed.contains(&(slot as u64)) {
                 self.over.push(Outcome::Refused { read: flight.read, cause: again() });
             } else {
-                let e = Error::io("go on reading with io_uring", cause);
-                // The kernel may write to it at any later time.
-                std::mem::forget((flight.read.keep.clone(), fd));
-                QUARANTINED.fetch_add(1, Ordering::Relaxed);
-                let done = flight.read.done(&self.files, Err(e));
-                self.over.push(Outcome::Done(done));
+                let error = Error::io("go on reading with io_uring", cause);
+                self.over.push(flight.set_apart(fd, error, &self.files));
             }
         }
         for flight in std::mem::take(&mut self.waiting) {
@@ -482,9 +477,7 @@ impl Drop for Uring {
             return;
         }
         if !self.close(ring) {
-            let hung = std::mem::take(&mut self.flying);
-            QUARANTINED.fetch_add(hung.iter().flatten().count(), Ordering::Relaxed);
-            std::mem::forget(hung);
+            quarantine(std::mem::take(&mut self.flying));
         }
     }
 }
