@@ -141,8 +141,8 @@ asan:
 # Left out: the tests that take a fence away. The fake driver has to notice that, and ThreadSanitizer does too: it is a race.
 UNFENCED = driver_notices is_noticed a_ticket_comes_back_only_after_the_copy \
 	an_event_of_the_allocating_stream_is_waited_for scratch_memory_is_refilled_only_after_it_has_travelled
-# Nor one that asks which stage of a load is the slowest: instrumented copies are.
-SLOWED = the_other_stages_of_a_load_onto_a_gpu
+# Nor those that ask which stage of a load is the slowest: instrumented, other stages are.
+SLOWED = the_other_stages_of_a_load_onto_a_gpu is_what_bounds
 TSAN = CARGO_TARGET_DIR=$(TARGET)/tsan \
 	RUSTFLAGS="-Zsanitizer=thread -Cforce-frame-pointers=yes -Clink-arg=-Wl,--export-dynamic-symbol=__tsan_*" \
 	FAKEGPU_LIBRARY=$(TARGET)/tsan/$(HOST)/debug/libfakegpu.so cargo +$(NIGHTLY)
