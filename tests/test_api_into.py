@@ -7,7 +7,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from synth import Tensor
+from synth import Layout, Tensor
 
 
 class Model(torch.nn.Module):
@@ -252,3 +252,43 @@ def test_a_load_that_fails_says_which_destinations_are_no_longer_what_they_were(
     changed = [name for name, tensor in to.items() if not bool((tensor == 7.0).all())]
     assert set(changed) <= set(error.touched)
     assert ("no longer what they were" in str(error)) == bool(error.touched)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda x: (x[:4, :4], x[:4, :4].t()),
+        lambda x: (x[0:4, 0:4], x[2:6, 2:6]),
+        lambda x: (x[0:4, 0:8:2], x[0:4, 2:6]),
+        lambda x: (x.view(-1)[:16].view(4, 4), x[0:4, 0:4]),
+    ],
+    ids=["transposed", "windows", "every second", "one contiguous"],
+)
+def test_views_that_share_bytes_are_refused(write, views):
+    path = write(Layout("model", ((Tensor("a", "F32", (4, 4)), Tensor("b", "F32", (4, 4))),)))
+    a, b = views(torch.zeros(8, 8))
+    with pytest.raises(penstock.MismatchError, match="overlaps"):
+        penstock.open(path).load_into({"a": a, "b": b})
+    with pytest.raises(penstock.MismatchError, match="overlaps"):
+        penstock.open(path).load_into({"a": b.numpy(), "b": a.numpy()})
+    assert not a.any()
+    assert not b.any()
+
+
+def test_views_that_interleave_without_sharing_a_byte_are_filled(write):
+    path = write(Layout("model", (tuple(Tensor(name, "F32", (4, 4)) for name in "abc"),)))
+    fused = torch.zeros(12, 8)
+    to = {"a": fused[0:8:2, 0:4], "b": fused[1:9:2, 0:4], "c": fused[0:4, 4:8]}
+    penstock.open(path).load_into(to)
+    Oracle(path).same({name: tensor.contiguous() for name, tensor in to.items()})
+    backwards = np.zeros((12, 8), "float32")
+    given = {"a": backwards[7::-2, 0:4], "b": backwards[6::-2, 0:4], "c": backwards[0:4, 4:8]}
+    penstock.open(path).load_into(given)
+    Oracle(path).same({name: np.ascontiguousarray(array) for name, array in given.items()})
+
+
+def test_windows_that_slide_over_themselves_are_refused(write):
+    path = write(Layout("model", ((Tensor("a", "F32", (4, 4)),),)))
+    sliding = torch.zeros(16).as_strided((4, 4), (2, 1))
+    with pytest.raises(penstock.MismatchError, match="the same memory"):
+        penstock.open(path).load_into({"a": sliding})

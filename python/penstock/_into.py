@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,18 @@ from ._selection import Selection
 class _Destination:
     """One tensor to be filled, with every name that it goes by."""
 
-    __slots__ = ("address", "contiguous", "device", "dtype", "names", "nbytes", "problem", "shape", "tensor")
+    __slots__ = (
+        "address",
+        "contiguous",
+        "device",
+        "dtype",
+        "names",
+        "nbytes",
+        "problem",
+        "rows",
+        "shape",
+        "tensor",
+    )
 
     def __init__(self, tensor: Any) -> None:
         self.names: list[str] = []
@@ -33,6 +43,8 @@ class _Destination:
         self.dtype = ""
         self.shape: tuple[int, ...] = ()
         self.contiguous = True
+        #: (count, step in bytes) of each dimension, and the bytes of an element: where its bytes are. Steps may be negative
+        self.rows: tuple[list[tuple[int, int]], int] = ([], 0)
         self.problem: str | None = None
 
 
@@ -73,9 +85,9 @@ def _torch_destination(tensor: Any) -> _Destination:
         to.address = tensor.data_ptr()
         to.nbytes = tensor.numel() * tensor.element_size()
         to.contiguous = tensor.is_contiguous()
-        if not to.contiguous and any(
-            step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
+        size = tensor.element_size()
+        to.rows = ([(n, size * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)], size)
+        if not to.contiguous and to.nbytes and _overlaps_itself(to):
             to.problem = "is expanded: several of its elements are the same memory"
     return to
 
@@ -91,11 +103,10 @@ def _numpy_destination(array: Any) -> _Destination:
     to.nbytes = array.nbytes
     to.address = array.__array_interface__["data"][0]
     to.contiguous = bool(array.flags.c_contiguous)
+    to.rows = (list(zip(array.shape, array.strides, strict=True)), array.itemsize)
     if not array.flags.writeable:
         to.problem = "is read-only"
-    elif not to.contiguous and any(
-        step == 0 and size > 1 for step, size in zip(array.strides, array.shape, strict=True)
-    ):
+    elif not to.contiguous and to.nbytes and _overlaps_itself(to):
         to.problem = "is broadcast: several of its elements are the same memory"
     return to
 
@@ -152,16 +163,68 @@ def _writable_ranges() -> list[tuple[int, int]] | None:
     return ranges
 
 
+def _overlaps_itself(to: _Destination) -> bool:
+    """Whether several of its elements may be the same memory: steps that are shorter than what they step over."""
+    dimensions, inner = to.rows
+    for step, n in sorted((abs(step), n) for n, step in dimensions if n > 1):
+        if step < inner:
+            return True
+        inner += (n - 1) * step
+    return False
+
+
+def _span(to: _Destination) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last."""
+    dimensions, size = to.rows
+    ends = [(n - 1) * step for n, step in dimensions]
+    return to.address + sum(e for e in ends if e < 0), to.address + sum(e for e in ends if e > 0) + size
+
+
+def _overlap(a: _Destination, b: _Destination) -> bool:
+    """Whether two destinations whose spans meet have a byte in common. Columns of one matrix do not, for instance."""
+    if a.contiguous and b.contiguous:
+        return True
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        return True  # for want of anything that knows better
+    # Arrays with the same steps at addresses where nothing is: only addresses are compared
+    start = min(_span(a)[0], _span(b)[0]) - 4096
+    arrays = [numpy.asarray(_Elsewhere(to, to.address - start)) for to in (a, b)]
+    try:
+        return bool(numpy.shares_memory(arrays[0], arrays[1], max_work=1_000_000))
+    except RuntimeError:  # TooHardError: dimensions and steps that no tensor has
+        return True
+
+
+class _Elsewhere:
+    """What numpy needs to know of an array with the shape and steps of a destination."""
+
+    def __init__(self, to: _Destination, address: int) -> None:
+        dimensions, size = to.rows
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(n for n, _ in dimensions),
+            "strides": tuple(step for _, step in dimensions),
+            "data": (address, False),
+        }
+
+
 def _memory_problems(found: list[_Destination]) -> list[str]:
     """Destinations that overlap each other, or whose memory may not be written to."""
     problems = []
-    placed = sorted(
-        (to for to in found if to.problem is None and to.contiguous and to.nbytes),
-        key=lambda to: (to.device, to.address),
-    )
-    for a, b in pairwise(placed):
-        if a.device == b.device and a.address + a.nbytes > b.address:
-            problems.append(f"{b.names[0]} overlaps {a.names[0]} in memory without being the same tensor")
+    filled = [(to, *_span(to)) for to in found if to.problem is None and to.nbytes]
+    filled.sort(key=lambda entry: (entry[0].device, entry[1]))
+    near: list[tuple[_Destination, int]] = []
+    for b, start, end in filled:
+        near = [(a, past) for a, past in near if a.device == b.device and past > start]
+        for a, _ in near:
+            if _overlap(a, b):
+                problems.append(f"{b.names[0]} overlaps {a.names[0]} in memory without being the same tensor")
+                break
+        near.append((b, end))
+    placed = [to for to, _, _ in filled if to.contiguous]
     ranges = _writable_ranges()
     if ranges is not None:
         starts = [start for start, _ in ranges]
