@@ -7,7 +7,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from synth import Layout, Tensor
+from synth import Tensor
 
 
 class Model(torch.nn.Module):
@@ -265,7 +265,7 @@ def test_a_load_that_fails_says_which_destinations_are_no_longer_what_they_were(
     ids=["transposed", "windows", "every second", "one contiguous"],
 )
 def test_views_that_share_bytes_are_refused(write, views):
-    path = write(Layout("model", ((Tensor("a", "F32", (4, 4)), Tensor("b", "F32", (4, 4))),)))
+    path = write(Tensor("a", "F32", (4, 4)), Tensor("b", "F32", (4, 4)))
     a, b = views(torch.zeros(8, 8))
     with pytest.raises(penstock.MismatchError, match="overlaps"):
         penstock.open(path).load_into({"a": a, "b": b})
@@ -276,7 +276,7 @@ def test_views_that_share_bytes_are_refused(write, views):
 
 
 def test_views_that_interleave_without_sharing_a_byte_are_filled(write):
-    path = write(Layout("model", (tuple(Tensor(name, "F32", (4, 4)) for name in "abc"),)))
+    path = write(*(Tensor(name, "F32", (4, 4)) for name in "abc"))
     fused = torch.zeros(12, 8)
     to = {"a": fused[0:8:2, 0:4], "b": fused[1:9:2, 0:4], "c": fused[0:4, 4:8]}
     penstock.open(path).load_into(to)
@@ -288,7 +288,7 @@ def test_views_that_interleave_without_sharing_a_byte_are_filled(write):
 
 
 def test_windows_that_slide_over_themselves_are_refused(write):
-    path = write(Layout("model", ((Tensor("a", "F32", (4, 4)),),)))
+    path = write(Tensor("a", "F32", (4, 4)))
     sliding = torch.zeros(16).as_strided((4, 4), (2, 1))
     with pytest.raises(penstock.MismatchError, match="the same memory"):
         penstock.open(path).load_into({"a": sliding})

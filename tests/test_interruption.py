@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -215,6 +216,45 @@ def test_the_interpreter_ends_with(tmp_path, what):
     code, out, err = finish(begin(HEAD + ENDS[what], path), 30)
     assert (code, out, err) == (0, "", "")
     assert time.monotonic() - began < 15
+
+
+def test_a_thread_that_is_joined_at_exit_is_not_held_for_ever(slow):
+    """By a handler that runs after ours, because it was registered before."""
+    program = """
+import atexit, sys, threading, time
+threads = []
+atexit.register(lambda: [thread.join() for thread in threads])
+import penstock
+checkpoint = penstock.open(sys.argv[1])
+slow = dict(io="threads", extent=4096, depth=1, threads=1)
+def load():
+    try:
+        checkpoint.load(framework="np", options=slow)
+    except penstock.CancelledError:
+        print("cancelled")
+threads.append(threading.Thread(target=load, daemon=True))
+threads[0].start()
+time.sleep(0.5)
+"""
+    assert run(program, slow, timeout=15) == "cancelled\n"
+
+
+def test_whoever_closes_a_job_finds_it_ended(slow):
+    """However many close it at once: engine and read threads are gone for each of them."""
+    checkpoint = penstock.open(slow)
+    for _ in range(5):
+        job = checkpoint.start(framework="np", options={**SLOW, "extent": 64 << 20, "staging": 256 << 20})
+        time.sleep(0.05)
+        found: list[list[str]] = []
+        closers = [
+            threading.Thread(target=lambda job=job, found=found: (job.close(), found.append(ordeal.threads(0.02))))
+            for _ in range(3)
+        ]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        assert found == [[], [], []]
 
 
 def test_tensors_outlive_everything_that_made_them(file):

@@ -43,7 +43,7 @@ class _Destination:
         self.dtype = ""
         self.shape: tuple[int, ...] = ()
         self.contiguous = True
-        #: (count, step in bytes) of each dimension, and the bytes of an element: where its bytes are. Steps may be negative
+        #: Where its bytes are: (count, step in bytes, which may be negative) per dimension, and the bytes of an element
         self.rows: tuple[list[tuple[int, int]], int] = ([], 0)
         self.problem: str | None = None
 
@@ -191,8 +191,9 @@ def _overlap(a: _Destination, b: _Destination) -> bool:
     # Arrays with the same steps at addresses where nothing is: only addresses are compared
     start = min(_span(a)[0], _span(b)[0]) - 4096
     arrays = [numpy.asarray(_Elsewhere(to, to.address - start)) for to in (a, b)]
+    work: Any = 1_000_000  # numpy's own types know of 0 and -1 only
     try:
-        return bool(numpy.shares_memory(arrays[0], arrays[1], max_work=1_000_000))
+        return bool(numpy.shares_memory(arrays[0], arrays[1], max_work=work))
     except RuntimeError:  # TooHardError: dimensions and steps that no tensor has
         return True
 

@@ -360,10 +360,13 @@ impl Load {
             // A forked child has no such thread to wait for, and a lock that it held then is never free here.
             return;
         }
-        let Some(thread) = lock(&self.thread).take() else { return };
+        // Held until the thread has ended: whoever closes the load as well waits for that too.
+        let mut running = lock(&self.thread);
+        let Some(thread) = running.take() else { return };
         self.cancel();
         // The engine thread bounds its own end (DRAIN), and a panic in it has been turned into an outcome.
         let _ = thread.join();
+        drop(running);
         // Whoever holds on to a failed load, as a traceback does, must not hold on to gigabytes.
         if matches!(self.shared.lock().outcome, Some(Err(_))) {
             self.release();

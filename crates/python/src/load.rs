@@ -23,6 +23,9 @@ use std::time::{Duration, Instant};
 /// Waits are cut into pieces of this length, between which Python gets to run its signal handlers.
 const SIGNALS: Duration = Duration::from_millis(50);
 
+/// From the end of its loads to the interpreter's own end, if nothing else takes its time.
+const AT_EXIT: Duration = Duration::from_secs(2);
+
 /// The thread that ends the interpreter, once it does so.
 static EXITING: AtomicI32 = AtomicI32::new(0);
 
@@ -42,8 +45,9 @@ fn this_thread() -> i32 {
 fn stop_where_exiting<T>(found: &penstock::Result<T>) {
     let cancelled = matches!(found, Err(e) if e.kind() == ErrorKind::Cancelled);
     let exiting = EXITING.load(Ordering::Relaxed);
-    while cancelled && exiting != 0 && exiting != this_thread() {
-        std::thread::park();
+    if cancelled && exiting != 0 && exiting != this_thread() {
+        // Not for ever: what runs later at exit may wait for this thread to end.
+        std::thread::sleep(AT_EXIT);
     }
 }
 
