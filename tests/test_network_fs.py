@@ -52,6 +52,14 @@ def test_a_slow_server_gets_many_reads_at_once_and_is_never_mapped(fs, remote, b
     assert report.routes["mapped"]["bytes"] == 0
 
 
+def test_what_cannot_go_past_the_page_cache_says_so(fs, remote, backing):
+    """FUSE knows no RWF_DONTCACHE, and its O_DIRECT is for whoever asks for it by name."""
+    tensors, report = load(remote, cache="bypass")
+    same(tensors, backing / "model.safetensors")
+    assert ("RWF_DONTCACHE", "page cache") in ordeal.told(report)
+    assert ordeal.told(load(remote, cache="keep")[1]) == []
+
+
 def test_a_warm_file_of_a_server_is_not_mapped_either(fs, remote, backing):
     remote.read_bytes()
     tensors, report = load(remote)

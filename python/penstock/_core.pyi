@@ -13,6 +13,7 @@ __all__ = [
     "View",
     "__version__",
     "evict",
+    "exiting",
     "gpus",
     "probe",
     "residency",

@@ -55,7 +55,8 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         _ => None,
     };
     let (blocks, fence) = allocate(&layout, &files, memory, at)?;
-    let (source, workers) = source(&files, &options, plan.all_resident, here)?;
+    let bypass = plan.report.cache == "bypass";
+    let (source, workers) = source(&files, &options, plan.all_resident, bypass, here)?;
     let source = match stand_ins.decorate {
         Some(decorate) => decorate(source, &files)?,
         None => source,
@@ -196,13 +197,22 @@ fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
 }
 
 /// The source of the load, and how many threads it may use.
-fn source(files: &Arc<Files>, options: &Options, all_resident: bool, here: bool) -> Result<(Box<dyn Source>, usize)> {
+fn source(
+    files: &Arc<Files>,
+    options: &Options,
+    all_resident: bool,
+    bypass: bool,
+    here: bool,
+) -> Result<(Box<dyn Source>, usize)> {
     let mut options = options.clone();
     if options.threads == 0 && all_resident {
         // More copy workers than cores would only take turns.
         options.threads = machine::cores().min(MOST_WORKERS) as u32;
     }
     let mut source = Router::new(files.clone(), &options)?;
+    if bypass {
+        source.leave_nothing();
+    }
     if here {
         source.read_here();
     }

@@ -4,6 +4,7 @@
 //! | route | goes | where that is refused |
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
+//! | buffered, and nothing is to stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
 //! | direct, and the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE where there is) | |
@@ -45,6 +46,8 @@ pub struct Router {
     /// Network files too go to the asynchronous interface: the caller named it.
     insists: bool,
     depth: usize,
+    /// What is read through the page cache is not to stay there.
+    leaves_nothing: bool,
     /// For each file, whether it refused O_DIRECT.
     refused: Vec<bool>,
     /// On their way back from a route that was refused, while the next one is full.
@@ -88,6 +91,7 @@ impl Router {
             io: options.io,
             insists: matches!(options.io, Io::Uring | Io::Aio),
             depth,
+            leaves_nothing: false,
             refused: vec![false; files.len()],
             back: Vec::new(),
             over: Vec::new(),
@@ -107,6 +111,12 @@ impl Router {
             Direct::Aio(_) => "Linux AIO",
             Direct::Threads => "threads",
         }
+    }
+
+    /// From now on files that are read through the page cache for want of O_DIRECT leave nothing new in it, where the kernel
+    /// can do that.
+    pub(crate) fn leave_nothing(&mut self) {
+        self.leaves_nothing = true;
     }
 
     /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
@@ -173,12 +183,18 @@ impl Router {
     fn way(&self, read: &Read) -> Option<Way> {
         match read.route {
             Route::Mapped => Some(Way::Mapped),
+            Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => Some(Way::Uncached),
             Route::Buffered => Some(Way::Buffered),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => Some(Way::Uncached),
             Route::Direct if matches!(self.direct, Direct::Threads) => Some(Way::Direct),
             Route::Direct if !self.insists && self.is_network(read.file) => Some(Way::Direct),
             Route::Direct => None,
         }
+    }
+
+    /// Whether the file's cold bytes would have gone past the page cache by O_DIRECT.
+    fn has_direct(&self, file: u32) -> bool {
+        self.files.facts(file).is_ok_and(|f| f.kind == FsKind::Local && f.direct_align.is_some())
     }
 
     fn is_network(&self, file: u32) -> bool {
@@ -189,11 +205,8 @@ impl Router {
     fn send(&mut self, mut read: Read) -> Result<(), Read> {
         match (self.way(&read), &mut self.direct) {
             (Some(Way::Uncached), _) => {
-                read.route = Route::Buffered;
-                self.threads.submit_as(read, Way::Uncached).map_err(|mut read| {
-                    read.route = Route::Direct;
-                    read
-                })
+                let route = std::mem::replace(&mut read.route, Route::Buffered);
+                self.threads.submit_as(read, Way::Uncached).map_err(|read| Read { route, ..read })
             }
             (Some(way), _) => self.threads.submit_as(read, way),
             (None, Direct::Uring(uring)) => uring.submit(read),
