@@ -401,6 +401,29 @@ def print_results(result: dict[str, Any]) -> None:
         )
 
 
+def print_tables(result: dict[str, Any]) -> None:
+    """The rows and bounds of one result file as Markdown, for docs/benchmarks.md."""
+    headings = ("", "median s", "min..max", "GB/s", "of raw", "load s", "touch s", "CPU s", "loads")
+    places = dict.fromkeys((row["checkpoint"], row["scenario"]) for row in result["rows"])
+    for checkpoint, scenario in places:
+        rows = [row for row in result["rows"] if (row["checkpoint"], row["scenario"]) == (checkpoint, scenario)]
+        print(f"\n{checkpoint}, {scenario}:\n\n| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+        for row in sorted(rows, key=lambda row: row.get("median_s", float("inf"))):
+            if "error" in row:
+                print(f"| {row['contestant']} | failed: {row['error']} |{' |' * (len(headings) - 2)}")
+                continue
+            cells = [row["contestant"], f"{row['median_s']:.3f}", f"{row['min_s']:.3f}..{row['max_s']:.3f}"]
+            cells += [f"{row['gb_per_s']:.2f}"]
+            optional = (("share_of_raw", ".2f"), ("load_s", ".3f"), ("touch_s", ".3f"), ("cpu_s", ".2f"))
+            cells += [format(row[key], how) if key in row else "" for key, how in optional]
+            print(f"| {' | '.join([*cells, str(row['loads'])])} |")
+    print("\n| checkpoint | bound | found | wanted | |\n|---|---|---|---|---|")
+    for row in result["bounds"]:
+        verdict = ("holds" if row["holds"] else "**missed**") if row["judged"] else "not judged"
+        sign = "at least" if row["sign"] == ">=" else "at most"
+        print(f"| {row['checkpoint']} | {row['claim']} | {row['value']:.2f} | {sign} {row['bound']} | {verdict} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare penstock with its peers and with what this machine allows.")
     parser.add_argument(
@@ -414,7 +437,11 @@ def main() -> int:
         "--folder", type=Path, default=REPOSITORY / ".bench" / "checkpoints", help="where checkpoints lie"
     )
     parser.add_argument("--json", type=Path, default=REPOSITORY / ".bench" / "results.json", help="where results go")
+    parser.add_argument("--tables", type=Path, metavar="RESULTS", help="only print a result file as Markdown tables")
     arguments = parser.parse_args()
+    if arguments.tables:
+        print_tables(json.loads(arguments.tables.read_text()))
+        return 0
 
     layouts: dict[str, Callable[[], synth.Layout]] = {
         "gpt2": synth.gpt2,

@@ -79,3 +79,12 @@ def test_a_quick_run_states_the_bounds_without_judging(outcome: dict[str, Any]) 
     assert any(claim.startswith("cold: share of the raw O_DIRECT read") for claim in claims)
     assert not any(row["judged"] for row in outcome["bounds"])
     assert "too small to be judged" in outcome["printed"]
+
+
+def test_a_result_file_can_be_had_as_tables(outcome: dict[str, Any], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({key: outcome[key] for key in ("rows", "bounds")}))
+    printed = subprocess.run([sys.executable, BENCH, "--tables", results], capture_output=True, text=True, check=True)
+    cells = [line.split("|")[1].strip() for line in printed.stdout.splitlines() if line.startswith("| ")]
+    assert {row["contestant"] for row in outcome["rows"]} <= set(cells)
+    assert cells.count("moe") == len(outcome["bounds"])
