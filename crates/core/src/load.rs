@@ -93,9 +93,6 @@ pub struct Load {
     pid: u32,
 }
 
-/// A mapped file that was looked at so recently is not looked at again for the next tensor: the look takes 2 us.
-const LOOK: Duration = Duration::from_millis(1);
-
 /// What the owner of a load and its engine thread share.
 pub(crate) struct Shared {
     state: Mutex<State>,
@@ -108,8 +105,6 @@ pub(crate) struct State {
     pub(crate) messages: Vec<Message>,
     /// Wants in hand-out order that the owner has not asked for yet (streams only).
     pub(crate) ready: VecDeque<u32>,
-    /// The mapped file looked at last, and when.
-    looked: Option<(u32, Instant)>,
     /// Blocks the owner is asked to grant.
     pub(crate) wanted: Vec<u32>,
     pub(crate) arrived: u64,
@@ -294,19 +289,12 @@ impl Load {
         let (Some(files), BlockKind::Mapped { file }) = (&self.mapped, self.layout.blocks[block as usize].kind) else {
             return Ok(());
         };
-        if state.looked.is_some_and(|(f, at)| f == file && at.elapsed() < LOOK) {
-            return Ok(());
-        }
-        let looked = files.verify_file(file);
-        match looked {
-            Ok(()) => state.looked = Some((file, Instant::now())),
+        // For each tensor anew, which takes 2 us: whoever cut the file off before asking is told so, however soon they ask.
+        files.verify_file(file).inspect_err(|_| {
             // Nothing more comes out of this load.
-            Err(_) => {
-                state.messages.push(Message::Cancel);
-                self.shared.inbox.ring();
-            }
-        }
-        looked
+            state.messages.push(Message::Cancel);
+            self.shared.inbox.ring();
+        })
     }
 
     /// Tells the engine that the consumer has taken this want: its bytes no longer count against the window.
