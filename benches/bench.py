@@ -186,9 +186,9 @@ class Bench:
         routes = [contestant for contestant in CONTESTANTS if f"{scenario}-routes" in contestant.scenarios]
 
         def before() -> dict[str, Any]:
-            # Before a cold load too: each finds as much memory that was freed just now, whoever came before. The one that
-            # follows a contestant that leaves no page cache behind would get memory that was free for long, which a
-            # virtual machine may have given back to its host: a third slower to fill.
+            # Before a cold load too: each finds as much memory that was freed just now, whoever came before it. Else the
+            # one after a contestant that leaves no page cache gets memory that was free for long, which a virtual
+            # machine may have given back to its host: a third slower to fill.
             fill(paths)
             if scenario != "cold":
                 return {"resident_before": resident_bytes(paths)}
