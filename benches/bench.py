@@ -186,7 +186,7 @@ class Bench:
         routes = [contestant for contestant in CONTESTANTS if f"{scenario}-routes" in contestant.scenarios]
 
         def before() -> dict[str, Any]:
-            # Before a cold load too: each finds as much memory that was freed just now, whoever came before it. Else the
+            # Before a cold load too: each finds as much memory that was freed just now, whoever came before. Else the
             # one after a contestant that leaves no page cache gets memory that was free for long, which a virtual
             # machine may have given back to its host: a third slower to fill.
             fill(paths)
