@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import gc
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -91,6 +93,14 @@ def fill(paths: Iterable[Path]) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def free_memory(nbytes: int) -> None:
+    """Uses and frees that much memory, so that it is there: a virtual machine gives free memory back to its host."""
+    with mmap.mmap(-1, nbytes) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, nbytes)
+        gc.collect()  # the view of it, or it cannot be closed
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -186,10 +196,11 @@ class Bench:
         routes = [contestant for contestant in CONTESTANTS if f"{scenario}-routes" in contestant.scenarios]
 
         def before() -> dict[str, Any]:
-            # Before a cold load too: each finds as much memory that was freed just now, whoever came before. Else the
-            # one after a contestant that leaves no page cache gets memory that was free for long, which a virtual
-            # machine may have given back to its host: a third slower to fill.
+            # Each finds as much memory that was freed just now, whoever came before. Else the one after a contestant
+            # that leaves no page cache gets memory that was free for long, which a virtual machine may have given back
+            # to its host: a third slower to fill.
             fill(paths)
+            free_memory(sum(path.stat().st_size for path in paths))
             if scenario != "cold":
                 return {"resident_before": resident_bytes(paths)}
             evict(paths)
