@@ -107,7 +107,8 @@ impl Layout {
     ///
     /// # Errors
     /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants, and where all blocks together have more bytes than an address
-    /// can have (a sparse file may be as large as that, and wanted many times over); `Invalid` where `mapped` does not have one flag per file.
+    /// can have (a sparse file may be as large as that, and wanted many times over); `Invalid` where `mapped` does not have
+    /// one flag per file.
     pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
         if wants.len() >= NONE as usize {
             return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
