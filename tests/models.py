@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import reference
-import synth
-from synth import BITS, Layout, Tensor
+from penstock.bench import reference, synth
+from penstock.bench.synth import BITS, Layout, Tensor
 
 MIB = 1 << 20
 

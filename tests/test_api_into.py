@@ -7,7 +7,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from synth import Tensor
+from penstock.bench.synth import Tensor
 
 
 class Model(torch.nn.Module):

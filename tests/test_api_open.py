@@ -7,7 +7,7 @@ from pathlib import Path
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, descriptors
-from synth import Tensor
+from penstock.bench.synth import Tensor
 
 NAMES = [tensor.name for tensor in LAYOUT.tensors]
 

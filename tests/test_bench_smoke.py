@@ -15,14 +15,14 @@ pytest.importorskip("torch")
 # Some fifteen processes that import torch each, and a release build of the ceilings: minutes on two busy cores.
 pytestmark = pytest.mark.timeout(1200)
 
-BENCH = Path(__file__).resolve().parent.parent / "benches" / "bench.py"
+BENCH = [sys.executable, "-m", "penstock.cli", "bench"]
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bench")
     report = folder / "results.json"
-    command = [sys.executable, BENCH, "--quick", "--rounds", "1", "--checkpoint", "moe", "--no-routes"]
+    command = [*BENCH, "--quick", "--rounds", "1", "--checkpoint", "moe", "--no-routes"]
     done = subprocess.run(
         [*command, "--folder", folder, "--json", report], capture_output=True, text=True, check=False, timeout=1100
     )
@@ -84,7 +84,7 @@ def test_a_quick_run_states_the_bounds_without_judging(outcome: dict[str, Any]) 
 def test_a_result_file_can_be_had_as_tables(outcome: dict[str, Any], tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     results.write_text(json.dumps({key: outcome[key] for key in ("rows", "bounds")}))
-    printed = subprocess.run([sys.executable, BENCH, "--tables", results], capture_output=True, text=True, check=True)
+    printed = subprocess.run([*BENCH, "--tables", results], capture_output=True, text=True, check=True)
     cells = [line.split("|")[1].strip() for line in printed.stdout.splitlines() if line.startswith("| ")]
     assert {row["contestant"] for row in outcome["rows"]} <= set(cells)
     assert cells.count("moe") == len(outcome["bounds"])

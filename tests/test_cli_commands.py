@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LAYOUT
-from synth import Tensor
+from penstock.bench.synth import Tensor
 
 OK, FAILED, USAGE, ERROR = 0, 1, 2, 3
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pagecache
 import penstock
 import pytest
-import synth
 from conftest import Oracle
-from synth import Tensor
+from penstock.bench import synth
+from penstock.bench.synth import Tensor
 
 MIB = 1 << 20
 

@@ -14,10 +14,9 @@ from typing import Any
 import fakegpu
 import penstock
 import pytest
-import reference
-import synth
 from fakegpu import FakeGpu, FakeTorch, fresh, settle, threads, torch_on
-from synth import Tensor
+from penstock.bench import reference, synth
+from penstock.bench.synth import Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 
@@ -383,7 +382,7 @@ def environment(**more: str) -> dict[str, str]:
     here = Path(__file__).parent
     return {
         "PENSTOCK_GPU_LIBRARY": f"cuda:{fakegpu.LIBRARY}",
-        "PYTHONPATH": f"{here}:{here.parent / 'benches'}:{Path(penstock.__file__).parents[1]}",
+        "PYTHONPATH": f"{here}:{Path(penstock.__file__).parents[1]}",
         **more,
     }
 

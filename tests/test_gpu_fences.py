@@ -15,10 +15,10 @@ from typing import Any
 import fakegpu
 import penstock
 import pytest
-import synth
 from fakegpu import FakeTorch, fresh, torch_on
 from penstock import _accelerator
-from synth import Tensor
+from penstock.bench import synth
+from penstock.bench.synth import Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

@@ -13,12 +13,11 @@ from typing import Any
 import fakegpu
 import penstock
 import pytest
-import reference
-import synth
 import torch
 from conftest import raw
 from fakegpu import FakeGpu, FakeTorch, fresh, torch_on
-from synth import Layout, Tensor
+from penstock.bench import reference, synth
+from penstock.bench.synth import Layout, Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

@@ -10,7 +10,7 @@ import penstock
 import pytest
 import torch
 from models import ROUTES, UNICODE, Model, Way, flat
-from synth import BITS
+from penstock.bench.synth import BITS
 
 safetensors = pytest.importorskip("safetensors")
 theirs_in_torch = pytest.importorskip("safetensors.torch")
@@ -157,7 +157,7 @@ def test_names_of_any_unicode_are_found(odd: Model, name: str) -> None:
 @pytest.mark.parametrize("spaces", range(9))
 @pytest.mark.parametrize("copy", [None, True])
 def test_tensors_are_aligned_wherever_their_bytes_lie(tmp_path: Path, spaces: int, copy: bool | None) -> None:
-    import synth
+    from penstock.bench import synth
 
     tensors = [synth.Tensor(dtype, dtype, (5, 7)) for dtype in ("U8", "F64", "F16", "I32", "C64", "BF16")]
     path = synth.write_file(tmp_path / "shifted.safetensors", tensors, align=8, spaces=spaces)

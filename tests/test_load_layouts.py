@@ -9,9 +9,9 @@ import numpy as np
 import pagecache
 import penstock
 import pytest
-import reference
 import torch
 from models import ROUTES, SPARSE, Model, Way, accounted, flat
+from penstock.bench import reference
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 

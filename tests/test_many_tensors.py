@@ -11,9 +11,9 @@ import numpy as np
 import pagecache
 import penstock
 import pytest
-import reference
 import torch
 from models import accounted
+from penstock.bench import reference
 
 TENSORS = 371_474
 #: Tries: other programs share the machine.
@@ -60,7 +60,7 @@ def test_the_layout_is_as_large_as_promised(many: Path, files: list[Path]) -> No
 def test_opened_within_400_ms_and_loaded_within_1800_ms(
     many: Path, files: list[Path], python: Callable[..., Any], tmp_path: Path, copy: bool | None
 ) -> None:
-    import synth
+    from penstock.bench import synth
 
     small = synth.write_file(tmp_path / "small.safetensors", [synth.Tensor("a", "F32", (8,))])
     pagecache.put(files, "warm")

@@ -1,4 +1,4 @@
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | bench``.
 
 Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
@@ -21,6 +21,7 @@ from ._dtypes import DTYPES
 from ._errors import InvalidError, PenstockError
 from ._load import ORDERS, make_options
 from ._report import size_text
+from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -386,6 +387,14 @@ def _doctor(args: argparse.Namespace) -> None:
     _print(args, found, lambda: doctor.describe(found))
 
 
+# bench
+
+
+def _bench(args: argparse.Namespace) -> None:
+    if not bench.run(args):
+        raise _Failed
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
@@ -435,6 +444,11 @@ def _parser() -> argparse.ArgumentParser:
     made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
     made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
     made.add_argument("--no-measure", action="store_true", help="skip the measurement of read and copy rates")
+
+    help = "time penstock beside other loaders and beside what this machine allows"
+    made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
+    bench.add_arguments(made)
+    made.set_defaults(run=_bench)
     return parser
 
 
@@ -463,7 +477,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         kind = error.kind if isinstance(error, PenstockError) else type(error).__name__
-        if args.json:
+        if args.json is True:  # bench has the name of a file there
             path = getattr(error, "path", None)
             document = {"ok": False, "error": {"kind": kind, "path": path, "message": str(error)}}
             sys.stdout.write(json.dumps(document, indent=2) + "\n")

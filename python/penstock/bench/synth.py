@@ -4,10 +4,10 @@ The files are written here byte by byte (8-byte length, JSON header, data), not 
 they can be an oracle for one. The same layout and seed always give the same bytes, and a checkpoint that is already in
 place is not written again.
 
-    from synth import gpt2, write
+    from penstock.bench.synth import gpt2, write
     folder = write(gpt2(), "/tmp/gpt2", seed=0)     # /tmp/gpt2/model.safetensors
 
-On the command line: `python benches/synth.py gpt2 FOLDER [--nbytes 500e6] [--seed 0]`.
+On the command line: `python -m penstock.bench.synth gpt2 FOLDER [--nbytes 500e6] [--seed 0]`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def write_file(
                 if not pool.size:
                     pool = random.integers(0, 1 << 64, _POOL_BYTES // 8, dtype=np.uint64).view(np.uint8)
                 data, pool = pool[:left], pool[left:]
-                file.write(data & 1 if tensor.dtype == "BOOL" else data)
+                file.write((data & np.uint8(1) if tensor.dtype == "BOOL" else data).data)
                 left -= data.size
         file.truncate(total)
     partial.rename(path)

@@ -76,7 +76,7 @@ class Comparer:
         for start in range(0, entry.nbytes, _COMPARE_BYTES):
             size = min(_COMPARE_BYTES, entry.nbytes - start)
             expected = self._buffer[:size]
-            if os.preadv(file, [expected], entry.offset + start) != size:
+            if os.preadv(file, [expected.data], entry.offset + start) != size:
                 raise EOFError(f"{entry.file}: ends within {name}")
             if not np.array_equal(expected, data[start : start + size]):
                 return False
