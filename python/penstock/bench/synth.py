@@ -1,30 +1,36 @@
-"""Writes checkpoints with the tensor names, shapes, dtypes and sharding of public models, filled with random bytes.
+"""Writes checkpoints: files of random bytes with given tensor names, shapes and dtypes.
 
 The files are written here byte by byte (8-byte length, JSON header, data), not by any safetensors library, so that
-they can be an oracle for one. The same layout and seed always give the same bytes, and a checkpoint that is already in
-place is not written again.
+they can be an oracle for one. The same layout and seed always give the same bytes, whatever the number of threads, and
+a checkpoint that is already in place is not written again.
 
-    from penstock.bench.synth import gpt2, write
-    folder = write(gpt2(), "/tmp/gpt2", seed=0)     # /tmp/gpt2/model.safetensors
+    from penstock.bench.synth import llama, write
+    folder = write(llama(3e9), "/tmp/llama", seed=0)     # three files and an index
 
-On the command line: `python -m penstock.bench.synth gpt2 FOLDER [--nbytes 500e6] [--seed 0]`.
+The layouts at the end of this file are made for tests and for the benchmark: cut to a size, or wilder than any model.
+Those of public models are in `layouts`; `penstock synth` writes them.
 """
 
 from __future__ import annotations
 
-import argparse
+import bisect
+import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+from .._errors import InvalidError, LimitError
+from .._report import size_text
 
 #: Bits per element of every dtype of the format.
 BITS: dict[str, int] = {
@@ -53,8 +59,12 @@ BITS: dict[str, int] = {
 }
 
 _ABSENT: Any = object()
-_POOL_BYTES = 8 << 20
+#: Bytes that one thread makes and writes at a time. Each chunk of a file has a random stream of its own, so that any
+#: number of threads writes the same bytes.
+_CHUNK = 4 << 20
+_THREADS = 4
 _RECORD = ".synth.json"
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of a checkpoint, each a tuple of tensors in the order of their data."""
+    """The shards of a checkpoint, each a tuple of tensors in the order of their data.
+
+    `pattern` names the files where there are several: {number} of {count}, or {index} up to {last}, from zero. `align`
+    is what the data of each file starts at a multiple of (1: wherever the header ends, as older writers left it).
+    `cut` says what is missing of the model that the layout is named after. `metadata=None` leaves it out of the header.
+    """
 
     name: str
     shards: tuple[tuple[Tensor, ...], ...]
     metadata: Mapping[str, str] | None = field(default_factory=lambda: {"format": "pt"})
+    align: int = 8
+    pattern: str = "model-{number:05}-of-{count:05}.safetensors"
+    cut: str | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -96,7 +114,9 @@ class Layout:
         count = len(self.shards)
         if count == 1:
             return ["model.safetensors"]
-        return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        return [
+            self.pattern.format(number=index + 1, count=count, index=index, last=count - 1) for index in range(count)
+        ]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -129,70 +149,177 @@ def write_file(
 ) -> Path:
     """Writes one safetensors file of random bytes and returns its path. BOOL tensors hold only 0 and 1.
 
-    The file appears under its name when it is whole.
+    The file appears under its name when it is whole; nothing is left of one that failed or was interrupted.
     """
     path = Path(path)
     header = header_bytes(tensors, metadata, align, spaces)
-    total = len(header) + sum(tensor.nbytes for tensor in tensors)
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed)))
-    pool = np.empty(0, dtype=np.uint8)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb", buffering=1 << 20) as file:
-        file.write(header)
-        for tensor in tensors:
-            if tensor.hole:
-                file.seek(tensor.nbytes, os.SEEK_CUR)
-                continue
-            left = tensor.nbytes
-            while left:
-                if not pool.size:
-                    pool = random.integers(0, 1 << 64, _POOL_BYTES // 8, dtype=np.uint64).view(np.uint8)
-                data, pool = pool[:left], pool[left:]
-                file.write((data & np.uint8(1) if tensor.dtype == "BOOL" else data).data)
-                left -= data.size
-        file.truncate(total)
-    partial.rename(path)
+    try:
+        with partial.open("wb", buffering=0) as file:
+            file.write(header)
+            file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors))
+            _write_data(file.fileno(), len(header), tensors, [seed] if isinstance(seed, int) else list(seed))
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return path
 
 
-def write(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, align: int = 8) -> Path:
+def _write_data(fd: int, start: int, tensors: Sequence[Tensor], seed: list[int]) -> None:
+    """Fills the file from `start` on, chunk by chunk."""
+    bools: list[tuple[int, int]] = []  # ranges within the data, in order
+    holes: list[tuple[int, int]] = []
+    total = 0
+    for tensor in tensors:
+        begin, total = total, total + tensor.nbytes
+        if tensor.hole or tensor.dtype == "BOOL":
+            (holes if tensor.hole else bools).append((begin, total))
+
+    def chunk(number: int) -> None:
+        first, last = number * _CHUNK, min((number + 1) * _CHUNK, total)
+        left = list(_between(first, _overlaps(holes, first, last), last))
+        if not left:
+            return
+        stream = np.random.SFC64(np.random.SeedSequence([*seed, number]))
+        data: npt.NDArray[np.uint8] = stream.random_raw(-(-(last - first) // 8)).view(np.uint8)
+        for begin, end in _overlaps(bools, first, last):
+            data[begin - first : end - first] &= 1
+        for begin, end in left:
+            _write_at(fd, data[begin - first : end - first].data, start + begin)
+
+    count = -(-total // _CHUNK)
+    if count < 2:
+        for number in range(count):
+            chunk(number)
+        return
+    with ThreadPoolExecutor(min(_THREADS, count, len(os.sched_getaffinity(0)))) as threads:
+        try:
+            for _ in threads.map(chunk, range(count)):
+                pass
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # leaving the `with` waits for what is being written
+            raise
+
+
+def _overlaps(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """What of these ranges (in order, apart from each other) lies in first..last."""
+    at = bisect.bisect_right(ranges, first, key=lambda span: span[1])
+    found = []
+    while at < len(ranges) and ranges[at][0] < last:
+        found.append((max(ranges[at][0], first), min(ranges[at][1], last)))
+        at += 1
+    return found
+
+
+def _between(first: int, ranges: Iterable[tuple[int, int]], last: int) -> Iterable[tuple[int, int]]:
+    """What of first..last lies in none of these ranges."""
+    for begin, end in [*ranges, (last, last)]:
+        if first < begin:
+            yield first, begin
+        first = end
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _fingerprint(layout: Layout, seed: int, align: int) -> str:
+    # Of the text, not of a dictionary: dataclasses.asdict takes 10 s for 371,474 tensors
+    return hashlib.sha256(repr((layout, seed, align, "writer 3")).encode()).hexdigest()
+
+
+def in_place(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, align: int | None = None) -> bool:
+    """Whether a folder holds this layout with this seed, as `write` left it."""
+    folder = Path(folder)
+    record = folder / _RECORD
+    if not record.exists():
+        return False
+    written = json.loads(record.read_text())
+    sizes = {name: (folder / name).stat().st_size for name in written["sizes"] if (folder / name).exists()}
+    align = layout.align if align is None else align
+    return bool(written["sizes"] == sizes and written.get("fingerprint") == _fingerprint(layout, seed, align))
+
+
+def write(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, align: int | None = None) -> Path:
     """Writes every shard, and `model.safetensors.index.json` where there are several. Returns the folder.
 
-    A folder that already holds this layout with this seed is left alone; one that holds something else of ours is
-    replaced.
+    A folder that already holds this layout with this seed is left alone; what else was written there by this function
+    is replaced. After a failure or an interruption nothing of it is left.
+
+    Raises:
+        InvalidError: Files that were not written here stand in the way.
+        LimitError: Too little space (errno ENOSPC); nothing was touched.
     """
     folder = Path(folder)
     record = folder / _RECORD
-    # Of the text, not of a dictionary: dataclasses.asdict takes 10 s for 371,474 tensors
-    fingerprint = hashlib.sha256(repr((layout, seed, align, "writer 2")).encode()).hexdigest()
+    align = layout.align if align is None else align
+    if in_place(layout, folder, seed=seed, align=align):
+        return folder
+    before: list[Path] = []
     if record.exists():
-        written = json.loads(record.read_text())
-        sizes = {name: (folder / name).stat().st_size for name in written["sizes"] if (folder / name).exists()}
-        if written["fingerprint"] == fingerprint and written["sizes"] == sizes:
-            return folder
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+        before = [folder / name for name in (*json.loads(record.read_text())["sizes"], _INDEX)]
+    names = [*layout.files, *([_INDEX] if len(layout.shards) > 1 else [])]
+    for name in names:
+        if (folder / name).exists() and folder / name not in before:
+            raise InvalidError(f"holds {name}, which was not written here: choose another folder", path=str(folder))
+    _check_space(layout, folder, before)
+    for path in before:
+        path.unlink(missing_ok=True)
 
-    sizes = {}
-    for number, (name, shard) in enumerate(zip(layout.files, layout.shards, strict=True)):
-        path = write_file(folder / name, shard, seed=(seed, number), metadata=layout.metadata, align=align)
-        sizes[name] = path.stat().st_size
-    if len(layout.shards) > 1:
-        index = {
-            "metadata": {"total_size": layout.nbytes},
-            "weight_map": {
-                tensor.name: name for name, shard in zip(layout.files, layout.shards, strict=True) for tensor in shard
-            },
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    record.write_text(json.dumps({"fingerprint": fingerprint, "sizes": sizes}))
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        # First, so that files of a write that was killed are known as ours
+        record.write_text(json.dumps({"sizes": dict.fromkeys(layout.files)}))
+        sizes = {}
+        metadata = _ABSENT if layout.metadata is None else layout.metadata
+        for number, (name, shard) in enumerate(zip(layout.files, layout.shards, strict=True)):
+            path = write_file(folder / name, shard, seed=(seed, number), metadata=metadata, align=align)
+            sizes[name] = path.stat().st_size
+        if len(layout.shards) > 1:
+            index = {
+                "metadata": {"total_size": layout.nbytes},
+                "weight_map": {
+                    tensor.name: name
+                    for name, shard in zip(layout.files, layout.shards, strict=True)
+                    for tensor in shard
+                },
+            }
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        record.write_text(json.dumps({"fingerprint": _fingerprint(layout, seed, align), "sizes": sizes}))
+    except BaseException:
+        for name in (*names, _RECORD):
+            (folder / name).unlink(missing_ok=True)
+        if made:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        raise
     return folder
+
+
+def _check_space(layout: Layout, folder: Path, before: Iterable[Path]) -> None:
+    """Raises LimitError where the file system has less space than the layout takes."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    system = os.statvfs(there)
+    free = system.f_bavail * system.f_frsize
+    free += sum(path.stat().st_blocks * 512 for path in before if path.exists())
+    # A name stands in the header of its file (with some 100 bytes of shape and offsets) and in the index
+    needed = sum((0 if t.hole else t.nbytes) + 2 * len(t.name) + 160 for t in layout.tensors)
+    if needed > free:
+        raise LimitError(
+            f"{size_text(needed)} are needed for {layout.name}, and {size_text(free)} are free there",
+            path=str(folder),
+            errno=errno.ENOSPC,
+        )
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def _file_order(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def file_order(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """The order in which safetensors' own writer puts tensors: widest dtype first, then by name."""
     return tuple(sorted(tensors, key=lambda tensor: (-BITS[tensor.dtype], tensor.name)))
 
@@ -205,7 +332,7 @@ def _shard(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, ...], .
     for tensor in tensors:
         shards[min(count - 1, taken * count // max(total, 1))].append(tensor)
         taken += tensor.nbytes
-    return tuple(_file_order(shard) for shard in shards)
+    return tuple(file_order(shard) for shard in shards)
 
 
 def gpt2() -> Layout:
@@ -234,7 +361,7 @@ def gpt2() -> Layout:
             "mlp.c_proj.bias": (width,),
         }
         tensors += [Tensor(f"h.{layer}.{name}", "F32", shape) for name, shape in shapes.items()]
-    return Layout("gpt2", (_file_order(tensors),))
+    return Layout("gpt2", (file_order(tensors),))
 
 
 def llama(nbytes: float = 3e9, shards: int = 3, dtype: str = "BF16") -> Layout:
@@ -365,33 +492,4 @@ def every_dtype() -> list[Tensor]:
         if bits >= 8:
             shapes |= {"scalar": (), "odd": (7, 11)}
         tensors += [Tensor(f"{dtype.lower()}.{kind}", dtype, shape) for kind, shape in shapes.items()]
-    return list(_file_order(tensors))
-
-
-LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "qwen3_moe": qwen3_moe,
-    "many_tensors": many_tensors,
-}
-
-
-def natural_order(name: str) -> list[tuple[int, int | str]]:
-    """Sort key in which `layers.2` comes before `layers.10`."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a checkpoint with the layout of a public model.")
-    parser.add_argument("layout", choices=LAYOUTS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--nbytes", type=float, help="bytes of the layouts that can be cut: llama, qwen3_moe")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    layout = LAYOUTS[arguments.layout](**({} if arguments.nbytes is None else {"nbytes": arguments.nbytes}))
-    folder = write(layout, arguments.folder, seed=arguments.seed)
-    print(f"{folder}: {len(layout.tensors):,} tensors, {layout.nbytes:,} bytes, {len(layout.shards)} file(s)")
-
-
-if __name__ == "__main__":
-    main()
+    return list(file_order(tensors))
