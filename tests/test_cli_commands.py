@@ -26,7 +26,7 @@ def test_version_and_help(cli):
 
     assert cli("--version").stdout == f"penstock {penstock.__version__}\n"
     text = cli("--help").stdout
-    for command in ("inspect", "load", "verify", "warm", "evict", "doctor"):
+    for command in ("inspect", "load", "verify", "warm", "evict", "doctor", "synth"):
         assert command in text
         assert cli(command, "--help").returncode == OK
 

@@ -168,7 +168,7 @@ class OutOfMemoryError(PenstockError, MemoryError):
 
 
 class LimitError(PenstockError, OSError):
-    """A limit of the process (file descriptors, mappings, locked memory) was hit and could not be worked around."""
+    """A limit that cannot be worked around: descriptors, mappings, locked memory; disk space for `penstock synth`."""
 
     kind = "Limit"
 

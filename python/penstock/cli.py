@@ -1,4 +1,4 @@
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | bench``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | bench | synth``.
 
 Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
@@ -7,10 +7,12 @@ Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 int
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from . import _core
 from ._checkpoint import Checkpoint, open
 from ._dtypes import DTYPES
-from ._errors import InvalidError, PenstockError
+from ._errors import InvalidError, PenstockError, UnsupportedError
 from ._load import ORDERS, make_options
 from ._report import size_text
 from .bench import command as bench
@@ -395,6 +397,76 @@ def _bench(args: argparse.Namespace) -> None:
         raise _Failed
 
 
+# synth
+
+
+_UNITS: dict[str, int] = {"": 1, "b": 1, **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", 1)}}
+_UNITS |= {f"{p}ib": 1 << (10 * i) for i, p in enumerate("kmgt", 1)}
+
+
+def _size(text: str) -> float:
+    match = re.fullmatch(r"([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    with contextlib.suppress(KeyError, ValueError):
+        if match is not None:
+            return float(match[1]) * _UNITS[match[2]]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 3GB, 512MiB or 3e9")
+
+
+def _synth(args: argparse.Namespace) -> None:
+    try:
+        from .bench import layouts, synth
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise UnsupportedError("penstock synth needs numpy, which is not installed here: pip install numpy") from error
+
+    if args.list:
+        listed: list[dict[str, Any]] = []
+        for name in layouts.MODELS:
+            layout = layouts.build(name)
+            tensors = len(layout.tensors)
+            repository = layouts.model(name).repository
+            about = {"files": len(layout.shards), "tensors": tensors, "nbytes": layout.nbytes}
+            listed.append({"name": name, "repository": repository, **about})
+        head = ["name", "of", "files", "tensors", "bytes"]
+        rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
+        _print(args, {"layouts": listed}, _table([head, *rows], right=(2, 3, 4)))
+        return
+    if args.name is None or args.folder is None:
+        raise InvalidError("synth takes the NAME of a layout and a FOLDER, or --list")
+
+    layout = layouts.build(args.name, layers=args.layers, nbytes=args.nbytes, scale=args.scale, align=args.align)
+    there = synth.in_place(layout, args.folder, seed=args.seed)
+    start = time.perf_counter()
+    synth.write(layout, args.folder, seed=args.seed)
+    seconds = time.perf_counter() - start
+    document = {
+        "folder": str(args.folder),
+        "name": layout.name,
+        "files": layout.files,
+        "tensors": len(layout.tensors),
+        "nbytes": layout.nbytes,
+        "cut": layout.cut,
+        "seed": args.seed,
+        "written": not there,
+        "seconds": None if there else seconds,
+    }
+
+    def text() -> str:
+        count = len(layout.shards)
+        files = f"{count} file{'s' * (count != 1)}"
+        lines = [
+            f"{args.folder}: {layout.name}, {len(layout.tensors):,} tensors, {size_text(layout.nbytes)} in {files}"
+        ]
+        if layout.cut:
+            lines.append(f"cut to {layout.cut}")
+        rate = f"{layout.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+        lines.append("in place already" if there else f"written in {seconds:.1f} s: {rate}")
+        return "\n".join(lines)
+
+    _print(args, document, text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
@@ -449,6 +521,18 @@ def _parser() -> argparse.ArgumentParser:
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     bench.add_arguments(made)
     made.set_defaults(run=_bench)
+
+    made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
+    made.add_argument("name", nargs="?", help="a name that --list shows")
+    made.add_argument("folder", nargs="?", type=Path, help="where to; must hold no files that were not written so")
+    made.add_argument("--list", action="store_true", help="show the layouts: files, tensors, bytes")
+    made.add_argument("--layers", type=int, metavar="L", help="only the first L layers, with embeddings and head")
+    made.add_argument("--nbytes", type=_size, metavar="N", help="only as many whole layers as fit: 3GB, 512MiB, 3e9")
+    made.add_argument(
+        "--scale", type=float, default=1, metavar="S", help="every tensor's longest dimension times S, up to 1"
+    )
+    made.add_argument("--align", type=int, metavar="N", help="data starts at a multiple of N (default: as published)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="other bytes (default: 0)")
     return parser
 
 
