@@ -423,11 +423,11 @@ def _synth(args: argparse.Namespace) -> None:
     if args.list:
         listed: list[dict[str, Any]] = []
         for name in layouts.MODELS:
-            layout = layouts.build(name)
-            tensors = len(layout.tensors)
-            repository = layouts.model(name).repository
-            about = {"files": len(layout.shards), "tensors": tensors, "nbytes": layout.nbytes}
-            listed.append({"name": name, "repository": repository, **about})
+            model = layouts.model(name)
+            files = model.split(model.blocks)
+            tensors = [tensor for file in files for tensor in file]
+            about = {"files": len(files), "tensors": len(tensors), "nbytes": sum(t.nbytes for t in tensors)}
+            listed.append({"name": name, "repository": model.repository, **about})
         head = ["name", "of", "files", "tensors", "bytes"]
         rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
         _print(args, {"layouts": listed}, _table([head, *rows], right=(2, 3, 4)))
@@ -460,8 +460,8 @@ def _synth(args: argparse.Namespace) -> None:
         ]
         if layout.cut:
             lines.append(f"cut to {layout.cut}")
-        rate = f"{layout.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
-        lines.append("in place already" if there else f"written in {seconds:.1f} s: {rate}")
+        rate = layout.nbytes / seconds / 1e9
+        lines.append("in place already" if there else f"written in {seconds:.1f} s: {rate:.2f} GB/s")
         return "\n".join(lines)
 
     _print(args, document, text)
