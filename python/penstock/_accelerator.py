@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from . import _core
@@ -28,7 +29,12 @@ def device_of(tensor: Any) -> Device:
     Raises:
         UnsupportedError: on a device type that penstock does not load to.
     """
-    return parse_device(tensor.device)
+    return _device(tensor.device)
+
+
+@cache  # of a few devices, for hundreds of thousands of tensors
+def _device(device: Any) -> Device:
+    return parse_device(device)
 
 
 class Accelerator:

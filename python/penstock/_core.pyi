@@ -3,6 +3,7 @@
 Errors of the core are raised as what `penstock._errors.from_core(kind, message, path, range, errno)` returns.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -40,6 +41,7 @@ class Options:
         gap: int | str | None = None,
         window: int | str | None = None,
         stall_timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
     @property
     def io(self) -> str: ...
@@ -61,6 +63,8 @@ class Options:
     def window(self) -> int: ...
     @property
     def stall_timeout(self) -> float: ...
+    @property
+    def trace(self) -> str: ...
     @staticmethod
     def names() -> list[str]: ...
 
@@ -137,6 +141,13 @@ class Load:
     def progress(self) -> tuple[int, int]:
         """(bytes ready, bytes wanted)."""
     def report(self) -> dict[str, Any]: ...
+    @property
+    def traced(self) -> bool:
+        """Whether `options.trace` asked for a trace."""
+    def mark(self, name: str, begun: float, ended: float) -> None:
+        """Adds what the consumer did to the trace, with times of `time.perf_counter()`."""
+    def write_trace(self, report: str) -> None:
+        """Writes the trace with this report (JSON) in it; once only. A traced load that is dropped does so too."""
     def touched(self) -> list[int]:
         """Wants (with `into`) whose destination is no longer what it was before the load."""
     def address(self, want: int) -> int: ...

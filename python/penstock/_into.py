@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from . import _accelerator, _core
 from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
-from ._load import Request, await_load, begin, make_adapter, stream
+from ._load import Request, await_load, begin, make_adapter, stream, write_trace
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._selection import Selection
@@ -29,7 +30,6 @@ class _Destination:
         "names",
         "nbytes",
         "problem",
-        "rows",
         "shape",
         "tensor",
     )
@@ -43,9 +43,15 @@ class _Destination:
         self.dtype = ""
         self.shape: tuple[int, ...] = ()
         self.contiguous = True
-        #: Where its bytes are: (count, step in bytes, which may be negative) per dimension, and the bytes of an element
-        self.rows: tuple[list[tuple[int, int]], int] = ([], 0)
         self.problem: str | None = None
+
+    def steps(self) -> tuple[list[tuple[int, int]], int]:
+        """Where its bytes are: (count, step in bytes, maybe negative) per dimension, and the bytes of an element."""
+        tensor = self.tensor
+        if _is_numpy(tensor):
+            return list(zip(tensor.shape, tensor.strides, strict=True)), tensor.itemsize
+        size = tensor.element_size()
+        return [(n, size * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)], size
 
 
 def _is_torch(value: Any) -> bool:
@@ -58,14 +64,20 @@ def _is_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+@cache
+def _torch_names() -> dict[Any, str]:
+    """The format's names of torch's dtypes; the first one, where torch has one dtype for several."""
+    from ._torch import torch_dtype
+
+    return {kind: name for name in reversed(list(DTYPES)) if (kind := torch_dtype(name)) is not None}
+
+
 def _torch_destination(tensor: Any) -> _Destination:
     import torch
 
-    from ._torch import torch_dtype
-
     to = _Destination(tensor)
     to.shape = tuple(tensor.shape)
-    to.dtype = next((name for name in DTYPES if torch_dtype(name) is tensor.dtype), str(tensor.dtype))
+    to.dtype = _torch_names().get(tensor.dtype) or str(tensor.dtype)
     if to.dtype == "F4" and to.shape:
         to.shape = (*to.shape[:-1], 2 * to.shape[-1])
     if tensor.is_meta:
@@ -85,8 +97,6 @@ def _torch_destination(tensor: Any) -> _Destination:
         to.address = tensor.data_ptr()
         to.nbytes = tensor.numel() * tensor.element_size()
         to.contiguous = tensor.is_contiguous()
-        size = tensor.element_size()
-        to.rows = ([(n, size * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)], size)
         if not to.contiguous and to.nbytes and _overlaps_itself(to):
             to.problem = "is expanded: several of its elements are the same memory"
     return to
@@ -103,7 +113,6 @@ def _numpy_destination(array: Any) -> _Destination:
     to.nbytes = array.nbytes
     to.address = array.__array_interface__["data"][0]
     to.contiguous = bool(array.flags.c_contiguous)
-    to.rows = (list(zip(array.shape, array.strides, strict=True)), array.itemsize)
     if not array.flags.writeable:
         to.problem = "is read-only"
     elif not to.contiguous and to.nbytes and _overlaps_itself(to):
@@ -129,10 +138,10 @@ def _destinations(given: Any) -> list[_Destination]:
             raise InvalidError(f"load_into: {name!r} is no name of a tensor")
         if _is_torch(value):
             to = _torch_destination(value)
-            strides = tuple(value.stride()) if to.problem is None else ()
+            strides = value.stride() if to.problem is None and not to.contiguous else ()
         elif _is_numpy(value):
             to = _numpy_destination(value)
-            strides = tuple(value.strides)
+            strides = () if to.contiguous else value.strides
         else:
             raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
         # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
@@ -165,7 +174,7 @@ def _writable_ranges() -> list[tuple[int, int]] | None:
 
 def _overlaps_itself(to: _Destination) -> bool:
     """Whether several of its elements may be the same memory: steps that are shorter than what they step over."""
-    dimensions, inner = to.rows
+    dimensions, inner = to.steps()
     for step, n in sorted((abs(step), n) for n, step in dimensions if n > 1):
         if step < inner:
             return True
@@ -175,7 +184,9 @@ def _overlaps_itself(to: _Destination) -> bool:
 
 def _span(to: _Destination) -> tuple[int, int]:
     """Addresses of its first byte and behind its last."""
-    dimensions, size = to.rows
+    if to.contiguous:
+        return to.address, to.address + to.nbytes
+    dimensions, size = to.steps()
     ends = [(n - 1) * step for n, step in dimensions]
     return to.address + sum(e for e in ends if e < 0), to.address + sum(e for e in ends if e > 0) + size
 
@@ -202,7 +213,7 @@ class _Elsewhere:
     """What numpy needs to know of an array with the shape and steps of a destination."""
 
     def __init__(self, to: _Destination, address: int) -> None:
-        dimensions, size = to.rows
+        dimensions, size = to.steps()
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{size}",
@@ -314,6 +325,8 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
             for part in parts:
                 await_load(part.load, meter)
             reports += [report_of(part.load.report(), request.checkpoint.warnings) for part in parts]
+            for part, report in zip(parts, reports, strict=True):
+                write_trace(part.load, report)
         for device in sorted({to.device for _, to in roundabout}):
             on_it = [(want, to) for want, to in roundabout if to.device == device]
             reports.append(_copy_through(request, on_it, device, copied))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -231,6 +233,15 @@ def begin(
     return load
 
 
+def write_trace(load: _core.Load, report: Report) -> None:
+    """Writes the trace of a load that asked for one. Where that fails the tensors are there all the same: a warning."""
+    if load.traced:
+        try:
+            load.write_trace(json.dumps(report, default=str))
+        except (PenstockError, OSError) as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+
+
 def await_load(load: _core.Load, meter: Meter) -> None:
     """Waits for the end of the load, showing its progress. Raises its error."""
     while not load.wait(INTERVAL if meter.active else None):
@@ -362,6 +373,8 @@ class Job:
                 tensors = adapter.tensors(self._load, range(len(names)))
             self._report = self._checkpoint._ended(self._load)
             self._report.handed_out(time.perf_counter() - start)
+            self._load.mark("hand-out", start, time.perf_counter())
+            write_trace(self._load, self._report)
         finally:
             self._load.close()
         if adapter.casts:
@@ -415,12 +428,15 @@ def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[t
                 load.take(want)
                 if adapter.casts:
                     tensor = adapter.cast(tensor)
+                begun = time.perf_counter() if load.traced else 0.0
                 yield names[want], tensor
                 del tensor  # or the frame would keep it until the next one is there
+                if begun:
+                    load.mark("consume", begun, time.perf_counter())
                 raise_if_forked(owner, "stream")
             load.wait()
             meter.update(*load.progress(), final=True)
-            request.checkpoint._ended(load)
+            write_trace(load, request.checkpoint._ended(load))
         finally:
             if os.getpid() == owner:
                 load.close()

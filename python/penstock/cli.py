@@ -237,7 +237,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _load(args: argparse.Namespace) -> None:
     try:
-        options = make_options(dict(args.option))
+        options = make_options(dict(args.option) | ({"trace": args.trace} if args.trace else {}))
     except (TypeError, ValueError) as error:  # wrong usage here, whatever it is in a program
         raise InvalidError(str(error)) from error
     checkpoint = _open(args)
@@ -423,11 +423,11 @@ def _synth(args: argparse.Namespace) -> None:
     if args.list:
         listed: list[dict[str, Any]] = []
         for name in layouts.MODELS:
-            model = layouts.model(name)
-            files = model.split(model.blocks)
-            tensors = [tensor for file in files for tensor in file]
-            about = {"files": len(files), "tensors": len(tensors), "nbytes": sum(t.nbytes for t in tensors)}
-            listed.append({"name": name, "repository": model.repository, **about})
+            layout = layouts.build(name)
+            tensors = len(layout.tensors)
+            repository = layouts.model(name).repository
+            about = {"files": len(layout.shards), "tensors": tensors, "nbytes": layout.nbytes}
+            listed.append({"name": name, "repository": repository, **about})
         head = ["name", "of", "files", "tensors", "bytes"]
         rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
         _print(args, {"layouts": listed}, _table([head, *rows], right=(2, 3, 4)))
@@ -460,8 +460,8 @@ def _synth(args: argparse.Namespace) -> None:
         ]
         if layout.cut:
             lines.append(f"cut to {layout.cut}")
-        rate = layout.nbytes / seconds / 1e9
-        lines.append("in place already" if there else f"written in {seconds:.1f} s: {rate:.2f} GB/s")
+        rate = f"{layout.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+        lines.append("in place already" if there else f"written in {seconds:.1f} s: {rate}")
         return "\n".join(lines)
 
     _print(args, document, text)
@@ -497,6 +497,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
     made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    made.add_argument("--trace", metavar="FILE", help="write what happened when, for Chrome or Perfetto (option trace)")
     made.add_argument(
         "-o", "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
         help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",

@@ -16,6 +16,7 @@ use crate::source::Files;
 use crate::source::{Destination, Done, Read, Source, Ticket};
 use crate::staging::{Lease, Share};
 use crate::stats::Report;
+use crate::timeline::{Lane, Span, Timeline};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +53,34 @@ pub(crate) struct Driver {
     pub(crate) fence: Option<Fence>,
     /// The load runs on its caller's thread, reads included.
     pub(crate) here: bool,
+    pub(crate) record: Option<Record>,
+}
+
+/// What the engine thread keeps to record the load.
+pub(crate) struct Record {
+    timeline: Arc<Timeline>,
+    /// When each extent's read, then its copies, were started.
+    started: Vec<Instant>,
+    ready: u64,
+}
+
+impl Record {
+    pub(crate) fn new(timeline: Arc<Timeline>, extents: usize) -> Self {
+        let now = Instant::now();
+        timeline.add(Span::new(Lane::Plan, "plan", timeline.begun(), now));
+        Record { timeline, started: vec![now; extents], ready: 0 }
+    }
+
+    fn start(&mut self, extent: u64) {
+        if let Some(started) = self.started.get_mut(extent as usize) {
+            *started = Instant::now();
+        }
+    }
+
+    fn span(&self, lane: Lane, name: &'static str, extent: u64) -> Span {
+        let begun = self.started.get(extent as usize).copied();
+        Span { extent: Some(extent), ..Span::new(lane, name, begun.unwrap_or_else(Instant::now), Instant::now()) }
+    }
 }
 
 impl Slabs for Share {
@@ -193,10 +222,18 @@ impl Driver {
                 if let Ok(bytes) = &result {
                     self.report.count(route, *bytes);
                 }
+                if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
+                    let span = record.span(Lane::Reading, "read", ticket.0);
+                    record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
+                }
                 let result = result.map_err(|e| self.located(e, ticket));
                 self.engine.first_done(ticket, result);
             }
             for Copied { ticket, result } in copied.drain(..) {
+                if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
+                    let span = record.span(Lane::Copying, "transfer", ticket.0);
+                    record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
+                }
                 let result = result.map_err(|e| self.located(e, ticket));
                 self.engine.second_done(ticket, result);
             }
@@ -283,8 +320,14 @@ impl Driver {
         let mut wanted = Vec::new();
         self.engine.wanted_blocks(&mut wanted);
         for &block in wanted.iter().take(ALLOCATIONS_PER_ROUND) {
-            match gpu.allocate(self.layout.blocks[block as usize].nbytes) {
+            let begun = Instant::now();
+            let nbytes = self.layout.blocks[block as usize].nbytes;
+            match gpu.allocate(nbytes) {
                 Ok(granted) => {
+                    if let Some(record) = &self.record {
+                        let span = Span::new(Lane::Allocate, "allocate", begun, Instant::now());
+                        record.timeline.add(Span { bytes: nbytes, ..span });
+                    }
                     self.shared.lock().give(block, granted.clone());
                     self.blocks[block as usize] = Some(granted);
                     self.engine.grant(block);
@@ -312,10 +355,12 @@ impl Driver {
             match self.engine.next(&mut self.ring) {
                 Some(Action::First { extent }) => {
                     let read = self.read(extent)?;
+                    self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
                     self.held_back = self.source.submit(read).err();
                 }
                 Some(Action::Second { extent }) => {
                     let batch = self.batch(extent)?;
+                    self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
                     let device = self.device.as_mut().ok_or_else(|| internal("a slab landing without a device"))?;
                     device.copy(batch)?;
                 }
@@ -454,7 +499,9 @@ impl Driver {
     /// Tells the owner what is new: wants ready, blocks wanted, bytes arrived.
     fn publish(&mut self, told: &mut u64) {
         let mut ready = Vec::new();
+        let begun = Instant::now();
         while let Some(want) = self.engine.ready() {
+            self.record.iter_mut().for_each(|r| r.ready += 1);
             self.report.first_tensor_seconds.get_or_insert_with(|| self.began.seconds());
             if self.stream {
                 ready.push(want);
@@ -466,6 +513,13 @@ impl Driver {
             }
         }
         let ready = self.hand_out(ready);
+        if let Some(record) = &mut self.record {
+            let tensors = std::mem::take(&mut record.ready);
+            if tensors > 0 {
+                let span = Span::new(Lane::HandOut, "ready", begun, Instant::now());
+                record.timeline.add(Span { tensors, ..span });
+            }
+        }
         let mut wanted = Vec::new();
         if self.gpu.is_none() && !self.engine.failed() {
             self.engine.wanted_blocks(&mut wanted);
@@ -500,6 +554,10 @@ impl Driver {
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
         let now = Instant::now();
         self.report.waits.add(waits_for, now - before);
+        if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
+            let span = Span::new(Lane::Engine, format!("wait: {name}"), before, now);
+            record.timeline.add(Span { kind: "wait", ..span });
+        }
         if !ours {
             clock.moved = now;
         }

@@ -95,6 +95,7 @@ pub mod source;
 pub mod staging;
 pub mod stats;
 mod sync;
+mod timeline;
 #[cfg_attr(loom, path = "wake/model.rs")]
 pub mod wake;
 

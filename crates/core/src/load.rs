@@ -13,9 +13,11 @@ use crate::placement::Want;
 use crate::source::{Files, Source};
 use crate::stats::Report;
 use crate::sync::{lock, Condvar, JoinHandle, Mutex, MutexGuard};
+use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use start::StandIns;
 use std::any::Any;
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -90,6 +92,7 @@ pub struct Load {
     nbytes: u64,
     /// The files of a stream that maps some of them: to see that they are still whole when a tensor is handed out.
     mapped: Option<Files>,
+    timeline: Option<Arc<Timeline>>,
     pid: u32,
 }
 
@@ -389,6 +392,25 @@ impl Load {
         self.shared.lock().report.clone()
     }
 
+    /// Adds what the owner of the load did to its trace, if there is one.
+    pub fn mark(&self, name: impl Into<Cow<'static, str>>, begun: Instant, ended: Instant) {
+        if let Some(timeline) = &self.timeline {
+            timeline.add(Span::new(Lane::Owner, name, begun, ended));
+        }
+    }
+
+    /// Whether the load is traced.
+    pub fn is_traced(&self) -> bool {
+        self.timeline.is_some()
+    }
+
+    /// Writes the trace that `Options::trace` asked for, with `report` (JSON) in it, and once only. A load that is dropped
+    /// writes it too, with an account of its own, but says nothing where that fails.
+    pub fn write_trace(&self, report: &serde_json::Value) -> Result<()> {
+        self.same_process()?;
+        self.timeline.as_ref().map_or(Ok(()), |timeline| timeline.write(&self.checkpoint, report))
+    }
+
     /// Wants whose destination is no longer what it was before the load; known once it has ended.
     pub fn touched(&self) -> Vec<u32> {
         self.shared.lock().touched.clone()
@@ -446,6 +468,13 @@ impl Drop for Load {
             return;
         }
         self.close();
+        if self.timeline.is_some() {
+            let Report { seconds, nbytes, tensors, bottleneck, .. } = self.report();
+            let account = serde_json::json!({
+                "seconds": seconds, "nbytes": nbytes, "tensors": tensors, "bottleneck": bottleneck
+            });
+            let _nobody_to_tell = self.write_trace(&account);
+        }
         self.release();
     }
 }

@@ -132,7 +132,16 @@ impl Mapping {
             )
         };
         if at == libc::MAP_FAILED {
-            return Err(Error::io("map", &io::Error::last_os_error()));
+            let cause = io::Error::last_os_error();
+            return Err(match cause.raw_os_error() {
+                // Of addresses, not of memory: nothing is allocated yet.
+                Some(libc::ENOMEM) => Error::io(
+                    "map the file (has this process as many mappings as vm.max_map_count allows, or as many addresses as \
+                     ulimit -v?)",
+                    &cause,
+                ),
+                _ => Error::io("map the file", &cause),
+            });
         }
         // SAFETY: the range is the mapping just made. Advice only: where the file system has large folios, pages that a
         // fault brings in come as 2 MiB folios and are mapped whole. Mapping 548 MB that way again took 0.5 ms where 4 KiB

@@ -89,6 +89,9 @@ pub struct Options {
     pub window: u64,
     /// With nothing moving for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,
+    /// File that a trace of the load is written to, for Chrome or Perfetto; empty: none. `{pid}` and `{n}` in it stand for
+    /// the process and the number of the traced load in it.
+    pub trace: String,
 }
 
 impl Default for Options {
@@ -105,6 +108,7 @@ impl Default for Options {
             order: Order::File,
             window: GIB,
             stall_timeout: Duration::from_secs(120),
+            trace: String::new(),
         }
     }
 }

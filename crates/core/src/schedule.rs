@@ -25,6 +25,17 @@ pub enum Route {
     Direct,
 }
 
+impl Route {
+    /// As reports and traces spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Route::Mapped => "mapped",
+            Route::Buffered => "buffered",
+            Route::Direct => "direct",
+        }
+    }
+}
+
 /// Where an extent's bytes arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Landing {

@@ -51,6 +51,16 @@ fn stop_where_exiting<T>(found: &penstock::Result<T>) {
     }
 }
 
+/// The instant that Python's `time.perf_counter()` gave: both read CLOCK_MONOTONIC on Linux.
+fn instant(seconds: f64) -> Instant {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: one writable timespec; the clock exists on every Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
+    let (now, monotonic) = (Instant::now(), t.tv_sec as f64 + t.tv_nsec as f64 / 1e9);
+    let ago = Duration::try_from_secs_f64(monotonic - seconds).unwrap_or_default();
+    now.checked_sub(ago).unwrap_or(now)
+}
+
 /// One (start, stop) per dimension, or None for the whole tensor.
 type Region = Option<Vec<(u64, u64)>>;
 
@@ -198,6 +208,20 @@ impl Load {
 
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         report(py, &self.core.report())
+    }
+
+    #[getter]
+    fn traced(&self) -> bool {
+        self.core.is_traced()
+    }
+
+    fn mark(&self, name: String, begun: f64, ended: f64) {
+        self.core.mark(name, instant(begun), instant(ended));
+    }
+
+    fn write_trace(&self, py: Python<'_>, report: &str) -> PyResult<()> {
+        let report = serde_json::from_str(report).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        py.detach(|| self.core.write_trace(&report)).map_err(|e| raise(py, &e))
     }
 
     fn touched(&self) -> Vec<u32> {

@@ -20,8 +20,8 @@ const IO: Spellings<Io> = &[
 ];
 const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
 
-const NAMES: [&str; 10] =
-    ["io", "cache", "staging", "extent", "depth", "threads", "copy", "gap", "window", "stall_timeout"];
+const NAMES: [&str; 11] =
+    ["io", "cache", "staging", "extent", "depth", "threads", "copy", "gap", "window", "stall_timeout", "trace"];
 
 /// How a load travels. Everything has a default that is right for nearly everybody.
 ///
@@ -41,6 +41,8 @@ const NAMES: [&str; 10] =
 /// - gap: unwanted bytes between two wanted runs that are read rather than skipped (default 16 KiB).
 /// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
 /// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
+/// - trace: file that a trace of the load is written to, for Chrome or Perfetto; "" (the default) for none. "{pid}" and "{n}"
+///   in it stand for the process and the number of the traced load in it.
 ///
 /// Raises ValueError for unknown options and impossible values, and lists the possible ones.
 #[pyclass(frozen, module = "penstock", eq, from_py_object)]
@@ -137,6 +139,11 @@ impl Options {
         self.0.stall_timeout.as_secs_f64()
     }
 
+    #[getter]
+    fn trace(&self) -> &str {
+        &self.0.trace
+    }
+
     /// Names of all options.
     #[staticmethod]
     fn names() -> Vec<&'static str> {
@@ -151,7 +158,7 @@ impl Options {
         };
         format!(
             "Options(io={:?}, cache={:?}, staging={}, extent={}, depth={}, threads={}, copy={copy}, gap={}, window={}, \
-             stall_timeout={})",
+             stall_timeout={}, trace={:?})",
             self.io(),
             self.cache(),
             self.0.staging,
@@ -161,6 +168,7 @@ impl Options {
             self.0.gap,
             self.0.window,
             self.stall_timeout(),
+            self.0.trace,
         )
     }
 }
@@ -218,6 +226,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "threads" => o.threads = whole()?,
         "gap" => o.gap = size(text)?,
         "window" => o.window = size(text)?,
+        "trace" => text.clone_into(&mut o.trace),
         "stall_timeout" => {
             o.stall_timeout = seconds(text.trim().parse().map_err(|_| "must be a number of seconds".to_owned())?)?;
         }
@@ -246,6 +255,10 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
         "stall_timeout" => {
             let number: f64 = value.extract().map_err(|_| wrong("a number of seconds"))?;
             o.stall_timeout = seconds(number).map_err(refuse)?;
+        }
+        "trace" => {
+            let path: std::path::PathBuf = value.extract().map_err(|_| wrong("a path"))?;
+            o.trace = path.into_os_string().into_string().map_err(|_| refuse("must be Unicode".into()))?;
         }
         // To Python True is 1.
         _ if value.is_instance_of::<PyBool>() => return Err(wrong("a whole number or a size such as \"256MiB\"")),

@@ -6,11 +6,13 @@
 use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
+use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
+use std::time::Instant;
 
 /// A batch of at most this many bytes in at most [`INLINE_COPIES`] rows is copied at once by the caller: 64 KiB take
 /// about 10 µs, no more than handing the batch to a sleeping thread and being woken by it.
@@ -32,6 +34,8 @@ struct Shared {
     queue: Mutex<Queue>,
     work: Condvar,
     wake: Wake,
+    /// Where copies are recorded, if they are.
+    timeline: OnceLock<Arc<Timeline>>,
 }
 
 #[derive(Default)]
@@ -46,6 +50,17 @@ struct Queue {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         lock(&self.queue)
+    }
+
+    /// Copies a batch, which goes down in the record, if there is one, as copied by `worker` (0: the caller).
+    fn run(&self, batch: Batch, worker: u32) -> Copied {
+        let Some(timeline) = self.timeline.get() else { return run(batch) };
+        let (begun, extent) = (Instant::now(), Some(batch.ticket.0));
+        let bytes = batch.copies.iter().map(|c| c.len * c.rows).sum();
+        let copied = run(batch);
+        let span = Span::new(Lane::Copier(worker), "copy", begun, Instant::now());
+        timeline.add(Span { kind: "copy", extent, bytes, ..span });
+        copied
     }
 
     fn finish(&self, copied: Copied) {
@@ -64,12 +79,22 @@ impl CpuDevice {
     /// A device with at most `workers` threads (at least one).
     pub fn new(workers: usize) -> Result<Self> {
         Ok(Self {
-            shared: Arc::new(Shared { queue: Mutex::default(), work: Condvar::new(), wake: Wake::new()? }),
+            shared: Arc::new(Shared {
+                queue: Mutex::default(),
+                work: Condvar::new(),
+                wake: Wake::new()?,
+                timeline: OnceLock::new(),
+            }),
             workers: Vec::new(),
             limit: workers.max(1),
             in_flight: 0,
             pid: std::process::id(),
         })
+    }
+
+    /// From now on every copy is recorded there.
+    pub(crate) fn record(&mut self, timeline: &Arc<Timeline>) {
+        let _recorded_already = self.shared.timeline.set(timeline.clone());
     }
 
     fn same_process(&self) -> Result<()> {
@@ -86,8 +111,9 @@ impl CpuDevice {
     /// Starts one more worker. Without one, batches are copied by the caller, which is slower but right.
     fn hire(&mut self) {
         let shared = self.shared.clone();
-        let name = format!("penstock-copy{}", self.workers.len());
-        if let Ok(worker) = Builder::new().name(name).spawn(move || serve(&shared)) {
+        let number = self.workers.len() as u32;
+        let name = format!("penstock-copy{number}");
+        if let Ok(worker) = Builder::new().name(name).spawn(move || serve(&shared, number + 1)) {
             self.workers.push(worker);
         }
     }
@@ -104,7 +130,7 @@ impl Device for CpuDevice {
         let bytes: u64 = batch.copies.iter().map(|c| c.len * c.rows).sum();
         let rows: u64 = batch.copies.iter().map(|c| c.rows).sum();
         if bytes <= INLINE_BYTES && rows <= INLINE_COPIES {
-            self.shared.finish(run(batch));
+            self.shared.finish(self.shared.run(batch, 0));
             return Ok(());
         }
         let more = {
@@ -115,7 +141,7 @@ impl Device for CpuDevice {
             self.hire();
         }
         if self.workers.is_empty() {
-            self.shared.finish(run(batch));
+            self.shared.finish(self.shared.run(batch, 0));
             return Ok(());
         }
         self.shared.lock().waiting.push_back(batch);
@@ -163,7 +189,7 @@ impl Drop for CpuDevice {
 }
 
 /// A worker's life.
-fn serve(shared: &Shared) {
+fn serve(shared: &Shared, number: u32) {
     let mut queue = shared.lock();
     loop {
         if queue.closed {
@@ -176,7 +202,7 @@ fn serve(shared: &Shared) {
             continue;
         };
         drop(queue);
-        shared.finish(run(batch));
+        shared.finish(shared.run(batch, number));
         queue = shared.lock();
     }
 }

@@ -59,6 +59,20 @@ pub(crate) enum Wait {
     Nothing,
 }
 
+impl Wait {
+    /// As reports and traces call the stage that is waited for.
+    pub(crate) fn name(self) -> Option<&'static str> {
+        match self {
+            Wait::Source => Some("source"),
+            Wait::Device => Some("device"),
+            Wait::Slabs => Some("staging"),
+            Wait::Consumer => Some("consumer"),
+            Wait::Allocation => Some("allocation"),
+            Wait::Nothing => None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Waiting,

@@ -6,7 +6,7 @@ use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::drive::{Began, Driver, GpuBlocks};
+use crate::drive::{Began, Driver, GpuBlocks, Record};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{BlockKind, BlockSpec, Layout};
@@ -18,6 +18,7 @@ use crate::schedule::Landing;
 use crate::source::{Files, Router, Source};
 use crate::staging::Ring;
 use crate::sync::{Builder, JoinHandle, Mutex};
+use crate::timeline::Timeline;
 use std::sync::Arc;
 
 /// A load of no more than this that has nothing to do but map pages that are there is done before `start` returns, by the
@@ -44,6 +45,10 @@ pub(super) fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut
 
 fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
     let began = Began::now();
+    let timeline = match request.options.trace.as_str() {
+        "" => None,
+        pattern => Some(Arc::new(Timeline::new(pattern)?)),
+    };
     let files = Arc::new(Files::new(request.checkpoint.files()));
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = is_done_here(&request, &plan, &files);
@@ -56,14 +61,14 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
     };
     let (blocks, fence) = allocate(&layout, &files, memory, at)?;
     let bypass = plan.report.cache == "bypass";
-    let (source, workers) = source(&files, &options, plan.all_resident, bypass, here)?;
+    let (source, workers) = source(&files, &options, plan.all_resident, bypass, here, timeline.as_ref())?;
     let source = match stand_ins.decorate {
         Some(decorate) => decorate(source, &files)?,
         None => source,
     };
     let device = match stand_ins.device {
         Some(device) => Some(device),
-        None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options)?,
+        None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
     };
     let mut engine =
         Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), stream.then_some(options.window));
@@ -71,6 +76,7 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
     plan.report.plan_seconds = began.seconds();
 
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
+    let extents = schedule.extents.len();
     let driver = Driver {
         shared: shared.clone(),
         checkpoint: checkpoint.clone(),
@@ -92,6 +98,7 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         began,
         fence,
         here,
+        record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
     };
     let thread = if here {
         driver.run();
@@ -108,6 +115,7 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         shared,
         thread: Mutex::new(thread),
         nbytes,
+        timeline,
         pid: std::process::id(),
     })
 }
@@ -203,6 +211,7 @@ fn source(
     all_resident: bool,
     bypass: bool,
     here: bool,
+    timeline: Option<&Arc<Timeline>>,
 ) -> Result<(Box<dyn Source>, usize)> {
     let mut options = options.clone();
     if options.threads == 0 && all_resident {
@@ -216,18 +225,32 @@ fn source(
     if here {
         source.read_here();
     }
+    if let Some(timeline) = timeline {
+        source.record(timeline);
+    }
     let workers = source.workers();
     Ok((Box::new(source), workers))
 }
 
 /// What brings slabs to their blocks; none where everything lands in place.
-fn device(at: Where, needs_slabs: bool, options: &Options) -> Result<Option<Box<dyn Device>>> {
+fn device(
+    at: Where,
+    needs_slabs: bool,
+    options: &Options,
+    timeline: Option<&Arc<Timeline>>,
+) -> Result<Option<Box<dyn Device>>> {
     let workers = match options.threads {
         0 => machine::cores().min(MOST_WORKERS),
         threads => threads as usize,
     };
     Ok(match at {
-        Where::Cpu if needs_slabs => Some(Box::new(CpuDevice::new(workers)?)),
+        Where::Cpu if needs_slabs => {
+            let mut device = CpuDevice::new(workers)?;
+            if let Some(timeline) = timeline {
+                device.record(timeline);
+            }
+            Some(Box::new(device))
+        }
         Where::Cpu => None,
         Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
     })

@@ -17,6 +17,7 @@ use super::{epoll, watch, Aio, Done, Fallback, Outcome, Read, Source, Threads, U
 use crate::error::{Error, Result};
 use crate::options::{Io, Options};
 use crate::schedule::Route;
+use crate::timeline::Timeline;
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -122,6 +123,11 @@ impl Router {
     /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
     pub(crate) fn read_here(&mut self) {
         self.threads.read_here();
+    }
+
+    /// From now on what the pool of threads reads is recorded there.
+    pub(crate) fn record(&mut self, timeline: &Arc<Timeline>) {
+        self.threads.record(timeline);
     }
 
     /// Most threads that the buffered and mapped routes use.

@@ -11,6 +11,7 @@ use crate::machine::page_size;
 use crate::options::HUGE_PAGE;
 use crate::schedule::Route;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +19,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Where bytes go that nobody wants: gaps between wanted runs are rarely longer, and it stays in the cache.
@@ -67,6 +68,8 @@ struct Shared {
     left: AtomicU64,
     /// For each file, how many of its extents in a row had resident pages that were slow to populate.
     slow: Vec<AtomicU32>,
+    /// Where reads are recorded, if they are.
+    timeline: OnceLock<Arc<Timeline>>,
 }
 
 #[derive(Default)]
@@ -117,6 +120,7 @@ impl Threads {
             no_populate: AtomicBool::new(false),
             left: AtomicU64::new(0),
             slow: (0..files.len()).map(|_| AtomicU32::new(0)).collect(),
+            timeline: OnceLock::new(),
             files,
         };
         Ok(Threads {
@@ -137,6 +141,11 @@ impl Threads {
         self.here = true;
     }
 
+    /// From now on every read is recorded there.
+    pub(super) fn record(&mut self, timeline: &Arc<Timeline>) {
+        let _recorded_already = self.shared.timeline.set(timeline.clone());
+    }
+
     /// Threads started so far.
     pub fn started(&self) -> usize {
         self.handles.len()
@@ -148,7 +157,7 @@ impl Threads {
         }
         self.in_flight += 1;
         if self.here {
-            let result = self.shared.perform(&read, way, &mut Tools::default());
+            let result = self.shared.recorded(&read, 0, || self.shared.perform(&read, way, &mut Tools::default()));
             let outcome = self.shared.outcome(read, result);
             let mut state = lock(&self.shared.state);
             self.shared.finish(&mut state, outcome);
@@ -161,9 +170,9 @@ impl Threads {
             return Ok(());
         }
         if state.threads < self.most_threads {
-            let shared = self.shared.clone();
+            let (shared, number) = (self.shared.clone(), self.handles.len() as u32);
             let thread = Builder::new().name("penstock-read".into()).stack_size(STACK);
-            match thread.spawn(move || shared.work()) {
+            match thread.spawn(move || shared.work(number)) {
                 Ok(handle) => {
                     state.threads += 1;
                     self.handles.push(handle);
@@ -287,8 +296,18 @@ impl Shared {
         lock(&self.state).fallbacks.push(fallback);
     }
 
-    /// What each thread does.
-    fn work(&self) {
+    /// Does a read, which goes down in the record, if there is one, as done by thread `number`.
+    fn recorded<T>(&self, read: &Read, number: u32, perform: impl FnOnce() -> T) -> T {
+        let Some(timeline) = self.timeline.get() else { return perform() };
+        let begun = Instant::now();
+        let result = perform();
+        let span = Span::new(Lane::Reader(number), "read", begun, Instant::now());
+        timeline.add(span.of_read(read.ticket, read.route, (read.file, read.offset), read.len));
+        result
+    }
+
+    /// What thread `number` does.
+    fn work(&self, number: u32) {
         block_signals();
         let mut tools = Tools::default();
         let mut state = lock(&self.state);
@@ -305,7 +324,8 @@ impl Shared {
             state.reading += 1;
             let finished = state.finished;
             drop(state);
-            let result = catch_unwind(AssertUnwindSafe(|| self.perform(&read, way, &mut tools)));
+            let perform = || catch_unwind(AssertUnwindSafe(|| self.perform(&read, way, &mut tools)));
+            let result = self.recorded(&read, number, perform);
             let result = result.unwrap_or_else(|_| {
                 Err(Failure::Error(Error::new(ErrorKind::Internal, "a reading thread panicked: a bug in penstock")))
             });
