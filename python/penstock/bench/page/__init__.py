@@ -1,0 +1,16 @@
+"""The benchmark as one HTML page that needs no network: `write_page` for results, `write_trace` for one load.
+
+| module | what it is for |
+|---|---|
+| `document` | the page: what it says, in which order |
+| `findings` | who is first, what missed, what cannot be true |
+| `tables` | rows as tables |
+| `charts`, `timeline` | plotly figures: loads beside each other; one load over time |
+| `theme`, `units`, `markup` | colours; figures as text; HTML that escapes |
+
+Charts are drawn by plotly, which is wanted here and nowhere else: `pip install plotly`.
+"""
+
+from .document import write_page, write_trace
+
+__all__ = ["write_page", "write_trace"]
