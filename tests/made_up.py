@@ -34,17 +34,24 @@ def results() -> dict[str, Any]:
         row("a", "cold", "ceiling: place", "ceiling", [0.75, 0.85, 0.95]),
         row("a", "warm", "penstock", "penstock", [0.010, 0.012, 0.014]),
         row("a", "warm", "rival", "rival", [0.002, 0.003, 0.004], ceiling="direct", share=2.0, fault="above direct"),
-        row("b", "cold", "penstock", "penstock", [0.9, 1.0, 1.1]),
-        row("b", "cold", "rival", "rival", [1.4, 1.5, 1.6]),
+        row("b", "cold", "penstock", "penstock", [0.9, 1.0, 1.1], ceiling="direct", share=0.7, later_s=0.5),
+        row("b", "cold", "rival", "rival", [1.4, 1.5, 1.6], ceiling="direct", share=0.5),
+        row("b", "cold", "penstock copy", "penstock", [1.1, 1.2, 1.3], semantics="private"),
+        row("b", "cold", "private rival", "rival", [0.9, 1.0, 1.25], semantics="private"),
     ]
     rows.append({"checkpoint": "b", "scenario": "cold", "contestant": "other", "kind": "rival", "loads": 1})
-    rows[-1]["error"] = "RuntimeError: no room"
+    rows[-1] |= {"semantics": "any", "error": "RuntimeError: no room"}
+    of = ("checkpoint", "scenario", "contestant")
     runs = [
-        {"checkpoint": r["checkpoint"], "scenario": r["scenario"], "contestant": r["contestant"], "seconds": r[key]}
+        {key: r[key] for key in of} | {"seconds": r[key], "load": 0}
         for r in rows
         if "median_s" in r
         for key in ("min_s", "median_s", "max_s")
     ]
+    for run in runs:
+        if run["checkpoint"] == "b":  # the raw read right before each of them
+            run["raw_s"] = 0.7
+    runs += [{key: r[key] for key in of} | {"seconds": 0.5, "load": 1} for r in rows if "later_s" in r]
     return {
         "schema": 2, "time": "2026-01-02T03:04:05+00:00", "command": "penstock bench --made-up", "preset": None,
         "quick": False,

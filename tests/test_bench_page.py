@@ -16,7 +16,8 @@ from browser import Browser, program
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
-from penstock.bench.page import findings, theme, timeline, write_page, write_trace
+from penstock.bench.page import document, findings, theme, timeline, write_page, write_trace
+from penstock.bench.scenarios import SCENARIOS
 
 EVIL = '<script>document.title="caught"</script><img src=x onerror="document.title=1">'
 
@@ -107,8 +108,10 @@ def test_says_plainly_what_is_not_as_one_would_wish(parsed: Parsed) -> None:
 def test_contests_are_penstock_as_it_comes_beside_the_fastest_of_like_semantics() -> None:
     rows = made_up.results()["rows"]
     rows.append(made_up.row("a", "cold", "private rival", "rival", [0.1], semantics="private"))
-    found = {(k.checkpoint, k.scenario): k for k in findings.contests(rows)}
+    found = {(k.checkpoint, k.scenario): k for k in findings.contests(rows) if k.semantics == "any"}
     assert set(found) == {("a", "cold"), ("a", "warm"), ("b", "cold")}
+    [private] = [k for k in findings.contests(rows) if k.semantics == "private"]  # none without penstock in it
+    assert (private.checkpoint, private.ours["contestant"], private.what) == ("b", "penstock copy", "private memory")
     assert found["a", "cold"].ours["contestant"] == "penstock"  # not the forced route, which is faster here
     assert found["a", "cold"].times == pytest.approx(2.0)
     assert not found["a", "warm"].first
@@ -142,6 +145,29 @@ def test_every_load_is_a_dot_and_the_spread_is_the_slowest_and_the_fastest(parse
     assert sorted(dots["x"]) == pytest.approx(sorted([0.9, 1.0, 1.1, 0.8, 0.9, 1.0, 1.9, 2.0, 2.1]))
     [later] = [trace for trace in chart["data"] if trace["name"] == "later"]
     assert later["x"] == [0.95]
+
+
+def test_later_loads_of_a_process_are_marked_apart(parsed: Parsed) -> None:
+    chart = {trace["name"]: trace for trace in parsed.figures[2]["seconds"]["data"]}
+    assert len(chart["loads"]["x"]) == 12
+    assert chart["later loads"]["x"] == [0.5]
+    assert chart["later"]["x"] == [0.5]
+
+
+def test_loaders_that_give_the_like_stand_together(parsed: Parsed) -> None:
+    chart = parsed.figures[2]["seconds"]["layout"]
+    names = [re.sub("<[^>]*>", "", name) for name in chart["yaxis"]["ticktext"]]
+    assert names == ["penstock", "rival", "private rival", "penstock copy", "other"]
+    places = chart["yaxis"]["tickvals"]
+    failed = places.pop()
+    assert places[:2] < [failed] < places[2:]  # other failed, and belongs to the first group
+    headings = [a["text"] for a in chart["annotations"] if a["text"] in findings.SEMANTICS.values()]
+    assert headings == ["any memory", "private memory"]
+    assert not [a for a in parsed.figures[0]["seconds"]["layout"]["annotations"] if "memory" in a["text"]]
+
+
+def test_every_scenario_of_the_benchmark_is_described() -> None:
+    assert set(SCENARIOS) <= set(document.SCENARIOS)
 
 
 def test_the_rates_are_the_same_loads(parsed: Parsed) -> None:
@@ -262,12 +288,12 @@ def test_the_sentence_above_a_timeline_adds_up_what_overlaps_once() -> None:
     }  # fmt: skip
     found = timeline.summarise(trace)
     assert found.total == pytest.approx(1e-3)
-    assert found.storage == pytest.approx(0.7)
+    assert found.reading == pytest.approx(0.7)
     assert found.copies == pytest.approx(0.1)
     assert found.waiting == pytest.approx(0.35)
     assert found.waited_for == "source"
     assert found.sentence() == (
-        "1.00 ms in total, bound by source. Storage busy 70% of the time, copies 10%; "
+        "1.00 ms in total, bound by source. Reads under way 70% of the time, copies 10%; "
         "the engine waited 35%, most of it for source."
     )
     assert [lane.name for lane in timeline.lanes(trace)] == ["engine", "read 0", "read 1", "copy 0"]
@@ -315,7 +341,7 @@ def test_the_command_line_tells_what_bounded_a_load(cli: Any, tmp_path: Path) ->
     trace.write_text(json.dumps(made_up.trace()))
     done = cli("trace", trace, "--html", page)
     assert done.returncode == 0, done.stderr
-    assert "bound by source. Storage busy" in done.stdout
+    assert "bound by source. Reads under way" in done.stdout
     assert len(Parsed(page).figures) == 1
     assert json.loads(cli("trace", trace, "--json").stdout)["bound_by"] == "source"
     trace.write_text('{"traceEvents": 3}')
@@ -377,13 +403,14 @@ def test_draws_a_bar_for_every_row_and_a_line_for_every_ceiling(browser: Browser
     bars = browser.evaluate(
         "[...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('.barlayer .point').length)"
     )
-    assert bars[:3] == [3, 2, 2]
+    assert bars[:3] == [3, 2, 4]
     assert len(bars) == 4
     assert bars[3] > 200  # the timeline of 239 extents, read and copied
     named = "at = document.querySelectorAll('.plot')[%d]; (at.layout.shapes || []).map((shape) => shape.name || '')"
     lines = [browser.evaluate(named % number) for number in range(3)]
     ceilings = [sorted(name for name in names if name.startswith("ceiling")) for names in lines]
-    assert ceilings == [["ceiling: direct", "ceiling: place"], [], []]
+    # the last one is no row: the raw read is timed right before each load
+    assert ceilings == [["ceiling: direct", "ceiling: place"], [], ["ceiling: direct"]]
     drawn = "document.querySelectorAll('.plot')[0].querySelectorAll('.shapelayer path').length"
     assert browser.evaluate(drawn) == 4  # two lines, the spread of one of them, and what joins one to its name
     text = browser.evaluate("document.querySelectorAll('.plot')[0].textContent")
@@ -439,10 +466,11 @@ def test_charts_follow_the_readers_colours(browser: Browser, page: Path) -> None
 def test_a_click_on_a_heading_sorts(browser: Browser, page: Path) -> None:
     browser.open(page)
     names = "[...document.querySelector('#c0-s0 tbody').rows].map((row) => row.cells[0].textContent)"
-    assert browser.evaluate(names)[0] == "ceiling: direct"
+    assert browser.evaluate(names)[0] == "penstock uring"
     heading = "[...document.querySelectorAll('#c0-s0 th button')].find((b) => b.textContent.startsWith('median'))"
     browser.evaluate(f"{heading}.click()")
     ascending = browser.evaluate(names)
+    assert ascending[0] == "ceiling: direct"
     browser.evaluate(f"{heading}.click()")
     assert browser.evaluate(names) == ascending[::-1]
     assert browser.evaluate(names)[0] == "rival"

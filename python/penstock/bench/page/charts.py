@@ -7,12 +7,13 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from .findings import Row, ceiling_name, finished
+from .findings import SEMANTICS, Row, alike, ceiling_name, finished, loads_of
 from .markup import plot_text
 from .theme import FONT, light
 from .units import TIMES, digits, duration, rate, size, unit_for
 
 ROW = 40  # px for one bar and the space around it
+HEADING = 0.75  # of a row, for the heading of a group
 LABEL = 22  # px above the bars for the name of one ceiling
 MIDDLE = 0.55  # of the axis: right of it the name of a ceiling stands to the left of its line
 AXIS = 56  # px below the bars for ticks and title
@@ -72,180 +73,201 @@ def layout(height: int) -> dict[str, Any]:
     }
 
 
-def loads_of(runs: list[Row], row: Row) -> list[float]:
-    """The seconds of every load that a row sums up."""
-    keys = ("checkpoint", "scenario", "contestant")
-    alike = [run for run in runs if all(run.get(key) == row[key] for key in keys)]
-    return [seconds for run in alike if (seconds := run.get("seconds", run.get("load_s"))) and "error" not in run]
-
-
 def bars(rows: list[Row], runs: list[Row]) -> dict[str, Figure] | None:
     """The charts of one checkpoint and scenario, by `seconds` and by `rate`; `None` where no loader finished."""
-    loaders = sorted(
-        (row for row in finished(rows) if row.get("kind") != "ceiling"), key=lambda row: float(row["median_s"])
-    )
-    if not loaders:
+    done = [row for row in finished(rows) if row.get("kind") != "ceiling"]
+    if not done:
         return None
-    failed = [row for row in rows if row.get("median_s") is None and row.get("kind") != "ceiling"]
-    ceilings = sorted(finished(rows, "ceiling"), key=lambda row: float(row["median_s"]))
-    unit, scale = unit_for([float(row.get("max_s") or row["median_s"]) for row in loaders], TIMES)
+    unit, scale = unit_for([float(row.get("max_s") or row["median_s"]) for row in done], TIMES)
     of_time = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}[unit]
     scales = {
         "seconds": Scale(unit, f"{of_time}, shorter is better", False, scale),
         "rate": Scale("GB/s", "GB/s, longer is better", True, 1e9),
     }
-    return {name: _bars(loaders, failed, ceilings, runs, how) for name, how in scales.items()}
+    return {name: _Bars(rows, runs, how).figure() for name, how in scales.items()}
 
 
-def _bars(loaders: list[Row], failed: list[Row], ceilings: list[Row], runs: list[Row], how: Scale) -> Figure:
-    go = graph_objects()
-    compared = {ceiling_name(str(row["ceiling"])) for row in loaders if row.get("ceiling")}
-    top = 12 + LABEL * len(ceilings)
-    count = len(loaders) + len(failed)
-    height = top + ROW * count + AXIS
+class _Bars:
+    """One chart: loaders that give the like together under a heading, the fastest first, what failed last."""
 
-    def ends(row: Row) -> tuple[float, float]:
+    def __init__(self, rows: list[Row], runs: list[Row], how: Scale) -> None:
+        self.how = how
+        self.bars: list[tuple[float, Row]] = []
+        self.failed: list[tuple[float, Row]] = []
+        self.headings: list[tuple[float, str]] = []
+        groups = alike(rows)
+        self.end = 0.0
+        for semantics, group in groups.items():
+            if len(groups) > 1:
+                self.headings.append((self.end + 0.1, SEMANTICS.get(str(semantics), str(semantics))))
+                self.end += HEADING
+            for row in sorted(finished(group), key=lambda row: float(row["median_s"])):
+                self.bars.append((self.end, row))
+                self.end += 1
+            for row in group:
+                if row.get("median_s") is None:
+                    self.failed.append((self.end, row))
+                    self.end += 1
+        self.ceilings = finished(rows, "ceiling")
+        self.first = [loads_of(runs, row) for _, row in self.bars]
+        self.later = [loads_of(runs, row, later=True) for _, row in self.bars]
+        self.top = 12 + LABEL * len(self.ceilings)
+        self.inside = round(ROW * self.end)
+        lengths = [self.length(row) for row in self.ceilings] + [self.ends(row)[1] for _, row in self.bars]
+        for (_, row), first, later in zip(self.bars, self.first, self.later, strict=True):
+            lengths += [how.of(seconds, row["bytes"]) for seconds in first + later]
+        self.reach = 1.04 * max(lengths)
+
+    def length(self, row: Row) -> float:
+        return self.how.of(float(row["median_s"]), row["bytes"])
+
+    def ends(self, row: Row) -> tuple[float, float]:
+        """The whisker: of the fastest and the slowest load."""
         seconds = [float(row.get(key) or row["median_s"]) for key in ("min_s", "max_s")]
-        low, high = sorted(how.of(each, row["bytes"]) for each in seconds)
+        low, high = sorted(self.how.of(each, row["bytes"]) for each in seconds)
         return low, high
 
-    dots = {id(row): loads_of(runs, row) for row in loaders}
-    reach = 1.04 * max(
-        [max(ends(row)[1], *(how.of(s, row["bytes"]) for s in dots[id(row)]), 0.0) for row in loaders]
-        + [how.of(float(row["median_s"]), row["bytes"]) for row in ceilings]
-    )
-    figure = go.Figure()
-    for kind, role in (("penstock", "accent"), ("rival", "neutral")):
-        alike = [
-            (place, row) for place, row in enumerate(loaders) if (row.get("kind") == "penstock") == (role == "accent")
+    def figure(self) -> Figure:
+        drawn = graph_objects().Figure()
+        for name, ours, role in (("penstock", True, "accent"), ("rival", False, "neutral")):
+            group = [(y, row) for y, row in self.bars if (row.get("kind") == "penstock") == ours]
+            if group:
+                drawn.add_bar(name=name, **self._bars(group, role))
+        points = [
+            (self.how.of(seconds, row["bytes"]), y + 0.2 * _jitter(number))
+            for (y, row), loads in zip(self.bars, self.first, strict=True)
+            for number, seconds in enumerate(loads)
         ]
-        if not alike:
-            continue
-        lengths = [how.of(float(row["median_s"]), row["bytes"]) for _, row in alike]
-        figure.add_bar(
-            name=kind,
-            orientation="h",
-            y=[place for place, _ in alike],
-            x=lengths,
-            width=0.6,
-            marker={
+        ring = {"size": 6, "color": light("page"), "line": {"color": light("hand-out"), "width": 1.25}}
+        _marks(drawn, "loads", points, ring | {"opacity": 0.9 if len(points) < 200 else 0.5})
+        points = [
+            (self.how.of(seconds, row["bytes"]), y + 0.2 * _jitter(number))
+            for (y, row), loads in zip(self.bars, self.later, strict=True)
+            for number, seconds in enumerate(loads)
+        ]
+        _marks(drawn, "later loads", points, {"size": 4, "symbol": "diamond", "color": light("text"), "opacity": 0.35})
+        points = [(self.how.of(float(row["later_s"]), row["bytes"]), y) for y, row in self.bars if row.get("later_s")]
+        diamond = {
+            "size": 10,
+            "symbol": "diamond",
+            "color": light("text"),
+            "line": {"color": light("page"), "width": 1},
+        }
+        _marks(drawn, "later", points, diamond)
+        shapes, names = self._ceilings()
+        drawn.update_layout(
+            **layout(self.top + self.inside + AXIS),
+            margin={"l": 10, "r": 76, "t": self.top, "b": AXIS},
+            bargap=0,
+            barmode="overlay",
+            hovermode="closest",
+            dragmode=False,
+            shapes=shapes,
+            annotations=[
+                *(_heading(y, text) for y, text in self.headings),
+                *(_value(y, row, self.how) for y, row in self.bars),
+                *(_failure(y, row) for y, row in self.failed),
+                *names,
+            ],
+            xaxis=self._along(),
+            yaxis=self._down(),
+        )
+        return plain(drawn)
+
+    def _bars(self, group: list[tuple[float, Row]], role: str) -> dict[str, Any]:
+        lengths = [self.length(row) for _, row in group]
+        spread = [self.ends(row) for _, row in group]
+        return {
+            "orientation": "h",
+            "y": [y for y, _ in group],
+            "x": lengths,
+            "width": 0.6,
+            "marker": {
                 "color": light(role),
                 "line": {"width": 0},
                 "pattern": {
-                    "shape": ["/" if row.get("fault") else "" for _, row in alike],
+                    "shape": ["/" if row.get("fault") else "" for _, row in group],
                     "fgcolor": light("page"),
                     "bgcolor": light(role),
                     "size": 7,
                 },
             },
-            error_x={
+            "error_x": {
                 "type": "data",
                 "symmetric": False,
-                "array": [ends(row)[1] - length for length, (_, row) in zip(lengths, alike, strict=True)],
-                "arrayminus": [length - ends(row)[0] for length, (_, row) in zip(lengths, alike, strict=True)],
+                "array": [high - length for length, (_, high) in zip(lengths, spread, strict=True)],
+                "arrayminus": [length - low for length, (low, _) in zip(lengths, spread, strict=True)],
                 "color": light("text"),
                 "thickness": 1.25,
                 "width": 5,
             },
-            hovertext=[_hover(row) for _, row in alike],
-            hoverinfo="text",
-        )
-    points = [
-        (how.of(seconds, row["bytes"]), place + 0.2 * _jitter(number))
-        for place, row in enumerate(loaders)
-        for number, seconds in enumerate(dots[id(row)])
-    ]
-    if points:
-        figure.add_scatter(
-            name="loads",
-            mode="markers",
-            x=[x for x, _ in points],
-            y=[y for _, y in points],
-            marker={
-                "size": 6,
-                "color": light("page"),
-                "opacity": 0.9 if len(points) < 200 else 0.5,
-                "line": {"color": light("hand-out"), "width": 1.25},
-            },
-            hoverinfo="skip",
-        )
-    later = [(place, row) for place, row in enumerate(loaders) if row.get("later_s")]
-    if later:
-        figure.add_scatter(
-            name="later",
-            mode="markers",
-            x=[how.of(float(row["later_s"]), row["bytes"]) for _, row in later],
-            y=[place for place, _ in later],
-            marker={
-                "symbol": "diamond",
-                "size": 9,
-                "color": light("text"),
-                "line": {"color": light("page"), "width": 1},
-            },
-            hoverinfo="skip",
-        )
+            "hovertext": [_hover(row) for _, row in group],
+            "hoverinfo": "text",
+        }
 
-    annotations = [_value(place, row, how) for place, row in enumerate(loaders)]
-    annotations += [_failure(len(loaders) + number, row) for number, row in enumerate(failed)]
-    shapes = []
-    for rise, (at, row) in enumerate(
-        _stacked([(how.of(float(row["median_s"]), row["bytes"]), row) for row in ceilings], reach)
-    ):
-        name = ceiling_name(row["contestant"])
-        main = name in compared or not compared
-        low, high = ends(row)
-        if main and high > low:
-            band = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": min(high, reach), "y0": 0, "y1": 1}
-            shapes.append(band | {"line": {"width": 0}, "fillcolor": light("muted"), "opacity": 0.12, "layer": "below"})
-        line = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "layer": "above"}
-        style = {"color": light("text"), "width": 2 if main else 1.25, "dash": "dash" if main else "dot"}
-        shapes.append(line | {"y0": 0, "y1": 1, "line": style, "name": f"ceiling: {name}"})
-        if rise:  # a hair line from the bars up to the name
-            up = 1 + LABEL * rise / (height - top - AXIS)
-            shapes.append(line | {"y0": 1, "y1": up, "line": style | {"width": 1, "dash": "dot"}, "name": "leader"})
-        annotations.append(
-            {
-                "xref": "x", "yref": "paper", "x": at, "y": 1, "showarrow": False, "yanchor": "bottom",
-                "yshift": LABEL * rise + 2, "xanchor": "right" if at > MIDDLE * reach else "left",
-                "text": f"ceiling <b>{plot_text(name)}</b> {how.told(float(row['median_s']), row['bytes'])}",
-                "font": {"size": 12, "color": light("text" if main else "muted")},
-                "bgcolor": light("page"), "borderpad": 1,
-            }
-        )  # fmt: skip
+    def _ceilings(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Lines, with the spread of those that loads are compared with, and their names above."""
+        compared = {ceiling_name(str(row["ceiling"])) for _, row in self.bars if row.get("ceiling")}
+        shapes, names = [], []
+        stacked = _stacked([(self.length(row), row) for row in self.ceilings], self.reach)
+        for rise, (at, row) in enumerate(stacked):
+            name = ceiling_name(row["contestant"])
+            main = name in compared or not compared
+            low, high = self.ends(row)
+            across = {"xref": "x", "yref": "paper"}
+            if main and high > low:
+                band = across | {"type": "rect", "x0": low, "x1": min(high, self.reach), "y0": 0, "y1": 1}
+                band |= {"line": {"width": 0}, "fillcolor": light("muted"), "opacity": 0.12, "layer": "below"}
+                shapes.append(band)
+            line = across | {"type": "line", "x0": at, "x1": at, "layer": "above"}
+            style = {"color": light("text"), "width": 2 if main else 1.25, "dash": "dash" if main else "dot"}
+            shapes.append(line | {"y0": 0, "y1": 1, "line": style, "name": f"ceiling: {name}"})
+            if rise:  # a hair line from the bars up to the name
+                up = 1 + LABEL * rise / self.inside
+                shapes.append(line | {"y0": 1, "y1": up, "line": style | {"width": 1, "dash": "dot"}, "name": "leader"})
+            names.append(
+                across
+                | {
+                    "x": at, "y": 1, "showarrow": False, "yanchor": "bottom", "yshift": LABEL * rise + 2,
+                    "xanchor": "right" if at > MIDDLE * self.reach else "left",
+                    "text": f"ceiling <b>{plot_text(name)}</b> {self.how.told(float(row['median_s']), row['bytes'])}",
+                    "font": {"size": 12, "color": light("text" if main else "muted")},
+                    "bgcolor": light("page"), "borderpad": 1,
+                }
+            )  # fmt: skip
+        return shapes, names
 
-    figure.update_layout(
-        **layout(height),
-        margin={"l": 10, "r": 76, "t": top, "b": AXIS},
-        bargap=0,
-        barmode="overlay",
-        hovermode="closest",
-        dragmode=False,
-        shapes=shapes,
-        annotations=annotations,
-        xaxis={
-            "range": [0, reach],
+    def _along(self) -> dict[str, Any]:
+        return {
+            "range": [0, self.reach],
             "fixedrange": True,
             "gridcolor": light("rule"),
             "zeroline": True,
             "zerolinecolor": light("muted"),
             "tickfont": {"size": 12, "color": light("muted")},
             "nticks": 7,
-            "title": {"text": how.title, "font": {"size": 12, "color": light("muted")}, "standoff": 8},
-            "automargin": False,
-        },
-        yaxis={
-            "range": [count - 0.5, -0.5],
+            "title": {"text": self.how.title, "font": {"size": 12, "color": light("muted")}, "standoff": 8},
+        }
+
+    def _down(self) -> dict[str, Any]:
+        rows = [*self.bars, *self.failed]
+        return {
+            "range": [self.end - 0.5, -0.5],
             "fixedrange": True,
             "showgrid": False,
             "zeroline": False,
-            "tickvals": list(range(count)),
-            "ticktext": [_label(row) for row in loaders + failed],
+            "tickvals": [y for y, _ in rows],
+            "ticktext": [_label(row) for _, row in rows],
             "tickfont": {"size": 13, "color": light("text")},
             "ticklabelstandoff": 8,
             "automargin": True,
-        },
-    )
-    return plain(figure)
+        }
+
+
+def _marks(figure: Any, name: str, points: list[tuple[float, float]], marker: dict[str, Any]) -> None:
+    if points:
+        xs, ys = zip(*points, strict=True)
+        figure.add_scatter(name=name, mode="markers", x=list(xs), y=list(ys), marker=marker, hoverinfo="skip")
 
 
 def _jitter(number: int) -> float:
@@ -269,20 +291,27 @@ def _label(row: Row) -> str:
     return f'<b style="color:{light("accent")}">{name}</b>' if row.get("kind") == "penstock" else name
 
 
-def _value(place: int, row: Row, how: Scale) -> dict[str, Any]:
+def _heading(y: float, text: str) -> dict[str, Any]:
+    return {
+        "xref": "paper", "yref": "y", "x": 0, "y": y, "showarrow": False, "xanchor": "left", "xshift": 2,
+        "text": plot_text(text), "font": {"size": 12, "color": light("muted")}, "bgcolor": light("page"),
+    }  # fmt: skip
+
+
+def _value(y: float, row: Row, how: Scale) -> dict[str, Any]:
     told = how.told(float(row["median_s"]), row["bytes"])
     penstock = row.get("kind") == "penstock"
     return {
-        "xref": "paper", "yref": "y", "x": 1, "y": place, "showarrow": False, "xanchor": "right", "xshift": 74,
+        "xref": "paper", "yref": "y", "x": 1, "y": y, "showarrow": False, "xanchor": "right", "xshift": 74,
         "text": f"<b>{told}</b>" if penstock else told,
         "font": {"size": 13, "color": light("accent" if penstock else "text")},
     }  # fmt: skip
 
 
-def _failure(place: int, row: Row) -> dict[str, Any]:
+def _failure(y: float, row: Row) -> dict[str, Any]:
     reason = textwrap.shorten(str(row.get("error", "no figures")), 60, placeholder=" …")
     return {
-        "xref": "paper", "yref": "y", "x": 0, "y": place, "showarrow": False, "xanchor": "left", "xshift": 6,
+        "xref": "paper", "yref": "y", "x": 0, "y": y, "showarrow": False, "xanchor": "left", "xshift": 6,
         "text": f"failed: {plot_text(reason)}", "font": {"size": 12, "color": light("bad")},
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import charts, tables, theme, timeline
-from .findings import Contest, Row, Verdict, sections, verdict
+from .findings import Contest, Row, Verdict, sections, verdict, with_ceilings
 from .markup import Html, data, join, tag
 from .units import digits, duration, size
 
@@ -27,10 +27,14 @@ SCENARIOS = {
     "private": "All of the files in the page cache; tensors in memory of their own.",
     "load_into": "All of the files in the page cache; into existing parameters whose pages are in use.",
     "tmpfs": "The files lie in memory (tmpfs).",
-    "half": "Half of the files in the page cache.",
-    "second": "The second start after a cold one.",
-    "cast": "F32 weights cast to F16 on load.",
-    "two": "Two loads at once.",
+    "half": "The first half of each file in the page cache.",
+    "second": "The page cache as a cold load by the same loader left it.",
+    "cast": "All of the files in the page cache; floating-point tensors cast to F16.",
+    "two": "Nothing in the page cache; two processes load at once, and the slower one counts.",
+    "beside-memory": "All of the files in the page cache; a neighbour copies memory meanwhile.",
+    "beside-disk": "Nothing in the page cache; a neighbour reads from the same disk meanwhile.",
+    "limited": "Nothing in the page cache; memory limited to 1.25 times the bytes.",
+    "latency": "All of the files in the page cache; many loads in each process.",
 }
 
 
@@ -295,9 +299,8 @@ def _matrix(found: Verdict, results: dict[str, Any]) -> Html | None:
             told = []
             for contest in here:
                 sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
-                what = [part for part in (contest.semantics if len(here) > 1 else None, _later(contest)) if part]
                 told.append(tag("b", f"{digits(contest.times)}× ", sign))
-                told.append(tag("small", "".join(f"{part}: " for part in what), _short(contest)))
+                told.append(tag("small", f"{contest.what}: " if contest.what else None, _short(contest)))
             s = list(measured).index(scenario)
             link = tag("a", *told, href=f"#{_anchor(c, s)}")
             cells.append(tag("td", link, class_="good" if all(k.first for k in here) else "bad"))
@@ -306,10 +309,6 @@ def _matrix(found: Verdict, results: dict[str, Any]) -> Html | None:
     caption = "Times as fast as the fastest other loader of like semantics; below it the medians, penstock's first"
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix")
     return join(tag("p", caption, class_="note"), tables.scroll(table, caption))
-
-
-def _later(contest: Contest) -> str | None:
-    return "later loads" if contest.loads == "later" else None
 
 
 def _short(contest: Contest) -> str:
@@ -357,10 +356,10 @@ def _missed(bound: Row) -> Html:
 
 
 def _behind(contest: Contest) -> Html:
-    later = f", {_later(contest)}" if _later(contest) else ""
+    what = f", {contest.what}" if contest.what else ""
     overlap = "; their spreads overlap" if contest.overlap else ""
     return join(
-        tag("b", f"{contest.checkpoint}, {contest.scenario}{later}"),
+        tag("b", f"{contest.checkpoint}, {contest.scenario}{what}"),
         f": {contest.rival['contestant']} takes {duration(contest.rival[contest.key])}, ",
         f"{contest.ours['contestant']} {duration(contest.ours[contest.key])}{overlap}",
     )
@@ -406,7 +405,7 @@ def _files(files: Any) -> str | None:
 def _key(results: dict[str, Any]) -> Html:
     """What the marks of the bar charts mean; only those that occur."""
     rows = results.get("rows", [])
-    ceilings = any(row.get("kind") == "ceiling" for row in rows)
+    ceilings = any(row.get("kind") == "ceiling" or row.get("ceiling") for row in rows)
     entries = [
         (True, tag("i", style="background:var(--accent)"), "penstock"),
         (True, tag("i", style="background:var(--neutral)"), "other loaders"),
@@ -424,7 +423,9 @@ def _scenario(
 ) -> Html:
     checkpoint = rows[0]["checkpoint"]
     label = f"{checkpoint}, {scenario}"
-    figures = charts.bars(rows, results.get("runs") or [])
+    runs = results.get("runs") or []
+    rows = with_ceilings(rows, runs)
+    figures = charts.bars(rows, runs)
     chart = page.chart(figures, f"{label}: bars of all loaders; the table below has the figures") if figures else None
     said = [_said(contest) for contest in contests]
     return tag(
@@ -442,9 +443,9 @@ def _said(contest: Contest) -> Html:
     sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
     ours, rival = str(contest.ours["contestant"]), str(contest.rival["contestant"])
     told = f" {ours} {duration(contest.ours[contest.key])}, {rival} {duration(contest.rival[contest.key])}: "
-    more = f", {_later(contest)}" if _later(contest) else ""
+    what = f" {contest.what}:" if contest.what else ""
     overlap = "; their spreads overlap" if contest.overlap else ""
-    return join(sign, told, tag("b", f"{digits(contest.times)}× as fast"), more, overlap)
+    return join(sign, what, told, tag("b", f"{digits(contest.times)}× as fast"), overlap)
 
 
 # one load over time

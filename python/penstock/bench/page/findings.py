@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
+
+#: What a load gives, by `semantics`: only loaders that give the like are compared.
+SEMANTICS = {"any": "any memory", "private": "private memory", "into": "existing tensors"}
+#: Penstock as it comes, no route forced.
+PLAIN = ("penstock", "penstock copy", "penstock load_into")
 
 
 def ceiling_name(name: str) -> str:
@@ -27,10 +33,46 @@ def finished(rows: Iterable[Row], kind: str | None = None) -> list[Row]:
     return [row for row in rows if row.get("median_s") is not None and kind in (None, row.get("kind"))]
 
 
+def alike(rows: Iterable[Row]) -> dict[str | None, list[Row]]:
+    """Loaders by semantics, in the order of `SEMANTICS`."""
+    found: dict[str | None, list[Row]] = {}
+    for row in rows:
+        if row.get("kind") != "ceiling":
+            found.setdefault(row.get("semantics"), []).append(row)
+    known = list(SEMANTICS)
+    return dict(sorted(found.items(), key=lambda item: known.index(item[0]) if item[0] in known else len(known)))
+
+
+def loads_of(runs: Iterable[Row], row: Row, later: bool = False) -> list[float]:
+    """The seconds of every load that a row sums up: the first ones of their processes, or the later ones."""
+    keys = ("checkpoint", "scenario", "contestant")
+    return [
+        float(run["seconds"])
+        for run in runs
+        if run.get("seconds") and all(run.get(key) == row[key] for key in keys) and (run.get("load", 0) > 0) == later
+    ]
+
+
+def with_ceilings(rows: list[Row], runs: list[Row]) -> list[Row]:
+    """The rows of one scenario, and one for the raw read that was timed right before each load, if it was."""
+    named = {ceiling_name(str(row["ceiling"])) for row in rows if row.get("ceiling")}
+    there = {ceiling_name(row["contestant"]) for row in rows if row.get("kind") == "ceiling"}
+    if "direct" not in named - there:
+        return rows
+    of = {key: rows[0][key] for key in ("checkpoint", "scenario")}
+    before = [run for run in runs if run.get("raw_s") and all(run.get(key) == value for key, value in of.items())]
+    if not before:
+        return rows
+    seconds, nbytes = [float(run["raw_s"]) for run in before], next(row["bytes"] for row in rows if row.get("bytes"))
+    raw = of | {"contestant": "ceiling: direct", "kind": "ceiling", "loads": len(seconds), "bytes": nbytes}
+    raw |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+    return [*rows, raw | {"gb_per_s": nbytes / raw["median_s"] / 1e9}]
+
+
 def of_penstock(rows: list[Row]) -> Row | None:
-    """Penstock as it comes: `penstock` where it is there, else the first of its rows (forced routes come after)."""
+    """Penstock as it comes, else the first of its rows."""
     ours = finished(rows, "penstock")
-    return next((row for row in ours if row["contestant"] == "penstock"), ours[0] if ours else None)
+    return next((row for row in ours if row["contestant"] in PLAIN), ours[0] if ours else None)
 
 
 @dataclass(frozen=True)
@@ -40,9 +82,16 @@ class Contest:
     checkpoint: str
     scenario: str
     semantics: str | None
+    several: bool  # semantics in this scenario
     loads: str  # "first" or "later": of the process
     ours: Row
     rival: Row
+
+    @property
+    def what(self) -> str:
+        """What distinguishes this contest from others of the scenario."""
+        kind = SEMANTICS.get(str(self.semantics), self.semantics) if self.several else None
+        return ", ".join(part for part in (kind, "later loads" if self.loads == "later" else None) if part)
 
     @property
     def key(self) -> str:
@@ -70,15 +119,14 @@ def contests(rows: list[Row]) -> list[Contest]:
     found = []
     for checkpoint, scenarios in sections(rows).items():
         for scenario, all_of_it in scenarios.items():
-            loaders = [row for row in all_of_it if row.get("kind") != "ceiling"]
-            for semantics in dict.fromkeys(row.get("semantics") for row in loaders):
-                alike = [row for row in loaders if row.get("semantics") == semantics]
+            groups = alike(all_of_it)
+            for semantics, rows_alike in groups.items():
                 for loads, key in (("first", "median_s"), ("later", "later_s")):
-                    with_figures = [row for row in alike if row.get(key)]
+                    with_figures = [row for row in rows_alike if row.get(key)]
                     ours, rivals = of_penstock(with_figures), finished(with_figures, "rival")
                     if ours is not None and rivals:
                         rival = min(rivals, key=lambda row: float(row[key]))
-                        found.append(Contest(checkpoint, scenario, semantics, loads, ours, rival))
+                        found.append(Contest(checkpoint, scenario, semantics, len(groups) > 1, loads, ours, rival))
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .findings import Row, ceiling_name
+from .findings import SEMANTICS, Row, alike, ceiling_name
 from .markup import Html, join, tag
 from .units import SIZES, TIMES, places, rate, size, unit_for
 
@@ -26,14 +26,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("like", "semantics", about="what is compared with what: any memory, memory of its own, existing tensors"),
+    Column("like", "semantics", told=lambda what: SEMANTICS.get(what, str(what)), about="what it is compared with"),
     Column("median", "median_s", "load"),
     Column("min", "min_s", "load"),
     Column("max", "max_s", "load"),
-    Column("p99", "p99_s", "load", about="99 of 100 loads took no longer"),
+    Column("p99", "p99_s", "load", about="99 of 100 later loads took no longer"),
     Column("later", "later_s", "load", about="median of the later loads of the same process"),
     Column("GB/s", "gb_per_s", "number"),
-    Column("ceiling", "ceiling", told=lambda name: ceiling_name(str(name)), about="what it is compared with"),
+    Column("ceiling", "ceiling", told=lambda name: ceiling_name(str(name)), about="what bounds it on this machine"),
     Column("share", "share", "number", about="of that ceiling"),
     Column("share of raw", "share_of_raw", "number", about="of the raw O_DIRECT read right before it"),
     Column("first tensor", "first_tensor_s", "seconds"),
@@ -49,11 +49,12 @@ COLUMNS = (
     Column("set-up", "setup_s", "seconds", about="imports and context creation, not part of the load"),
     Column("loads", "loads", "number"),
     Column("every byte", "verified", told=lambda same: "verified" if same else "different"),
+    Column("settings", "settings"),
     Column("fault", "fault", about="faster than its ceiling: the measurement is wrong"),
     Column("error", "error"),
 )  # fmt: skip
 #: Columns whose text may be long: they wrap.
-LONG = ("fault", "error")
+LONG = ("settings", "fault", "error")
 
 
 def scroll(table: Html, label: str) -> Html:
@@ -77,18 +78,29 @@ def _cells(chosen: Column, rows: list[Row]) -> tuple[Html, list[Html]]:
     unit, scale = unit_for(reference, units)
     whole = chosen.kind == "number" and all(number == int(number) for number in numbers)
     decimals = 0 if whole else places([number / scale for number in reference])
+    main = "main" if chosen.key == "median_s" else None
     cells = [
         tag("td", "–", class_="none", data_value="")
         if value is None
-        else tag("td", f"{float(value) / scale:,.{decimals}f}", data_value=value)
+        else tag("td", f"{float(value) / scale:,.{decimals}f}", class_=main, data_value=value)
         for value in values
     ]
     return join(chosen.title, tag("small", unit) if unit else None), cells
 
 
+def in_order(rows: list[Row]) -> list[Row]:
+    """Loaders that give the like together, the fastest first and what failed last; then ceilings."""
+
+    def speed(row: Row) -> tuple[bool, float]:
+        return row.get("median_s") is None, float(row.get("median_s") or 0.0)
+
+    loaders = [row for group in alike(rows).values() for row in sorted(group, key=speed)]
+    return loaders + sorted((row for row in rows if row.get("kind") == "ceiling"), key=speed)
+
+
 def results_table(rows: list[Row], label: str) -> Html:
     """Everything that is known of the loads of one scenario; columns that nobody has are left out."""
-    rows = sorted(rows, key=lambda row: (row.get("median_s") is None, row.get("median_s", 0.0)))
+    rows = in_order(rows)
     columns = [chosen for chosen in COLUMNS if any(chosen.value(row) is not None for row in rows)]
     made = [_cells(chosen, rows) for chosen in columns]
     head = [tag("th", tag("button", "contestant", type="button"), scope="col", class_="left")]

@@ -118,7 +118,7 @@ class Summary:
 
     total: float
     bound_by: str | None
-    storage: float
+    reading: float
     copies: float | None  # None: there were none to make
     waiting: float
     waited_for: str | None
@@ -131,7 +131,9 @@ class Summary:
         waiting = f"the engine waited {percent(self.waiting)}"
         if self.waited_for:
             waiting += f", most of it for {self.waited_for}"
-        said = f"{duration(self.total)} in total, {bound}. Storage busy {percent(self.storage)} of the time, {copies}; "
+        said = (
+            f"{duration(self.total)} in total, {bound}. Reads under way {percent(self.reading)} of the time, {copies}; "
+        )
         return said + waiting + "."
 
 
@@ -155,7 +157,7 @@ def summarise(trace: dict[str, Any], found: list[Lane] | None = None) -> Summary
     return Summary(
         total=total / 1e6,
         bound_by=report.get("bottleneck"),
-        storage=share("read") or 0.0,
+        reading=share("read") or 0.0,
         copies=share("copy", "device"),
         waiting=min(1.0, union(waiting) / total) if total else 0.0,
         waited_for=max(waits, key=lambda stage: waits[stage]) if waits else None,
@@ -268,8 +270,8 @@ def figure(trace: dict[str, Any]) -> Figure:
             line={"color": light(role), "width": 1.5, "shape": "hv"},
             fill="tozeroy" if role == "direct" else "none",
             fillcolor=light("accent-soft"),
-            x=[round(number * span / BINS * to_unit, 6) for number in range(len(points))],
-            y=[round(point, 4) for point in points],
+            x=[round(number * span / BINS * to_unit, 6) for number in range(BINS + 1)],
+            y=[round(point, 4) for point in [*points, points[-1]]],
             yaxis="y2",
             hovertemplate="%{y:.2f} GB/s<extra></extra>",
         )
