@@ -16,7 +16,7 @@ from browser import Browser, program
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
-from penstock.bench.page import document, findings, theme, timeline, write_page, write_trace
+from penstock.bench.page import document, findings, lanes, markup, theme, timeline, write_page, write_trace
 from penstock.bench.scenarios import SCENARIOS
 
 EVIL = '<script>document.title="caught"</script><img src=x onerror="document.title=1">'
@@ -107,6 +107,7 @@ def test_says_plainly_what_is_not_as_one_would_wish(parsed: Parsed) -> None:
 
 def test_contests_are_penstock_as_it_comes_beside_the_fastest_of_like_semantics() -> None:
     rows = made_up.results()["rows"]
+    rows.append(made_up.row("a", "cold", "slow rival", "rival", [9.0]))
     rows.append(made_up.row("a", "cold", "private rival", "rival", [0.1], semantics="private"))
     found = {(k.checkpoint, k.scenario): k for k in findings.contests(rows) if k.semantics == "any"}
     assert set(found) == {("a", "cold"), ("a", "warm"), ("b", "cold")}
@@ -270,6 +271,13 @@ def test_names_are_shown_and_never_become_elements(tmp_path: Path) -> None:
     assert "<img" not in drawn
 
 
+def test_nothing_in_the_data_of_a_chart_ends_its_element() -> None:
+    made = markup.data({"name": "</script><!-- & \u2028"})
+    assert made.count("<") == 2
+    assert "\u2028" not in made
+    assert json.loads(made[made.index(">") + 1 : made.rindex("<")]) == {"name": "</script><!-- & \u2028"}
+
+
 # one load over time
 
 
@@ -303,7 +311,7 @@ def test_ten_thousand_events_are_few_bars_and_none_is_lost() -> None:
     trace = made_up.trace(extent=50_000, readers=32)
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(events) > 40_000
-    figure = timeline.figure(trace)
+    figure = lanes.figure(trace)
     bars = [
         (t["y"][i], b, b + x)
         for t in figure["data"]
@@ -312,9 +320,9 @@ def test_ten_thousand_events_are_few_bars_and_none_is_lost() -> None:
     ]
     assert len(bars) < 6_000
     assert len(json.dumps(figure)) < 1_500_000
-    lanes = timeline.lanes(trace)
-    step = timeline.summarise(trace, lanes).total * 1e6 / timeline.STEPS
-    drawn = [bar for lane in lanes for bar in timeline.drawn_together(lane.events, step)]
+    found = timeline.lanes(trace)
+    step = timeline.summarise(trace, found).total * 1e6 / timeline.STEPS
+    drawn = [bar for lane in found for bar in timeline.drawn_together(lane.events, step)]
     assert sum(len(bar.events) for bar in drawn) == len(events)
     assert sum(event.nbytes for bar in drawn for event in bar.events) == sum(e["args"].get("bytes", 0) for e in events)
 

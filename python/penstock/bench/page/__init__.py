@@ -5,7 +5,8 @@
 | `document` | the page: what it says, in which order |
 | `findings` | who is first, what missed, what cannot be true |
 | `tables` | rows as tables |
-| `charts`, `timeline` | plotly figures: loads beside each other; one load over time |
+| `charts` | loads beside each other, as plotly figures |
+| `timeline`, `lanes` | one load from its trace: what bounded it; what happened when, as a plotly figure |
 | `theme`, `units`, `markup` | colours; figures as text; HTML that escapes |
 
 Charts are drawn by plotly, which is wanted here and nowhere else: `pip install plotly`.

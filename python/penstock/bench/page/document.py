@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import charts, tables, theme, timeline
+from . import charts, lanes, tables, theme, timeline
 from .findings import Contest, Row, Verdict, sections, verdict, with_ceilings
 from .markup import Html, data, join, tag
 from .units import digits, duration, size
@@ -475,10 +475,8 @@ def _lanes(page: _Page, trace: dict[str, Any], title: str | None) -> Html:
         "mapped": "read, mapped",
         "wait": "engine waits",
     }
-    key = [
-        tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in timeline.roles(found)
-    ]
-    chart = page.chart({"lanes": timeline.figure(trace)}, f"Timeline: {said}") if found else None
+    key = [tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in lanes.roles(found)]
+    chart = page.chart({"lanes": lanes.figure(trace)}, f"Timeline: {said}") if found else None
     return tag(
         "div",
         tag("h3", title) if title else None,
