@@ -403,7 +403,7 @@ def _trace(args: argparse.Namespace) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidError(f"not a trace as `penstock load --trace` writes it: {error!r}", path=args.file) from error
     if args.html:
-        write_trace(trace, args.html, f"Load in {Path(args.file).name}")
+        write_trace(trace, args.html, f"One load: {Path(args.file).name}")
     _print(args, dataclasses.asdict(summary), summary.sentence())
 
 

@@ -3,6 +3,7 @@
 | module | what it is for |
 |---|---|
 | `document` | the page: what it says, in which order |
+| `masthead`, `verdict` | whose figures these are; what they come to |
 | `findings` | who is first, what missed, what cannot be true |
 | `tables` | rows as tables |
 | `charts` | loads beside each other, as plotly figures |

@@ -7,16 +7,14 @@ neither a name in the results nor a mistake here can make a browser run or fetch
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import charts, lanes, tables, theme, timeline
-from .findings import Contest, Row, Verdict, sections, verdict, with_ceilings
-from .markup import Html, data, join, tag
-from .units import digits, duration, size
+from . import charts, lanes, masthead, tables, theme, timeline, verdict
+from .findings import Contest, Row, Verdict, judged, sections, with_ceilings
+from .markup import Html, anchor, data, join, tag
+from .units import digits, duration, rate, size
 
 SCHEMA = 2
 
@@ -53,13 +51,13 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
     if results.get("schema") != SCHEMA:
         raise ValueError(f"the page shows results of schema {SCHEMA}, and these are of schema {results.get('schema')}")
     page = _Page()
-    found = verdict(results)
+    found = judged(results)
     parts = [
-        _top(results),
-        _bar(results),
+        masthead.masthead(results),
+        masthead.bar(results),
         tag(
             "main",
-            _verdict(found, results),
+            verdict.section(found, results),
             *_results(page, results, found),
             _timelines(page, results.get("traces") or []),
             _calibration(results.get("calibration") or []),
@@ -85,8 +83,14 @@ def write_trace(trace: dict[str, Any], path: str | Path, title: str = "One load"
     """
     page = _Page()
     summary = timeline.summarise(trace)
-    version = (trace.get("otherData") or {}).get("version")
-    told = [f"{size(summary.nbytes)}" if summary.nbytes else None, f"penstock {version}" if version else None]
+    other: dict[str, Any] = trace.get("otherData") or {}
+    tensors, version = (other.get("report") or {}).get("tensors"), other.get("version")
+    told = [
+        f"{tensors:,} tensors" if tensors else None,
+        size(summary.nbytes) if summary.nbytes else None,
+        rate(summary.nbytes / summary.total) if summary.nbytes and summary.total else None,
+        f"penstock {version}" if version else None,
+    ]
     lead = tag("p", " · ".join(part for part in told if part), class_="lead")
     top = tag("header", tag("h1", title), lead, class_="top")
     main = tag("main", _lanes(page, trace, None))
@@ -139,232 +143,6 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-# whose figures these are
-
-
-def _top(results: dict[str, Any]) -> Html:
-    machine: dict[str, Any] = results["machine"]
-    when = datetime.datetime.fromisoformat(results["time"].replace("Z", "+00:00"))
-    hour = when.strftime("%H:%M") + (" UTC" if when.utcoffset() == datetime.timedelta(0) else f" {when:%z}")
-    gpu = machine.get("gpu")
-    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
-    lead = [str(machine["cpu"]), cores, size(machine["memory"]) + " memory"]
-    if gpu:
-        lead.append(str(gpu.get("name", "GPU")))
-    facts: list[tuple[str, object]] = [
-        ("Measured", join(f"{when.day} {when:%B %Y}, ", hour)),
-        ("Processor", join(machine["cpu"], tag("span", f", {cores}", class_="aside"))),
-        ("Memory", size(machine["memory"])),
-        ("GPU", join(gpu.get("name"), _more(gpu, "name")) if gpu else "none used"),
-        ("System", f"Linux {machine['kernel']}, {machine['file_system']}"),
-        ("Load average at the start", _load(machine.get("load_average"))),
-        ("Load average at the end", _load(results.get("load_average_at_end"))),
-        ("Preset", results.get("preset") or "none"),
-    ]
-    listed = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts]
-    versions = [("Python", machine["python"]), *machine.get("versions", {}).items()]
-    shown = [
-        tag("span", name, " ", tag("b", number) if number else tag("span", "not installed", class_="aside"))
-        for name, number in versions
-    ]
-    listed.append(tag("div", tag("dt", "Versions"), tag("dd", *shown, class_="versions"), class_="wide"))
-    listed.append(tag("div", tag("dt", "Command"), tag("dd", tag("code", results["command"])), class_="wide"))
-    notices = []
-    if results.get("quick"):
-        notices.append("A quick run: too small to be judged, and no basis for a comparison.")
-    before = (machine.get("load_average") or [0.0])[0]
-    if before >= machine["cores"] / 2:
-        told = f"{before:.1f} on {cores}"
-        notices.append(f"The machine was not quiet when this began: load average {told}. Expect wider spreads.")
-    return tag(
-        "header",
-        tag("h1", "Penstock benchmark"),
-        tag("p", " · ".join(lead), class_="lead"),
-        *(tag("p", notice, class_="notice") for notice in notices),
-        tag("dl", *listed, class_="facts"),
-        class_="top",
-    )
-
-
-def _more(of: dict[str, Any], *known: str) -> Html | None:
-    rest = ", ".join(f"{key} {value}" for key, value in of.items() if key not in known and value is not None)
-    return tag("span", f", {rest}", class_="aside") if rest else None
-
-
-def _load(averages: Iterable[float] | None) -> object:
-    if averages is None:
-        return "not known"
-    told = ", ".join(f"{each:.2f}" for each in averages)
-    return join(told, " ", tag("span", "(1, 5, 15 min)", class_="aside"))
-
-
-def _bar(results: dict[str, Any]) -> Html:
-    links = [("#verdict", "Verdict")]
-    links += [(f"#{_anchor(c)}", checkpoint) for c, checkpoint in enumerate(sections(results.get("rows", [])))]
-    if results.get("traces"):
-        links.append(("#timelines", "Timelines"))
-    if results.get("calibration"):
-        links.append(("#calibration", "Calibration"))
-    switch = tag(
-        "div",
-        tag("button", "Seconds", type="button", value="seconds", aria_pressed="true"),
-        tag("button", "GB/s", type="button", value="rate", aria_pressed="false"),
-        class_="switch",
-        role="group",
-        aria_label="What bars show",
-    )
-    nav = tag("nav", *(tag("a", name, href=to) for to, name in links), aria_label="Sections")
-    return tag("div", tag("div", nav, switch), class_="bar")
-
-
-def _anchor(checkpoint: int, scenario: int | None = None) -> str:
-    return f"c{checkpoint}" if scenario is None else f"c{checkpoint}-s{scenario}"
-
-
-# what it comes to
-
-
-def _verdict(found: Verdict, results: dict[str, Any]) -> Html:
-    return tag(
-        "section",
-        tag("h2", "Verdict"),
-        tag("div", *_cards(found), class_="cards"),
-        _matrix(found, results),
-        *_lists(found, results),
-        id="verdict",
-    )
-
-
-def _card(what: str, figure: object, then: object, good: bool | None) -> Html:
-    sign = None if good is None else tag("span", "✓ " if good else "✕ ", class_="sign")
-    return tag(
-        "div",
-        tag("div", what, class_="what"),
-        tag("div", sign, figure, class_="figure"),
-        tag("div", then, class_="then"),
-        class_="card" if good is None else f"card {'good' if good else 'bad'}",
-    )
-
-
-def _of(some: int, all_of_it: int) -> Html:
-    return join(str(some), " ", tag("small", f"of {all_of_it}"))
-
-
-def _cards(found: Verdict) -> list[Html]:
-    judged = len(found.held) + len(found.missed)
-    missed = "none missed" if not found.missed else f"{len(found.missed)} missed"
-    if not judged:
-        bounds = _card("Bounds that hold", "–", f"{len(found.unjudged)} not judged: too small a run", None)
-    else:
-        missed += f", {len(found.unjudged)} not judged" if found.unjudged else ""
-        bounds = _card("Bounds that hold", _of(len(found.held), judged), missed, not found.missed)
-    first = sum(contest.first for contest in found.contests)
-    if found.contests:
-        told = "first everywhere" if not found.behind else f"not first in {len(found.behind)}"
-        firsts = _card("Penstock is first in", _of(first, len(found.contests)), told, not found.behind)
-    else:
-        firsts = _card("Penstock is first in", "–", "no other loader ran", None)
-    faults = len(found.faults)
-    above = "nothing is above its ceiling" if not faults else "faster than the ceiling: measured wrongly"
-    checked = found.verified + len(found.unverified)
-    wrong = [
-        f"{len(found.unverified)} not" if found.unverified else "",
-        f"{len(found.failed)} failed" if found.failed else "",
-    ]
-    told = ", ".join(part for part in wrong if part) or "every byte compared with the files"
-    return [
-        bounds,
-        firsts,
-        _card("Measurement faults", str(faults) if faults else "none", above, not faults),
-        _card("Rows verified", _of(found.verified, checked), told, not found.unverified and not found.failed)
-        if checked or found.failed
-        else _card("Rows verified", "–", "no loader ran", None),
-    ]
-
-
-def _matrix(found: Verdict, results: dict[str, Any]) -> Html | None:
-    """Checkpoints by scenarios: how many times as fast as the fastest other loader."""
-    by_place = sections(results.get("rows", []))
-    scenarios = list(dict.fromkeys(scenario for each in by_place.values() for scenario in each))
-    if not found.contests:
-        return None
-    rows = []
-    for c, (checkpoint, measured) in enumerate(by_place.items()):
-        cells = []
-        for scenario in scenarios:
-            here = [k for k in found.contests if (k.checkpoint, k.scenario) == (checkpoint, scenario)]
-            if not here:
-                cells.append(tag("td", class_="none"))
-                continue
-            told = []
-            for contest in here:
-                sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
-                told.append(tag("b", f"{digits(contest.times)}× ", sign))
-                told.append(tag("small", f"{contest.what}: " if contest.what else None, _short(contest)))
-            s = list(measured).index(scenario)
-            link = tag("a", *told, href=f"#{_anchor(c, s)}")
-            cells.append(tag("td", link, class_="good" if all(k.first for k in here) else "bad"))
-        rows.append(tag("tr", tag("th", checkpoint, scope="row"), *cells))
-    head = tag("tr", tag("th"), *(tag("th", scenario, scope="col") for scenario in scenarios))
-    caption = "Times as fast as the fastest other loader of like semantics; below it the medians, penstock's first"
-    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix")
-    return join(tag("p", caption, class_="note"), tables.scroll(table, caption))
-
-
-def _short(contest: Contest) -> str:
-    return f"{duration(contest.ours[contest.key])} / {duration(contest.rival[contest.key])}"
-
-
-def _lists(judged: Verdict, results: dict[str, Any]) -> list[Html]:
-    """Everything that is not as one would wish, said in words."""
-    parts: list[Html] = []
-
-    def listed(title: str, items: list[Html]) -> None:
-        if items:
-            sign = tag("span", "✕", class_="sign bad")
-            found = tag("ul", *(tag("li", sign, item) for item in items), class_="findings")
-            parts.append(tag("div", tag("h4", title), found))
-
-    listed("Where penstock is not first", [_behind(contest) for contest in judged.behind])
-    listed("Bounds missed", [_missed(bound) for bound in judged.missed])
-    listed("Measurement faults", [join(tag("b", _place(row)), f": {row['fault']}") for row in judged.faults])
-    listed(
-        "Rows that failed",
-        [join(tag("b", _place(row)), f": {row.get('error', 'no figures')}") for row in judged.failed],
-    )
-    listed("Rows whose bytes are not verified", [tag("b", _place(row)) for row in judged.unverified])
-    absent = results.get("absent") or {}
-    if absent:
-        items = [tag("li", tag("span", "–", class_="sign"), tag("b", name), f": {why}") for name, why in absent.items()]
-        parts.append(tag("div", tag("h4", "Not here"), tag("ul", *items, class_="findings")))
-    parts = [tag("div", *parts, class_="said")] if parts else []
-    bounds = results.get("bounds") or []
-    if bounds:
-        parts.append(tag("details", tag("summary", f"All {len(bounds)} bounds"), tables.bounds_table(bounds)))
-    return parts
-
-
-def _place(row: Row) -> str:
-    return f"{row['checkpoint']}, {row['scenario']}, {row['contestant']}"
-
-
-def _missed(bound: Row) -> Html:
-    wanted = f"{'at least' if bound['sign'] == '>=' else 'at most'} {bound['bound']:g}"
-    return join(
-        tag("b", bound["checkpoint"]), f", {bound['claim']}: ", tag("b", f"{bound['value']:.3g}"), f", wanted {wanted}"
-    )
-
-
-def _behind(contest: Contest) -> Html:
-    what = f", {contest.what}" if contest.what else ""
-    overlap = "; their spreads overlap" if contest.overlap else ""
-    return join(
-        tag("b", f"{contest.checkpoint}, {contest.scenario}{what}"),
-        f": {contest.rival['contestant']} takes {duration(contest.rival[contest.key])}, ",
-        f"{contest.ours['contestant']} {duration(contest.ours[contest.key])}{overlap}",
-    )
-
-
 # the rows
 
 
@@ -379,8 +157,8 @@ def _results(page: _Page, results: dict[str, Any], found: Verdict) -> list[Html]
             inside.append(_key(results))
         for s, (scenario, rows) in enumerate(scenarios.items()):
             here = [k for k in found.contests if (k.checkpoint, k.scenario) == (checkpoint, scenario)]
-            inside.append(_scenario(page, results, scenario, rows, here, _anchor(c, s)))
-        parts.append(tag("section", *inside, id=_anchor(c)))
+            inside.append(_scenario(page, results, scenario, rows, here, anchor(c, s)))
+        parts.append(tag("section", *inside, id=anchor(c)))
     return parts
 
 

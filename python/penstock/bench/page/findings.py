@@ -148,14 +148,14 @@ class Verdict:
         return [contest for contest in self.contests if not contest.first]
 
 
-def verdict(results: dict[str, Any]) -> Verdict:
+def judged(results: dict[str, Any]) -> Verdict:
     rows: list[Row] = results.get("rows", [])
     bounds: list[Row] = results.get("bounds", [])
-    judged = [bound for bound in bounds if bound.get("judged")]
+    to_judge = [bound for bound in bounds if bound.get("judged")]
     loads = [row for row in finished(rows) if row.get("kind") != "ceiling"]
     return Verdict(
-        held=[bound for bound in judged if bound["holds"]],
-        missed=[bound for bound in judged if not bound["holds"]],
+        held=[bound for bound in to_judge if bound["holds"]],
+        missed=[bound for bound in to_judge if not bound["holds"]],
         unjudged=[bound for bound in bounds if not bound.get("judged")],
         contests=contests(rows),
         faults=[row for row in rows if row.get("fault")],

@@ -39,6 +39,11 @@ def tag(element: str, /, *children: object, **attributes: object) -> Html:
     return Html(f"<{opened}>" if element in _VOID else f"<{opened}>{join(*children)}</{element}>")
 
 
+def anchor(checkpoint: int, scenario: int | None = None) -> str:
+    """The id of a checkpoint's section, or of one of its scenarios."""
+    return f"c{checkpoint}" if scenario is None else f"c{checkpoint}-s{scenario}"
+
+
 def plot_text(value: object) -> str:
     """Text inside a chart: plotly reads a few HTML elements in it, and would swallow others."""
     return html.escape(str(value), quote=False)
