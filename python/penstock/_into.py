@@ -13,7 +13,7 @@ from . import _accelerator, _core
 from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, MismatchError, PenstockError, UnsupportedError
-from ._load import Request, await_load, begin, make_adapter, stream, write_trace
+from ._load import Request, await_load, begin, collector_paused, make_adapter, stream, write_trace
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._selection import Selection
@@ -311,7 +311,8 @@ class _Part:
 
 def load_into(request: Request, given: Any, strict: bool, progress: Progress) -> Report:
     """Fills the destinations, wherever they are; see `Checkpoint.load_into`."""
-    pairs, missing, unexpected = _match(request.selection, _destinations(given), strict)
+    with collector_paused():  # else it goes through all of the model's tensors, several times
+        pairs, missing, unexpected = _match(request.selection, _destinations(given), strict)
     straight = [(want, to) for want, to in pairs if to.contiguous]
     roundabout = [(want, to) for want, to in pairs if not to.contiguous]
     parts: list[_Part] = []

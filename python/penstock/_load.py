@@ -371,17 +371,19 @@ class Job:
             start = time.perf_counter()
             with collector_paused():
                 tensors = adapter.tensors(self._load, range(len(names)))
+                made = None if adapter.casts else dict(zip(names, tensors, strict=True))
             self._report = self._checkpoint._ended(self._load)
             self._report.handed_out(time.perf_counter() - start)
             self._load.mark("hand-out", start, time.perf_counter())
             write_trace(self._load, self._report)
         finally:
             self._load.close()
-        if adapter.casts:
+        if made is None:
             for i, tensor in enumerate(tensors):
                 tensors[i] = adapter.cast(tensor)
-        self._result = dict(zip(names, tensors, strict=True))
-        return self._result
+            made = dict(zip(names, tensors, strict=True))
+        self._result = made
+        return made
 
     def __enter__(self) -> Job:
         return self
@@ -404,7 +406,9 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
         return {name: arrived[name] for name in request.selection.names}
     with Meter(progress, "load") as meter, Job(request, adapter) as job:
         await_load(job._load, meter)
-        return job.result()
+        # Until the tensors are the caller's: a collection just before would go through all of them, and find nothing
+        with collector_paused():
+            return job.result()
 
 
 def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[tuple[str, Any]]:

@@ -418,10 +418,30 @@ impl Load {
 
     /// The bytes of a want, complete. Once per want, after `next` gave it out or `wait` was told the end.
     pub fn view(&self, want: u32) -> Result<View> {
+        self.view_in(&mut self.shared.lock(), want)
+    }
+
+    /// The bytes of several wants, as [`view`](Self::view) gives them, in one go.
+    pub fn views(&self, wants: &[u32]) -> Result<Vec<View>> {
+        let mut views = Vec::with_capacity(wants.len());
+        let mut state = self.shared.lock();
+        for &want in wants {
+            match self.view_in(&mut state, want) {
+                Ok(view) => views.push(view),
+                Err(e) => {
+                    // Freeing what was viewed calls into drivers and frameworks: not with the lock.
+                    drop(state);
+                    return Err(e);
+                }
+            }
+        }
+        Ok(views)
+    }
+
+    fn view_in(&self, state: &mut State, want: u32) -> Result<View> {
         let place = *self.layout.places.get(want as usize).ok_or_else(|| {
             Error::new(ErrorKind::Invalid, format!("there is no want {want}: the load has {}", self.wants.len()))
         })?;
-        let mut state = self.shared.lock();
         if std::mem::replace(&mut state.viewed[want as usize], true) {
             return Err(Error::new(ErrorKind::Invalid, format!("want {want} was handed out before")));
         }

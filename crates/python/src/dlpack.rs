@@ -45,10 +45,54 @@ struct DLManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
+/// Dimensions of a tensor, without an allocation of their own where there are few: one is made per tensor.
+pub(crate) enum Shape {
+    Few([i64; FEW], u8),
+    Many(Vec<i64>),
+}
+
+/// More dimensions than nearly any weight has.
+const FEW: usize = 5;
+
+impl FromIterator<i64> for Shape {
+    fn from_iter<I: IntoIterator<Item = i64>>(dimensions: I) -> Self {
+        let (mut few, mut count) = ([0; FEW], 0);
+        let mut dimensions = dimensions.into_iter();
+        for dimension in dimensions.by_ref() {
+            if count == FEW {
+                let rest = std::iter::once(dimension).chain(dimensions);
+                return Shape::Many(few.into_iter().chain(rest).collect());
+            }
+            few[count] = dimension;
+            count += 1;
+        }
+        Shape::Few(few, count as u8)
+    }
+}
+
+impl std::ops::Deref for Shape {
+    type Target = [i64];
+    fn deref(&self) -> &[i64] {
+        match self {
+            Shape::Few(few, count) => &few[..usize::from(*count)],
+            Shape::Many(many) => many,
+        }
+    }
+}
+
+impl std::ops::DerefMut for Shape {
+    fn deref_mut(&mut self) -> &mut [i64] {
+        match self {
+            Shape::Few(few, count) => &mut few[..usize::from(*count)],
+            Shape::Many(many) => many,
+        }
+    }
+}
+
 /// What a capsule owns: the struct its consumer sees, and the share in the block that keeps the bytes alive.
 struct Owned<T> {
     managed: DLManagedTensor,
-    shape: Vec<i64>,
+    shape: Shape,
     share: T,
 }
 
@@ -100,7 +144,7 @@ pub(crate) fn capsule<T: Share>(
     share: T,
     device: (c_int, c_int),
     (code, bits): (u8, u8),
-    shape: Vec<i64>,
+    shape: Shape,
 ) -> PyResult<Bound<'_, PyAny>> {
     let address = share.view().address() as *mut c_void;
     let mut owned = Box::new(Owned {

@@ -1,7 +1,7 @@
 //! `_core.Load` and `_core.View`.
 
 use crate::checkpoint::Checkpoint;
-use crate::dlpack::{capsule, CPU, CUDA, ROCM};
+use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
 use crate::options::Options;
 use penstock::device::api::{Api, Vendor};
@@ -60,6 +60,9 @@ fn instant(seconds: f64) -> Instant {
     let ago = Duration::try_from_secs_f64(monotonic - seconds).unwrap_or_default();
     now.checked_sub(ago).unwrap_or(now)
 }
+
+/// Tensors whose views are taken from the load at a time.
+const AT_ONCE: usize = 1024;
 
 /// One (start, stop) per dimension, or None for the whole tensor.
 type Region = Option<Vec<(u64, u64)>>;
@@ -241,7 +244,7 @@ impl Load {
     ) -> PyResult<Bound<'py, PyAny>> {
         let view = self.core.view(want).map_err(|e| raise(py, &e))?;
         fits(&view, dtype, &shape)?;
-        capsule(py, view, self.device, dtype, shape)
+        capsule(py, view, self.device, dtype, shape.into_iter().collect())
     }
 
     fn capsules<'py>(
@@ -255,34 +258,35 @@ impl Load {
         let mut known: Vec<(penstock::format::DType, (u8, u8, i64))> = Vec::new();
         let checkpoint = self.core.checkpoint();
         let mut made = Vec::with_capacity(wants.len());
-        for want in wants {
-            let wanted = self.core.wants().get(want as usize);
-            let wanted = wanted.ok_or_else(|| PyIndexError::new_err(format!("there is no want {want}")))?;
-            let info = checkpoint.tensor(wanted.tensor);
-            let (code, bits, packed) = match known.iter().find(|k| k.0 == info.dtype) {
-                Some(k) => k.1,
-                None => {
-                    let spec = dtypes.get_item(info.dtype.name())?.ok_or_else(|| {
-                        PyTypeError::new_err(format!("tensor {}: no type given for {}", info.name, info.dtype))
-                    })?;
-                    let spec = spec.extract()?;
-                    known.push((info.dtype, spec));
-                    spec
+        for wants in wants.chunks(AT_ONCE) {
+            let views = self.core.views(wants).map_err(|e| raise(py, &e))?;
+            for (&want, view) in wants.iter().zip(views) {
+                let wanted = &self.core.wants()[want as usize];
+                let info = checkpoint.tensor(wanted.tensor);
+                let (code, bits, packed) = match known.iter().find(|k| k.0 == info.dtype) {
+                    Some(k) => k.1,
+                    None => {
+                        let spec = dtypes.get_item(info.dtype.name())?.ok_or_else(|| {
+                            PyTypeError::new_err(format!("tensor {}: no type given for {}", info.name, info.dtype))
+                        })?;
+                        let spec = spec.extract()?;
+                        known.push((info.dtype, spec));
+                        spec
+                    }
+                };
+                let mut shape: Shape = match &wanted.region {
+                    None => info.shape.iter().map(|&n| n as i64).collect(),
+                    Some(region) => region.iter().map(|r| (r.end - r.start) as i64).collect(),
+                };
+                if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
+                    *last /= packed;
                 }
-            };
-            let mut shape: Vec<i64> = match &wanted.region {
-                None => info.shape.iter().map(|&n| n as i64).collect(),
-                Some(region) => region.iter().map(|r| (r.end - r.start) as i64).collect(),
-            };
-            if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
-                *last /= packed;
+                if let Some(why) = unfit(&view, (code, bits), &shape) {
+                    let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
+                    return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
+                }
+                made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
             }
-            let view = self.core.view(want).map_err(|e| raise(py, &e))?;
-            if let Some(why) = unfit(&view, (code, bits), &shape) {
-                let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
-                return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
-            }
-            made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
         }
         PyList::new(py, made)
     }
@@ -455,7 +459,7 @@ impl View {
 
     fn capsule<'py>(&self, py: Python<'py>, dtype: (u8, u8), shape: Vec<i64>) -> PyResult<Bound<'py, PyAny>> {
         fits(&self.view, dtype, &shape)?;
-        capsule(py, self.view.clone(), self.device, dtype, shape)
+        capsule(py, self.view.clone(), self.device, dtype, shape.into_iter().collect())
     }
 
     #[getter]
@@ -477,7 +481,7 @@ impl View {
     ) -> PyResult<Bound<'py, PyAny>> {
         // The bytes are complete on the host before they are handed out, so no stream needs to wait for anything.
         let _ = (stream, kwargs);
-        capsule(py, self.view.clone(), self.device, (1, 8), vec![self.view.nbytes() as i64])
+        capsule(py, self.view.clone(), self.device, (1, 8), [self.view.nbytes() as i64].into_iter().collect())
     }
 
     fn __dlpack_device__(&self) -> (c_int, c_int) {

@@ -8,7 +8,7 @@
 //! of its three fields), a dtype must be a string, and a shape has at most [`MAX_RANK`] dimensions. It is looser in none.
 
 use super::dtype::DType;
-use super::Entry;
+use super::{Entry, Seeded};
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::{HashSet, HashTable};
@@ -16,7 +16,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visit
 use std::collections::btree_map;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 
 /// Longest header that is read, in bytes; the format's own limit.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -37,7 +37,7 @@ pub(super) struct Header {
 }
 
 /// Parses `json`, the header without its length, of a file `size` bytes long whose data section begins at `data_start`.
-pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &RandomState) -> Result<Header> {
+pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &Seeded) -> Result<Header> {
     let text = std::str::from_utf8(json).map_err(|e| {
         let at = 8 + e.valid_up_to() as u64;
         Error::new(ErrorKind::Header, "the header is not valid UTF-8").range(at..at + 1)
@@ -197,7 +197,7 @@ enum Inside {
 struct State<'h> {
     header: Header,
     by_name: HashTable<u32>,
-    hasher: &'h RandomState,
+    hasher: &'h Seeded,
     has_metadata: bool,
     /// Where the parser is, for messages.
     inside: Option<Inside>,

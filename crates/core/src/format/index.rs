@@ -2,6 +2,7 @@
 
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard;
+use super::Seeded;
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
@@ -9,7 +10,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::OpenOptions;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path, PathBuf};
@@ -36,11 +37,11 @@ struct Mapped {
 
 impl Index {
     /// Reads and checks the index at `path`. Errors carry the path.
-    pub(super) fn read(path: &Path, hasher: &RandomState) -> Result<Index> {
+    pub(super) fn read(path: &Path, hasher: &Seeded) -> Result<Index> {
         Self::load(path, hasher).map_err(|e| e.at(path))
     }
 
-    fn load(path: &Path, hasher: &RandomState) -> Result<Index> {
+    fn load(path: &Path, hasher: &Seeded) -> Result<Index> {
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
@@ -72,7 +73,7 @@ impl Index {
     }
 
     /// Parses the text of an index.
-    pub(super) fn parse(bytes: &[u8], hasher: &RandomState) -> Result<Index> {
+    pub(super) fn parse(bytes: &[u8], hasher: &Seeded) -> Result<Index> {
         let text = std::str::from_utf8(bytes).map_err(|e| {
             let at = e.valid_up_to() as u64;
             Error::new(ErrorKind::Index, "the index is not valid UTF-8").range(at..at + 1)
@@ -141,7 +142,7 @@ fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
 struct State<'h> {
     index: Index,
     file_numbers: HashMap<String, u32>,
-    hasher: &'h RandomState,
+    hasher: &'h Seeded,
     has_map: bool,
 }
 

@@ -4,14 +4,13 @@ use super::discover::{self, Found};
 use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
-use super::{Checkpoint, Entry, ShardFile};
+use super::{Checkpoint, Entry, Seeded, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::hash::RandomState;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -23,7 +22,7 @@ const IN_FLIGHT: usize = 8;
 const SHOWN: usize = 12;
 
 pub(super) fn open(sources: &[&Path]) -> Result<Checkpoint> {
-    let hasher = RandomState::new();
+    let hasher = Seeded::default();
     match discover::discover(sources)? {
         Found::Files(files) => {
             let shards = read_all(&files, &hasher)?;
@@ -35,7 +34,7 @@ pub(super) fn open(sources: &[&Path]) -> Result<Checkpoint> {
     }
 }
 
-fn indexed(path: &Path, hasher: RandomState) -> Result<Checkpoint> {
+fn indexed(path: &Path, hasher: Seeded) -> Result<Checkpoint> {
     let index = Index::read(path, &hasher)?;
     let folder = path.parent().unwrap_or(Path::new(""));
     // In natural order; `order[i]` is the index's number of file i.
@@ -139,7 +138,7 @@ fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
 }
 
 /// Reads every header, several at a time. On failure the error is that of the first file (in order) that failed.
-fn read_all(files: &[PathBuf], hasher: &RandomState) -> Result<Vec<Shard>> {
+fn read_all(files: &[PathBuf], hasher: &Seeded) -> Result<Vec<Shard>> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = files.len().min(cores.max(IN_FLIGHT));
     let next = AtomicUsize::new(0);
@@ -176,7 +175,7 @@ fn read_all(files: &[PathBuf], hasher: &RandomState) -> Result<Vec<Shard>> {
 }
 
 /// Joins the headers into one checkpoint, refusing a name that stands in two files.
-pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: RandomState, warnings: Vec<String>) -> Result<Checkpoint> {
+pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec<String>) -> Result<Checkpoint> {
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
     let count = sum(|s| s.header.entries.len());
     let (name_bytes, dims) = (sum(|s| s.header.names.len()), sum(|s| s.header.shapes.len()));

@@ -2,9 +2,9 @@
 
 use super::header::{self, Header, MAX_HEADER};
 use super::identity::{self, Identity};
+use super::Seeded;
 use crate::error::{Error, ErrorKind, Result};
 use std::fs::{self, File, OpenOptions};
-use std::hash::RandomState;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
@@ -23,11 +23,11 @@ pub(super) struct Shard {
 }
 
 /// Reads and checks the header of `path`. Errors carry the path.
-pub(super) fn open(path: &Path, hasher: &RandomState) -> Result<Shard> {
+pub(super) fn open(path: &Path, hasher: &Seeded) -> Result<Shard> {
     read(path, hasher).map_err(|e| unfinished(e, path).at(path))
 }
 
-fn read(path: &Path, hasher: &RandomState) -> Result<Shard> {
+fn read(path: &Path, hasher: &Seeded) -> Result<Shard> {
     // The type is looked at before the file is opened, because opening some devices does things, and once more after,
     // because what the name stands for may have changed in between.
     let found = fs::metadata(path).map_err(|e| os_error("open", &e))?;
@@ -85,7 +85,7 @@ fn read(path: &Path, hasher: &RandomState) -> Result<Shard> {
 }
 
 /// The same for bytes in memory: the first bytes of a file `size` bytes long, at least its header.
-pub(super) fn parse(bytes: &[u8], size: u64, hasher: &RandomState) -> Result<Shard> {
+pub(super) fn parse(bytes: &[u8], size: u64, hasher: &Seeded) -> Result<Shard> {
     let length = header_length(bytes, size)?;
     let data_start = 8 + length;
     let json = bytes.get(8..data_start as usize).ok_or_else(|| {
