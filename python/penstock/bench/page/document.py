@@ -147,7 +147,7 @@ def _digest(script: str) -> str:
 
 
 def _results(page: _Page, results: dict[str, Any], found: Verdict) -> list[Html]:
-    parts = []
+    parts, runs = [], sections(results.get("runs") or [])
     for c, (checkpoint, scenarios) in enumerate(sections(results.get("rows", [])).items()):
         about = (results.get("checkpoints") or {}).get(checkpoint) or {}
         inside: list[object] = [tag("h2", checkpoint)]
@@ -157,7 +157,8 @@ def _results(page: _Page, results: dict[str, Any], found: Verdict) -> list[Html]
             inside.append(_key(results))
         for s, (scenario, rows) in enumerate(scenarios.items()):
             here = [k for k in found.contests if (k.checkpoint, k.scenario) == (checkpoint, scenario)]
-            inside.append(_scenario(page, results, scenario, rows, here, anchor(c, s)))
+            beside = runs.get(checkpoint, {}).get(scenario, [])
+            inside.append(_scenario(page, scenario, rows, beside, here, anchor(c, s)))
         parts.append(tag("section", *inside, id=anchor(c)))
     return parts
 
@@ -197,11 +198,10 @@ def _key(results: dict[str, Any]) -> Html:
 
 
 def _scenario(
-    page: _Page, results: dict[str, Any], scenario: str, rows: list[Row], contests: list[Contest], anchor: str
+    page: _Page, scenario: str, rows: list[Row], runs: list[Row], contests: list[Contest], place: str
 ) -> Html:
     checkpoint = rows[0]["checkpoint"]
     label = f"{checkpoint}, {scenario}"
-    runs = results.get("runs") or []
     rows = with_ceilings(rows, runs)
     figures = charts.bars(rows, runs)
     chart = page.chart(figures, f"{label}: bars of all loaders; the table below has the figures") if figures else None
@@ -213,7 +213,7 @@ def _scenario(
         *(tag("p", line, class_="verdict") for line in said),
         chart,
         tables.results_table(rows, f"{label}: all figures"),
-        id=anchor,
+        id=place,
     )
 
 

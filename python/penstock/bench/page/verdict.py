@@ -69,36 +69,33 @@ def _cards(found: Verdict) -> list[Html]:
 
 
 def _matrix(found: Verdict, results: dict[str, Any]) -> Html | None:
-    """Checkpoints by scenarios: how many times as fast as the fastest other loader."""
-    by_place = sections(results.get("rows", []))
-    scenarios = list(dict.fromkeys(scenario for each in by_place.values() for scenario in each))
+    """Scenarios by checkpoints: how many times as fast as the fastest other loader."""
     if not found.contests:
         return None
+    measured = sections(results.get("rows", []))
     rows = []
-    for c, (checkpoint, measured) in enumerate(by_place.items()):
+    for scenario in dict.fromkeys(scenario for each in measured.values() for scenario in each):
         cells = []
-        for scenario in scenarios:
+        for c, (checkpoint, scenarios) in enumerate(measured.items()):
             here = [k for k in found.contests if (k.checkpoint, k.scenario) == (checkpoint, scenario)]
-            if not here:
-                cells.append(tag("td", class_="none"))
-                continue
-            told = []
-            for contest in here:
-                sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
-                told.append(tag("b", f"{digits(contest.times)}× ", sign))
-                told.append(tag("small", f"{contest.what}: " if contest.what else None, _short(contest)))
-            s = list(measured).index(scenario)
-            link = tag("a", *told, href=f"#{anchor(c, s)}")
-            cells.append(tag("td", link, class_="good" if all(k.first for k in here) else "bad"))
-        rows.append(tag("tr", tag("th", checkpoint, scope="row"), *cells))
-    head = tag("tr", tag("th"), *(tag("th", scenario, scope="col") for scenario in scenarios))
-    caption = "Times as fast as the fastest other loader of like semantics; below it the medians, penstock's first"
+            cells.append(_cell(here, anchor(c, list(scenarios).index(scenario))) if here else tag("td", class_="none"))
+        rows.append(tag("tr", tag("th", scenario, scope="row"), *cells))
+    head = tag("tr", tag("th"), *(tag("th", checkpoint, scope="col") for checkpoint in measured))
+    caption = "Times as fast as the fastest other loader of like semantics, by median; times: penstock / the other"
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix")
     return join(tag("p", caption, class_="note"), tables.scroll(table, caption))
 
 
-def _short(contest: Contest) -> str:
-    return f"{duration(contest.ours[contest.key])} / {duration(contest.rival[contest.key])}"
+def _cell(contests: list[Contest], to: str) -> Html:
+    """One contest with its medians, or several in a line each."""
+    told = []
+    for contest in contests:
+        sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
+        medians = f"{duration(contest.ours[contest.key])} / {duration(contest.rival[contest.key])}"
+        told.append(tag("b", f"{digits(contest.times)}× ", sign))
+        told.append(tag("small", medians if len(contests) == 1 else contest.what or "first loads", title=medians))
+    link = tag("a", *told, href=f"#{to}", class_=None if len(contests) == 1 else "several")
+    return tag("td", link, class_="good" if all(contest.first for contest in contests) else "bad")
 
 
 def _lists(judged: Verdict, results: dict[str, Any]) -> list[Html]:
