@@ -5,6 +5,7 @@ Errors of the core are raised as what `penstock._errors.from_core(kind, message,
 
 import os
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, Final, final
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Options",
     "View",
     "__version__",
+    "ceiling",
     "evict",
     "exiting",
     "gpus",
@@ -179,6 +181,24 @@ class View:
     def nbytes(self) -> int: ...
     def __dlpack__(self, *, stream: object = None, **kwargs: object) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+def ceiling(
+    measure: str,
+    paths: Sequence[str | PathLike[str]] | None = None,
+    *,
+    engine: str = "threads",
+    threads: int = 2,
+    depth: int = 8,
+    block: int = 4194304,
+    device: int = 0,
+    nbytes: int = 1073741824,
+) -> dict[str, Any]:
+    """Moves the bytes of files, or bytes to a GPU, once with no loader in the way: for the benchmark.
+
+    measure: "direct", "place", "populate", "copy", "fresh" (of files); "host_to_device", "device_alloc" (of GPU
+    `device`, `nbytes` bytes). engine: "threads"; "uring" for direct; "mapped" for copy and fresh. Returns the settings
+    with `bytes` moved and `seconds`. An unknown name is an InvalidError that lists the known ones.
+    """
 
 def residency(path: str) -> tuple[int, int, int]:
     """(resident bytes, size in bytes, number of probes) of one file in the page cache."""

@@ -78,6 +78,7 @@
 //! each.
 
 pub mod aside;
+pub mod ceiling;
 pub mod device;
 mod drive;
 mod engine;

@@ -149,6 +149,11 @@ impl Mapping {
         unsafe { libc::madvise(at, size, libc::MADV_HUGEPAGE) };
         Ok(Self { at: at.cast(), len: size })
     }
+
+    /// First byte.
+    pub(crate) fn at(&self) -> *mut u8 {
+        self.at
+    }
 }
 
 impl Drop for Mapping {

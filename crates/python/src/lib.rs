@@ -3,6 +3,7 @@
 //! `python/penstock/_core.pyi` is its contract. Errors of the core are raised as what
 //! `penstock._errors.from_core(kind, message, path, range, errno)` makes of them.
 
+mod ceiling;
 mod checkpoint;
 mod dlpack;
 mod errors;
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::ceiling::ceiling;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]

@@ -1,0 +1,268 @@
+//! What is measured on files.
+
+use super::{Engine, Found, Measure, Settings};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Anonymous, Mapping};
+use crate::options::{HUGE_PAGE, PAGE};
+use io_uring::{opcode, types, IoUring};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// O_DIRECT lengths and addresses are multiples of the logical block, 512 or 4096 bytes: 4096 suits both.
+const SECTOR: usize = PAGE as usize;
+
+/// The files, opened, and cut into blocks.
+struct Source<'a> {
+    paths: &'a [PathBuf],
+    files: Vec<File>,
+    sizes: Vec<u64>,
+    parts: Vec<Part>,
+}
+
+/// One block of one file.
+#[derive(Clone, Copy)]
+struct Part {
+    file: usize,
+    offset: u64,
+    len: usize,
+}
+
+impl<'a> Source<'a> {
+    fn open(paths: &'a [PathBuf], direct: bool, block: usize) -> Result<Self> {
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(if direct { libc::O_DIRECT } else { 0 });
+        let (mut files, mut sizes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, path) in paths.iter().enumerate() {
+            let opened = options.open(path).and_then(|file| file.metadata().map(|about| (file, about.len())));
+            let (file, size) = opened.map_err(|cause| Error::io("open", &cause).at(path))?;
+            for offset in (0..size).step_by(block) {
+                parts.push(Part { file: number, offset, len: (size - offset).min(block as u64) as usize });
+            }
+            files.push(file);
+            sizes.push(size);
+        }
+        Ok(Self { paths, files, sizes, parts })
+    }
+
+    fn path(&self, part: &Part) -> &Path {
+        &self.paths[part.file]
+    }
+
+    fn failed(&self, part: &Part, doing: &str, cause: &io::Error) -> Error {
+        Error::io(doing, cause).at(self.path(part)).range(part.offset..part.offset + part.len as u64)
+    }
+
+    fn ended_early(&self, part: &Part) -> Error {
+        let range = part.offset..part.offset + part.len as u64;
+        Error::new(ErrorKind::Truncated, "the file ended early").at(self.path(part)).range(range)
+    }
+
+    /// Reads `part` whole into `buffer`, whose length may be rounded up to a sector beyond the end of the file.
+    fn read(&self, part: &Part, buffer: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < part.len {
+            match self.files[part.file].read_at(&mut buffer[done..], part.offset + done as u64) {
+                Ok(0) => return Err(self.ended_early(part)),
+                Ok(count) => done += count,
+                Err(cause) => return Err(self.failed(part, "read", &cause)),
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
+    let direct = matches!(settings.measure, Measure::Direct | Measure::Place);
+    let source = Source::open(paths, direct, settings.block)?;
+    let in_use = match settings.measure {
+        Measure::Place => Some(Places::new(&source, true)?),
+        _ => None,
+    };
+    let start = Instant::now();
+    match (settings.measure, settings.engine) {
+        (Measure::Direct, Engine::Uring) => uring(&source, settings)?,
+        (Measure::Direct | Measure::Copy, Engine::Threads) => reused_buffers(&source, settings)?,
+        (Measure::Copy | Measure::Fresh, Engine::Mapped) => copied_from_mappings(&source, settings)?,
+        (Measure::Fresh, _) => place(&source, &Places::new(&source, false)?, settings)?,
+        (Measure::Populate, _) => populate(&source, settings)?,
+        _ => {
+            if let Some(places) = &in_use {
+                place(&source, places, settings)?;
+            }
+        }
+    }
+    Ok(Found { bytes: source.sizes.iter().sum(), seconds: start.elapsed().as_secs_f64() })
+}
+
+/// `threads` workers take parts from one queue.
+fn in_threads(parts: &[Part], threads: usize, work: impl Fn(usize, &Part) -> Result<()> + Sync) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|worker| {
+                let (next, work) = (&next, &work);
+                scope.spawn(move || {
+                    while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        work(worker, part)?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        let panicked = |_| Error::new(ErrorKind::Internal, "a worker panicked");
+        workers.into_iter().try_for_each(|worker| worker.join().map_err(panicked)?)
+    })
+}
+
+/// `len` bytes from `offset`, as an address: threads and the kernel write disjoint parts of one memory.
+fn within(memory: &Anonymous, offset: usize, len: usize) -> *mut u8 {
+    assert!(offset + len <= memory.len());
+    memory.at().wrapping_add(offset)
+}
+
+fn reused_buffers(source: &Source<'_>, settings: &Settings) -> Result<()> {
+    let memory = Anonymous::new((settings.threads * settings.block) as u64)?;
+    in_threads(&source.parts, settings.threads, |worker, part| {
+        let len = part.len.next_multiple_of(SECTOR);
+        let to = within(&memory, worker * settings.block, len);
+        // SAFETY: inside the memory, and each worker has a block of its own.
+        source.read(part, unsafe { std::slice::from_raw_parts_mut(to, len) })
+    })
+}
+
+/// Memory for every byte of the files. Each file starts at a huge page, so that two workers meet in one only when the
+/// block is smaller than that.
+struct Places {
+    memory: Anonymous,
+    starts: Vec<usize>,
+}
+
+impl Places {
+    fn new(source: &Source<'_>, in_use: bool) -> Result<Self> {
+        let mut starts = Vec::with_capacity(source.sizes.len());
+        let mut total: usize = 0;
+        for size in &source.sizes {
+            starts.push(total);
+            total = (total + *size as usize).next_multiple_of(HUGE_PAGE as usize);
+        }
+        let memory = Anonymous::new(total as u64)?;
+        if in_use {
+            // SAFETY: the mapping just made, which nobody else knows.
+            unsafe { memory.at().write_bytes(1, total) };
+        }
+        Ok(Self { memory, starts })
+    }
+
+    fn offset(&self, part: &Part) -> usize {
+        self.starts[part.file] + part.offset as usize
+    }
+}
+
+fn place(source: &Source<'_>, places: &Places, settings: &Settings) -> Result<()> {
+    let direct = settings.measure == Measure::Place;
+    in_threads(&source.parts, settings.threads, |_, part| {
+        // A block of a file ends before the next file's huge page, also when it is whole sectors.
+        let len = if direct { part.len.next_multiple_of(SECTOR) } else { part.len };
+        let to = within(&places.memory, places.offset(part), len);
+        // SAFETY: inside the memory, and each part has a range of its own.
+        source.read(part, unsafe { std::slice::from_raw_parts_mut(to, len) })
+    })
+}
+
+fn mapped(source: &Source<'_>) -> Result<Vec<Mapping>> {
+    let files = source.files.iter().zip(&source.sizes).zip(source.paths);
+    files.map(|((file, size), path)| Mapping::new(file, *size).map_err(|error| error.at(path))).collect()
+}
+
+/// The pages of `part`, brought into the page cache and into the mapping's page table.
+fn populate_part(source: &Source<'_>, maps: &[Mapping], part: &Part) -> Result<*const u8> {
+    let at = maps[part.file].at().wrapping_add(part.offset as usize);
+    // SAFETY: inside the mapping of that file; populating changes no byte.
+    if unsafe { libc::madvise(at.cast(), part.len, libc::MADV_POPULATE_READ) } == 0 {
+        return Ok(at);
+    }
+    Err(source.failed(part, "populate", &io::Error::last_os_error()))
+}
+
+fn populate(source: &Source<'_>, settings: &Settings) -> Result<()> {
+    let maps = mapped(source)?;
+    in_threads(&source.parts, settings.threads, |_, part| populate_part(source, &maps, part).map(drop))
+}
+
+fn copied_from_mappings(source: &Source<'_>, settings: &Settings) -> Result<()> {
+    let maps = mapped(source)?;
+    let fresh = match settings.measure {
+        Measure::Fresh => Some(Places::new(source, false)?),
+        _ => None,
+    };
+    let reused = Anonymous::new((settings.threads * settings.block) as u64)?;
+    in_threads(&source.parts, settings.threads, |worker, part| {
+        let from = populate_part(source, &maps, part)?;
+        let to = match &fresh {
+            Some(places) => within(&places.memory, places.offset(part), part.len),
+            None => within(&reused, worker * settings.block, part.len),
+        };
+        // SAFETY: the part was populated just now, so it lies within the file, and its mapping outlives the workers. Each
+        // worker has a block of its own, each part a range of its own.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, part.len) };
+        Ok(())
+    })
+}
+
+fn uring(source: &Source<'_>, settings: &Settings) -> Result<()> {
+    let parts = &source.parts;
+    let depth = settings.depth.min(parts.len());
+    if depth == 0 {
+        return Ok(());
+    }
+    let refused = |cause: io::Error| Error::io("set up or wait for io_uring", &cause);
+    let memory = Anonymous::new((depth * settings.block) as u64)?;
+    let mut ring = IoUring::new(depth as u32).map_err(refused)?;
+    let submit = |ring: &mut IoUring, buffer: usize, index: usize, done: usize| -> Result<()> {
+        let part = &parts[index];
+        let len = part.len.next_multiple_of(SECTOR) - done;
+        let to = within(&memory, buffer * settings.block + done, len);
+        let read = opcode::Read::new(types::Fd(source.files[part.file].as_raw_fd()), to, len as u32)
+            .offset(part.offset + done as u64)
+            .build()
+            .user_data((index * depth + buffer) as u64);
+        // SAFETY: a buffer has one read at a time. The memory and the files outlive the ring; where an error ends this
+        // early, pages that a read in flight still writes to are the kernel's until it has ended.
+        unsafe { ring.submission().push(&read) }
+            .map_err(|_| Error::new(ErrorKind::Internal, "the submission queue is full"))
+    };
+    for index in 0..depth {
+        submit(&mut ring, index, index, 0)?;
+    }
+    let (mut next, mut finished) = (depth, 0);
+    let mut done = vec![0; depth];
+    let mut arrived = Vec::with_capacity(depth);
+    while finished < parts.len() {
+        ring.submit_and_wait(1).map_err(refused)?;
+        arrived.extend(ring.completion().map(|entry| (entry.user_data() as usize, entry.result())));
+        for (data, result) in arrived.drain(..) {
+            let (index, buffer) = (data / depth, data % depth);
+            match result {
+                ..0 => return Err(source.failed(&parts[index], "read", &io::Error::from_raw_os_error(-result))),
+                0 => return Err(source.ended_early(&parts[index])),
+                _ => done[buffer] += result as usize,
+            }
+            if done[buffer] < parts[index].len {
+                submit(&mut ring, buffer, index, done[buffer])?;
+                continue;
+            }
+            done[buffer] = 0;
+            finished += 1;
+            if next < parts.len() {
+                submit(&mut ring, buffer, next, 0)?;
+                next += 1;
+            }
+        }
+    }
+    Ok(())
+}

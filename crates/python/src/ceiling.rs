@@ -1,0 +1,40 @@
+//! What the machine allows: for the benchmark.
+
+use crate::errors::{detached, raise};
+use penstock::ceiling::{Engine, Measure, Settings};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::path::PathBuf;
+
+/// Moves the bytes of files, or bytes to a GPU, once with no loader in the way.
+#[pyfunction(name = "ceiling")]
+#[pyo3(signature = (
+    measure, paths = None, *, engine = "threads", threads = 2, depth = 8, block = 4_194_304, device = 0,
+    nbytes = 1_073_741_824
+))]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn ceiling<'py>(
+    py: Python<'py>,
+    measure: &str,
+    paths: Option<Vec<PathBuf>>,
+    engine: &str,
+    threads: usize,
+    depth: usize,
+    block: usize,
+    device: u32,
+    nbytes: u64,
+) -> PyResult<Bound<'py, PyDict>> {
+    let named = |e: penstock::Error| raise(py, &e);
+    let (measure, engine) = (Measure::named(measure).map_err(named)?, Engine::named(engine).map_err(named)?);
+    let settings = Settings { measure, engine, threads, depth, block, device, nbytes };
+    let found = detached(py, || penstock::ceiling::measure(&settings, &paths.unwrap_or_default()))?;
+    let d = PyDict::new(py);
+    d.set_item("measure", measure.name())?;
+    d.set_item("engine", engine.name())?;
+    d.set_item("threads", threads)?;
+    d.set_item("depth", depth)?;
+    d.set_item("block", block)?;
+    d.set_item("bytes", found.bytes)?;
+    d.set_item("seconds", found.seconds)?;
+    Ok(d)
+}
