@@ -1,45 +1,82 @@
-"""What the machine allows: programs that move the same bytes with no loader in the way."""
+"""What the machine allows: the same bytes moved with no loader in the way, by `penstock._core.ceiling`.
+
+Each measurement runs in a process of its own. The settings are those that were the fastest on the files at hand.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+Settings = dict[str, Any]
+MIB = 1 << 20
 
-#: Settings that are tried for each ceiling; the best on the files at hand is what loaders are put beside.
-CALIBRATION: dict[str, list[tuple[str, ...]]] = {
-    "direct": [
-        ("--engine", "uring", "--depth", "2"),
-        ("--engine", "uring", "--depth", "4"),
-        ("--engine", "uring", "--depth", "8"),
-        ("--engine", "uring", "--depth", "32"),
-        ("--engine", "uring", "--depth", "16", "--block", "1048576"),
-        ("--threads", "2"),
-        ("--threads", "4"),
-    ],
-    "place": [("--threads", "4"), ("--threads", "8"), ("--threads", "16")],
-    "fresh": [("--threads", "2", "--block", str(block << 20)) for block in (2, 4, 32)],
-    "populate": [("--threads", "4"), ("--threads", "8"), ("--threads", "16")],
-    "copy": [("--threads", str(threads), "--block", "2097152") for threads in (1, 2, 4)],
-}
+#: What is measured of cold files, and what of files in the page cache.
+COLD, WARM = ("direct", "place", "populate"), ("copy", "fresh")
+#: What is measured of a GPU.
+GPU = ("host_to_device", "device_alloc")
 
 
-class Ceilings:
-    """The example binary that moves the same bytes with no loader in the way."""
+def settings(measure: str, quick: bool = False) -> list[Settings]:
+    """Settings that are tried for a ceiling: numbers of workers up to twice the cores, and sizes that matter to it."""
+    cores = len(os.sched_getaffinity(0))
+    workers = sorted({count for count in (1, 2, 4, 8, 16, cores, 2 * cores) if count <= max(4, 2 * cores)})
+    tried: dict[str, list[Settings]] = {
+        "direct": [
+            *({"engine": "uring", "depth": depth} for depth in (4, 2, 8, 32)),
+            {"engine": "uring", "depth": 16, "block": MIB},
+            *({"threads": count} for count in (2, 4, 16)),
+        ],
+        "place": [{"threads": count} for count in (4, 8, 16)],
+        "populate": [{"threads": count} for count in (4, 8, 16)],
+        "copy": [
+            *({"threads": count, "block": 2 * MIB} for count in workers),
+            *({"threads": count, "block": 2 * MIB, "engine": "mapped"} for count in workers if count >= cores),
+        ],
+        "fresh": [
+            *({"threads": count, "block": block * MIB} for count in workers if count >= cores for block in (2, 4, 32)),
+            {"threads": cores, "block": 4 * MIB, "engine": "mapped"},
+        ],
+        "host_to_device": [
+            {"threads": streams, "depth": 4, "block": block * MIB} for block in (4, 16, 64) for streams in (1, 2)
+        ],
+        "device_alloc": [{"block": block * MIB} for block in (2, 32, 512)],
+    }
+    return tried[measure][:2] if quick else tried[measure]
 
-    def __init__(self) -> None:
-        command = ["cargo", "build", "--release", "--quiet", "--package", "penstock-core", "--example", "ceilings"]
-        subprocess.run(command, cwd=REPOSITORY, check=True)
-        target = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
-        self.program = (REPOSITORY / target) / "release" / "examples" / "ceilings"
 
-    def measure(self, measure: str, settings: Iterable[str], paths: list[Path]) -> dict[str, Any]:
-        command = [str(self.program), measure, *settings, *map(str, paths)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+def measure(name: str, chosen: Settings, paths: list[Path], device: int = 0, nbytes: int = 0) -> dict[str, Any]:
+    """One measurement in a fresh process: its settings, `bytes` and `seconds`.
+
+    Raises:
+        RuntimeError: with the last line that the process wrote, where it failed.
+    """
+    more = {"device": device, "nbytes": nbytes} if name in GPU else {}
+    order = json.dumps([name, [] if name in GPU else [str(path) for path in paths], chosen | more])
+    command = [sys.executable, "-m", "penstock.bench.ceilings", order]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1])
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def text(chosen: Settings) -> str:
+    """Settings as they stand in a table."""
+    sizes = {name: f"{value >> 20} MiB" if name == "block" else value for name, value in chosen.items()}
+    return " ".join(f"{name} {value}" for name, value in sizes.items())
+
+
+def main() -> None:
+    from penstock import _core
+
+    name, paths, chosen = json.loads(sys.argv[1])
+    print(json.dumps(_core.ceiling(name, paths, **chosen)))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,96 +9,132 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import InvalidError
-from .scenarios import SCENARIOS
+from .presets import PRESETS, room
+from .scenarios import CORE, SCENARIOS
 
 if TYPE_CHECKING:
-    from .synth import Layout
+    from .checkpoints import Kind
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick", action="store_true", help="0.1 GB, two rounds: shows that everything works, judges nothing"
-    )
-    parser.add_argument("--rounds", type=int, metavar="N", help="loads per contestant (9; quick: 2)")
-    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
-    parser.add_argument(
-        "--checkpoint",
-        action="append",
-        metavar="NAME",
-        help="only this one: gpt2, dense, moe, many; may be repeated",
-    )
-    parser.add_argument("--no-routes", dest="routes", action="store_false", help="penstock's own choice of route only")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(".bench/checkpoints"), help="where checkpoints lie (.bench/checkpoints)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results go (.bench/results.json)")
-    parser.add_argument("--tables", type=Path, metavar="RESULTS", help="only print a result file as Markdown tables")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="0.1 GB, two rounds: shows that everything works, judges nothing")
+    add("--preset", choices=PRESETS, help="redo a published table, and print it beside ours")
+    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (9; quick: 2)")
+    add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
+    named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
+    add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
+    add("--contestant", action="append", metavar="NAME", help="only this one; may be repeated")
+    add("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
+    add("--no-routes", dest="routes", action="store_false", help="each loader's own choice of route only")
+    add("--no-traces", dest="traces", action="store_false", help="no extra loads for timelines")
+    add("--size", type=float, metavar="BYTES", help="most bytes of a model that can be cut (as the disk allows)")
+    add("--loads", type=int, default=0, metavar="N", help="loads of one process for latencies (50)")
+    where = "where checkpoints lie (.bench/checkpoints); several take the shards in turn: one for each drive"
+    add("--folder", type=Path, action="append", help=where)
+    add("--json", type=Path, metavar="FILE", help="where results go (.bench/results.json)")
+    add("--html", type=Path, metavar="FILE", help="also make a page of them")
+    add("--tables", type=Path, metavar="RESULTS", help="only print a result file as Markdown tables")
 
 
-def layouts(quick: bool) -> dict[str, Callable[[], Layout]]:
+def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]:
     """The checkpoints of a run, by name."""
-    from . import synth
+    from . import layouts
+    from .checkpoints import FULL, QUICK, Kind
 
-    if quick:
-        return {"dense": lambda: synth.llama(0.1e9), "moe": lambda: synth.qwen3_moe(0.1e9)}
-    return {
-        "gpt2": synth.gpt2,
-        "dense": lambda: synth.llama(3e9),
-        "moe": lambda: synth.qwen3_moe(3e9),
-        "many": synth.many_tensors,
-    }
+    def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:
+        return Kind(lambda: layouts.build(name, nbytes=allowed), scenarios)
+
+    if arguments.preset:
+        preset = PRESETS[arguments.preset]
+        allowed = arguments.size or room(folders, len(preset.models), "tmpfs" in preset.scenarios)
+        known = {name: model(name, allowed, preset.scenarios) for name in preset.models}
+    else:
+        known = dict(QUICK if arguments.quick else FULL)
+        allowed = arguments.size or room(folders, 1, False)
+        asked = set(arguments.checkpoint or ()) - set(known)
+        known |= {name: model(name, allowed, CORE) for name in asked & set(layouts.MODELS)}
+    chosen = arguments.checkpoint or list(known)
+    unknown = set(chosen) - set(known)
+    if unknown:
+        raise InvalidError(
+            f"no such checkpoint: {', '.join(sorted(unknown))} (there are {', '.join(known)}, and the models of "
+            f"`penstock synth`: {', '.join(layouts.MODELS)})"
+        )
+    return {name: known[name] for name in chosen}
 
 
 def run(arguments: argparse.Namespace) -> bool:
     """Runs the benchmark; whether all was well: every byte verified, and no load by penstock failed."""
-    from . import bounds, machine, tables
+    from . import bounds, tables
+    from .contestants import CONTESTANTS
+    from .machine import machine
     from .results import summarise
-    from .rounds import Bench, Settings
+    from .rounds import Bench, Settings, physical
 
     if arguments.tables:
         tables.print_tables(json.loads(arguments.tables.read_text()))
         return True
 
-    known = layouts(arguments.quick)
-    chosen = arguments.checkpoint or list(known)
-    unknown = set(chosen) - set(known)
-    if unknown:
-        raise InvalidError(f"no such checkpoint: {', '.join(sorted(unknown))} (there are {', '.join(known)})")
+    known = [one.name for one in CONTESTANTS]
+    for name in arguments.contestant or ():
+        if name not in known:
+            raise InvalidError(f"no such contestant: {name} (there are {', '.join(known)})")
+    preset = PRESETS[arguments.preset] if arguments.preset else None
+    part = arguments.preset or ("quick" if arguments.quick else "full")
+    folders = [folder / part for folder in arguments.folder or [Path(".bench/checkpoints")]]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    settings = Settings(
+        rounds=arguments.rounds or (2 if arguments.quick else 9),
+        folders=folders,
+        device=arguments.device,
+        routes=arguments.routes,
+        quick=arguments.quick,
+        traces=arguments.traces,
+        preset=arguments.preset,
+        contestants=tuple(arguments.contestant or (preset.contestants if preset else ())),
+        loads=arguments.loads or (5 if arguments.quick else 0),
+    )
+    chosen = kinds(arguments, folders)
+    about = machine(folders, physical(settings.gpu) if settings.on_gpu else None)
+    bench = Bench(settings)
+    for name, kind in chosen.items():
+        bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios)
 
-    rounds = arguments.rounds or (2 if arguments.quick else 9)
-    folder = arguments.folder / ("quick" if arguments.quick else "full")
-    scenarios = tuple(arguments.scenario or SCENARIOS)
-    bench = Bench(Settings(rounds, scenarios, arguments.routes, arguments.quick, folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    about = machine.machine(folder)
-    for name in chosen:
-        bench.checkpoint(name, known[name]())
-
-    rows = summarise(bench.runs)
+    rows = summarise(bench.runs, bench.calibration, settings.on_gpu)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["penstock", *sys.argv[1:]]),
+        "command": shlex.join(["penstock", *sys.argv[1:]]),
+        "preset": arguments.preset,
         "quick": arguments.quick,
         "machine": about,
-        "load_average_at_end": os.getloadavg(),
+        "load_average_at_end": list(os.getloadavg()),
         "absent": bench.absent,
+        "checkpoints": bench.checkpoints,
         "calibration": bench.calibration,
         "rows": rows,
         "bounds": bounds.bounds(rows, judged=not arguments.quick),
         "runs": bench.runs,
+        "traces": bench.traces,
     }
     place = arguments.json or Path(".bench/results.json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(result, indent=1) + "\n")
     tables.print_results(result)
     print(f"\nevery load: {place}")
-    return not any(row.get("verified") is False or ("error" in row and "penstock" in row["contestant"]) for row in rows)
+    if arguments.html:
+        from .page import write_page
+
+        write_page(result, arguments.html)
+        print(f"in pictures: {arguments.html}")
+    return not any(row.get("verified") is False or ("error" in row and row["kind"] == "penstock") for row in rows)

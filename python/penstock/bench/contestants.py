@@ -1,61 +1,115 @@
 """The loaders that the benchmark compares, a few lines each.
 
-A contestant loads a checkpoint folder into CPU memory, opening included, and returns the tensors by name. To add a
-rival, write one function here and name it in `CONTESTANTS`.
+A contestant loads the checkpoint of a `Job`, opening included, onto a device, and gives the tensors: as a mapping of
+names to tensors, or one by one as pairs. To add a rival, write one function here and name it in `CONTESTANTS`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import reference
+from .verification import torch_dtype
 
 State = dict[str, Any]
+Pairs = Iterator[tuple[str, Any]]
+Tensors = Mapping[str, Any] | Pairs
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is loaded to where. `files` are the shards; `folder` holds them all, or is `None` if they are spread."""
+
+    files: list[Path]
+    folder: Path | None
+    device: str
+    #: Filled by those that load into tensors that exist.
+    parameters: State = field(default_factory=dict)
+    #: Name of the dtype that floating-point tensors are wanted in, as in a header; `None`: as they are.
+    dtype: str | None = None
+    #: What the contestant tells of its load besides, for the JSON: penstock's report and its seconds for opening.
+    noted: dict[str, Any] = field(default_factory=dict)
+    #: File for penstock's trace of the load.
+    trace: str | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(path) for path in self.files]
+
+    @property
+    def source(self) -> Path | list[Path]:
+        return self.files if self.folder is None else self.folder
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`load(folder, parameters)` returns tensors by name; parameters are given where existing ones are to be filled."""
+    """A loader, and what it may be compared with.
+
+    `semantics` says where its tensors lie: `any` (where it likes: a mapping of the file counts), `private` (memory of
+    their own), `into` (parameters that existed before).
+    """
 
     name: str
     module: str
-    load: Callable[[Path, State], State]
-    scenarios: tuple[str, ...]
+    load: Callable[[Job], Tensors]
+    semantics: str = "any"
+    devices: tuple[str, ...] = ("cpu", "cuda")
     rival: bool = True
+    #: Takes part in these scenarios only; none named: in all that suit its semantics.
+    scenarios: tuple[str, ...] = ()
+    #: One of several routes or settings of one loader: left out with --no-routes.
+    route: bool = False
+    #: Does what `Job.dtype` asks for by itself; for the others the benchmark calls `Tensor.to`.
+    casts: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    #: Makes files that it needs besides the checkpoint, untimed; gives those that it reads instead.
+    files: Callable[[list[Path]], list[Path]] | None = None
+    #: Takes part in this preset only.
+    preset: str | None = None
+    #: Why it cannot run here, if so; asked after its module was imported.
+    obstacle: Callable[[], str | None] = lambda: None
 
 
 # --- penstock --------------------------------------------------------------------------------------------------------
 
 
-def penstock(**options: Any) -> Callable[[Path, State], State]:
-    def load(folder: Path, _: State) -> State:
+def penstock(**options: Any) -> Callable[[Job], Tensors]:
+    def load(job: Job) -> Tensors:
         import penstock
 
-        chosen = penstock.Options(**options) if options else None
+        chosen = options | ({"trace": job.trace} if job.trace else {})
         begun = time.perf_counter()
-        checkpoint = penstock.open(folder)
-        noted["open_s"] = time.perf_counter() - begun
-        state: State = checkpoint.load(device="cpu", progress=False, options=chosen)
-        noted["report"] = plain(checkpoint.last_report)
+        checkpoint = penstock.open(job.source)
+        job.noted["open_s"] = time.perf_counter() - begun
+        chosen_options = penstock.Options(**chosen) if chosen else None
+        state = checkpoint.load(job.device, dtype=job.dtype, progress=False, options=chosen_options)
+        job.noted["report"] = plain(checkpoint.last_report)
         return state
 
     return load
 
 
-def penstock_load_into(folder: Path, parameters: State) -> State:
+def penstock_stream(job: Job) -> Pairs:
     import penstock
 
-    noted["report"] = plain(penstock.open(folder).load_into(parameters, progress=False))
-    return parameters
+    return penstock.open(job.source).stream(job.device, dtype=job.dtype, progress=False)
 
 
-#: What a contestant tells of its load besides, for the JSON: penstock's report and its seconds for opening.
-noted: dict[str, Any] = {}
+def penstock_load_into(job: Job) -> Tensors:
+    import penstock
+
+    options = {"trace": job.trace} if job.trace else None
+    checkpoint = penstock.open(job.source)
+    job.noted["report"] = plain(checkpoint.load_into(job.parameters, progress=False, options=options))
+    return job.parameters
 
 
 def plain(value: Any) -> Any:
@@ -63,81 +117,270 @@ def plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------
+# --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def safetensors_load_file(folder: Path, _: State) -> State:
-    from safetensors.torch import load_file
+def safetensors(**arguments: Any) -> Callable[[Job], Tensors]:
+    def load(job: Job) -> Pairs:
+        from safetensors.torch import load_file
 
-    state: State = {}
-    for path in reference.files_of(folder):
-        state.update(load_file(path))
-    return state
+        for path in job.files:
+            yield from load_file(path, device=job.device, **arguments).items()
 
-
-def safetensors_pread(folder: Path, _: State) -> State:
-    from safetensors.torch import load_file
-
-    state: State = {}
-    for path in reference.files_of(folder):
-        state.update(load_file(path, backend="pread"))
-    return state
+    return load
 
 
-def safetensors_clone(folder: Path, _: State) -> State:
+def safetensors_clone(job: Job) -> Pairs:
     from safetensors import safe_open
 
-    state: State = {}
-    for path in reference.files_of(folder):
-        with safe_open(path, framework="pt") as file:
+    for path in job.files:
+        with safe_open(path, framework="pt", device=job.device) as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                state[name] = file.get_tensor(name).clone()
+                yield name, file.get_tensor(name).clone()
+
+
+def safetensors_prefetch(job: Job) -> Pairs:
+    from safetensors import safe_open
+
+    # One file after the other, as its `prefetch` is for one file; the next one's reads start when its turn comes.
+    for path in job.files:
+        with safe_open(path, framework="pt", device=job.device) as file, file.prefetch() as loader:
+            yield from loader
+
+
+def without_prefetch() -> str | None:
+    from safetensors import safe_open
+
+    return None if hasattr(safe_open, "prefetch") else "safe_open has no prefetch before safetensors 0.9"
+
+
+def copied_into(load: Callable[[Job], Tensors]) -> Callable[[Job], Tensors]:
+    """The tensors of `load`, each copied into the parameter of its name."""
+
+    def copy(job: Job) -> Tensors:
+        loaded = load(job)
+        for name, tensor in loaded.items() if isinstance(loaded, Mapping) else loaded:
+            job.parameters[name].copy_(tensor)
+        return job.parameters
+
+    return copy
+
+
+# --- fastsafetensors -------------------------------------------------------------------------------------------------
+
+
+def fastsafetensors(nogds: bool = True) -> Callable[[Job], Tensors]:
+    def load(job: Job) -> Pairs:
+        from fastsafetensors import fastsafe_open
+
+        with fastsafe_open(filenames=job.paths, nogds=nogds, device=job.device) as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
+
+    return load
+
+
+def fastsafetensors_sized(threads: int, megabytes: int) -> Callable[[Job], Tensors]:
+    """With as many threads and that much bounce buffer in all, as its benchmark for ROCm varies them."""
+
+    def load(job: Job) -> Tensors:
+        from fastsafetensors import SafeTensorsFileLoader
+
+        loader = SafeTensorsFileLoader(None, job.device, bbuf_size_kb=megabytes << 10, max_threads=threads, nogds=True)
+        loader.add_filenames({0: job.paths})
+        buffers = loader.copy_files_to_device()
+        state = {name: buffers.get_tensor(name) for name in loader.get_keys()}
+        loader.close()
+        return state
+
+    return load
+
+
+def without_cufile() -> str | None:
+    import ctypes.util
+
+    return None if ctypes.util.find_library("cufile") else "there is no libcufile here (GPUDirect Storage)"
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+def instanttensor(backend: str | None = None) -> Callable[[Job], Tensors]:
+    def load(job: Job) -> Pairs:
+        from instanttensor import Backend, safe_open
+
+        chosen = {} if backend is None else {"backend": Backend[backend]}
+        with safe_open(job.paths, framework="pt", device=job.device, **chosen) as file:
+            yield from file.tensors()
+
+    return load
+
+
+def runai_streamer(job: Job) -> Pairs:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(job.paths, device=job.device)
+        yield from streamer.get_tensors()
+
+
+def pickled(files: list[Path]) -> list[Path]:
+    """The same weights as torch saves them, a file for each shard, beside the checkpoint. Made once."""
+    import torch
+
+    made = []
+    for path in files:
+        saved = path.with_name(path.stem + ".pt")
+        made.append(saved)
+        if saved.exists() and saved.stat().st_mtime_ns >= path.stat().st_mtime_ns:
+            continue
+        state = {}
+        for entry in reference.entries_of(path).values():
+            flat = torch.from_numpy(reference.raw(entry)) if entry.nbytes else torch.empty(0, dtype=torch.uint8)
+            state[entry.name] = flat.view(torch_dtype(entry.dtype)).reshape(entry.shape)
+        partial = saved.with_name(saved.name + ".partial")
+        torch.save(state, partial)
+        partial.rename(saved)
+    return made
+
+
+def torch_load(mmap: bool) -> Callable[[Job], Tensors]:
+    def load(job: Job) -> Pairs:
+        import torch
+
+        for path in job.files:
+            yield from torch.load(path, map_location=job.device, weights_only=True, mmap=mmap).items()
+
+    return load
+
+
+_FLOOR_CHUNK = 8 << 20
+
+
+def pread_floor(job: Job) -> State:
+    """Threads that take chunks of all files from one queue and pread them to where they belong, and nothing else.
+
+    On a GPU each thread has a pinned buffer and a stream of its own.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    blocks = {path: torch.empty(path.stat().st_size, dtype=torch.uint8, device=job.device) for path in job.files}
+    chunks = iter([(path, at) for path, block in blocks.items() for at in range(0, len(block), _FLOOR_CHUNK)])
+    descriptors = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in job.files}
+    taking = threading.Lock()
+
+    def work() -> None:
+        on_gpu = job.device != "cpu"
+        pinned = torch.empty(_FLOOR_CHUNK, dtype=torch.uint8, pin_memory=True) if on_gpu else None
+        with cuda.stream(cuda.Stream(job.device)) if on_gpu else contextlib.nullcontext():
+            while True:
+                with taking:
+                    path, at = next(chunks, (None, 0))
+                if path is None:
+                    return
+                part = blocks[path][at : at + _FLOOR_CHUNK]
+                into = part if pinned is None else pinned[: len(part)]
+                pread_fully(descriptors[path], into.numpy().data, at)
+                if pinned is not None:
+                    part.copy_(into, non_blocking=True)
+                    cuda.current_stream().synchronize()
+
+    with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
+        for done in [pool.submit(work) for _ in range(pool._max_workers)]:
+            done.result()
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    state: State = {}
+    for path, block in blocks.items():
+        for entry in reference.entries_of(path).values():
+            part = block[entry.offset : entry.offset + entry.nbytes]
+            dtype = torch_dtype(entry.dtype)
+            aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
+            state[entry.name] = aligned.view(dtype).reshape(entry.shape)
     return state
 
 
-def safetensors_copy(folder: Path, parameters: State) -> State:
-    for name, tensor in safetensors_load_file(folder, parameters).items():
-        parameters[name].copy_(tensor)
-    return parameters
+def pread_fully(descriptor: int, into: memoryview, at: int) -> None:
+    while into:
+        count = os.preadv(descriptor, [into], at)
+        if count == 0:
+            raise EOFError("a file ended early")
+        into, at = into[count:], at + count
 
 
-def fastsafetensors(folder: Path, _: State) -> State:
-    from fastsafetensors import fastsafe_open
-
-    files = [str(path) for path in reference.files_of(folder)]
-    with fastsafe_open(filenames=files, nogds=True, device="cpu") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-
-
-def fastsafetensors_copy(folder: Path, parameters: State) -> State:
-    for name, tensor in fastsafetensors(folder, parameters).items():
-        parameters[name].copy_(tensor)
-    return parameters
-
+# --- all of them -----------------------------------------------------------------------------------------------------
 
 # fastsafetensors reads with O_DIRECT unless told otherwise. Warm, that would be a race against the disk: there it has
 # the page cache, its better setting; cold it runs with both.
 _BUFFERED = {"FASTSAFETENSORS_ODIRECT": "0"}
+#: Scenarios whose bytes come, at least in part, from the disk.
+_FROM_DISK = ("cold", "half", "second", "two", "beside-disk", "limited")
+#: Scenarios whose bytes are in memory.
+_FROM_MEMORY = ("warm", "private", "tmpfs", "cast", "beside-memory", "latency")
+_CPU, _CUDA = ("cpu",), ("cuda",)
 
-CONTESTANTS = [
-    Contestant("penstock", "penstock", penstock(), ("cold", "warm"), rival=False),
-    Contestant("penstock keep", "penstock", penstock(cache="keep"), ("cold-routes",), rival=False),
-    Contestant("penstock bypass", "penstock", penstock(cache="bypass"), ("cold-routes",), rival=False),
-    Contestant("penstock mapped", "penstock", penstock(io="mapped"), ("cold-routes", "warm-routes"), rival=False),
+
+def _ours(
+    name: str, load: Callable[[Job], Tensors], semantics: str = "any", devices: tuple[str, ...] = (*_CPU, *_CUDA),
+    scenarios: Iterable[str] = (), route: bool = False,
+) -> Contestant:  # fmt: skip
+    return Contestant(
+        name, "penstock", load, semantics, devices, rival=False, scenarios=tuple(scenarios), route=route, casts=True
+    )
+
+
+CONTESTANTS: list[Contestant] = [
+    _ours("penstock", penstock()),
+    _ours("penstock copy", penstock(copy=True), "private", _CPU),
+    _ours("penstock stream", penstock_stream, scenarios=("cold", "warm")),
+    _ours("penstock load_into", penstock_load_into, "into"),
+    _ours("penstock keep", penstock(cache="keep"), scenarios=("cold", "second"), route=True),
+    _ours("penstock bypass", penstock(cache="bypass"), scenarios=("cold", "second"), route=True),
+    _ours("penstock mapped", penstock(io="mapped"), "any", _CPU, ("cold", "warm"), route=True),
+    _ours("penstock buffered", penstock(io="buffered"), "private", scenarios=("cold", "private", "warm"), route=True),
+    _ours("penstock uring", penstock(io="uring"), "private", scenarios=("cold",), route=True),
+    _ours("penstock aio", penstock(io="aio"), "private", scenarios=("cold",), route=True),
+    _ours("penstock threads", penstock(io="threads"), "private", scenarios=("cold",), route=True),
+    Contestant("safetensors", "safetensors", safetensors()),
+    Contestant("safetensors pread", "safetensors", safetensors(backend="pread"), "private"),
+    Contestant("safetensors clone", "safetensors", safetensors_clone, "private", _CPU),
+    Contestant("safetensors copy_", "safetensors", copied_into(safetensors()), "into"),
+    Contestant("safetensors prefetch", "safetensors", safetensors_prefetch, devices=_CUDA, obstacle=without_prefetch),
+    Contestant("fastsafetensors", "fastsafetensors", fastsafetensors(), "private", scenarios=_FROM_DISK),
     Contestant(
-        "penstock buffered", "penstock", penstock(io="buffered"), ("cold-routes", "private-routes"), rival=False
+        "fastsafetensors buffered", "fastsafetensors", fastsafetensors(), "private", environment=_BUFFERED,
+        scenarios=(*_FROM_DISK, *_FROM_MEMORY),
     ),
-    Contestant("penstock uring", "penstock", penstock(io="uring"), ("cold-routes",), rival=False),
-    Contestant("penstock aio", "penstock", penstock(io="aio"), ("cold-routes",), rival=False),
-    Contestant("penstock threads", "penstock", penstock(io="threads"), ("cold-routes",), rival=False),
-    Contestant("penstock copy", "penstock", penstock(copy=True), ("private",), rival=False),
-    Contestant("penstock load_into", "penstock", penstock_load_into, ("load_into",), rival=False),
-    Contestant("safetensors", "safetensors", safetensors_load_file, ("cold", "warm")),
-    Contestant("safetensors pread", "safetensors", safetensors_pread, ("private",)),
-    Contestant("safetensors clone", "safetensors", safetensors_clone, ("private",)),
-    Contestant("safetensors copy_", "safetensors", safetensors_copy, ("load_into",)),
-    Contestant("fastsafetensors", "fastsafetensors", fastsafetensors, ("cold",)),
-    Contestant("fastsafetensors buffered", "fastsafetensors", fastsafetensors, ("cold",), environment=_BUFFERED),
-    Contestant("fastsafetensors", "fastsafetensors", fastsafetensors, ("private",), environment=_BUFFERED),
-    Contestant("fastsafetensors copy_", "fastsafetensors", fastsafetensors_copy, ("load_into",), environment=_BUFFERED),
-]
+    Contestant(
+        "fastsafetensors gds", "fastsafetensors", fastsafetensors(nogds=False), devices=_CUDA, obstacle=without_cufile
+    ),
+    Contestant(
+        "fastsafetensors copy_", "fastsafetensors", copied_into(fastsafetensors()), "into", environment=_BUFFERED
+    ),
+    Contestant("instanttensor", "instanttensor", instanttensor(), devices=_CUDA),
+    *(
+        Contestant(f"instanttensor {name}", "instanttensor", instanttensor(name.upper()), devices=_CUDA, route=True)
+        for name in ("uring", "aio", "uring_buffered", "aio_buffered", "mmap")
+    ),
+    Contestant(
+        "instanttensor cufile", "instanttensor", instanttensor("CUFILE"), devices=_CUDA, route=True,
+        obstacle=without_cufile,
+    ),
+    Contestant("runai streamer", "runai_model_streamer", runai_streamer, "private"),
+    Contestant("torch.load", "torch", torch_load(mmap=False), "private", files=pickled),
+    Contestant("torch.load mmap", "torch", torch_load(mmap=True), files=pickled),
+    Contestant("pread floor", "torch", pread_floor, "private"),
+    *(
+        Contestant(
+            f"fastsafetensors {threads} threads, {megabytes} MB", "fastsafetensors",
+            fastsafetensors_sized(threads, megabytes), "private", preset="fastsafetensors-rocm",
+        )
+        for threads, megabytes in ((8, 8), (16, 16), (32, 32), (16, 160))
+    ),
+]  # fmt: skip
+
+
+def named(name: str) -> Contestant:
+    """The contestant of that name."""
+    return next(contestant for contestant in CONTESTANTS if contestant.name == name)

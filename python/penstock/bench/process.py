@@ -1,70 +1,182 @@
-"""One load in a fresh process: both ends of the pipe.
+"""Loads in a fresh process: both ends of the pipe.
 
-The child (this file run as a program) imports and prepares, says "ready", waits for a line on standard input, loads
-once with the clock running, then touches every page and compares every byte with the files. The parent uses the wait to
-put the page cache and the memory into the state that the scenario asks for.
+The child (this file run as a program) imports and prepares, says that it is ready, and waits. Told to go, it loads
+once with the clock running and says how that went; told to verify, it touches every page, compares every byte with the
+files, drops the tensors, and is ready for its next load. The parent uses the waits to put the page cache and the memory
+into the state that the scenario asks for, and to look at what a load left behind.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from . import reference
-from .contestants import CONTESTANTS, Contestant, State, noted
+from .contestants import Contestant, Job, State, named
 from .results import Run
-from .verification import touch, verify
+from .verification import CASTABLE, torch_dtype, touch, verify
 
-#: torch's name of each dtype that the benchmark's layouts use.
-TORCH_DTYPES = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "U8": "uint8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+#: Seconds between two looks at a process' memory: a look takes about 30 us, so this costs less than 1% of one core.
+_SAMPLED_EVERY = 0.005
+#: A load that takes longer than this and than its bytes at 20 MB/s hangs.
+_PATIENCE = 300.0
 
 
-# --- the parent's end -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Order:
+    """What a process is to load, as it travels on its command line."""
+
+    contestant: str
+    device: str
+    #: What the contestant reads, and the folder that holds it all, if one does.
+    files: list[str]
+    folder: str | None
+    #: The shards that the result is compared with.
+    compared: list[str]
+    into: bool = False
+    dtype: str | None = None
+    trace: str | None = None
 
 
-def load_once(contestant: Contestant, scenario: str, folder: Path, before: Callable[[], Run]) -> Run:
-    """One fresh process; `before` runs when it has imported everything, just before its clock starts."""
-    command = [sys.executable, "-m", "penstock.bench.process", str(CONTESTANTS.index(contestant))]
-    process = subprocess.Popen(
-        [*command, scenario, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | contestant.environment,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process:
-        line = process.stdout.readline()
-        found: Run = {}
-        if line.strip() == "ready":
-            found = before()
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        _, errors = process.communicate()
-    if line.startswith("{"):
-        return {**found, **json.loads(line)}
-    return found | {"error": (errors.strip().splitlines() or ["no output"])[-1], "status": process.returncode}
+# --- the parent's end ------------------------------------------------------------------------------------------------
 
 
-# --- the child's end --------------------------------------------------------------------------------------------
+class LoadFailed(Exception):
+    """The process ended, or did not answer in time; the message is the last line that it wrote."""
+
+
+class LoadProcess:
+    """A process that loads as often as it is told to. Leaving its context ends it."""
+
+    def __init__(self, order: Order, environment: Mapping[str, str], nbytes: int) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.bench.process", json.dumps(asdict(order))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=os.environ | dict(environment),
+        )
+        self._patience = max(_PATIENCE, nbytes / 20e6)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> LoadProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def hear(self) -> Run:
+        """The next thing that the process says."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(self._patience, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        in_time = timer.is_alive()
+        timer.cancel()
+        if line:
+            said: Run = json.loads(line)
+            return said
+        raise self._failed("" if in_time else f"did not answer within {self._patience:.0f} s")
+
+    def _failed(self, otherwise: str) -> LoadFailed:
+        status = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines() or [f"ended with status {status}"]
+        return LoadFailed(otherwise or lines[-1])
+
+    def say(self, what: str) -> None:
+        """Tells the process to go on: `load`, then `verify`, `touch` (every page) or `drop`; `end` at the end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(what + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("") from None
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """A process' anonymous and shared memory, and what is pinned of it, in bytes; nothing once it has ended.
+
+    Pinned is what the kernel accounts for, such as io_uring's buffers; a GPU driver's registrations are not among it.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return {}
+    found = {"memory": 0, "pinned": 0}
+    for line in text.splitlines():
+        if line.startswith(("RssAnon:", "RssShmem:")):
+            found["memory"] += int(line.split()[1]) << 10
+        elif line.startswith("VmPin:"):
+            found["pinned"] += int(line.split()[1]) << 10
+    return found
+
+
+#: Gives figures by name.
+Probe = Callable[[], dict[str, int]]
+
+
+class Sampled:
+    """Peaks of what probes give while the context is open, beyond what they gave before it.
+
+    Processes are looked at from outside, so that nothing of them is slowed down.
+    """
+
+    def __init__(self, probes: list[Probe]) -> None:
+        self._probes = probes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._before = self._now()
+        #: Bytes.
+        self.peaks: dict[str, int] = {}
+
+    def _now(self) -> dict[str, int]:
+        """Sums over all probes."""
+        found: dict[str, int] = {}
+        for probe in self._probes:
+            for name, value in probe().items():
+                found[name] = found.get(name, 0) + value
+        return found
+
+    def _look(self) -> None:
+        while True:
+            for name, value in self._now().items():
+                self.peaks[name] = max(self.peaks.get(name, 0), value - self._before.get(name, 0))
+            if self._over.wait(_SAMPLED_EVERY):
+                return
+
+    def __enter__(self) -> Sampled:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+# --- the child's end -------------------------------------------------------------------------------------------------
 
 
 def resident() -> int:
@@ -73,63 +185,111 @@ def resident() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
-def touched_parameters(folder: Path) -> State:
+def touched_parameters(files: list[Path], device: str) -> State:
     """What a model has before its weights arrive: a tensor for each, its pages in use."""
     import torch
 
-    entries = reference.entries_of(folder).values()
-    return {entry.name: torch.zeros(entry.shape, dtype=getattr(torch, TORCH_DTYPES[entry.dtype])) for entry in entries}
+    entries = reference.entries_of(files).values()
+    made = {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device) for entry in entries}
+    for tensor in made.values():
+        tensor.fill_(0)
+    return made
 
 
-def run_once(contestant: Contestant, scenario: str, folder: Path) -> dict[str, Any]:
+def gathered(loaded: Mapping[str, Any] | Iterator[tuple[str, Any]]) -> tuple[State, float]:
+    """Tensors by name, and when the first one was there."""
+    if isinstance(loaded, Mapping):
+        return loaded if isinstance(loaded, dict) else dict(loaded), time.perf_counter()
+    state: State = {}
+    for name, tensor in loaded:
+        state[name] = tensor
+        break
+    first = time.perf_counter()
+    state.update(loaded)
+    return state, first
+
+
+def load(contestant: Contestant, job: Job, compared: list[Path]) -> tuple[Run, State]:
+    """One load with the clock running."""
+    import torch
+
+    job.noted.clear()
+    castable = reference.entries_of(compared) if job.dtype and not contestant.casts else {}
+    names = [name for name, entry in castable.items() if entry.dtype in CASTABLE]
+    memory, cpu, begun = resident(), time.process_time(), time.perf_counter()
+    state, first = gathered(contestant.load(job))
+    for name in names:
+        state[name] = state[name].to(torch_dtype(job.dtype or ""))
+    if job.device != "cpu":
+        torch.cuda.synchronize(job.device)
+    seconds = time.perf_counter() - begun
+    run: Run = {"load_s": seconds, "first_tensor_s": min(first - begun, seconds), "cpu_s": time.process_time() - cpu}
+    return run | {"memory": resident() - memory, "tensors": len(state)} | job.noted, state
+
+
+def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> None:
+    """Prepares, then loads and verifies as it is told."""
     begun = time.perf_counter()
     import torch
 
-    importlib.import_module(contestant.module)
+    contestant = named(order.contestant)
+    try:
+        importlib.import_module(contestant.module)
+    except ImportError as error:
+        # Only the loader itself may be missing: anything else missing is a fault of this environment.
+        if not isinstance(error, ModuleNotFoundError) or error.name == contestant.module:
+            say({"absent": str(error)})
+            return
+        raise
     if contestant.module == "safetensors":
         importlib.import_module("safetensors.torch")
-    parameters: State = {}
-    if scenario == "load_into":
-        parameters = touched_parameters(folder)
-        for tensor in parameters.values():
-            tensor.fill_(0)
-    torch.zeros(1)
+    obstacle = contestant.obstacle()
+    if obstacle is not None:
+        say({"absent": obstacle})
+        return
+    compared = [Path(path) for path in order.compared]
+    job = Job(
+        files=[Path(path) for path in order.files],
+        folder=None if order.folder is None else Path(order.folder),
+        device=order.device,
+        parameters=touched_parameters(compared, order.device) if order.into else {},
+        dtype=order.dtype,
+        trace=order.trace,
+    )
+    torch.ones(1 << 22).clone()  # starts torch's threads, which are no part of a load
+    torch.zeros(1, device=order.device)
+    if order.device != "cpu":
+        torch.cuda.synchronize(order.device)
     gc.collect()
     setup = time.perf_counter() - begun
-    print("ready", flush=True)
-    sys.stdin.readline()
-
-    memory, cpu, begun = resident(), time.process_time(), time.perf_counter()
-    state = contestant.load(folder, parameters)
-    seconds = time.perf_counter() - begun
-    result: dict[str, Any] = {
-        "setup_s": setup,
-        "load_s": seconds,
-        "cpu_s": time.process_time() - cpu,
-        "memory": resident() - memory,
-        "tensors": len(state),
-    }
-    result |= touch(state)
-    result |= verify(state, folder)
-    return result | noted
+    say({"ready": True})
+    number = 0
+    while hear() == "load":
+        run, state = load(contestant, job, compared)
+        say(run)
+        told = hear()
+        found: Run = {"load": number, "setup_s": setup}
+        if order.device == "cpu" and told in ("verify", "touch"):
+            found |= touch(state)
+        if told == "verify":
+            found |= verify(state, compared, order.dtype)
+        say(found)
+        number += 1
+        del state
+        gc.collect()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One load by one contestant; `penstock bench` starts it.")
-    parser.add_argument("index", type=int, help="position in CONTESTANTS")
-    parser.add_argument("scenario")
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args()
-    contestant = CONTESTANTS[arguments.index]
-    os.environ.update(contestant.environment)
-    try:
-        result = run_once(contestant, arguments.scenario, arguments.folder)
-    except ModuleNotFoundError as error:
-        # Only the loader itself may be missing: anything else missing is a fault of this environment.
-        if error.name != contestant.module:
-            raise
-        result = {"absent": str(error)}
-    print(json.dumps(result, default=str), flush=True)
+    order = Order(**json.loads(sys.argv[1]))
+    # What loaders print is not for the parent.
+    with os.fdopen(os.dup(1), "w") as pipe:
+        os.dup2(2, 1)
+
+        def say(what: Run) -> None:
+            pipe.write(json.dumps(what, default=str) + "\n")
+            pipe.flush()
+
+        serve(order, lambda: sys.stdin.readline().strip(), say)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,13 @@ class Entry:
     nbytes: int
 
 
-def files_of(source: str | os.PathLike[str]) -> list[Path]:
-    """The shard files of a folder (those its index names, else all), or the file itself."""
+Source = str | os.PathLike[str] | list[Path]
+
+
+def files_of(source: Source) -> list[Path]:
+    """The shard files of a folder (those its index names, else all), or the file or files themselves."""
+    if isinstance(source, list):
+        return source
     source = Path(source)
     if source.is_file():
         return [source]
@@ -37,7 +42,7 @@ def files_of(source: str | os.PathLike[str]) -> list[Path]:
     return sorted(source.glob("*.safetensors"))
 
 
-def entries_of(source: str | os.PathLike[str]) -> dict[str, Entry]:
+def entries_of(source: Source) -> dict[str, Entry]:
     """Every tensor of a checkpoint by name, in the order of files and offsets."""
     found: dict[str, Entry] = {}
     for path in files_of(source):
@@ -60,7 +65,7 @@ def raw(entry: Entry) -> npt.NDArray[np.uint8]:
 class Comparer:
     """Compares tensors in memory with their bytes in the files, keeping one descriptor per file open."""
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
+    def __init__(self, source: Source) -> None:
         self.entries = entries_of(source)
         self._files: dict[Path, int] = {}
         self._buffer = np.empty(_COMPARE_BYTES, dtype=np.uint8)

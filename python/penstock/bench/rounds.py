@@ -7,105 +7,394 @@ pages afterwards still read from the disk, of the touch as well. GB are 1e9 byte
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from . import reference, synth
-from .ceilings import CALIBRATION, Ceilings
+from . import ceilings
+from .checkpoints import NoRoom, Placed, in_memory, place
 from .contestants import CONTESTANTS, Contestant
-from .page_cache import evict, fill, free_memory, resident_bytes
-from .process import load_once
+from .gpu_memory import GpuMemory
+from .memory_limit import MemoryLimit, NoMemoryLimit
+from .neighbour import Neighbour
+from .page_cache import evict, evict_second_half, fill, free_memory, resident_bytes
+from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
 from .results import Run
+from .scenarios import SCENARIOS, Scenario, accepts
+from .scenarios import ceilings as bounding
+from .synth import Layout
+
+#: Rounds that routes, which are many, take part in.
+_ROUTE_ROUNDS = 3
+#: Bytes of a trace that are kept: of hundreds of thousands of tensors it would be larger than all other results.
+_LARGEST_TRACE = 8 << 20
+
+
+Turn = TypeVar("Turn")
+
+
+class Absent(Exception):
+    """A contestant or scenario that cannot be had here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Settings:
     rounds: int
-    scenarios: tuple[str, ...]
-    routes: bool
-    quick: bool
-    folder: Path
+    folders: list[Path]
+    device: str = "cpu"
+    routes: bool = True
+    quick: bool = False
+    traces: bool = True
+    preset: str | None = None
+    #: Names of contestants; none: all of them.
+    contestants: tuple[str, ...] = ()
+    #: Loads of one process in the scenario `latency`; 0: as many as it says.
+    loads: int = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def gpu(self) -> int:
+        """The GPU's number among those that this process sees."""
+        return int(self.device.partition(":")[2] or 0)
 
 
+@dataclass
 class Bench:
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.ceilings = Ceilings()
-        self.runs: list[Run] = []
-        self.calibration: list[dict[str, Any]] = []
-        self.absent: dict[str, str] = {}
+    settings: Settings
+    runs: list[Run] = field(default_factory=list)
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    _gpu_memory: GpuMemory | None = None
+    _made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def checkpoint(self, name: str, layout: synth.Layout) -> None:
-        folder = synth.write(layout, self.settings.folder / name)
-        paths = reference.files_of(folder)
-        evict(paths)
-        best = {measure: self.best(name, measure, paths) for measure in CALIBRATION}
-        for scenario in self.settings.scenarios:
-            if name == "many" and scenario != "warm":
-                continue  # 7 MB of data: only the time that each tensor costs is of interest
-            self.scenario(name, scenario, folder, paths, best)
+    def __post_init__(self) -> None:
+        kind = self.settings.device.partition(":")[0]
+        for one in CONTESTANTS:
+            if kind not in one.devices and not one.route and one.preset is None:
+                self.absent[one.name] = f"does not load to {kind}"
+        if self.settings.on_gpu:
+            with contextlib.suppress(OSError):
+                self._gpu_memory = GpuMemory(physical(self.settings.gpu))
 
-    def best(self, checkpoint: str, measure: str, paths: list[Path]) -> tuple[str, ...]:
-        """The fastest settings of one ceiling on these files."""
-        tried: dict[tuple[str, ...], float] = {}
-        for settings in CALIBRATION[measure][:2] if self.settings.quick else CALIBRATION[measure]:
-            seconds = []
-            for _ in range(1 if self.settings.quick else 2):
-                (evict if measure in ("direct", "place", "populate") else fill)(paths)
-                found = self.ceilings.measure(measure, settings, paths)
-                self.calibration.append({"checkpoint": checkpoint} | found)
-                seconds.append(found["seconds"])
-            tried[settings] = min(seconds)
-        return min(tried, key=lambda settings: tried[settings])
-
-    def scenario(self, name: str, scenario: str, folder: Path, paths: list[Path], best: dict[str, Any]) -> None:
-        main = [contestant for contestant in CONTESTANTS if scenario in contestant.scenarios]
-        routes = [contestant for contestant in CONTESTANTS if f"{scenario}-routes" in contestant.scenarios]
-
-        def before() -> dict[str, Any]:
-            # Each finds as much memory that was freed just now, whoever came before. Else the one after a contestant
-            # that leaves no page cache gets memory that was free for long, which a virtual machine may have given back
-            # to its host: a third slower to fill.
-            fill(paths)
-            free_memory(sum(path.stat().st_size for path in paths))
-            if scenario != "cold":
-                return {"resident_before": resident_bytes(paths)}
-            evict(paths)
-            raw = self.ceilings.measure("direct", best["direct"], paths)
-            evict(paths)
-            return {"resident_before": resident_bytes(paths), "raw_s": raw["seconds"]}
-
-        # What the files allow takes its turn among the contestants.
-        beside = {"cold": ("populate", "place"), "private": ("fresh",), "load_into": ("copy",)}.get(scenario, ())
-        for number in range(self.settings.rounds):
-            with_routes = self.settings.routes and number < 3
-            entrants: list[Contestant | str] = [*main, *(routes if with_routes else []), *beside]
-            turn = number % len(entrants)
-            for entrant in entrants[turn:] + entrants[:turn]:
-                if isinstance(entrant, str):
-                    found = before()
-                    measured = self.ceilings.measure(entrant, best[entrant], paths)
-                    settings = " ".join(best[entrant]).replace("--", "")
-                    run = found | {"load_s": measured["seconds"], "bytes": measured["bytes"], "ceiling": settings}
-                    label = f"ceiling: {entrant}"
+    def checkpoint(self, name: str, layout: Layout, scenarios: Iterable[str]) -> None:
+        """Every scenario on one checkpoint."""
+        placed = place(name, layout, self.settings.folders)
+        self.checkpoints[name] = placed.about()
+        evict(placed.files)
+        best: dict[str, ceilings.Settings] = {}
+        for scenario in (SCENARIOS[one] for one in scenarios):
+            try:
+                if scenario.tmpfs:
+                    with in_memory(placed) as there:
+                        self.scenario(scenario, there, best)
                 else:
-                    label = entrant.name
-                    if label in self.absent:
-                        continue
-                    run = load_once(entrant, scenario, folder, before)
-                    if "absent" in run:
-                        self.absent[label] = run["absent"]
-                        continue
-                self.record(run | {"checkpoint": name, "scenario": scenario, "contestant": label, "round": number})
+                    self.scenario(scenario, placed, best)
+            except (Absent, NoMemoryLimit, NoRoom) as error:
+                self.absent[f"scenario {scenario.name}"] = str(error)
+                print(f"{name}: no {scenario.name}: {error}", file=sys.stderr, flush=True)
+
+    # What is compared
+
+    def entrants(self, scenario: Scenario) -> list[Contestant]:
+        """Who can be compared in a scenario: those that are there, as far as is known."""
+        settings, kind = self.settings, self.settings.device.partition(":")[0]
+        return [
+            one
+            for one in CONTESTANTS
+            if kind in one.devices
+            and accepts(scenario, one.semantics, settings.on_gpu)
+            and (not one.scenarios or scenario.name in one.scenarios)
+            and (one.preset is None or one.preset == settings.preset)
+            and (not settings.contestants or one.name in settings.contestants)
+        ]
+
+    def measures(self, scenario: Scenario, entrants: list[Contestant]) -> list[str]:
+        """Ceilings that take their turn among the contestants. The raw read does not: it precedes each cold load."""
+        on_gpu = self.settings.on_gpu
+        wanted = dict.fromkeys(
+            stage for one in entrants for way in bounding(scenario, one.semantics, on_gpu) for stage in way
+        )
+        if scenario.name == "cold":
+            wanted |= {"place": None} if not on_gpu else {"device_alloc": None}
+        return [stage for stage in wanted if stage != "direct"]
+
+    def best(self, placed: Placed, measure: str, best: dict[str, ceilings.Settings]) -> ceilings.Settings | None:
+        """The fastest settings of a ceiling on these files; `None` where it cannot be measured."""
+        if measure in best or f"ceiling: {measure}" in self.absent:
+            return best.get(measure)
+        tried: list[tuple[float, int, ceilings.Settings]] = []
+        for settings in ceilings.settings(measure, self.settings.quick):
+            for _ in range(1 if self.settings.quick else 2):
+                if measure not in ceilings.GPU:
+                    (evict if measure in ceilings.COLD else fill)(placed.files)
+                try:
+                    found = self.measured(placed, measure, settings)
+                except RuntimeError as error:
+                    self.absent.setdefault(f"ceiling: {measure}", str(error))
+                    continue
+                self.calibration.append({"checkpoint": placed.name} | found)
+                tried.append((found["seconds"] / max(found["bytes"], 1), len(tried), settings))
+        if not tried:
+            return None
+        self.absent.pop(f"ceiling: {measure}", None)  # some settings work
+        best[measure] = min(tried)[2]
+        return best[measure]
+
+    def measured(self, placed: Placed, measure: str, settings: ceilings.Settings) -> dict[str, Any]:
+        nbytes = min(placed.nbytes, 8 << 30)
+        return ceilings.measure(measure, settings, placed.files, self.settings.gpu, nbytes)
+
+    def scenario(self, scenario: Scenario, placed: Placed, best: dict[str, ceilings.Settings]) -> None:
+        """All rounds of one scenario on one checkpoint."""
+        entrants = self.entrants(scenario)
+        if not entrants:
+            raise Absent(f"no contestant for {self.settings.device}")
+        if scenario.limited:
+            with MemoryLimit(placed.nbytes):
+                pass  # raises where there can be none
+        measures = self.measures(scenario, entrants)
+        for measure in ["direct", *measures] if scenario.from_disk else measures:
+            self.best(placed, measure, best)
+        main = [one for one in entrants if not one.route]
+        for number in range(self.settings.rounds):
+            with_routes = self.settings.routes and number < _ROUTE_ROUNDS
+            turns: list[Contestant | str] = [*(entrants if with_routes else main), *measures]
+            for entrant in rotated(turns, number):
+                label = f"ceiling: {entrant}" if isinstance(entrant, str) else entrant.name
+                if label in self.absent:
+                    continue
+                about: Run = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": label}
+                try:
+                    if isinstance(entrant, str):
+                        runs = [self.ceiling(entrant, scenario, placed, best[entrant])]
+                        about["kind"] = "ceiling"
+                    else:
+                        about |= {"kind": "rival" if entrant.rival else "penstock", "semantics": entrant.semantics}
+                        runs = self.loads(entrant, scenario, placed, best.get("direct"))
+                except Absent as error:
+                    self.absent[label] = str(error)
+                    continue
+                for run in runs:
+                    self.record(run | about | {"round": number})
+        if self.settings.traces:
+            self.trace(next((one for one in main if not one.rival), None), scenario, placed)
+
+    # One turn
+
+    def before(self, scenario: Scenario, files: list[Path], raw: ceilings.Settings | None = None) -> Run:
+        """Puts page cache and memory into the scenario's state; with settings for it, reads the cold files raw."""
+        if scenario.cache != "left":
+            fill(files)
+        # Each finds as much memory that was freed just now, whoever came before. Else the one after a contestant that
+        # leaves no page cache gets memory that was free for long, which a virtual machine may have given back to its
+        # host: a third slower to fill. What goes to a GPU needs only room for staging.
+        size = sum(path.stat().st_size for path in files)
+        free_memory(min(size, 512 << 20) if self.settings.on_gpu else size)
+        found: Run = {}
+        if scenario.from_disk:
+            drop = evict if scenario.cache == "empty" else evict_second_half
+            if raw is not None:
+                evict(files)
+                found["raw_s"] = ceilings.measure("direct", raw, files)["seconds"]
+                fill(files)
+            drop(files)
+        resident = resident_bytes(files)
+        if scenario.cache == "half" and "raw_s" in found:
+            found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
+        return found | {"resident_before": resident}
+
+    def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: ceilings.Settings) -> Run:
+        with neighbour(scenario, placed):
+            found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
+            try:
+                measured = self.measured(placed, measure, settings)
+            except RuntimeError as error:
+                return found | {"error": str(error)}
+        run = {"load_s": measured["seconds"], "bytes": measured["bytes"], "ceiling": ceilings.text(settings)}
+        return found | run
+
+    def loads(
+        self, contestant: Contestant, scenario: Scenario, placed: Placed, raw: ceilings.Settings | None
+    ) -> list[Run]:
+        """The loads of one process, or of as many as the scenario has load at once."""
+        order = self.order(contestant, scenario, placed)
+        files = [Path(path) for path in order.files]
+        runs: list[Run] = []
+        found: Run = {}
+        try:
+            if scenario.cache == "left":
+                self.first_start(contestant, order, placed, files)
+            with contextlib.ExitStack() as stack:
+                limit = stack.enter_context(MemoryLimit(int(1.25 * placed.nbytes))) if scenario.limited else None
+                processes = [
+                    stack.enter_context(LoadProcess(order, contestant.environment, placed.nbytes))
+                    for _ in range(scenario.processes)
+                ]
+                for process in processes:
+                    said = process.hear()
+                    if "absent" in said:
+                        raise Absent(said["absent"])
+                    if limit is not None:
+                        limit.hold(process.pid)
+                probes: list[Probe] = [partial(memory_of, process.pid) for process in processes]
+                if self._gpu_memory is not None:
+                    probes.append(self._gpu_memory.in_use)
+                for number in range(self.loads_of(scenario)):
+                    with neighbour(scenario, placed):
+                        found = self.before(scenario, files, raw) if number == 0 else {}
+                        with Sampled(probes) as sampled:
+                            for process in processes:
+                                process.say("load")
+                            loaded = [process.hear() for process in processes]
+                    found["cache_left"] = resident_bytes(files)
+                    for process in processes:
+                        process.say("verify")
+                    verified = [process.hear() for process in processes]
+                    run = found | together([one | more for one, more in zip(loaded, verified, strict=True)])
+                    runs.append(run | beyond(sampled.peaks, run, placed.nbytes))
+                for process in processes:
+                    process.say("end")
+        except LoadFailed as error:
+            why = " (killed: the memory of its control group was used up)" if scenario.limited else ""
+            return [*runs, found | {"error": str(error) + (why if str(error).endswith("-9") else "")}]
+        return runs
+
+    def loads_of(self, scenario: Scenario) -> int:
+        """Loads of one process."""
+        return self.settings.loads if scenario.name == "latency" and self.settings.loads else scenario.loads
+
+    def first_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> None:
+        """A cold load whose tensors are used, by a process of its own: what it leaves in the page cache counts."""
+        with LoadProcess(order, contestant.environment, placed.nbytes) as process:
+            said = process.hear()
+            if "absent" in said:
+                raise Absent(said["absent"])
+            self.before(SCENARIOS["cold"], files)
+            for what in ("load", "touch"):
+                process.say(what)
+                process.hear()
+            process.say("end")
+
+    def order(self, contestant: Contestant, scenario: Scenario, placed: Placed) -> Order:
+        compared = [str(path) for path in placed.files]
+        return Order(
+            contestant=contestant.name,
+            device=self.settings.device,
+            files=self.files_of(contestant, compared),
+            folder=None if placed.folder is None else str(placed.folder),
+            compared=compared,
+            into=contestant.semantics == "into",
+            dtype=scenario.dtype,
+        )
+
+    def files_of(self, contestant: Contestant, paths: list[str]) -> list[str]:
+        """What a contestant reads: the checkpoint, or files made from it by a process that imports what that takes."""
+        if contestant.files is None:
+            return paths
+        key = (str(contestant.files), "\n".join(paths))
+        if key not in self._made:
+            code = (
+                "import json, sys; from pathlib import Path; from penstock.bench.contestants import named\n"
+                "files = named(sys.argv[1]).files([Path(path) for path in sys.argv[2:]])\n"
+                "print(json.dumps([str(path) for path in files]))"
+            )
+            command = [sys.executable, "-c", code, contestant.name, *paths]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise Absent((done.stderr.strip().splitlines() or ["its files cannot be made"])[-1])
+            self._made[key] = json.loads(done.stdout)
+        return self._made[key]
 
     def record(self, run: Run) -> None:
-        if "load_s" in run:
+        if "load_s" in run and "error" not in run:
             # A load that left its bytes on the disk is not over.
             lazy = run.get("touch_major_faults", 0) > 0
             run["seconds"] = run["load_s"] + (run["touch_s"] if lazy else 0)
+            if lazy:
+                run["cpu_s"] += run["touch_cpu_s"]
         self.runs.append(run)
+        if run.get("load", 0) > 0:
+            return
         told = f"{run['seconds']:.3f} s" if "seconds" in run else f"failed: {run.get('error')}"
-        place = f"{run['checkpoint']:10} {run['scenario']:9}"
+        place = f"{run['checkpoint']:10} {run['scenario']:13}"
         print(f"{place} round {run['round'] + 1}  {run['contestant']:26} {told}", file=sys.stderr, flush=True)
+
+    def trace(self, contestant: Contestant | None, scenario: Scenario, placed: Placed) -> None:
+        """One more load by penstock, not timed, for its timeline; where this build can trace."""
+        from penstock import _core
+
+        if contestant is None or "trace" not in _core.Options.names():
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            order = Order(**(vars(self.order(contestant, scenario, placed)) | {"trace": str(file)}))
+            try:
+                with LoadProcess(order, contestant.environment, placed.nbytes) as process, neighbour(scenario, placed):
+                    process.hear()
+                    self.before(scenario, placed.files)
+                    for what in ("load", "drop"):
+                        process.say(what)
+                        process.hear()
+                    process.say("end")
+            except LoadFailed as error:
+                self.absent[f"trace of {placed.name}, {scenario.name}"] = str(error)
+                return
+            if not file.exists() or file.stat().st_size > _LARGEST_TRACE:
+                return
+            about = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": contestant.name}
+            self.traces.append(about | {"trace": json.loads(file.read_text())})
+
+
+def rotated(turns: list[Turn], number: int) -> list[Turn]:
+    """The order of a round: each begins one further on."""
+    begin = number % len(turns)
+    return turns[begin:] + turns[:begin]
+
+
+def neighbour(scenario: Scenario, placed: Placed) -> contextlib.AbstractContextManager[Any]:
+    """The scenario's neighbour, if it has one. It reads a file of the checkpoint past the page cache."""
+    if scenario.neighbour is None:
+        return contextlib.nullcontext()
+    return Neighbour(scenario.neighbour, placed.files[0])
+
+
+def together(runs: list[Run]) -> Run:
+    """What processes that loaded at the same time found, as one: the slowest one's seconds, all of their work."""
+    if len(runs) == 1:
+        return runs[0]
+    slowest = max(runs, key=lambda run: run["load_s"])
+    return slowest | {
+        "cpu_s": sum(run["cpu_s"] for run in runs),
+        "memory": sum(run["memory"] for run in runs),
+        "verified_bytes": min(run["verified_bytes"] for run in runs),
+        "different": [name for run in runs for name in run["different"]],
+    }
+
+
+def beyond(peaks: dict[str, int], run: Run, nbytes: int) -> Run:
+    """Peaks of memory as they stand in a run; a short load may have ended between two looks."""
+    found: Run = {"memory": max(peaks.get("memory", 0), run["memory"])}
+    if peaks.get("pinned"):
+        found["pinned"] = peaks["pinned"]
+    if "device_memory" in peaks:
+        found["device_memory"] = max(0, peaks["device_memory"] - nbytes)
+    return found
+
+
+def physical(number: int) -> int:
+    """The number that the machine gives to the GPU that this process sees as `number`."""
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    return int(visible[number]) if number < len(visible) and visible[number].strip().isdigit() else number

@@ -1,13 +1,93 @@
-"""What is in the page cache before a load, and what is loaded.
+"""What is in the page cache before a load, what is loaded to where, and who is in the way.
 
 | scenario | page cache before | what is loaded |
 |---|---|---|
 | `cold` | empty (checked), and a raw O_DIRECT read of the same files just before | tensors, any memory |
-| `warm` | full (checked) | tensors, any memory: zero copy is what is compared |
+| `warm` | full (checked) | tensors, any memory: zero copy is what is compared; three loads in each process |
 | `private` | full | tensors in memory of their own |
 | `load_into` | full | existing parameters whose pages are in use |
+| `tmpfs` | the files lie in memory (`/dev/shm`) | tensors, any memory |
+| `half` | the first half of each file | tensors, any memory |
+| `second` | what a cold load by the same loader, whose tensors were used, left there | tensors, any memory |
+| `cast` | full | floating-point tensors as F16 |
+| `two` | empty | the same by two processes at once; the slower one counts |
+| `beside-memory` | full | private tensors, while a neighbour copies memory |
+| `beside-disk` | empty | tensors, any memory, while a neighbour reads from the same disk |
+| `limited` | empty | tensors, any memory, in a control group that may have 1.25 times their bytes |
+| `latency` | full | many loads in each process |
 """
 
 from __future__ import annotations
 
-SCENARIOS = ("cold", "warm", "private", "load_into")
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    #: The page cache before a load: `empty`, `full`, `half`, or `left` as an earlier load left it.
+    cache: str
+    #: Whom it compares: see `contestants.Contestant`.
+    semantics: tuple[str, ...] = ("any", "private")
+    #: Loads of one process. The first is timed apart from the others.
+    loads: int = 1
+    #: Processes that load at the same time.
+    processes: int = 1
+    #: What a neighbour hammers meanwhile: `memory` or `disk`.
+    neighbour: str | None = None
+    #: Whether the process is held in a control group with little memory.
+    limited: bool = False
+    #: Whether the files lie in memory.
+    tmpfs: bool = False
+    #: The dtype that tensors are cast to.
+    dtype: str | None = None
+
+    @property
+    def from_disk(self) -> bool:
+        return self.cache == "empty" or self.cache == "half"
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("cold", "empty"),
+        Scenario("warm", "full", ("any",), loads=3),
+        Scenario("private", "full", ("private",)),
+        Scenario("load_into", "full", ("into",)),
+        Scenario("tmpfs", "full", tmpfs=True, loads=3),
+        Scenario("half", "half"),
+        Scenario("second", "left"),
+        Scenario("cast", "full", dtype="F16"),
+        Scenario("two", "empty", processes=2),
+        Scenario("beside-memory", "full", ("private",), neighbour="memory"),
+        Scenario("beside-disk", "empty", neighbour="disk"),
+        Scenario("limited", "empty", limited=True),
+        Scenario("latency", "full", loads=50),
+    )
+}
+
+#: What is compared of every checkpoint.
+CORE = ("cold", "warm", "private", "load_into")
+
+
+def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
+    """Whether a contestant with these semantics is compared in the scenario."""
+    if on_gpu and semantics != "into":
+        # Memory of a GPU is private memory, whoever fills it: there `warm` compares all of them.
+        return "any" in scenario.semantics
+    return semantics in scenario.semantics
+
+
+def ceilings(scenario: Scenario, semantics: str, on_gpu: bool) -> tuple[tuple[str, ...], ...]:
+    """What bounds a load: the ways its bytes can go, each with its stages. The slowest stage of the fastest way counts.
+
+    None where nothing has to move (zero copy), or where what moves is up to the loader.
+    """
+    last = ("host_to_device",) if on_gpu else ()
+    if scenario.processes > 1 or scenario.dtype or scenario.cache == "left":
+        return ()
+    if scenario.from_disk:
+        return (("direct", *last), ("populate", *last))
+    if on_gpu:
+        return (("copy", *last),)
+    return {"any": (), "private": (("fresh",),), "into": (("copy",),)}[semantics]

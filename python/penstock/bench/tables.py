@@ -2,75 +2,131 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from .presets import comparison
 from .scenarios import SCENARIOS
+
+Row = dict[str, Any]
+
+#: Heading, and how the cell is made of a row; absent fields leave it empty.
+Column = tuple[str, Callable[[Row], str]]
+_COLUMNS: list[Column] = [
+    ("median s", lambda row: f"{row['median_s']:.3f}"),
+    ("min..max", lambda row: f"{row['min_s']:.3f}..{row['max_s']:.3f}"),
+    ("later s", lambda row: f"{row['later_s']:.4f}"),
+    ("p99 s", lambda row: f"{row['p99_s']:.4f}"),
+    ("GB/s", lambda row: f"{row['gb_per_s']:.2f}"),
+    ("share", lambda row: f"{row['share']:.2f} of {row['ceiling']}"),
+    ("first s", lambda row: f"{row['first_tensor_s']:.3f}"),
+    ("touch s", lambda row: f"{row['touch_s']:.3f}"),
+    ("CPU s/GB", lambda row: f"{row['cpu_s_per_gb']:.3f}"),
+    ("memory MB", lambda row: f"{row['memory'] / 1e6:.0f}"),
+    ("pinned MB", lambda row: f"{row['pinned'] / 1e6:.0f}"),
+    ("GPU MB", lambda row: f"{row['device_memory'] / 1e6:.0f}"),
+    ("cached MB", lambda row: f"{row['cache_left'] / 1e6:.0f}"),
+    ("loads", lambda row: str(row["loads"])),
+]
+
+
+def _cells(row: Row, columns: list[Column]) -> list[str]:
+    cells = []
+    for _, cell in columns:
+        try:
+            cells.append(cell(row))
+        except KeyError:
+            cells.append("")
+    return cells
+
+
+def _verdict(row: Row) -> str:
+    if "fault" in row:
+        return "MEASUREMENT FAULT"
+    if "verified" not in row:
+        return str(row.get("settings", ""))
+    return "verified" if row["verified"] else "DIFFERENT"
+
+
+def _tables(result: dict[str, Any]) -> list[tuple[str, str, list[Row]]]:
+    """Rows by checkpoint and scenario, the fastest first."""
+    places = dict.fromkeys((row["checkpoint"], row["scenario"]) for row in result["rows"])
+    names = dict.fromkeys(place[0] for place in places)
+    order = sorted(places, key=lambda place: (list(names).index(place[0]), list(SCENARIOS).index(place[1])))
+    return [
+        (
+            *place,
+            sorted(
+                (row for row in result["rows"] if (row["checkpoint"], row["scenario"]) == place),
+                key=lambda row: row.get("median_s", float("inf")),
+            ),
+        )
+        for place in order
+    ]
+
+
+def _used(rows: list[Row]) -> list[Column]:
+    """The columns that some row has something in."""
+    return [column for column in _COLUMNS if any(_cells(row, [column])[0] for row in rows)]
 
 
 def print_results(result: dict[str, Any]) -> None:
+    """All of a result, for people at a terminal."""
     about = result["machine"]
     memory = f"{about['memory'] / 2**30:.0f} GiB"
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items() if number)
     print(f"\n{about['cpu']}, {about['cores']} cores, {memory}, Linux {about['kernel']}, {about['file_system']}")
+    if about.get("gpu"):
+        print(", ".join(str(value) for value in about["gpu"].values()))
     print(f"Python {about['python']}, {versions}")
     print(
         f"load average {about['load_average'][0]:.1f} at the start, {result['load_average_at_end'][0]:.1f} at the end"
     )
     print(result["command"])
-
-    columns = (
-        f"{'median s':>9} {'min..max':>15} {'GB/s':>7} {'of raw':>7} {'load s':>8} {'touch s':>8} {'CPU s':>7}  bytes"
-    )
-    heading = None
-
-    def order(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (row["checkpoint"], SCENARIOS.index(row["scenario"]), row.get("median_s", float("inf")))
-
-    for row in sorted(result["rows"], key=order):
-        if heading != (row["checkpoint"], row["scenario"]):
-            heading = (row["checkpoint"], row["scenario"])
-            size = f" ({row['bytes'] / 1e9:.2f} GB)" if "bytes" in row else ""
-            print(f"\n{row['checkpoint']}{size}, {row['scenario']}\n  {'':26} {columns}")
-        if "error" in row:
-            print(f"  {row['contestant']:26} failed: {row['error']}")
-            continue
-        spread = f"{row['min_s']:.3f}..{row['max_s']:.3f}"
-        raw = f"{row['share_of_raw']:.2f}" if "share_of_raw" in row else ""
-        line = f"  {row['contestant']:26} {row['median_s']:9.3f} {spread:>15} {row['gb_per_s']:7.2f} {raw:>7}"
-        if "touch_s" in row:
-            line += f" {row['load_s']:8.3f} {row['touch_s']:8.3f} {row['cpu_s']:7.2f}  "
-            line += "verified" if row["verified"] else "DIFFERENT"
-        print(line)
-
+    for checkpoint, scenario, rows in _tables(result):
+        size = next((f" ({row['bytes'] / 1e9:.2f} GB)" for row in rows if "bytes" in row), "")
+        columns = _used(rows)
+        lines = [["", *(heading for heading, _ in columns), ""]]
+        for row in rows:
+            cells = _cells(row, columns) if "median_s" in row else [""] * len(columns)
+            lines.append([row["contestant"], *cells, _verdict(row) if "median_s" in row else f"failed: {row['error']}"])
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
+        print(f"\n{checkpoint}{size}, {scenario}")
+        for line in lines:
+            cells = [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)]
+            print("  " + "  ".join([line[0].ljust(widths[0]), *cells, line[-1]]).rstrip())
+    for row in result["rows"]:
+        if "fault" in row:
+            print(f"\nmeasurement fault: {row['checkpoint']}, {row['scenario']}, {row['contestant']}: {row['fault']}")
+    print()
     for name, why in result["absent"].items():
-        print(f"\nnot here: {name} ({why})", end="")
+        print(f"not here: {name} ({why})")
     if result["bounds"]:
-        print("\n\nbounds" + (" (a quick run is too small to be judged by them)" if result["quick"] else ""))
+        print("\nbounds" + (" (a quick run is too small to be judged by them)" if result["quick"] else ""))
     for row in result["bounds"]:
         verdict = ("holds" if row["holds"] else "FAILS") if row["judged"] else ""
-        print(
-            f"  {row['checkpoint']:8} {row['claim']:64} {row['value']:6.2f} {row['sign']} {row['bound']:<4} {verdict}"
-        )
+        found = f"{row['value']:7.2f} {row['sign']} {row['bound']:<4.3g}"
+        print(f"  {row['checkpoint']:8} {row['claim']:80} {found} {verdict}")
+    if result.get("preset"):
+        print(comparison(result))
 
 
 def print_tables(result: dict[str, Any]) -> None:
     """The rows and bounds of one result file as Markdown, for docs/benchmarks.md."""
-    headings = ("", "median s", "min..max", "GB/s", "of raw", "load s", "touch s", "CPU s", "loads")
-    places = dict.fromkeys((row["checkpoint"], row["scenario"]) for row in result["rows"])
-    for checkpoint, scenario in places:
-        rows = [row for row in result["rows"] if (row["checkpoint"], row["scenario"]) == (checkpoint, scenario)]
-        print(f"\n{checkpoint}, {scenario}:\n\n| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
-        for row in sorted(rows, key=lambda row: row.get("median_s", float("inf"))):
+    for checkpoint, scenario, rows in _tables(result):
+        columns = _used(rows)
+        print(f"\n{checkpoint}, {scenario}:\n\n| | {' | '.join(heading for heading, _ in columns)} |")
+        print(f"|{'---|' * (len(columns) + 1)}")
+        for row in rows:
             if "error" in row:
-                print(f"| {row['contestant']} | failed: {row['error']} |{' |' * (len(headings) - 2)}")
+                print(f"| {row['contestant']} | failed: {row['error']} |{' |' * (len(columns) - 1)}")
                 continue
-            cells = [row["contestant"], f"{row['median_s']:.3f}", f"{row['min_s']:.3f}..{row['max_s']:.3f}"]
-            cells += [f"{row['gb_per_s']:.2f}"]
-            optional = (("share_of_raw", ".2f"), ("load_s", ".3f"), ("touch_s", ".3f"), ("cpu_s", ".2f"))
-            cells += [format(row[key], how) if key in row else "" for key, how in optional]
-            print(f"| {' | '.join([*cells, str(row['loads'])])} |")
+            fault = " (measurement fault)" if "fault" in row else ""
+            print(f"| {row['contestant']}{fault} | {' | '.join(_cells(row, columns))} |")
     print("\n| checkpoint | bound | found | wanted | |\n|---|---|---|---|---|")
     for row in result["bounds"]:
         verdict = ("holds" if row["holds"] else "**missed**") if row["judged"] else "not judged"
         sign = "at least" if row["sign"] == ">=" else "at most"
-        print(f"| {row['checkpoint']} | {row['claim']} | {row['value']:.2f} | {sign} {row['bound']} | {verdict} |")
+        print(f"| {row['checkpoint']} | {row['claim']} | {row['value']:.2f} | {sign} {row['bound']:.3g} | {verdict} |")
+    if result.get("preset"):
+        print(comparison(result))

@@ -5,13 +5,43 @@ from __future__ import annotations
 import ctypes
 import resource
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import reference
-from .contestants import State
+
+#: torch's name of each dtype of the format that torch has.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+def torch_dtype(name: str) -> Any:
+    """torch's dtype for a dtype's name in a header."""
+    import torch
+
+    return getattr(torch, _TORCH_NAMES[name])
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -27,8 +57,8 @@ def tensor_bytes(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return bytes_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def touch(state: State) -> dict[str, float]:
-    """Reads one byte of every page of every tensor, in address order: seconds and page faults.
+def touch(state: dict[str, Any]) -> dict[str, float]:
+    """Reads one byte of every page of every tensor, in address order: seconds, processor time and page faults.
 
     A load that left nothing to do takes no major fault here. Tensors within a page of each other are touched as one
     range, so that this does not measure Python.
@@ -43,25 +73,55 @@ def touch(state: State) -> dict[str, float]:
         elif end > start:
             spans.append([start, end])
     arrays = [bytes_at(start - start % page, end - start + start % page) for start, end in spans]
-    before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    before, begun, cpu = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), time.process_time()
     for array in arrays:
         int(array[::page].sum(dtype=np.uint64))
     seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
     return {
         "touch_s": seconds,
+        "touch_cpu_s": time.process_time() - cpu,
         "touch_major_faults": after.ru_majflt - before.ru_majflt,
         "touch_minor_faults": after.ru_minflt - before.ru_minflt,
     }
 
 
-def verify(state: State, folder: Path) -> dict[str, Any]:
-    """Compares every byte with the files, which are read anew without any loader."""
-    comparer = reference.Comparer(folder)
-    different = [name for name in comparer.entries if name not in state]
-    different += [name for name, tensor in state.items() if not comparer.same(name, tensor_bytes(tensor))]
+def verify(state: dict[str, Any], files: Iterable[Path], dtype: str | None = None) -> dict[str, Any]:
+    """Compares every byte with the files, which are read anew without any loader.
+
+    Tensors on a GPU come to the host for it, one by one. With a `dtype` floating-point tensors are compared with what
+    torch makes of the file's bytes; not-a-numbers are all the same then.
+    """
+    files = list(files)
+    comparer = reference.Comparer(files)
+    wrong = [name for name in comparer.entries if name not in state]
+    for name, tensor in state.items():
+        if dtype is not None and name in comparer.entries and comparer.entries[name].dtype in CASTABLE:
+            same = _same_as_cast(comparer.entries[name], tensor.cpu(), dtype)
+        else:
+            same = comparer.same(name, tensor_bytes(tensor.cpu().contiguous()))
+        if not same:
+            wrong.append(name)
     comparer.close()
+    different = set(wrong)
     return {
         "bytes": sum(entry.nbytes for entry in comparer.entries.values()),
-        "verified_bytes": sum(entry.nbytes for name, entry in comparer.entries.items() if name not in set(different)),
-        "different": different[:10],
+        "verified_bytes": sum(entry.nbytes for name, entry in comparer.entries.items() if name not in different),
+        "different": wrong[:10],
     }
+
+
+#: Dtypes that a cast applies to.
+CASTABLE = ("F16", "BF16", "F32", "F64")
+
+
+def _same_as_cast(entry: reference.Entry, tensor: Any, dtype: str) -> bool:
+    import torch
+
+    if tensor.dtype != torch_dtype(dtype) or tuple(tensor.shape) != entry.shape:
+        return False
+    if entry.nbytes == 0:
+        return True
+    expected = torch.from_numpy(reference.raw(entry)).view(torch_dtype(entry.dtype)).reshape(entry.shape)
+    expected = expected.to(tensor.dtype)
+    numbers = ~expected.isnan()
+    return torch.equal(numbers, ~tensor.isnan()) and torch.equal(expected[numbers], tensor[numbers])

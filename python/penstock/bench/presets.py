@@ -1,0 +1,118 @@
+"""Presets: the runs behind published tables, done again, and the published figures beside ours.
+
+The figures are in `published.json`, each table with its source, its machine, and what makes it another measurement
+than ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+#: Of the free space of a folder, what the checkpoints of a preset may take together. Those of torch.load come on top.
+_SHARE_OF_DISK = 0.4
+#: Of the memory, what one checkpoint may take: it lies in the page cache and in private memory at once.
+_SHARE_OF_MEMORY = 0.35
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    about: str
+    #: Names of public models, as `penstock synth` knows them.
+    models: tuple[str, ...]
+    scenarios: tuple[str, ...]
+    #: Names of contestants; none: all of them.
+    contestants: tuple[str, ...] = ()
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "fastsafetensors-rocm",
+            "GPT-2 and GPT-2 Medium: threads by buffer size, mmap, cast to F16",
+            ("gpt2", "gpt2-medium"),
+            ("warm", "private", "cold", "cast"),
+            ("penstock", "penstock copy", "safetensors", "safetensors clone", "fastsafetensors",
+             "fastsafetensors buffered", "fastsafetensors 8 threads, 8 MB", "fastsafetensors 16 threads, 16 MB",
+             "fastsafetensors 32 threads, 32 MB", "fastsafetensors 16 threads, 160 MB"),
+        ),
+        Preset(
+            "instanttensor",
+            "Qwen3-30B-A3B and DeepSeek-R1 from storage and from tmpfs",
+            ("qwen3-30b-a3b", "deepseek-r1"),
+            ("cold", "tmpfs", "load_into"),
+        ),
+        Preset(
+            "fastsafetensors-paper",
+            "Llama-2, Falcon and Bloom, cold and beside a neighbour that copies memory",
+            ("llama-2-7b", "llama-2-13b", "llama-2-70b", "falcon-40b", "bloom-176b"),
+            ("cold", "beside-memory"),
+        ),
+        Preset(
+            "io-uring-study",
+            "every loader and route, cold and warm",
+            ("gpt2-medium", "llama-2-7b"),
+            ("cold", "warm", "private"),
+        ),
+    )
+}  # fmt: skip
+
+
+def room(folders: list[Path], models: int, tmpfs: bool) -> float:
+    """Bytes that each of so many checkpoints may have, so that they fit the disks, the memory and the tmpfs."""
+    disk = sum(shutil.disk_usage(folder).free for folder in folders) * _SHARE_OF_DISK / models
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") * _SHARE_OF_MEMORY
+    return min(disk, memory / 2 if tmpfs else memory)
+
+
+def published(preset: str) -> dict[str, Any]:
+    """The published table that a preset redoes."""
+    tables: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
+    return tables[preset]
+
+
+def comparison(result: dict[str, Any]) -> str:
+    """Published and rerun figures side by side, as Markdown, and what is not comparable."""
+    table = published(result["preset"])
+    rows = {(row["checkpoint"], row["scenario"], row["contestant"]): row for row in result["rows"]}
+    lines = [f"\n{table['title']}"]
+    if table["source"]:
+        lines.append(f"{table['source']}, on {table['machine']}")
+    if table["rows"]:
+        lines += [
+            "",
+            "| checkpoint | published as | s | GB/s | here: scenario | contestant | s | GB/s | penstock s | GB/s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+    factor = GIB / 1e9 if table["unit"] == "GiB/s" else 1.0
+    for one in table["rows"]:
+        there = [f"{one['seconds']:.3g}" if "seconds" in one else "", _rate(one.get("rate"), factor)]
+        # Into CPU memory, loaders whose tensors are private are compared in a scenario of their own
+        scenario, mine = one["scenario"], "penstock"
+        if scenario == "warm" and (one["checkpoint"], scenario, one["contestant"]) not in rows:
+            scenario, mine = "private", "penstock copy"
+        same = rows.get((one["checkpoint"], scenario, one["contestant"]))
+        ours = rows.get((one["checkpoint"], scenario, mine))
+        here = [scenario, one["contestant"], *_figures(same), *_figures(ours)]
+        lines.append(f"| {' | '.join([one['checkpoint'], one['as'], *there, *here])} |")
+    for name, about in result["checkpoints"].items():
+        if about.get("cut"):
+            lines.append(f"- here {name} is cut: {about['cut']}")
+    return "\n".join([*lines, *(f"- {reason}" for reason in table["not_comparable"])])
+
+
+def _rate(rate: float | None, factor: float) -> str:
+    return "" if rate is None else f"{rate * factor:.2f}"
+
+
+def _figures(row: dict[str, Any] | None) -> list[str]:
+    if row is None or "median_s" not in row:
+        return ["", ""]
+    return [f"{row['median_s']:.3f}", f"{row['gb_per_s']:.2f}"]

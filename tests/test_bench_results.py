@@ -1,0 +1,200 @@
+"""What the benchmark makes of its measurements: rows, shares, faults, bounds, published figures. Made-up loads only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from penstock.bench import bounds, presets, tables
+from penstock.bench.contestants import CONTESTANTS
+from penstock.bench.layouts import MODELS
+from penstock.bench.results import TOLERANCE, percentile, summarise
+from penstock.bench.scenarios import SCENARIOS, accepts, ceilings
+
+GB = 10**9
+
+
+def load(seconds: float, contestant: str = "penstock", scenario: str = "cold", **more: Any) -> dict[str, Any]:
+    """One verified load of a gigabyte."""
+    run = {"checkpoint": "x", "scenario": scenario, "contestant": contestant, "kind": "rival", "semantics": "any"}
+    run |= {"seconds": seconds, "load_s": seconds, "cpu_s": seconds / 2, "bytes": GB, "verified_bytes": GB}
+    if contestant.startswith("penstock"):
+        run["kind"] = "penstock"
+    return run | {"different": [], "load": 0, "memory": 0} | more
+
+
+def ceiling(seconds: float, measure: str, scenario: str) -> dict[str, Any]:
+    run = {"checkpoint": "x", "scenario": scenario, "contestant": f"ceiling: {measure}", "kind": "ceiling"}
+    return run | {"seconds": seconds, "load_s": seconds, "bytes": GB, "ceiling": "threads 2"}
+
+
+def row_of(runs: list[dict[str, Any]], contestant: str = "penstock", **more: Any) -> dict[str, Any]:
+    return next(row for row in summarise(runs, [], **more) if row["contestant"] == contestant)
+
+
+def test_a_row_has_the_median_the_spread_and_the_rate_of_first_loads():
+    row = row_of([load(seconds) for seconds in (1.0, 4.0, 2.0)])
+    assert (row["median_s"], row["min_s"], row["max_s"], row["loads"]) == (2.0, 1.0, 4.0, 3)
+    assert row["gb_per_s"] == 0.5
+    assert row["cpu_s_per_gb"] == 1.0
+    assert row["verified"] is True
+    assert "later_s" not in row
+
+
+def test_later_loads_of_a_process_stand_apart_from_the_first():
+    later = [load(0.01 * n, scenario="latency", load=n) for n in range(1, 101)]
+    row = row_of([load(9.0, scenario="latency"), *later])
+    assert row["median_s"] == 9.0
+    assert row["later_s"] == pytest.approx(0.505)
+    assert row["p99_s"] == pytest.approx(0.99)
+
+
+def test_the_percentile_is_a_value_that_was_measured():
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0
+    assert percentile([7.0], 1) == 7.0
+
+
+def test_one_byte_that_differs_is_in_the_row():
+    assert row_of([load(1.0), load(1.0, verified_bytes=GB - 1)])["verified"] is False
+    assert row_of([load(1.0), load(1.0, different=["a"])])["verified"] is False
+    assert row_of([load(1.0), load(1.0, load=1, different=["a"])])["verified"] is False
+
+
+def test_a_failure_takes_the_place_of_figures():
+    row = row_of([load(1.0), {**load(1.0), "error": "no"}])
+    assert row["error"] == "no"
+    assert "median_s" not in row
+
+
+def test_cold_loads_are_put_beside_the_raw_read_right_before_each():
+    row = row_of([load(2.0, raw_s=1.0), load(4.0, raw_s=3.0), load(2.0, raw_s=1.5)])
+    assert row["ceiling"] == "direct"
+    assert row["share"] == 0.75
+    assert "fault" not in row
+
+
+def test_the_way_that_reads_faster_is_the_ceiling_of_a_cold_load():
+    runs = [load(2.0, raw_s=1.5), ceiling(1.0, "populate", "cold")]
+    row = row_of(runs)
+    assert (row["ceiling"], row["share"]) == ("populate", 0.5)
+
+
+@pytest.mark.parametrize(("seconds", "fault"), [(1.0 - TOLERANCE - 0.01, True), (1.0 - TOLERANCE + 0.01, False)])
+def test_a_load_above_its_ceiling_is_a_fault(seconds, fault):
+    runs = [load(seconds, scenario="private", semantics="private"), ceiling(1.0, "fresh", "private")]
+    row = row_of([*runs, ceiling(1.5, "fresh", "private")])
+    assert ("fault" in row) is fault
+    assert row["share"] == pytest.approx(1.25 / seconds)
+
+
+def test_the_fastest_measurement_of_a_ceiling_decides_also_if_it_is_of_the_calibration():
+    runs = [load(0.6, scenario="private", semantics="private"), ceiling(1.0, "fresh", "private")]
+    at_rest = {"checkpoint": "x", "measure": "fresh", "bytes": GB, "seconds": 0.5}
+    assert "fault" in row_of(runs)
+    [row] = [row for row in summarise(runs, [at_rest]) if row["kind"] == "penstock"]
+    assert "fault" not in row
+
+
+def test_zero_copy_has_no_ceiling_and_so_no_fault():
+    row = row_of([load(1e-6, scenario="warm"), ceiling(1.0, "copy", "warm")])
+    assert "ceiling" not in row
+    assert "fault" not in row
+
+
+def test_on_a_gpu_the_slower_stage_is_the_ceiling():
+    runs = [load(2.0, scenario="warm"), ceiling(1.0, "copy", "warm"), ceiling(0.5, "host_to_device", "warm")]
+    row = row_of(runs, on_gpu=True)
+    assert (row["ceiling"], row["share"]) == ("copy", 0.5)
+    half = [load(2.0, scenario="warm"), ceiling(0.5, "host_to_device", "warm")]
+    assert "ceiling" not in row_of(half, on_gpu=True)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_every_scenario_compares_penstock_with_a_rival_of_like_semantics(scenario, on_gpu):
+    device = "cuda" if on_gpu else "cpu"
+    there = [
+        one
+        for one in CONTESTANTS
+        if device in one.devices
+        and accepts(scenario, one.semantics, on_gpu)
+        and (not one.scenarios or scenario.name in one.scenarios)
+        and one.preset is None
+    ]
+    ours = {one.semantics for one in there if not one.rival}
+    rivals = {one.semantics for one in there if one.rival}
+    if on_gpu and "any" not in scenario.semantics and "into" not in scenario.semantics:
+        assert not there  # memory of a GPU is private memory: `warm` compares it
+        return
+    assert ours & rivals
+    for one in there:
+        for way in ceilings(scenario, one.semantics, on_gpu):
+            assert ("host_to_device" in way) is on_gpu
+
+
+def test_names_of_contestants_are_unique():
+    names = [one.name for one in CONTESTANTS]
+    assert len(names) == len(set(names))
+    assert all(set(one.scenarios) <= set(SCENARIOS) for one in CONTESTANTS)
+
+
+def test_bounds_ask_for_the_fastest_among_like_semantics():
+    runs = [load(1.0), load(2.0, "safetensors"), load(0.5, "torch.load", semantics="private")]
+    found = bounds.bounds(summarise(runs, []), judged=True)
+    [first] = [bound for bound in found if "fastest rival" in bound["claim"]]
+    assert "safetensors" in first["claim"]
+    assert (first["value"], first["holds"], first["judged"]) == (2.0, True, True)
+    slower = bounds.bounds(summarise([load(3.0), load(2.0, "safetensors")], []), judged=True)
+    assert not next(bound for bound in slower if "fastest rival" in bound["claim"])["holds"]
+
+
+def test_auto_is_held_to_the_faster_of_keep_and_bypass():
+    runs = [load(1.2), load(1.0, "penstock keep"), load(5.0, "penstock bypass")]
+    [bound] = [one for one in bounds.bounds(summarise(runs, []), True) if "keep and bypass" in one["claim"]]
+    assert bound["value"] == pytest.approx(1 / 1.2)
+    assert not bound["holds"]
+
+
+def test_every_preset_has_published_figures_with_their_source_and_names_what_there_is():
+    names = {one.name for one in CONTESTANTS}
+    for preset in presets.PRESETS.values():
+        table = presets.published(preset.name)
+        assert set(preset.models) <= set(MODELS)
+        assert set(preset.scenarios) <= set(SCENARIOS)
+        assert set(preset.contestants) <= names
+        assert table["not_comparable"]
+        for row in table["rows"]:
+            assert table["source"].startswith("https://")
+            assert row["checkpoint"] in preset.models
+            assert row["scenario"] in preset.scenarios
+            assert row["contestant"] in (preset.contestants or names)
+
+
+def test_published_rates_agree_with_their_seconds_in_their_unit():
+    # 548,105,171 bytes of GPT-2 in 0.268 s are 1.91 GiB/s and 2.05 GB/s
+    table = presets.published("fastsafetensors-rocm")
+    sizes = {"gpt2": 548_105_171, "gpt2-medium": 1_519_984_962}
+    for row in table["rows"]:
+        if row["as"] != "to F16":  # its rate is that of the bytes that came out
+            assert sizes[row["checkpoint"]] / 2**30 / row["seconds"] == pytest.approx(row["rate"], rel=0.03)
+
+
+def test_a_preset_prints_published_figures_beside_ours():
+    run = load(0.5, "fastsafetensors 16 threads, 16 MB", "warm", checkpoint="gpt2")
+    result = {"preset": "fastsafetensors-rocm", "checkpoints": {"gpt2": {"cut": "half of it"}}}
+    text = presets.comparison(result | {"rows": summarise([run], [])})
+    [line] = [line for line in text.splitlines() if "nogds, 16 threads, 16 MB |" in line and "gpt2 " in line]
+    assert "| 0.268 | 2.05 |" in line  # GiB/s turned into GB/s
+    assert "| 0.500 | 2.00 |" in line
+    assert "GiB/s" in text
+    assert "half of it" in text
+
+
+def test_tables_show_faults_and_leave_out_empty_columns(capsys):
+    runs = [load(0.5, scenario="private", semantics="private"), ceiling(1.0, "fresh", "private")]
+    result = {"rows": summarise(runs, []), "bounds": [], "preset": None, "absent": {}}
+    tables.print_tables(result)
+    printed = capsys.readouterr().out
+    assert "penstock (measurement fault)" in printed
+    assert "GPU MB" not in printed
