@@ -15,7 +15,7 @@ use crate::schedule::{Extent, Landing, Piece, Schedule};
 use crate::source::Files;
 use crate::source::{Destination, Done, Read, Source, Ticket};
 use crate::staging::{Lease, Share};
-use crate::stats::Report;
+use crate::stats::{Report, Tally};
 use crate::timeline::{Lane, Span, Timeline};
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -49,6 +49,7 @@ pub(crate) struct Driver {
     /// A read that the source had no room for.
     pub(crate) held_back: Option<Read>,
     pub(crate) report: Report,
+    pub(crate) tally: Tally,
     pub(crate) began: Began,
     pub(crate) fence: Option<Fence>,
     /// The load runs on its caller's thread, reads included.
@@ -176,6 +177,7 @@ impl Driver {
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
+        report.waits = self.tally.waits();
         report.first_touch_bytes = self.source.take_left();
         report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {
@@ -553,7 +555,7 @@ impl Driver {
         let before = Instant::now();
         wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
         let now = Instant::now();
-        self.report.waits.add(waits_for, now - before);
+        self.tally.add(waits_for, self.engine.first_in_flight(), self.engine.second_in_flight(), now - before);
         if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
             let span = Span::new(Lane::Engine, format!("wait: {name}"), before, now);
             record.timeline.add(Span { kind: "wait", ..span });

@@ -226,6 +226,17 @@ impl Load {
         start::start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
     }
 
+    /// The same with the files on storage devices of these numbers, one for each file.
+    #[doc(hidden)]
+    pub fn start_on_volumes(
+        request: Request,
+        storage: &[u64],
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let stand_ins = StandIns { decorate: Some(Box::new(decorate)), storage, ..StandIns::default() };
+        start::start(request, stand_ins, || true)
+    }
+
     /// The checkpoint.
     pub fn checkpoint(&self) -> &Arc<Checkpoint> {
         &self.checkpoint

@@ -30,7 +30,7 @@ pub struct Waits {
 }
 
 impl Waits {
-    pub(crate) fn add(&mut self, wait: Wait, time: Duration) {
+    fn add(&mut self, wait: Wait, time: Duration) {
         match wait {
             Wait::Source => self.source += time,
             Wait::Device => self.device += time,
@@ -39,6 +39,57 @@ impl Waits {
             Wait::Allocation => self.allocation += time,
             Wait::Nothing => {}
         }
+    }
+}
+
+/// Where reads and copies are under way at once it shows only later which of them is the slower: while the staging memory
+/// fills, 256 MiB of it, the source is never idle however slow the device is. So that time is held back until one of them
+/// has nothing to do.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    waits: Waits,
+    /// Time with both legs in flight that nobody has been charged with.
+    undecided: Duration,
+    /// Time since then with nothing left to read, and copies in flight.
+    drained: Duration,
+}
+
+/// Copies that go on for this part of the time before, once there is nothing more to read, are a backlog. Copies that
+/// several workers make at once, or that a device needs time to tell of, end sooner.
+const BACKLOG: u32 = 20;
+
+impl Tally {
+    /// `time` was spent waiting, with so many reads and copies in flight.
+    pub(crate) fn add(&mut self, wait: Wait, reads: usize, copies: usize, time: Duration) {
+        match wait {
+            Wait::Source if copies > 0 => {
+                self.undecided += time;
+                return;
+            }
+            // The device had taken all there was.
+            Wait::Source => self.settle(Wait::Source),
+            // What was read fills the staging memory.
+            Wait::Device if reads > 0 => self.settle(Wait::Device),
+            Wait::Device => {
+                self.drained += time;
+                if self.drained * BACKLOG >= self.undecided {
+                    self.settle(Wait::Device);
+                }
+            }
+            _ => {}
+        }
+        self.waits.add(wait, time);
+    }
+
+    fn settle(&mut self, wait: Wait) {
+        self.waits.add(wait, std::mem::take(&mut self.undecided));
+        self.drained = Duration::ZERO;
+    }
+
+    /// What was waited for, in all.
+    pub(crate) fn waits(&mut self) -> Waits {
+        self.settle(Wait::Source);
+        self.waits
     }
 }
 
@@ -106,5 +157,58 @@ impl Report {
             ("engine", busy),
         ];
         self.bottleneck = stages.into_iter().max_by_key(|s| s.1).map_or("engine", |s| s.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// What was waited for in a load of these waits: who, reads and copies in flight, milliseconds.
+    fn waits(of: &[(Wait, usize, usize, u32)]) -> Waits {
+        let mut tally = Tally::default();
+        of.iter().for_each(|&(wait, reads, copies, ms)| tally.add(wait, reads, copies, ms * MS));
+        tally.waits()
+    }
+
+    #[test]
+    fn a_device_that_never_runs_dry_is_charged_with_the_time_in_which_staging_filled() {
+        let found = waits(&[(Wait::Source, 16, 0, 2), (Wait::Source, 16, 3, 90), (Wait::Device, 0, 12, 30)]);
+        assert_eq!((found.source, found.device), (2 * MS, 120 * MS));
+        // Where staging is full, that is known before the end.
+        let full = waits(&[(Wait::Source, 16, 3, 90), (Wait::Device, 4, 60, 5), (Wait::Source, 16, 0, 7)]);
+        assert_eq!((full.source, full.device), (7 * MS, 95 * MS));
+    }
+
+    #[test]
+    fn a_source_that_the_device_waits_for_is_charged_with_all_of_it() {
+        let found = waits(&[
+            (Wait::Source, 16, 1, 8),
+            (Wait::Source, 16, 0, 2),
+            (Wait::Source, 16, 1, 8),
+            (Wait::Source, 16, 0, 2),
+            (Wait::Device, 0, 1, 8),
+        ]);
+        assert_eq!((found.source, found.device), (20 * MS, 8 * MS));
+    }
+
+    #[test]
+    fn copies_that_overlap_are_no_backlog_if_the_last_of_them_end_soon_after_the_last_read() {
+        let found = waits(&[(Wait::Source, 16, 4, 100), (Wait::Device, 0, 4, 2), (Wait::Device, 0, 1, 1)]);
+        assert_eq!((found.source, found.device), (100 * MS, 3 * MS));
+    }
+
+    #[test]
+    fn other_waits_are_what_they_are() {
+        let found = waits(&[
+            (Wait::Consumer, 0, 0, 3),
+            (Wait::Allocation, 0, 0, 4),
+            (Wait::Slabs, 0, 0, 5),
+            (Wait::Nothing, 0, 0, 6),
+        ]);
+        assert_eq!((found.consumer, found.allocation, found.staging), (3 * MS, 4 * MS, 5 * MS));
+        assert_eq!((found.source, found.device), (Duration::ZERO, Duration::ZERO));
     }
 }

@@ -12,6 +12,7 @@
 //! | `fail` | `name:nth:code` or `name:nth:code:times`, comma separated: the nth call from now of that function, and the `times - 1` after it (0: all), return code; empty clears | none |
 //! | `copy_delay_us` | every copy starts this much later | 0 |
 //! | `h2d_bytes_per_s` | all copies to a device share a link of this bandwidth, in real time; 0: memory speed | 0 |
+//! | `move_bytes` | 0: copies to a device take their time and move nothing, so that, as with a real one, they cost the host no CPU time: for measuring rates | 1 |
 //! | `refuse_register` | every host registration returns this code; 0: none | 0 |
 //! | `register_limit` | bytes that can be registered; beyond it error 2 | none |
 //! | `sticky` | `nth:code`: the nth copy from now breaks the context when it runs, and everything returns code; empty clears | none |
@@ -45,6 +46,7 @@ pub(crate) struct Settings {
     pub(crate) host_pointer: bool,
     pub(crate) copy_delay: Duration,
     pub(crate) h2d_bytes_per_s: u64,
+    pub(crate) move_bytes: bool,
     pub(crate) refuse_register: i32,
     pub(crate) register_limit: u64,
     /// Absolute number of the copy that breaks the context, and the code from then on.
@@ -69,6 +71,7 @@ impl Default for Settings {
             host_pointer: true,
             copy_delay: Duration::ZERO,
             h2d_bytes_per_s: 0,
+            move_bytes: true,
             refuse_register: 0,
             register_limit: u64::MAX,
             sticky: None,
@@ -92,6 +95,7 @@ pub(crate) const KEYS: &[&str] = &[
     "fail",
     "copy_delay_us",
     "h2d_bytes_per_s",
+    "move_bytes",
     "refuse_register",
     "register_limit",
     "sticky",
@@ -137,6 +141,7 @@ impl Settings {
             "fail" => self.failures = parse_failures(value)?,
             "copy_delay_us" => self.copy_delay = Duration::from_micros(number()?),
             "h2d_bytes_per_s" => self.h2d_bytes_per_s = number()?,
+            "move_bytes" => self.move_bytes = flag()?,
             "refuse_register" => self.refuse_register = value.parse().ok()?,
             "register_limit" => self.register_limit = number()?,
             "sticky" if value.is_empty() => self.sticky = None,

@@ -60,6 +60,8 @@ pub(crate) enum Work {
 struct Operation {
     /// (stream, position) pairs that have to be done first.
     waits: Vec<(usize, u64)>,
+    /// When it was submitted; from when on it may run, once it had to wait for other streams.
+    ready: Instant,
     delay: Duration,
     what: &'static str,
     work: Work,
@@ -148,7 +150,7 @@ impl State {
             stream.clock.clone_from(&clock);
             stream.submitted += 1;
             seq = stream.submitted;
-            stream.queue.push_back(Operation { waits, delay, what, work });
+            stream.queue.push_back(Operation { waits, ready: Instant::now(), delay, what, work });
         }
         changed();
         Mark { stream: handle, seq, clock }
@@ -198,13 +200,16 @@ fn serve(handle: usize) {
         };
         if !next.waits.iter().all(|(other, seq)| state.is_done(*other, *seq)) {
             state = wait(state);
+            if let Some(next) = state.streams.get_mut(&handle).and_then(|s| s.queue.front_mut()) {
+                next.ready = Instant::now();
+            }
             continue;
         }
         let Some(operation) = state.streams.get_mut(&handle).and_then(|s| s.queue.pop_front()) else { return };
         let mut pause = operation.delay;
         if let Work::Copy { to, number, to_device, .. } = &operation.work {
             pause += state.settings.copy_delay;
-            pause += link_time(&mut state, *to_device, to.bytes());
+            pause += link_time(&mut state, *to_device, to.bytes(), operation.ready);
             while state.is_hanging(*number) {
                 state = wait(state);
             }
@@ -214,6 +219,7 @@ fn serve(handle: usize) {
             }
         }
         let broken = state.sticky.is_some();
+        let idle = matches!(operation.work, Work::Copy { to_device: Some(_), .. }) && !state.settings.move_bytes;
         drop(state);
         let wrong = if broken {
             None
@@ -221,7 +227,11 @@ fn serve(handle: usize) {
             if !pause.is_zero() {
                 std::thread::sleep(pause);
             }
-            run(&operation)
+            if idle {
+                None
+            } else {
+                run(&operation)
+            }
         };
         state = lock();
         if let Some((kind, detail)) = wrong {
@@ -234,17 +244,18 @@ fn serve(handle: usize) {
     }
 }
 
-/// How long from now until the link has carried the bytes, behind whatever it carries already.
-fn link_time(state: &mut State, to_device: Option<usize>, bytes: u64) -> Duration {
+/// How long from now until the link has carried the bytes, behind whatever it carries already. It takes them up as soon as
+/// they are `ready`, not when this thread comes to it: what the host takes to wake up and to copy is hidden behind the
+/// link's own time, as long as it keeps up.
+fn link_time(state: &mut State, to_device: Option<usize>, bytes: u64, ready: Instant) -> Duration {
     let rate = state.settings.h2d_bytes_per_s;
     let Some(device) = to_device.filter(|_| rate > 0).and_then(|d| state.devices.get_mut(d)) else {
         return Duration::ZERO;
     };
-    let now = Instant::now();
-    let free_at = device.link_free_at.map_or(now, |at| at.max(now));
+    let free_at = device.link_free_at.map_or(ready, |at| at.max(ready));
     let done_at = free_at + Duration::from_secs_f64(bytes as f64 / rate as f64);
     device.link_free_at = Some(done_at);
-    done_at - now
+    done_at.saturating_duration_since(Instant::now())
 }
 
 /// Does the work, with no lock held.

@@ -258,7 +258,7 @@ fn a_missing_fence_is_found_even_when_the_timing_is_harmless() {
 
 #[test]
 fn a_consumer_that_does_not_wait_is_found() {
-    let p = Program::start_with(&[("copy_delay_us", "30000")]);
+    let p = Program::start_with(&[("copy_delay_us", "200000")]);
     let (s, memory) = (stream(), alloc(LEN));
     let torch = fakegpu_stream_create(0, 1);
     ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
@@ -579,6 +579,21 @@ fn the_link_is_as_slow_as_asked_and_shared_by_the_streams() {
     }
     // 131,072 bytes at 2 MB/s take 65.5 ms; only the lower bound is certain on a busy machine.
     assert!(started.elapsed() >= Duration::from_millis(65), "{:?}", started.elapsed());
+    ok(cuMemFree_v2(memory));
+    assert_eq!(p.end(), "");
+}
+
+#[test]
+fn a_copy_that_is_to_move_nothing_takes_its_time_all_the_same() {
+    let p = Program::start_with(&[("h2d_bytes_per_s", "2000000"), ("move_bytes", "0")]);
+    let (s, memory) = (stream(), alloc(LEN));
+    let before = bytes(memory, LEN);
+    let started = Instant::now();
+    ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
+    ok(cuStreamSynchronize(s));
+    assert!(started.elapsed() >= Duration::from_millis(32), "{:?}", started.elapsed());
+    assert_eq!(bytes(memory, LEN), before);
+    ok(cuStreamDestroy_v2(s));
     ok(cuMemFree_v2(memory));
     assert_eq!(p.end(), "");
 }

@@ -24,6 +24,8 @@ use std::sync::Arc;
 
 #[cfg(test)]
 mod simulator;
+#[cfg(test)]
+mod virtual_time;
 
 /// Where slabs come from: the process-wide ring, or the simulator's.
 pub(crate) trait Slabs {

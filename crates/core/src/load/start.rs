@@ -17,6 +17,7 @@ use crate::policy::Plan;
 use crate::schedule::Landing;
 use crate::source::{Files, Router, Source};
 use crate::staging::Ring;
+use crate::stats::Tally;
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use std::sync::Arc;
@@ -35,6 +36,8 @@ pub(super) type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> R
 pub(super) struct StandIns<'a> {
     pub(super) device: Option<Box<dyn Device>>,
     pub(super) decorate: Option<Decorate<'a>>,
+    /// The storage device of each file; empty: its own.
+    pub(super) storage: &'a [u64],
 }
 
 /// Plans the load and starts it; see [`Load::start`].
@@ -50,6 +53,7 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         pattern => Some(Arc::new(Timeline::new(pattern)?)),
     };
     let files = Arc::new(Files::new(request.checkpoint.files()));
+    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = is_done_here(&request, &plan, &files);
     let Request { checkpoint, wants, device: at, memory, options, stream } = request;
@@ -95,6 +99,7 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         stall: options.stall_timeout,
         held_back: None,
         report: plan.report,
+        tally: Tally::default(),
         began,
         fence,
         here,

@@ -258,6 +258,15 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
+    /// Takes file number `file` to be on storage device number `storage`, for tests of several drives on one.
+    #[doc(hidden)]
+    pub fn pretend_storage(&self, file: u32, storage: u64) -> Result<()> {
+        let fd = self.open(file, false)?;
+        let facts = Facts { storage, ..facts_of(&fd, self.path(file))? };
+        self.files[file as usize].facts.get_or_init(|| facts);
+        Ok(())
+    }
+
     /// Which parts of file number `file` are in the page cache.
     pub fn resident_ranges(&self, file: u32) -> Result<Residency> {
         self.resident_within(file, 0..self.size(file))

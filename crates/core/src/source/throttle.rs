@@ -4,6 +4,7 @@ use super::file::Files;
 use super::{epoll, watch, Done, Fallback, Read, Source};
 use crate::error::{Error, Result};
 use crate::wake::Wake;
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +14,12 @@ use std::time::{Duration, Instant};
 /// What is done to a source. `Default` does nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Throttling {
-    /// Most bytes per second.
+    /// Most bytes per second of each storage device ([`Facts::storage`](super::Facts::storage)). A read occupies its device
+    /// from its submission on, behind the reads submitted before it, whenever its bytes really arrive: what the machine
+    /// itself takes for a read is hidden behind the rate as long as it keeps up.
     pub rate: Option<u64>,
+    /// Other rates, by the number of the storage device.
+    pub rates: HashMap<u64, u64>,
     /// Every read takes this much longer.
     pub latency: Duration,
     /// Read number n (from 0, in order of submission) fails with this errno, without being made.
@@ -29,8 +34,10 @@ pub struct Throttle {
     files: Arc<Files>,
     how: Throttling,
     submitted: u64,
-    /// The pipe is busy with earlier bytes until then.
-    busy: Instant,
+    /// Until when each storage device is busy with earlier bytes.
+    busy: HashMap<u64, Instant>,
+    /// When each read under way may come back.
+    due: HashMap<super::Ticket, Instant>,
     held: Vec<(Instant, Done)>,
     hanging: Vec<Done>,
     hung: Vec<super::Ticket>,
@@ -74,7 +81,8 @@ impl Throttle {
             files,
             how,
             submitted: 0,
-            busy: Instant::now(),
+            busy: HashMap::new(),
+            due: HashMap::new(),
             held: Vec::new(),
             hanging: Vec::new(),
             hung: Vec::new(),
@@ -104,13 +112,19 @@ impl Throttle {
         }
     }
 
-    fn hold(&mut self, done: Done) {
-        let bytes = *done.result.as_ref().unwrap_or(&0);
+    /// When a read submitted now, of `len` bytes of a file, is done as far as the file's storage device goes.
+    fn occupy(&mut self, file: u32, len: u64) -> Instant {
         let now = Instant::now();
-        if let Some(rate) = self.how.rate {
-            self.busy = self.busy.max(now) + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64);
-        }
-        self.held.push((self.busy.max(now) + self.how.latency, done));
+        let storage = self.files.facts(file).map_or(0, |f| f.storage);
+        let Some(&rate) = self.how.rates.get(&storage).or(self.how.rate.as_ref()) else { return now };
+        let busy = self.busy.entry(storage).or_insert(now);
+        *busy = (*busy).max(now) + Duration::from_secs_f64(len as f64 / rate.max(1) as f64);
+        *busy
+    }
+
+    fn hold(&mut self, done: Done) {
+        let due = self.due.remove(&done.ticket).unwrap_or_else(Instant::now);
+        self.held.push((due + self.how.latency, done));
     }
 }
 
@@ -125,8 +139,10 @@ impl Source for Throttle {
             self.arm();
             return Ok(());
         }
-        let ticket = read.ticket;
+        let (ticket, file, len) = (read.ticket, read.file, read.len);
         self.inner.submit(read)?;
+        let due = self.occupy(file, len);
+        self.due.insert(ticket, due);
         self.submitted += 1;
         if self.how.hang.is_some_and(|n| number >= n) {
             self.hung.push(ticket);
@@ -175,6 +191,8 @@ impl Source for Throttle {
         self.inner.cancel();
         let now = Instant::now();
         self.held.iter_mut().for_each(|(due, _)| *due = now);
+        self.due.clear();
+        self.how.latency = Duration::ZERO;
         self.arm();
     }
 

@@ -1,0 +1,290 @@
+//! The engine at rates that no machine of ours reaches, in virtual time: storage, a device and an engine thread that take
+//! as long as they are told to. Real bytes do not move; the plan, the state machine, the limits of depth and staging, and
+//! the account of what was waited for are those of every load. What is shown is that none of them is what limits it.
+
+use super::{Action, Engine, Slabs};
+use crate::error::Error;
+use crate::format::Checkpoint;
+use crate::layout::{Layout, Target};
+use crate::options::{Options, Order};
+use crate::placement::Want;
+use crate::schedule::{FileTraits, Limits, Route, Schedule};
+use crate::source::Ticket;
+use crate::stats::{Report, Tally};
+use std::cell::Cell;
+use std::fmt::Write as _;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// GB/s.
+const GB: f64 = 1e9;
+/// Seconds from an event to the thread that sleeps on it being at work: some 10 us on a quiet machine, several times that
+/// in a virtual one.
+const WAKE: f64 = 30e-6;
+/// CPU seconds of the engine thread per action: the system calls to submit a read of 4 MiB, or a message to the thread of a
+/// GPU, and the engine's own share.
+const ACTION: f64 = 4e-6;
+/// Least reads in flight that a load has where nobody sets the depth.
+const DEPTH: usize = 16;
+
+/// A store of bytes, or a link: one transfer after the other at `rate` bytes per second, each heard of `latency` later.
+#[derive(Debug, Clone, Copy)]
+struct Pipe {
+    rate: f64,
+    latency: f64,
+    free_at: f64,
+}
+
+impl Pipe {
+    fn new(rate: f64, latency: f64) -> Pipe {
+        Pipe { rate, latency, free_at: 0.0 }
+    }
+
+    /// When whoever started a transfer at `now` may hear of its end.
+    fn carry(&mut self, now: f64, bytes: u64) -> f64 {
+        self.free_at = self.free_at.max(now) + bytes as f64 / self.rate;
+        self.free_at + self.latency
+    }
+}
+
+/// Slabs, counted.
+struct Pool {
+    most: usize,
+    out: Rc<Cell<usize>>,
+    peak: usize,
+}
+
+struct Slab(Rc<Cell<usize>>);
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}
+
+impl Slabs for Pool {
+    type Slab = Slab;
+    fn acquire(&mut self) -> Result<Option<Slab>, Error> {
+        if self.out.get() == self.most {
+            return Ok(None);
+        }
+        self.out.set(self.out.get() + 1);
+        self.peak = self.peak.max(self.out.get());
+        Ok(Some(Slab(self.out.clone())))
+    }
+}
+
+/// What a load runs on.
+struct Machine {
+    /// One for each file.
+    volumes: Vec<Pipe>,
+    device: Pipe,
+    depth: usize,
+    slabs: usize,
+}
+
+impl Machine {
+    /// With the depth and the staging memory of every load that sets neither.
+    fn new(volumes: Vec<Pipe>, device: Pipe) -> Machine {
+        let options = Options::default();
+        Machine { volumes, device, depth: DEPTH, slabs: (options.staging / options.extent) as usize }
+    }
+}
+
+struct Outcome {
+    seconds: f64,
+    report: Report,
+    /// Bytes of slabs at most.
+    staging: u64,
+}
+
+/// Tensors of Llama-3-8B, BF16, in so many files of about one size: 16 GB. Which file has which is all that is made up.
+fn llama(files: usize) -> (Checkpoint, tempfile::TempDir) {
+    let mut tensors: Vec<(String, u64)> = vec![("model.embed_tokens.weight".into(), 128_256 * 4096)];
+    for layer in 0..32 {
+        for (name, elements) in [
+            ("input_layernorm", 4096),
+            ("mlp.down_proj", 4096 * 14_336),
+            ("mlp.gate_proj", 4096 * 14_336),
+            ("mlp.up_proj", 4096 * 14_336),
+            ("post_attention_layernorm", 4096),
+            ("self_attn.k_proj", 1024 * 4096),
+            ("self_attn.o_proj", 4096 * 4096),
+            ("self_attn.q_proj", 4096 * 4096),
+            ("self_attn.v_proj", 1024 * 4096),
+        ] {
+            tensors.push((format!("model.layers.{layer}.{name}.weight"), elements));
+        }
+    }
+    tensors.push(("model.norm.weight".into(), 4096));
+    tensors.push(("lm_head.weight".into(), 128_256 * 4096));
+    let total: u64 = tensors.iter().map(|t| 2 * t.1).sum();
+    assert_eq!(total, 16_060_522_496);
+
+    let folder = tempfile::tempdir().unwrap();
+    let (mut paths, mut left, mut before) = (Vec::new(), tensors.into_iter().peekable(), 0u64);
+    for file in 0..files {
+        let (mut json, mut at) = (String::from("{"), 0u64);
+        let until = total * (file as u64 + 1) / files as u64;
+        while let Some((name, elements)) = left.next_if(|t| before + at + t.1 <= until) {
+            let (comma, past) = (if at > 0 { "," } else { "" }, at + 2 * elements);
+            write!(json, r#"{comma}"{name}":{{"dtype":"BF16","shape":[{elements}],"data_offsets":[{at},{past}]}}"#)
+                .unwrap();
+            at = past;
+        }
+        json.push('}');
+        before += at;
+        let path = folder.path().join(format!("{file}.safetensors"));
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(json.as_bytes());
+        // The header, and a hole.
+        std::fs::write(&path, &bytes).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes.len() as u64 + at).unwrap();
+        paths.push(path);
+    }
+    (Checkpoint::open(&paths).unwrap(), folder)
+}
+
+/// Loads the 16 GB onto the device.
+fn load(machine: Machine) -> Outcome {
+    let Machine { mut volumes, mut device, depth, slabs } = machine;
+    let options = Options::default();
+    let (checkpoint, _folder) = llama(volumes.len());
+    let traits: Vec<FileTraits> = (0..volumes.len() as u32)
+        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new() })
+        .collect();
+    let limits =
+        Limits { extent: options.extent, gap: options.gap, cold: Route::Direct, warm: Route::Buffered, scatter: None };
+    let layout =
+        Arc::new(Layout::new(&checkpoint, &Want::all(&checkpoint), &Target::Gpu, Order::File, options.gap).unwrap());
+    let schedule = Arc::new(Schedule::new(&checkpoint, &layout, &traits, &limits));
+    let mut engine: Engine<Slab> = Engine::new(schedule.clone(), layout.clone(), depth, None);
+    (0..layout.blocks.len() as u32).for_each(|block| engine.grant(block));
+
+    let mut pool = Pool { most: slabs, out: Rc::default(), peak: 0 };
+    let (mut reads, mut copies) = (InFlight::new(), InFlight::new());
+    let (mut tally, mut now) = (Tally::default(), 0.0f64);
+    loop {
+        for (_, extent) in ended(&mut reads, now) {
+            engine.first_done(Ticket(extent.into()), Ok(schedule.extents[extent as usize].len));
+        }
+        for (_, extent) in ended(&mut copies, now) {
+            engine.second_done(Ticket(extent.into()), Ok(()));
+        }
+        while let Some(action) = engine.next(&mut pool) {
+            now += ACTION;
+            match action {
+                Action::First { extent } => {
+                    let e = &schedule.extents[extent as usize];
+                    reads.push((volumes[e.file as usize].carry(now, e.len), extent));
+                }
+                // By way of the device's own thread, and noticed by another.
+                Action::Second { extent } => {
+                    let done = device.carry(now + WAKE, schedule.extents[extent as usize].wanted);
+                    copies.push((done + WAKE, extent));
+                }
+            }
+        }
+        while engine.ready().is_some() {}
+        if let Some(outcome) = engine.outcome() {
+            outcome.unwrap();
+            break;
+        }
+        let next = reads.iter().chain(&copies).map(|f| f.0).fold(f64::INFINITY, f64::min);
+        assert!(next.is_finite(), "nothing is in flight and the load has not ended");
+        let woken = next.max(now) + if next > now { WAKE } else { 0.0 };
+        let slept = Duration::from_secs_f64(woken - now);
+        tally.add(engine.waits_for(), engine.first_in_flight(), engine.second_in_flight(), slept);
+        now = woken;
+    }
+    let mut report = Report { waits: tally.waits(), ..Report::default() };
+    report.find_bottleneck(Duration::ZERO);
+    Outcome { seconds: now, report, staging: pool.peak as u64 * options.extent }
+}
+
+/// When the leg of each extent ends.
+type InFlight = Vec<(f64, u32)>;
+
+/// Takes out what has ended by now.
+fn ended(legs: &mut InFlight, now: f64) -> InFlight {
+    let (done, rest) = std::mem::take(legs).into_iter().partition(|leg| leg.0 <= now);
+    *legs = rest;
+    done
+}
+
+const NBYTES: f64 = 16_060_522_496.0;
+
+/// Share of the slower side's rate that the load reached.
+fn share(slower: f64, outcome: &Outcome) -> f64 {
+    NBYTES / slower / outcome.seconds
+}
+
+/// Two sides as fast as a socket's memory, faster, and with one of them clearly slower: 0.95 of that one, in 256 MiB.
+#[test]
+fn the_slower_side_is_busy_all_the_time_at_55_gb_per_second_and_more() {
+    for (source, device, bottleneck) in [
+        (55.0, 120.0, "source"),
+        (120.0, 55.0, "device"),
+        (55.0, 66.0, "source"),
+        (66.0, 55.0, "device"),
+        (100.0, 400.0, "source"),
+        (400.0, 100.0, "device"),
+        (200.0, 400.0, "source"),
+        (400.0, 200.0, "device"),
+    ] {
+        for latency in [20e-6, 100e-6, 200e-6] {
+            let machine = Machine::new(vec![Pipe::new(source * GB, latency)], Pipe::new(device * GB, 10e-6));
+            let outcome = load(machine);
+            let share = share(source.min(device) * GB, &outcome);
+            let seen = format!(
+                "{source} GB/s after {:.0} us into {device} GB/s: {share:.3} of the slower, {} MiB, {:?}",
+                latency * 1e6,
+                outcome.staging >> 20,
+                outcome.report.waits
+            );
+            println!("{seen}");
+            assert!((0.95..=1.0).contains(&share), "{seen}");
+            assert!(outcome.staging <= 256 << 20, "{seen}");
+            assert_eq!(outcome.report.bottleneck, bottleneck, "{seen}");
+        }
+    }
+}
+
+/// Equal rates, where either may be called the slower one.
+#[test]
+fn two_sides_of_one_rate_reach_it() {
+    for rate in [55.0, 100.0, 200.0] {
+        let outcome = load(Machine::new(vec![Pipe::new(rate * GB, 100e-6)], Pipe::new(rate * GB, 10e-6)));
+        let share = share(rate * GB, &outcome);
+        println!("{rate} GB/s into as much: {share:.3}, {} MiB", outcome.staging >> 20);
+        assert!((0.95..=1.0).contains(&share), "{rate} GB/s: {share:.3}");
+    }
+}
+
+/// Drives side by side, and slower than the device in sum: all of them are busy.
+#[test]
+fn volumes_side_by_side_give_the_sum_of_their_rates() {
+    for (volumes, device) in [(4, 64.0), (4, 200.0), (8, 200.0)] {
+        let outcome = load(Machine::new(vec![Pipe::new(14.0 * GB, 100e-6); volumes], Pipe::new(device * GB, 10e-6)));
+        let share = share(14.0 * GB * volumes as f64, &outcome);
+        println!("{volumes} of 14 GB/s into {device} GB/s: {share:.3}, {} MiB", outcome.staging >> 20);
+        assert!((0.95..=1.0).contains(&share), "{volumes} volumes into {device} GB/s: {share:.3}");
+        assert_eq!(outcome.report.bottleneck, "source", "{:?}", outcome.report.waits);
+    }
+}
+
+/// What the tests above would see if depth or staging were too small: a load that waits for one leg before it starts the
+/// other reaches half of two equal sides, and one that reads one extent at a time pays every latency in full.
+#[test]
+fn a_depth_or_a_ring_that_is_too_small_would_be_seen() {
+    let machine = |depth, slabs| Machine {
+        depth,
+        slabs,
+        ..Machine::new(vec![Pipe::new(55.0 * GB, 100e-6)], Pipe::new(55.0 * GB, 10e-6))
+    };
+    for (depth, slabs, most) in [(1, 64, 0.5), (16, 1, 0.4), (2, 2, 0.7)] {
+        let share = share(55.0 * GB, &load(machine(depth, slabs)));
+        assert!(share < most, "depth {depth}, {slabs} slabs: {share:.3}");
+    }
+}
