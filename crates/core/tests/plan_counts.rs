@@ -259,6 +259,160 @@ fn layers_come_in_numeric_order_and_whole() {
     );
 }
 
+/// 24 layers of 128 experts, 6 KiB a matrix, with 512 KiB of attention each: 9,312 tensors, 69 MB. `data_start` decides how
+/// they are aligned.
+fn moe(data_start: usize) -> Checkpoint {
+    let mut names = Vec::new();
+    for layer in 0..24 {
+        for expert in 0..128 {
+            for part in ["down", "gate", "up"] {
+                names.push((format!("layers.{layer}.experts.{expert}.{part}"), vec![48u64, 64]));
+            }
+        }
+        for part in ["k", "o", "q", "v"] {
+            names.push((format!("layers.{layer}.attn.{part}"), vec![256, 256]));
+        }
+    }
+    checkpoint(names.iter().map(|(n, s)| (n.as_str(), "BF16", s.clone())), data_start)
+}
+
+/// What a plan may cost at most: I/Os, bytes read only because reads are of whole pages, unwanted bytes between wanted ones,
+/// blocks of memory, and copies.
+#[derive(Debug)]
+struct Cost {
+    reads: u64,
+    slack: u64,
+    gaps: u64,
+    blocks: usize,
+    pieces: usize,
+}
+
+#[test]
+fn what_plans_of_many_small_tensors_cost_at_most() {
+    let aligned = moe(1 << 20);
+    // One byte off: what could land in place or be mapped at a multiple of its element's size cannot.
+    let odd = moe((1 << 20) + 1);
+    let all = |c: &Checkpoint| Want::all(c);
+    let mine = |c: &Checkpoint| -> Vec<Want> {
+        let expert = |t: &penstock::TensorInfo<'_>| t.name.split(".experts.").nth(1)?.split('.').next()?.parse().ok();
+        c.tensors().filter(|t| expert(t).is_none_or(|e: u32| e % 8 == 3)).map(|t| Want::whole(t.index)).collect()
+    };
+    let columns = |c: &Checkpoint| -> Vec<Want> {
+        let half = |t: &penstock::TensorInfo<'_>| vec![0..t.shape[0], 0..t.shape[1] / 2].into();
+        c.tensors().map(|t| Want { tensor: t.index, region: Some(half(&t)) }).collect()
+    };
+    let private = || Target::Cpu { mapped: vec![false] };
+    let mapped = || Target::Cpu { mapped: vec![true] };
+    let (direct, buffered) = (LIMITS, Limits { cold: Route::Buffered, ..LIMITS });
+    let gpu = Limits { scatter: None, ..LIMITS };
+    let most = |reads, slack, gaps, blocks, pieces| Cost { reads, slack, gaps, blocks, pieces };
+    // What was found is the bound but for reads and pieces: where a plan is cut may change a little.
+    let cases = [
+        // 17, 0, 0, 1, 9320
+        ("mapped", &aligned, all(&aligned), mapped(), buffered, most(18, 0, 0, 1, 9340), "4 MiB a read, one mapping"),
+        // 17, 0, 0, 1, 9320
+        ("past the cache", &aligned, all(&aligned), private(), direct, most(18, 0, 0, 1, 9340), "read in place"),
+        // 17, 0, 0, 1, 9320
+        ("through the cache", &aligned, all(&aligned), private(), buffered, most(18, 0, 0, 1, 9340), "read in place"),
+        // 17, 4096, 0, 3, 9328
+        (
+            "odd, past the cache",
+            &odd,
+            all(&odd),
+            private(),
+            direct,
+            most(18, 8192, 0, 3, 9350),
+            "by way of slabs, 32 MiB a block",
+        ),
+        // 19, 0, 0, 3, 9330
+        (
+            "odd, through the cache",
+            &odd,
+            all(&odd),
+            private(),
+            buffered,
+            most(20, 0, 0, 3, 9350),
+            "scattered, 512 places a read",
+        ),
+        // 19, 0, 0, 3, 9330
+        (
+            "odd, mapped",
+            &odd,
+            all(&odd),
+            mapped(),
+            buffered,
+            most(20, 0, 0, 3, 9350),
+            "nothing can be mapped, so as before",
+        ),
+        // 17, 0, 0, 3, 9321
+        ("onto a GPU", &aligned, all(&aligned), Target::Gpu, gpu, most(18, 0, 0, 3, 9340), "32 MiB a block"),
+        // 18, 0, 0, 9312, 9322
+        (
+            "into tensors",
+            &aligned,
+            all(&aligned),
+            Target::Foreign,
+            direct,
+            most(20, 0, 0, 9312, 9350),
+            "blocks are the caller's",
+        ),
+        // 408, 786432, 0, 408, 1248: 18 KiB out of every 144
+        (
+            "a rank's",
+            &aligned,
+            mine(&aligned),
+            private(),
+            direct,
+            most(408, 786_432, 0, 408, 1250),
+            "a read for each expert",
+        ),
+        // 408, 786432, 0, 1, 1248
+        (
+            "a rank's, GPU",
+            &aligned,
+            mine(&aligned),
+            Target::Gpu,
+            gpu,
+            most(408, 786_432, 0, 1, 1250),
+            "a read for each expert",
+        ),
+        // 17, 2048, 34600960, 2, 9320: 64 bytes out of every 128
+        (
+            "half of each row",
+            &aligned,
+            columns(&aligned),
+            Target::Gpu,
+            gpu,
+            most(18, 4096, 34_610_000, 2, 9340),
+            "as the whole",
+        ),
+    ];
+    let mut broken = Vec::new();
+    for (what, c, wants, target, limits, most, why) in cases {
+        let layout = Layout::new(c, &wants, &target, Order::File, limits.gap).unwrap();
+        let s = Schedule::new(c, &layout, &[cold(0)], &limits);
+        let t = s.totals();
+        let cost = Cost {
+            reads: t.mapped.extents + t.buffered.extents + t.direct.extents,
+            slack: t.slack,
+            gaps: t.gap,
+            blocks: layout.blocks.len(),
+            pieces: s.pieces.len(),
+        };
+        let text = format!("{what}: {cost:?}, at most {most:?}: {why}");
+        println!("{text}");
+        if cost.reads > most.reads
+            || cost.slack > most.slack
+            || cost.gaps > most.gaps
+            || cost.blocks > most.blocks
+            || cost.pieces > most.pieces
+        {
+            broken.push(text);
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
 /// `cargo test --release --test plan_counts -- --ignored --nocapture`
 #[test]
 #[ignore = "a measurement"]
