@@ -83,6 +83,8 @@ struct State {
     threads: usize,
     idle: usize,
     reading: usize,
+    /// Who waits for `finished`. To notify is a system call, whether anybody waits or not.
+    awaited: usize,
     /// Reads finished so far.
     finished: u64,
     closing: bool,
@@ -166,6 +168,7 @@ impl Threads {
         let mut state = lock(&self.shared.state);
         state.queue.push_back((read, way));
         if state.idle >= state.queue.len() {
+            drop(state);
             self.shared.work.notify_one();
             return Ok(());
         }
@@ -188,7 +191,12 @@ impl Threads {
                 }
             }
         }
-        self.shared.work.notify_one();
+        let idle = state.idle;
+        // Who is woken needs the lock first of all.
+        drop(state);
+        if idle > 0 {
+            self.shared.work.notify_one();
+        }
         Ok(())
     }
 
@@ -268,7 +276,9 @@ impl Drop for Threads {
             if left.is_zero() {
                 break;
             }
+            state.awaited += 1;
             state = self.shared.finished.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state.awaited -= 1;
         }
         let hung = state.threads;
         state.abandoned = hung > 0;
@@ -337,7 +347,9 @@ impl Shared {
                     state.queue.push_front((read, way));
                     state.reading -= 1;
                     if !freed {
+                        state.awaited += 1;
                         state = self.finished.wait(state).unwrap_or_else(PoisonError::into_inner);
+                        state.awaited -= 1;
                     }
                     continue;
                 }
@@ -352,7 +364,9 @@ impl Shared {
                 continue;
             }
             self.finish(&mut state, outcome);
-            self.finished.notify_all();
+            if state.awaited > 0 {
+                self.finished.notify_all();
+            }
         }
         state.threads -= 1;
         if state.abandoned {
