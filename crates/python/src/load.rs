@@ -325,7 +325,9 @@ fn target(text: &str) -> PyResult<(Where, Option<Vendor>)> {
 
 /// Refuses a GPU of one vendor where the driver is the other's. That there is none at all is found out by who needs it.
 fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
-    let (Some(asked), Ok(api)) = (asked, Api::load()) else { return Ok(()) };
+    // Only then: to look for a driver takes some 45 system calls, and to load one far more.
+    let Some(asked) = asked else { return Ok(()) };
+    let Ok(api) = Api::load() else { return Ok(()) };
     if asked == api.vendor() {
         return Ok(());
     }
