@@ -68,8 +68,8 @@ fuzz_target!(|bytes: &[u8]| {
         wants.push(Want { tensor: t, region });
     }
     let target = match input.below(4) {
-        0 => Target::Cpu { mapped: vec![true] },
-        1 => Target::Cpu { mapped: vec![false] },
+        0 => Target::Cpu { mapped: vec![true], misaligned: false },
+        1 => Target::Cpu { mapped: vec![false], misaligned: false },
         2 => Target::Gpu,
         _ => Target::Foreign,
     };

@@ -113,6 +113,7 @@ class Load:
         keep: object = None,
         fence: int = 0,
         dlpack_device: tuple[int, int] | None = None,
+        misaligned: bool = False,
     ) -> Load:
         """Plans and starts.
 
@@ -122,6 +123,7 @@ class Load:
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
         into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
         `fence` is a CUevent that the copies wait for. dlpack_device: what capsules say (None: by device and driver).
+        misaligned: tensors that a mapped file misaligns may stay where they are.
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""

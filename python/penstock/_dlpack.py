@@ -62,6 +62,7 @@ class DLPack:
     """Makes the `DLTensor` objects of one load. On a GPU the core allocates the memory itself."""
 
     framework = "dlpack"
+    misaligned = False
     caller_blocks = False
     dlpack_device = None
     casts = False

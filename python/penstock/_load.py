@@ -57,6 +57,9 @@ class Adapter(Protocol):
     def casts(self) -> bool:
         """Whether `cast` may change anything."""
 
+    misaligned: bool
+    """Whether tensors may begin at any address, and so stay in a mapping where the file misaligns them."""
+
     @property
     def dlpack_device(self) -> tuple[int, int] | None:
         """The DLPack device that capsules carry; None: the core knows."""
@@ -221,6 +224,7 @@ def begin(
         keep=keep,
         fence=fence,
         dlpack_device=None if adapter is None else adapter.dlpack_device,
+        misaligned=adapter is not None and adapter.misaligned,
     )
     _begun.add(load)
     if caller_blocks and not stream and adapter is not None:

@@ -33,6 +33,7 @@ class Numpy:
     """Makes the numpy arrays of one load: writable, aligned to their dtype, each keeping its block alive."""
 
     framework = "np"
+    misaligned = False
     caller_blocks = False
     dlpack_device = None
 

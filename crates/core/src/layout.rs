@@ -18,6 +18,8 @@ pub enum Target {
     Cpu {
         /// One flag per file of the checkpoint.
         mapped: Vec<bool>,
+        /// What a mapped file misaligns is left there.
+        misaligned: bool,
     },
     /// Memory of one accelerator, dense blocks.
     Gpu,
@@ -113,7 +115,7 @@ impl Layout {
         if wants.len() >= NONE as usize {
             return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
         }
-        if let Target::Cpu { mapped } = target {
+        if let Target::Cpu { mapped, .. } = target {
             if mapped.len() != checkpoint.files().len() {
                 let (n, files) = (mapped.len(), checkpoint.files().len());
                 return Err(Error::new(ErrorKind::Invalid, format!("{n} `mapped` flags for {files} files")));
@@ -136,8 +138,8 @@ impl Layout {
                 }
             }
             Target::Gpu => layout.place(&Homes::default(), GPU_ALIGN),
-            Target::Cpu { mapped } => {
-                let homes = Homes::find(checkpoint, wants, &layout, &by_file, mapped, gap);
+            Target::Cpu { mapped, misaligned } => {
+                let homes = Homes::find(checkpoint, wants, &layout, &by_file, (mapped, *misaligned), gap);
                 layout.place(&homes, CPU_ALIGN);
             }
         }
@@ -236,7 +238,7 @@ impl Homes {
         wants: &[Want],
         layout: &Layout,
         by_file: &[u32],
-        mapped: &[bool],
+        (mapped, misaligned): (&[bool], bool),
         gap: u64,
     ) -> Homes {
         let mut homes = Homes { blocks: Vec::new(), of_want: vec![NONE; wants.len()] };
@@ -244,7 +246,8 @@ impl Homes {
         let mut taken = (NONE, 0);
         for &want in by_file {
             let (file, runs) = (layout.files[want as usize], &layout.runs[want as usize]);
-            let aligned = runs.start % checkpoint.tensor(wants[want as usize].tensor).dtype.align() == 0;
+            let aligned = (misaligned && mapped[file as usize])
+                || runs.start % checkpoint.tensor(wants[want as usize].tensor).dtype.align() == 0;
             let overlaps = taken.0 == file && runs.start < taken.1;
             if runs.len == 0 || !runs.axes.is_empty() || !aligned || overlaps {
                 continue;

@@ -81,6 +81,9 @@ pub struct Options {
     /// On a CPU target: `Some(true)` gives private copies, `Some(false)` insists on mapping where the file system allows
     /// it, `None` maps what is worth mapping.
     pub copy: Option<bool>,
+    /// Tensors that the file misaligns may stay where they are in its mapping: for consumers that read any address, as torch
+    /// does. Else they are copied to where they are aligned.
+    pub misaligned: bool,
     /// Unwanted bytes between two wanted runs are read, not skipped, up to this many.
     pub gap: u64,
     /// Order of reading and hand-out.
@@ -104,6 +107,7 @@ impl Default for Options {
             depth: 0,
             threads: 0,
             copy: None,
+            misaligned: false,
             gap: 16 * KIB,
             order: Order::File,
             window: GIB,

@@ -61,7 +61,7 @@ impl Plan {
         let target = match (device, memory) {
             (_, Memory::Into { .. }) => Target::Foreign,
             (Where::Gpu(_), _) => Target::Gpu,
-            (Where::Cpu, _) => Target::Cpu { mapped },
+            (Where::Cpu, _) => Target::Cpu { mapped, misaligned: options.misaligned },
         };
         let limits = Limits {
             extent: options.extent,

@@ -79,7 +79,7 @@ fn gpt2_lands_in_place_in_131_reads() {
     let c = gpt2();
     assert_eq!(c.nbytes(), 548_090_880);
     let wants = Want::all(&c);
-    let target = Target::Cpu { mapped: vec![false] };
+    let target = Target::Cpu { mapped: vec![false], misaligned: false };
     let layout = Layout::new(&c, &wants, &target, Order::File, LIMITS.gap).unwrap();
     assert_eq!(layout.blocks.len(), 1);
     let s = Schedule::new(&c, &layout, &[cold(0)], &LIMITS);
@@ -98,7 +98,9 @@ fn gpt2_lands_in_place_in_131_reads() {
     assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
 
     // Mapped: populated, nothing copied.
-    let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true] }, Order::File, LIMITS.gap).unwrap();
+    let layout =
+        Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true], misaligned: false }, Order::File, LIMITS.gap)
+            .unwrap();
     let s = Schedule::new(&c, &layout, &[cold(0)], &LIMITS);
     assert_eq!((s.totals().mapped.extents, s.totals().direct.extents), (131, 0));
     assert_eq!(layout.blocks[0].kind, BlockKind::Mapped { file: 0 });
@@ -120,8 +122,14 @@ fn gpt2_onto_a_gpu_costs_two_percent_more_reads_and_no_more_bytes() {
 #[test]
 fn what_is_resident_goes_its_own_way() {
     let c = checkpoint([("a", "U8", vec![64 * MIB])], 4096);
-    let layout =
-        Layout::new(&c, &Want::all(&c), &Target::Cpu { mapped: vec![false] }, Order::File, LIMITS.gap).unwrap();
+    let layout = Layout::new(
+        &c,
+        &Want::all(&c),
+        &Target::Cpu { mapped: vec![false], misaligned: false },
+        Order::File,
+        LIMITS.gap,
+    )
+    .unwrap();
     let half = FileTraits { resident: std::iter::once(0..32 * MIB).collect(), ..cold(0) };
     let t = Schedule::new(&c, &layout, &[half], &LIMITS).totals();
     assert_eq!((t.buffered.bytes, t.direct.bytes), (32 * MIB - 4096, 32 * MIB + 4096));
@@ -422,7 +430,11 @@ fn time_for_371474_tensors() {
     let c = checkpoint(names.iter().map(|n| (n.as_str(), "BF16", vec![8, 8])), 0);
     let wants = Want::all(&c);
     for order in [Order::File, Order::Layer] {
-        for target in [Target::Gpu, Target::Cpu { mapped: vec![true] }, Target::Cpu { mapped: vec![false] }] {
+        for target in [
+            Target::Gpu,
+            Target::Cpu { mapped: vec![true], misaligned: false },
+            Target::Cpu { mapped: vec![false], misaligned: false },
+        ] {
             let start = Instant::now();
             let layout = Layout::new(&c, &wants, &target, order, LIMITS.gap).unwrap();
             let laid = start.elapsed();
@@ -440,9 +452,12 @@ fn time_for_371474_tensors() {
 fn more_bytes_than_there_are_addresses_are_refused_before_anything_is_summed_up() {
     // As a sparse file may be: nine times as much is more than 2^63 bytes, 17 times more than 2^64.
     let huge = checkpoint([("huge", "U8", vec![1 << 60])], 4096);
-    for target in
-        [Target::Cpu { mapped: vec![false] }, Target::Cpu { mapped: vec![true] }, Target::Gpu, Target::Foreign]
-    {
+    for target in [
+        Target::Cpu { mapped: vec![false], misaligned: false },
+        Target::Cpu { mapped: vec![true], misaligned: false },
+        Target::Gpu,
+        Target::Foreign,
+    ] {
         for times in [9, 15, 16, 17, 33] {
             let wants = vec![Want::whole(0); times];
             let refused = Layout::new(&huge, &wants, &target, Order::File, LIMITS.gap).unwrap_err();

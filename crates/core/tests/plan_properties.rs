@@ -387,7 +387,10 @@ impl Case {
 
     fn target(&self, c: &Checkpoint) -> Target {
         match self.target {
-            0 => Target::Cpu { mapped: (0..c.files().len()).map(|f| self.mapped >> f & 1 == 1).collect() },
+            0 => {
+                let mapped = (0..c.files().len()).map(|f| self.mapped >> f & 1 == 1).collect();
+                Target::Cpu { mapped, misaligned: self.mapped >> 7 & 1 == 1 }
+            }
             1 => Target::Gpu,
             _ => Target::Foreign,
         }
@@ -401,6 +404,7 @@ fn aligned(c: &Checkpoint, wants: &[Want], target: &Target, layout: &Layout) {
         let align = match (block.kind, target) {
             (BlockKind::Dense, Target::Gpu) => GPU_ALIGN,
             (BlockKind::Dense, _) => 64,
+            (BlockKind::Mapped { .. }, Target::Cpu { misaligned: true, .. }) => 1,
             _ => c.tensor(want.tensor).dtype.align(),
         };
         assert_eq!(place.offset % align, 0, "{want:?} at {place:?} of {block:?}");
@@ -454,7 +458,7 @@ proptest! {
         let there = if resident { 0..size } else { PAGE..size };
         // Of what is not there the first page is wanted, unless the header fills it.
         let traits = [FileTraits { resident: vec![there.clone()], ..FileTraits::default() }];
-        let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true] }, Order::File, gap).unwrap();
+        let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true], misaligned: false }, Order::File, gap).unwrap();
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         // Each with its first and last wanted byte.
         let mut extents: Vec<(Range<u64>, &Extent)> = Vec::new();

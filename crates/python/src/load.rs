@@ -88,7 +88,8 @@ impl Drop for Load {
 impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
-                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0, dlpack_device = None))]
+                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0, dlpack_device = None,
+                        misaligned = false))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -104,6 +105,7 @@ impl Load {
         keep: Option<Py<PyAny>>,
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
+        misaligned: bool,
     ) -> PyResult<Self> {
         let core = &checkpoint.0;
         let mut wants: Vec<Want> = match wants {
@@ -123,6 +125,7 @@ impl Load {
         }
         let (at, asked) = target(device)?;
         let mut options = options.0.clone();
+        options.misaligned = misaligned;
         options.order = match order {
             "file" => Order::File,
             "layer" => Order::Layer,
