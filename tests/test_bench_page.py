@@ -188,6 +188,33 @@ def test_colours_of_charts_all_have_a_dark_form(parsed: Parsed) -> None:
     assert used <= set(theme.dark_forms())
 
 
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, 1 to 21, by the definition of the Web Content Accessibility Guidelines 2."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [0, 1])
+def test_text_and_bars_stand_out_from_what_is_behind_them(dark: int) -> None:
+    def colour(role: str) -> str:
+        return theme.COLOURS[role][dark]
+
+    behind = {"text": ("page", "surface", "accent-soft", "good-soft", "bad-soft"), "accent": ("page", "accent-soft")}
+    behind |= {"muted": ("page", "surface", "good-soft", "bad-soft"), "good": ("page", "good-soft")}
+    behind |= {"bad": ("page", "bad-soft")}
+    for role, grounds in behind.items():
+        for ground in grounds:
+            assert contrast(colour(role), colour(ground)) >= 4.5, (role, ground)
+    for role in ("accent", "neutral", "direct", "buffered", "copy", "device"):
+        assert contrast(colour(role), colour("page")) >= 2.9, role
+
+
 @pytest.mark.parametrize("absent", ["traces", "calibration", "bounds", "runs", "absent", "checkpoints", "rows"])
 def test_parts_that_are_not_there_are_left_out(absent: str, tmp_path: Path) -> None:
     results = made_up.results()

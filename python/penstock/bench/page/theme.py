@@ -17,7 +17,7 @@ COLOURS = {
     "muted": ("#57626e", "#9eaab6"),
     "accent": ("#0068b3", "#4fadf0"),
     "accent-soft": ("#e6f1fa", "#12293d"),
-    "neutral": ("#b4bdc8", "#566371"),
+    "neutral": ("#8c98a6", "#5f6d7c"),
     "good": ("#00694d", "#46c79b"),
     "good-soft": ("#e4f4ee", "#10291f"),
     "bad": ("#ab3606", "#ff9a6b"),
