@@ -91,9 +91,13 @@ def test_says_whose_figures_they_are(parsed: Parsed) -> None:
 def test_a_quick_run_says_that_it_is_no_basis(tmp_path: Path) -> None:
     results = made_up.results() | {"quick": True}
     results["bounds"] = [bound | {"judged": False} for bound in results["bounds"]]
-    text = Parsed(write(tmp_path, results)).text
-    assert "A quick run" in text
-    assert "2 not judged" in text
+    page = Parsed(write(tmp_path, results))
+    assert "A quick run" in page.text
+    assert "2 not judged" in page.text
+    cards = [
+        attributes["class"] for _, attributes in page.elements if (attributes.get("class") or "").startswith("card")
+    ]
+    assert cards[1:] == ["card", "card", "card bad", "card bad"]  # neither bounds nor who is first
 
 
 def test_says_plainly_what_is_not_as_one_would_wish(parsed: Parsed) -> None:

@@ -14,7 +14,7 @@ def section(found: Verdict, results: dict[str, Any]) -> Html:
     return tag(
         "section",
         tag("h2", "Verdict"),
-        tag("div", *_cards(found), class_="cards"),
+        tag("div", *_cards(found, bool(results.get("quick"))), class_="cards"),
         _matrix(found, results),
         *_lists(found, results),
         id="verdict",
@@ -36,7 +36,8 @@ def _of(some: int, all_of_it: int) -> Html:
     return join(str(some), " ", tag("small", f"of {all_of_it}"))
 
 
-def _cards(found: Verdict) -> list[Html]:
+def _cards(found: Verdict, quick: bool) -> list[Html]:
+    """Four figures. A quick run is no basis for a comparison: who is first gets no sign there."""
     judged = len(found.held) + len(found.missed)
     missed = "none missed" if not found.missed else f"{len(found.missed)} missed"
     if not judged:
@@ -47,7 +48,9 @@ def _cards(found: Verdict) -> list[Html]:
     first = sum(contest.first for contest in found.contests)
     if found.contests:
         told = "first everywhere" if not found.behind else f"not first in {len(found.behind)}"
-        firsts = _card("Penstock is first in", _of(first, len(found.contests)), told, not found.behind)
+        firsts = _card(
+            "Penstock is first in", _of(first, len(found.contests)), told, None if quick else not found.behind
+        )
     else:
         firsts = _card("Penstock is first in", "–", "no other loader ran", None)
     faults = len(found.faults)
