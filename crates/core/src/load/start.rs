@@ -219,7 +219,10 @@ fn source(
     timeline: Option<&Arc<Timeline>>,
 ) -> Result<(Box<dyn Source>, usize)> {
     let mut options = options.clone();
-    if options.threads == 0 && all_resident {
+    if here {
+        // No other thread: it would be in vain to ask for cores, which takes twenty system calls.
+        options.threads = 1;
+    } else if options.threads == 0 && all_resident {
         // More copy workers than cores would only take turns.
         options.threads = machine::cores().min(MOST_WORKERS) as u32;
     }
@@ -244,12 +247,12 @@ fn device(
     options: &Options,
     timeline: Option<&Arc<Timeline>>,
 ) -> Result<Option<Box<dyn Device>>> {
-    let workers = match options.threads {
-        0 => machine::cores().min(MOST_WORKERS),
-        threads => threads as usize,
-    };
     Ok(match at {
         Where::Cpu if needs_slabs => {
+            let workers = match options.threads {
+                0 => machine::cores().min(MOST_WORKERS),
+                threads => threads as usize,
+            };
             let mut device = CpuDevice::new(workers)?;
             if let Some(timeline) = timeline {
                 device.record(timeline);
