@@ -309,8 +309,9 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
         let half = |t: &penstock::TensorInfo<'_>| vec![0..t.shape[0], 0..t.shape[1] / 2].into();
         c.tensors().map(|t| Want { tensor: t.index, region: Some(half(&t)) }).collect()
     };
-    let private = || Target::Cpu { mapped: vec![false] };
-    let mapped = || Target::Cpu { mapped: vec![true] };
+    let private = || Target::Cpu { mapped: vec![false], misaligned: false };
+    let mapped = || Target::Cpu { mapped: vec![true], misaligned: false };
+    let torch = || Target::Cpu { mapped: vec![true], misaligned: true };
     let (direct, buffered) = (LIMITS, Limits { cold: Route::Buffered, ..LIMITS });
     let gpu = Limits { scatter: None, ..LIMITS };
     let most = |reads, slack, gaps, blocks, pieces| Cost { reads, slack, gaps, blocks, pieces };
@@ -352,6 +353,8 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
             most(20, 0, 0, 3, 9350),
             "nothing can be mapped, so as before",
         ),
+        // 17, 0, 0, 1, 9320
+        ("odd, mapped, torch", &odd, all(&odd), torch(), buffered, most(18, 0, 0, 1, 9340), "it takes any address"),
         // 17, 0, 0, 3, 9321
         ("onto a GPU", &aligned, all(&aligned), Target::Gpu, gpu, most(18, 0, 0, 3, 9340), "32 MiB a block"),
         // 18, 0, 0, 9312, 9322
