@@ -353,8 +353,8 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
             most(20, 0, 0, 3, 9350),
             "nothing can be mapped, so as before",
         ),
-        // 17, 0, 0, 1, 9320
-        ("odd, mapped, torch", &odd, all(&odd), torch(), buffered, most(18, 0, 0, 1, 9340), "it takes any address"),
+        // 17, 4096, 0, 1, 9328
+        ("odd, mapped, torch", &odd, all(&odd), torch(), buffered, most(18, 4096, 0, 1, 9350), "it takes any address"),
         // 17, 0, 0, 3, 9321
         ("onto a GPU", &aligned, all(&aligned), Target::Gpu, gpu, most(18, 0, 0, 3, 9340), "32 MiB a block"),
         // 18, 0, 0, 9312, 9322
