@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from penstock.bench import checkpoints, page_cache, reference, synth
+from conftest import FAKEGPU
+from penstock.bench import ceilings, checkpoints, page_cache, reference, synth
 from penstock.bench.contestants import CONTESTANTS, Job, named
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
 from penstock.bench.neighbour import Neighbour
@@ -206,6 +207,30 @@ def test_a_load_that_fails_says_why_in_one_line(tmp_path: Path):
         process.say("load")
         with pytest.raises(LoadFailed, match=r"missing\.safetensors"):
             process.hear()
+
+
+@pytest.mark.skipif(not FAKEGPU, reason="no fake GPU: `make test` builds one")
+@pytest.mark.parametrize("measure", ceilings.GPU)
+def test_ceilings_of_a_gpu_are_measured_in_a_process_of_their_own(measure: str):
+    # The fake driver is named by the environment, which the process inherits
+    for settings in ceilings.settings(measure, quick=True):
+        found = ceilings.measure(measure, settings, [], device=0, nbytes=64 << 20)
+        assert found["measure"] == measure
+        assert found["bytes"] >= 64 << 20
+        assert found["seconds"] > 0
+    with pytest.raises(RuntimeError, match="no device 7"):
+        ceilings.measure(measure, {}, [], device=7, nbytes=1 << 20)
+
+
+@pytest.mark.parametrize("measure", [*ceilings.COLD, *ceilings.WARM])
+def test_every_setting_of_a_ceiling_can_be_measured(measure: str, file: Path):
+    for settings in ceilings.settings(measure):
+        try:
+            assert ceilings.measure(measure, settings, [file])["bytes"] == file.stat().st_size
+        except RuntimeError as error:
+            assert measure in ("direct", "place"), error  # a sandbox without io_uring, a file system without O_DIRECT
+        if measure not in ("direct", "copy"):
+            break  # they differ in numbers only
 
 
 def test_the_offline_runner_says_which_wheels_it_lacks(tmp_path: Path):

@@ -168,9 +168,9 @@ def test_a_result_file_can_be_had_as_tables(outcome: dict[str, Any], tmp_path: P
     assert cells.count("dense") == len(outcome["bounds"])
 
 
-@pytest.mark.parametrize("wrong", [["--checkpoint", "nonsense"], ["--contestant", "nobody"]])
+@pytest.mark.parametrize("wrong", [["--checkpoint", "nonsense"], ["--contestant", "nobody"], ["--device", "tpu"]])
 def test_what_is_not_there_is_a_wrong_usage_that_says_what_is(wrong: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*BENCH, *wrong, "--folder", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there are" in done.stderr
-    assert "gpt2" in done.stderr or "penstock" in done.stderr
+    assert {"--checkpoint": "gpt2", "--contestant": "fastsafetensors", "--device": "cuda"}[wrong[0]] in done.stderr

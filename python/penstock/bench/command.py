@@ -9,6 +9,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="0.1 GB, two rounds: shows that everything works, judges nothing")
     add("--preset", choices=PRESETS, help="redo a published table, and print it beside ours")
-    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (9; quick: 2)")
+    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (5; quick: 2)")
     add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
     named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
     add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> bool:
         tables.print_tables(json.loads(arguments.tables.read_text()))
         return True
 
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        raise InvalidError(f'no such device: {arguments.device} (there are "cpu", "cuda", "cuda:1" and so on)')
     known = [one.name for one in CONTESTANTS]
     for name in arguments.contestant or ():
         if name not in known:
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace) -> bool:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        rounds=arguments.rounds or (2 if arguments.quick else 9),
+        rounds=arguments.rounds or (2 if arguments.quick else 5),
         folders=folders,
         device=arguments.device,
         routes=arguments.routes,

@@ -161,7 +161,7 @@ class Bench:
         """All rounds of one scenario on one checkpoint."""
         entrants = self.entrants(scenario)
         if not entrants:
-            raise Absent(f"no contestant for {self.settings.device}")
+            raise Absent("nobody to compare; on a GPU all memory is private, and `warm` compares all of it")
         if scenario.limited:
             with MemoryLimit(placed.nbytes):
                 pass  # raises where there can be none
