@@ -125,15 +125,22 @@ fn started<T>(body: impl FnOnce() -> T) -> (T, Vec<String>) {
     (result, std::mem::take(&mut unpoisoned(&STARTED)))
 }
 
-/// Of a load that runs on its caller's thread.
-const HERE: [&str; 1] = ["penstock-ask"];
+/// Of a load that runs on its caller's thread, where the file system may hang for all that is known.
+const ASKING: [&str; 1] = ["penstock-ask"];
+
+/// Asks about the disk that the build is on, which this process may not have done yet.
+fn get_to_know_the_disk() {
+    Load::start(Sample::on_disk().request(false)).unwrap();
+}
 
 #[test]
 fn a_warm_load_that_only_maps_runs_on_its_callers_thread() {
     let _alone = alone();
-    for sample in [Sample::on_disk(), Sample::within("/dev/shm")] {
+    get_to_know_the_disk();
+    // Device numbers of memory file systems are those of another one some day.
+    for (sample, named) in [(Sample::on_disk(), &[][..]), (Sample::within("/dev/shm"), &ASKING)] {
         let (load, threads) = started(|| Load::start(sample.request(false)).unwrap());
-        assert_eq!(threads, HERE);
+        assert_eq!(threads, named);
         assert!(load.is_done(), "it was to be done before `start` returned");
         assert!(load.wait(None).unwrap());
         sample.check(&load);
@@ -177,7 +184,8 @@ fn other_loads_have_threads_of_their_own() {
 #[test]
 fn a_file_that_shrinks_under_a_load_on_its_callers_thread_is_an_error() {
     let _alone = alone();
-    for folder in [env!("CARGO_TARGET_TMPDIR"), "/dev/shm"] {
+    get_to_know_the_disk();
+    for (folder, named) in [(env!("CARGO_TARGET_TMPDIR"), &[][..]), ("/dev/shm", &ASKING)] {
         let sample = Sample::within(folder);
         sample.shrink(6 * MIB);
         let error = Load::start(sample.request(false)).map(|_| ()).unwrap_err();
@@ -193,8 +201,7 @@ fn a_file_that_shrinks_under_a_load_on_its_callers_thread_is_an_error() {
                 })
                 .unwrap()
             });
-            assert_eq!(threads[0], HERE[0]);
-            assert!(!threads.iter().any(|t| t == "penstock-engine" || t == "penstock-read"), "{threads:?}");
+            assert_eq!(threads, named);
             assert!(load.is_done());
             let error = load.wait(None).unwrap_err();
             assert!(matches!(error.kind(), ErrorKind::Changed | ErrorKind::Truncated), "{size}: {error}");

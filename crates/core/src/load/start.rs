@@ -125,8 +125,12 @@ fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
     })
 }
 
-/// Plans the load aside: opening files of a mount that hangs, or asking for their state, cannot be interrupted.
+/// Plans the load; aside, unless all files are known to be on local disks: opening files of a mount that hangs, or asking for
+/// their state, cannot be interrupted.
 fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
+    if files.are_known_local() {
+        return Plan::new(&request, files).map(|plan| (request, plan));
+    }
     let stall = request.options.stall_timeout;
     let asked = files.clone();
     let work = move || Plan::new(&request, &asked).map(|plan| (request, plan));

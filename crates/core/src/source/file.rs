@@ -172,6 +172,12 @@ impl Files {
         self.files.iter().any(|f| f.facts.get().is_some_and(|f| f.kind == FsKind::Network))
     }
 
+    /// Whether all files are known to be on disks of this machine, by what this process has been told of their devices
+    /// before: then nobody need stand by for the file system to hang.
+    pub(crate) fn are_known_local(&self) -> bool {
+        self.files.iter().all(|f| DISKS.iter().any(|disk| disk.load(Ordering::Relaxed) == f.identity.dev))
+    }
+
     fn ask(&self, file: u32) -> Asking<'_> {
         self.clock.fetch_add(1, Ordering::Relaxed);
         let asking = &self.files[file as usize].asking;
@@ -582,7 +588,27 @@ fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     };
     // hugetlbfs maps only whole huge pages at huge-page offsets, which a file's phase never is.
     let mappable = kind != FsKind::Network && fs != "hugetlbfs";
+    if kind == FsKind::Local {
+        remember(stat.identity.dev);
+    }
     Ok(Facts { kind, fs, storage: stat.identity.dev, direct_align, mappable })
+}
+
+/// Block devices whose file system is local; 0 is a free place. No lock: a forked child could find it taken.
+static DISKS: [AtomicU64; 16] = [const { AtomicU64::new(0) }; 16];
+
+/// Keeps the number of a block device. Others (major number 0: overlay, btrfs, network mounts) are given to the next mount
+/// when theirs has gone.
+fn remember(dev: u64) {
+    if libc::major(dev) == 0 {
+        return;
+    }
+    for disk in &DISKS {
+        let was = disk.compare_exchange(0, dev, Ordering::Relaxed, Ordering::Relaxed);
+        if was.is_ok() || was == Err(dev) {
+            return;
+        }
+    }
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers as FUSE does.
