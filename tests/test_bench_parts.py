@@ -90,8 +90,20 @@ def test_casts_are_compared_with_torchs_own_and_what_cannot_be_cast_with_the_byt
 
 
 def test_touching_reads_every_page_once():
-    state = {"a": torch.ones(10 * PAGE, dtype=torch.uint8), "b": torch.ones(0)}
-    assert set(touch(state)) == {"touch_s", "touch_cpu_s", "touch_major_faults", "touch_minor_faults"}
+    found = touch({"a": torch.ones(10 * PAGE, dtype=torch.uint8), "b": torch.ones(0)})
+    assert found["touch_absent_bytes"] == 0
+    assert {"touch_s", "touch_cpu_s", "touch_major_faults", "touch_minor_faults"} < set(found)
+
+
+def test_bytes_that_a_mapping_left_on_the_disk_are_seen(tmp_path: Path):
+    if _in_memory(tmp_path):
+        pytest.skip("files lie in memory here")
+    path = tmp_path / "mapped"
+    path.write_bytes(os.urandom(8 << 20))
+    page_cache.evict([path])
+    state = {"a": torch.from_file(str(path), size=8 << 20, dtype=torch.uint8)}
+    assert touch(state)["touch_absent_bytes"] > 7 << 20
+    assert touch(state)["touch_absent_bytes"] == 0
 
 
 def test_the_time_of_the_first_tensor_is_taken_when_it_comes():

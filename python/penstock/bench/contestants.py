@@ -7,6 +7,7 @@ names to tensors, or one by one as pairs. To add a rival, write one function her
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -72,6 +73,8 @@ class Contestant:
     environment: dict[str, str] = field(default_factory=dict)
     #: Makes files that it needs besides the checkpoint, untimed; gives those that it reads instead.
     files: Callable[[list[Path]], list[Path]] | None = None
+    #: Most tensors that it is asked for: what takes minutes for a load would make a run take days.
+    most_tensors: float = math.inf
     #: Takes part in this preset only.
     preset: str | None = None
     #: Why it cannot run here, if so; asked after its module was imported.
@@ -368,8 +371,8 @@ CONTESTANTS: list[Contestant] = [
         obstacle=without_cufile,
     ),
     Contestant("runai streamer", "runai_model_streamer", runai_streamer, "private"),
-    Contestant("torch.load", "torch", torch_load(mmap=False), "private", files=pickled),
-    Contestant("torch.load mmap", "torch", torch_load(mmap=True), files=pickled),
+    Contestant("torch.load", "torch", torch_load(mmap=False), "private", files=pickled, most_tensors=1e5),
+    Contestant("torch.load mmap", "torch", torch_load(mmap=True), files=pickled, most_tensors=1e5),
     Contestant("pread floor", "torch", pread_floor, "private"),
     *(
         Contestant(

@@ -160,6 +160,9 @@ class Bench:
     def scenario(self, scenario: Scenario, placed: Placed, best: dict[str, ceilings.Settings]) -> None:
         """All rounds of one scenario on one checkpoint."""
         entrants = self.entrants(scenario)
+        for one in [one for one in entrants if placed.tensors > one.most_tensors]:
+            entrants.remove(one)
+            self.absent[f"{one.name}, {placed.name}"] = f"takes a minute and more for {placed.tensors:,} tensors"
         if not entrants:
             raise Absent("nobody to compare; on a GPU all memory is private, and `warm` compares all of it")
         if scenario.limited:
@@ -321,7 +324,7 @@ class Bench:
     def record(self, run: Run) -> None:
         if "load_s" in run and "error" not in run:
             # A load that left its bytes on the disk is not over.
-            lazy = run.get("touch_major_faults", 0) > 0
+            lazy = run.get("touch_absent_bytes", 0) > 0 or run.get("touch_major_faults", 0) > 0
             run["seconds"] = run["load_s"] + (run["touch_s"] if lazy else 0)
             if lazy:
                 run["cpu_s"] += run["touch_cpu_s"]

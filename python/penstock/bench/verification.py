@@ -57,11 +57,30 @@ def tensor_bytes(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return bytes_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def absent_bytes(array: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """Bytes of the pages of some memory, which begins with a page, that would have to be read from a file.
+
+    0 where the kernel does not tell: of files that are not ours.
+    """
+    page = resource.getpagesize()
+    found = np.zeros(-(-array.nbytes // page), dtype=np.uint8)
+    if _libc.mincore(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), found.ctypes.data_as(_BYTES)):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((found & 1 == 0).sum()) * page
+
+
+_BYTES = ctypes.POINTER(ctypes.c_ubyte)
+
+
 def touch(state: dict[str, Any]) -> dict[str, float]:
     """Reads one byte of every page of every tensor, in address order: seconds, processor time and page faults.
 
-    A load that left nothing to do takes no major fault here. Tensors within a page of each other are touched as one
-    range, so that this does not measure Python.
+    `touch_absent_bytes` are those of pages that were not in memory before. Faults do not tell: the kernel reads ahead
+    of whoever goes through a mapping in order, and a wait for a page that is on its way is no major fault. Tensors
+    within a page of each other are touched as one range, so that this does not measure Python.
     """
     page = resource.getpagesize()
     spans: list[list[int]] = []
@@ -73,12 +92,14 @@ def touch(state: dict[str, Any]) -> dict[str, float]:
         elif end > start:
             spans.append([start, end])
     arrays = [bytes_at(start - start % page, end - start + start % page) for start, end in spans]
+    absent = sum(absent_bytes(array) for array in arrays)
     before, begun, cpu = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), time.process_time()
     for array in arrays:
         int(array[::page].sum(dtype=np.uint64))
     seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
     return {
         "touch_s": seconds,
+        "touch_absent_bytes": absent,
         "touch_cpu_s": time.process_time() - cpu,
         "touch_major_faults": after.ru_majflt - before.ru_majflt,
         "touch_minor_faults": after.ru_minflt - before.ru_minflt,
