@@ -180,6 +180,18 @@ def test_shards_are_spread_over_folders_and_read_from_there(tmp_path: Path):
     assert again == placed
 
 
+@pytest.mark.parametrize(
+    ("name", "nbytes", "whole", "tensors"),
+    [("gpt2", 1e9, True, 160), ("llama-2-7b", 6e9, False, 83), ("qwen3-30b-a3b", 3e9, False, 18867)],
+)
+def test_models_are_cut_to_what_there_is_room_for(name: str, nbytes: float, whole: bool, tensors: int):
+    layout = checkpoints.fitted(name, nbytes)
+    assert layout.nbytes <= 1.02 * nbytes
+    assert (layout.cut is None) is whole
+    # With layers left out there are fewer tensors; where few layers fit, all tensors are thinner instead
+    assert len(layout.tensors) == tensors if name != "llama-2-7b" else tensors < len(layout.tensors) < 323
+
+
 def test_what_torch_saves_is_what_the_files_hold(file: Path):
     [saved] = named("torch.load").files([file])  # type: ignore[misc]
     state = torch.load(saved, weights_only=True)

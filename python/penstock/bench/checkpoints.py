@@ -36,6 +36,24 @@ def huge(nbytes: float = 2e9) -> Layout:
     return Layout("huge", ((Tensor("weight", "BF16", (int(nbytes) // 2 // 4096, 4096)),),))
 
 
+#: Layers of a model that are left at least where whole layers are taken away.
+_LAYERS = 8
+
+
+def fitted(name: str, nbytes: float) -> Layout:
+    """A public model of at most about so many bytes: whole, or with fewer layers, or with all of its tensors thinner.
+
+    One layer of hundreds would have the tensors of no model at all: where not even a few layers fit, each tensor is
+    made thinner, and their number, names and files stay.
+    """
+    whole = layouts.build(name)
+    if whole.nbytes <= nbytes:
+        return whole
+    if layouts.build(name, layers=_LAYERS).nbytes <= nbytes:
+        return layouts.build(name, nbytes=nbytes)
+    return layouts.build(name, scale=nbytes / whole.nbytes)
+
+
 FULL: dict[str, Kind] = {
     "minilm": Kind(minilm, ("cold", "warm", "latency")),
     "gpt2": Kind(synth.gpt2, (*CORE, "second", "cast", "tmpfs")),

@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]:
     """The checkpoints of a run, by name."""
     from . import layouts
-    from .checkpoints import FULL, QUICK, Kind
+    from .checkpoints import FULL, QUICK, Kind, fitted
 
     def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:
-        return Kind(lambda: layouts.build(name, nbytes=allowed), scenarios)
+        return Kind(lambda: fitted(name, allowed), scenarios)
 
     if arguments.preset:
         preset = PRESETS[arguments.preset]
