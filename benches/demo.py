@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.bench import reference, synth
+from penstock.bench import layouts, reference, synth
 from penstock.bench.contestants import State
 from penstock.bench.page_cache import evict, fill, resident_bytes
 from penstock.bench.verification import tensor_bytes, touch
@@ -91,7 +91,7 @@ def main() -> None:
         load(small)
     checkpoints = {
         "MiniLM (real)": minilm(),
-        "GPT-2 (generated)": synth.write(synth.gpt2(), FOLDER / "gpt2") / "model.safetensors",
+        "GPT-2 (generated)": synth.write(layouts.build("gpt2", align=8), FOLDER / "gpt2") / "model.safetensors",
     }
     rows: list[tuple[str, str, str, float, int]] = []
     reports: list[tuple[str, Any]] = []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from penstock.bench import reference, synth
+from penstock.bench import layouts, reference, synth
 from penstock.bench.synth import BITS, Layout, Tensor
 
 MIB = 1 << 20
@@ -81,7 +81,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def gpt2(folder: Path) -> Path:
     """GPT-2's 160 tensors in one file of 548 MB."""
-    return synth.write(synth.gpt2(), folder / "gpt2")
+    return synth.write(layouts.build("gpt2", align=8), folder / "gpt2")
 
 
 @pytest.fixture(scope="session")

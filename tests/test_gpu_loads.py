@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import raw
 from fakegpu import FakeGpu, FakeTorch, fresh, torch_on
-from penstock.bench import reference, synth
+from penstock.bench import layouts, reference, synth
 from penstock.bench.synth import Layout, Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
@@ -46,7 +46,8 @@ def gpt2(width: int = 128) -> Layout:
     """GPT-2's 160 tensors, a sixth as wide."""
     by = {768 * n: width * n for n in (1, 3, 4)} | {50257: 5025, 1024: 128}
     shards = [
-        tuple(Tensor(t.name, t.dtype, tuple(by.get(n, n) for n in t.shape)) for t in s) for s in synth.gpt2().shards
+        tuple(Tensor(t.name, t.dtype, tuple(by.get(n, n) for n in t.shape)) for t in shard)
+        for shard in layouts.build("gpt2").shards
     ]
     return Layout("gpt2", tuple(shards))
 

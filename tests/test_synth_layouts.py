@@ -152,8 +152,15 @@ def test_gpt_oss_is_cut_within_layers_and_counts_files_from_zero():
     assert where["model.layers.6.mlp.experts.gate_up_proj_blocks"] == where["model.embed_tokens.weight"] == 2
 
 
-def test_the_aligned_gpt2_of_the_tests_is_the_public_one():
-    assert layouts.build("gpt2", align=8) == synth.gpt2()
+def test_aligning_changes_where_the_data_starts_and_nothing_else():
+    published, aligned = layouts.build("gpt2"), layouts.build("gpt2", align=8)
+    assert published.shards == aligned.shards and published.metadata == aligned.metadata
+    starts = [len(synth.header_bytes(one.shards[0], one.metadata, one.align)) for one in (published, aligned)]
+    assert starts[0] % 4 != 0 and starts[1] % 8 == 0
+    shapes = {tensor.name: tensor.shape for tensor in aligned.tensors}
+    assert len(shapes) == 160
+    assert shapes["wte.weight"] == (50257, 768) and shapes["h.11.attn.bias"] == (1, 1, 1024, 1024)
+    assert shapes["h.0.attn.c_attn.weight"] == (768, 2304) and shapes["h.11.mlp.c_proj.weight"] == (3072, 768)
 
 
 @pytest.mark.parametrize("name", layouts.MODELS)

@@ -335,35 +335,6 @@ def _shard(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, ...], .
     return tuple(file_order(shard) for shard in shards)
 
 
-def gpt2() -> Layout:
-    """GPT-2 (124M) as the Hub's `gpt2` holds it: 160 F32 tensors with the `attn.bias` masks, 548,090,880 bytes."""
-    width = 768
-    tensors = [
-        Tensor("wte.weight", "F32", (50257, width)),
-        Tensor("wpe.weight", "F32", (1024, width)),
-        Tensor("ln_f.weight", "F32", (width,)),
-        Tensor("ln_f.bias", "F32", (width,)),
-    ]
-    for layer in range(12):
-        shapes: dict[str, tuple[int, ...]] = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.bias": (1, 1, 1024, 1024),
-            "attn.c_attn.weight": (width, 3 * width),
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (width, 4 * width),
-            "mlp.c_fc.bias": (4 * width,),
-            "mlp.c_proj.weight": (4 * width, width),
-            "mlp.c_proj.bias": (width,),
-        }
-        tensors += [Tensor(f"h.{layer}.{name}", "F32", shape) for name, shape in shapes.items()]
-    return Layout("gpt2", (file_order(tensors),))
-
-
 def llama(nbytes: float = 3e9, shards: int = 3, dtype: str = "BF16") -> Layout:
     """Llama-2-7B's tensors with as many of its 32 layers as fit into `nbytes` (at least one).
 
