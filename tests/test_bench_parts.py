@@ -17,7 +17,7 @@ from conftest import FAKEGPU
 from penstock.bench import ceilings, checkpoints, page_cache, reference, synth
 from penstock.bench.contestants import CONTESTANTS, Job, named
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
-from penstock.bench.neighbour import Neighbour
+from penstock.bench.neighbour import Neighbour, NeighbourEnded
 from penstock.bench.process import LoadFailed, LoadProcess, Order, Sampled, gathered, memory_of
 from penstock.bench.rounds import rotated
 from penstock.bench.synth import Layout, Tensor
@@ -146,6 +146,14 @@ def test_a_neighbour_works_until_it_is_stopped(what: str, file: Path):
             time.sleep(0.05)
         assert _cpu_ticks(pid) >= begun + 5
     assert neighbour._process.returncode is not None
+
+
+def test_a_neighbour_that_ends_too_early_is_told(file: Path, tmp_path: Path):
+    with pytest.raises(NeighbourEnded, match="while others were loading"), Neighbour("memory", file) as neighbour:
+        neighbour._process.kill()
+        neighbour._process.wait()
+    with pytest.raises(NeighbourEnded), Neighbour("disk", tmp_path / "nothing") as neighbour:
+        neighbour._process.wait()
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -8,14 +8,23 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import TracebackType
 
 #: Far more than any processor's cache, and little beside a checkpoint.
 _BLOCK = 256 << 20
 _READ = 1 << 20
 
 
+class NeighbourEnded(Exception):
+    """The neighbour is not there any more, so that nothing of this scenario can be told; the message says more."""
+
+
 class Neighbour:
-    """A process that hammers `what` ("memory", or "disk": the file `path`) while the context is open."""
+    """A process that hammers `what` ("memory", or "disk": the file `path`) while the context is open.
+
+    Raises:
+        NeighbourEnded: It did not start, or was gone when the context ended.
+    """
 
     def __init__(self, what: str, path: Path) -> None:
         command = [sys.executable, "-m", "penstock.bench.neighbour", what, str(path)]
@@ -24,12 +33,17 @@ class Neighbour:
     def __enter__(self) -> Neighbour:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            raise RuntimeError(f"the neighbour ended with status {self._process.wait()}")
+            raise NeighbourEnded(f"the neighbour ended with status {self._process.wait()}")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status = self._process.poll()
         self._process.kill()
         self._process.communicate()
+        if status is not None and kind is None:
+            raise NeighbourEnded(f"the neighbour ended with status {status} while others were loading")
 
 
 def hammer_memory(stop: threading.Event | None = None) -> None:

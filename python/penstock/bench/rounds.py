@@ -24,7 +24,7 @@ from .checkpoints import NoRoom, Placed, in_memory, place
 from .contestants import CONTESTANTS, Contestant
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
-from .neighbour import Neighbour
+from .neighbour import Neighbour, NeighbourEnded
 from .page_cache import evict, evict_second_half, fill, free_memory, resident_bytes
 from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
 from .results import Run
@@ -102,7 +102,7 @@ class Bench:
                         self.scenario(scenario, there, best)
                 else:
                     self.scenario(scenario, placed, best)
-            except (Absent, NoMemoryLimit, NoRoom) as error:
+            except (Absent, NeighbourEnded, NoMemoryLimit, NoRoom) as error:
                 self.absent[f"scenario {scenario.name}"] = str(error)
                 print(f"{name}: no {scenario.name}: {error}", file=sys.stderr, flush=True)
 
@@ -356,6 +356,8 @@ class Bench:
                 self.absent[f"trace of {placed.name}, {scenario.name}"] = str(error)
                 return
             if not file.exists() or file.stat().st_size > _LARGEST_TRACE:
+                why = f"larger than {_LARGEST_TRACE >> 20} MiB" if file.exists() else "none was written"
+                self.absent[f"trace of {placed.name}, {scenario.name}"] = why
                 return
             about = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": contestant.name}
             self.traces.append(about | {"trace": json.loads(file.read_text())})
