@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,30 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_is_read(llama, tm
     with pytest.raises(FileNotFoundError, match="create the trace") as caught:
         penstock.open(llama.source).load(options={"trace": to}, progress=False)
     assert caught.value.path == str(to)
+
+
+def test_a_trace_overwrites_a_trace_and_nothing_else(llama, tmp_path):
+    shard = tmp_path / "model.safetensors"
+    shutil.copy(penstock.open(llama.source).files[0], shard)
+    before = shard.read_bytes()
+    with pytest.raises(penstock.InvalidError, match="overwrite") as caught:
+        penstock.open(shard).load(options={"trace": shard}, progress=False)
+    assert caught.value.path == str(shard) and shard.read_bytes() == before
+    to = tmp_path / "trace.json"
+    to.touch()
+    for _ in range(2):
+        penstock.open(shard).load(options={"trace": to}, progress=False)
+        assert of(spans(to), "read")
+
+
+def test_what_fails_says_why_in_its_trace(llama, tmp_path):
+    path, to = tmp_path / "model.safetensors", tmp_path / "trace.json"
+    shutil.copy(penstock.open(llama.source).files[0], path)
+    checkpoint = penstock.open(path)
+    path.unlink()
+    with pytest.raises(penstock.ChangedError) as caught:
+        checkpoint.load(options={"trace": to}, progress=False)
+    assert json.loads(to.read_text())["otherData"]["report"]["error"] in str(caught.value)
 
 
 def test_each_load_of_a_process_has_a_file_of_its_own(llama, tmp_path, monkeypatch):

@@ -501,8 +501,9 @@ impl Drop for Load {
         self.close();
         if self.timeline.is_some() {
             let Report { seconds, nbytes, tensors, bottleneck, .. } = self.report();
+            let error = self.wait(Some(Duration::ZERO)).err().map(|e| e.to_string());
             let account = serde_json::json!({
-                "seconds": seconds, "nbytes": nbytes, "tensors": tensors, "bottleneck": bottleneck
+                "seconds": seconds, "nbytes": nbytes, "tensors": tensors, "bottleneck": bottleneck, "error": error
             });
             let _nobody_to_tell = self.write_trace(&account);
         }

@@ -1,4 +1,5 @@
-//! Every default and limit, in one place. Python's `penstock.Options` mirrors this struct and adds nothing.
+//! Every default and limit, in one place. Python's `penstock.Options` mirrors this struct and adds nothing; `order` and
+//! `misaligned` are arguments of each load there.
 
 use std::time::Duration;
 

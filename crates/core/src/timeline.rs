@@ -9,12 +9,13 @@
 //! | `copy N` | copies out of slabs by copy worker N; `copy 0` is the engine thread |
 //! | `device N` | transfers to a GPU, from submission to completion, each in the first lane that is free |
 //! | `allocate` | memory on a GPU |
-//! | `hand-out` | tensors becoming ready, and what the owner marks |
+//! | `hand-out` | tensors becoming ready |
+//! | `consumer` | what the load's owner marks: making tensors of the bytes, and what it did between two of them |
 //!
 //! Times are microseconds since the load was asked for, by CLOCK_MONOTONIC. The format is described in "Trace Event Format"
 //! (Google, 2016): complete events (`"ph": "X"`) and the names of lanes (`"ph": "M"`).
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::schedule::Route;
 use crate::source::Ticket;
@@ -23,8 +24,8 @@ use serde_json::{json, Value};
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::PathBuf;
+use std::io::{BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -91,10 +92,15 @@ static TRACED: AtomicU64 = AtomicU64::new(0);
 
 impl Timeline {
     /// A record that is going to be written to `pattern`, in which `{pid}` and `{n}` stand for the process and the number
-    /// of the traced load in it. The file is made now, so that a path that cannot be written to is told before the load.
+    /// of the traced load in it. The file is made now, so that a path that cannot be written to is told before the load; so
+    /// is one of a file that is no trace, which a slip of the keyboard must not destroy: it may be a checkpoint.
     pub(crate) fn new(pattern: &str) -> Result<Timeline> {
         let number = TRACED.fetch_add(1, Ordering::Relaxed).to_string();
         let path = PathBuf::from(pattern.replace("{pid}", &std::process::id().to_string()).replace("{n}", &number));
+        if holds_something_else(&path) {
+            let text = "the trace would overwrite this file, which is none: remove it first, or name another one";
+            return Err(Error::new(ErrorKind::Invalid, text).at(&path));
+        }
         let file = File::create(&path).map_err(|e| Error::io("create the trace", &e).at(&path))?;
         Ok(Timeline { begun: Instant::now(), spans: Mutex::default(), path, file: Mutex::new(Some(file)) })
     }
@@ -189,6 +195,19 @@ impl Timeline {
     fn micros(&self, at: Instant) -> f64 {
         micros(self.begun, at)
     }
+}
+
+/// How a trace of ours begins: serde_json writes the keys of an object in their order.
+const FIRST: &[u8] = br#"{"displayTimeUnit":"ms","#;
+
+/// Whether there is a file with bytes that are no trace of ours. What cannot be read is for `File::create` to tell.
+fn holds_something_else(path: &Path) -> bool {
+    let Ok(metadata) = path.metadata() else { return false };
+    if !metadata.is_file() || metadata.len() == 0 {
+        return false;
+    }
+    let mut first = [0; FIRST.len()];
+    File::open(path).and_then(|mut file| file.read_exact(&mut first)).is_err() || first != FIRST
 }
 
 fn micros(from: Instant, to: Instant) -> f64 {

@@ -295,13 +295,8 @@ impl Load {
     }
 
     fn views(&self, py: Python<'_>, wants: Vec<u32>) -> PyResult<Vec<View>> {
-        wants
-            .into_iter()
-            .map(|want| match self.core.view(want) {
-                Ok(view) => Ok(View { view: Arc::new(view), device: self.device }),
-                Err(e) => Err(raise(py, &e)),
-            })
-            .collect()
+        let views = self.core.views(&wants).map_err(|e| raise(py, &e))?;
+        Ok(views.into_iter().map(|view| View { view: Arc::new(view), device: self.device }).collect())
     }
 }
 

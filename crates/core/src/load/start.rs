@@ -20,6 +20,7 @@ use crate::staging::Ring;
 use crate::stats::Tally;
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
+use serde_json::json;
 use std::sync::Arc;
 
 /// A load of no more than this that has nothing to do but map pages that are there is done before `start` returns, by the
@@ -43,15 +44,27 @@ pub(super) struct StandIns<'a> {
 /// Plans the load and starts it; see [`Load::start`].
 pub(super) fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
     let checkpoint = request.checkpoint.clone();
-    begin(request, stand_ins, go_on).map_err(|e| somewhere(e, &checkpoint))
-}
-
-fn begin(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
-    let began = Began::now();
     let timeline = match request.options.trace.as_str() {
         "" => None,
         pattern => Some(Arc::new(Timeline::new(pattern)?)),
     };
+    begin(request, stand_ins, timeline.clone(), go_on).map_err(|e| {
+        let e = somewhere(e, &checkpoint);
+        if let Some(timeline) = timeline {
+            // The error is worth more than one that its trace cannot be written.
+            let _nobody_to_tell = timeline.write(&checkpoint, &json!({ "error": e.to_string() }));
+        }
+        e
+    })
+}
+
+fn begin(
+    request: Request,
+    stand_ins: StandIns<'_>,
+    timeline: Option<Arc<Timeline>>,
+    go_on: impl FnMut() -> bool,
+) -> Result<Load> {
+    let began = Began::now();
     let files = Arc::new(Files::new(request.checkpoint.files()));
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
