@@ -179,6 +179,10 @@ impl Driver {
         report.peak_staging = self.ring.peak();
         report.waits = self.tally.waits();
         report.first_touch_bytes = self.source.take_left();
+        if let Some(choice) = self.source.choice() {
+            report.cache = if choice.keep { "keep" } else { "bypass" };
+            report.cache_reason = choice.reason;
+        }
         report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
@@ -511,7 +515,9 @@ impl Driver {
             let block = self.layout.places[want as usize].block as usize;
             self.unready[block] -= 1;
             if self.unready[block] == 0 {
-                self.blocks[block] = None;
+                if let Some(block) = self.blocks[block].take() {
+                    block.complete();
+                }
             }
         }
         let ready = self.hand_out(ready);

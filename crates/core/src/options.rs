@@ -7,6 +7,8 @@ use std::time::Duration;
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
+/// 1e9 bytes, the unit of rates.
+pub(crate) const GB: f64 = 1e9;
 
 /// Page size assumed for alignment of reads and of file-phase blocks: O_DIRECT needs 512 or 4096 and both divide it.
 pub const PAGE: u64 = 4096;
@@ -45,7 +47,7 @@ pub enum Io {
 /// What a load does to the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cache {
-    /// Keep where keeping costs nothing, else bypass.
+    /// Keep where keeping costs nothing, else bypass: by the memory left and, for copies, by the pace of the storage.
     #[default]
     Auto,
     /// Cold bytes go through the page cache, so that the next start is warm.

@@ -8,7 +8,7 @@ use crate::machine;
 use crate::options::{Cache, Io, Options, PAGE};
 use crate::placement::Want;
 use crate::schedule::{FileTraits, Limits, Route, Schedule};
-use crate::source::{Facts, Files, FsKind};
+use crate::source::{Facts, Files, FsKind, WORTH_A_TRIAL};
 use crate::stats::Report;
 use std::ops::Range;
 
@@ -17,8 +17,24 @@ pub(crate) struct Plan {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
     pub(crate) report: Report,
-    /// Whether every wanted byte is in the page cache, so that nothing will wait for a disk.
-    pub(crate) all_resident: bool,
+    pub(crate) cold: Cold,
+    /// For each file, whether its cold bytes are brought into the page cache by huge pages before they are read.
+    pub(crate) filled: Vec<bool>,
+    /// For each file, whether it is mapped, and cold, and wanted in part: no more of it is to be brought in.
+    pub(crate) in_part: Vec<bool>,
+}
+
+/// What is to be done with bytes that the page cache does not hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cold {
+    /// There are none: nothing will wait for a disk.
+    None,
+    /// They are to stay in it.
+    Keep,
+    /// They are to leave it as it is.
+    Bypass,
+    /// The pace of the storage is to decide.
+    Try,
 }
 
 impl Plan {
@@ -27,7 +43,7 @@ impl Plan {
         let device = *device;
         check(options, device, memory)?;
         let past_the_cache = reads_past_the_cache(options.io);
-        let Survey { spans, facts, mut traits, sampled, cold, mut report } =
+        let Survey { spans, wanted, facts, mut traits, sampled, cold, direct, mut report } =
             Survey::new(checkpoint, wants, files, past_the_cache)?;
 
         let (keep, reason) = keep_in_cache(options, cold);
@@ -47,6 +63,13 @@ impl Plan {
         // Between two samples there may be pages that the cache does not hold: all of them are populated then, and none is
         // left to a first touch that would have to read the disk.
         (0..mapped.len()).filter(|&f| mapped[f] && sampled[f]).for_each(|f| traits[f].resident.clear());
+        let mut in_part = vec![false; traits.len()];
+        for f in 0..traits.len() {
+            let cold = matches!(&facts[f], Some((facts, false)) if facts.mappable);
+            let whole = spans[f].as_ref().is_some_and(|s| nearly(wanted[f], s.end - s.start));
+            traits[f].filled = keep && cold && whole && !mapped[f];
+            in_part[f] = mapped[f] && cold && !whole;
+        }
         if options.io == Io::Mapped {
             if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
                 return Err(Error::new(
@@ -58,6 +81,11 @@ impl Plan {
             }
         }
 
+        // What is mapped is kept in any case: nothing is copied then. Into tensors whose pages are in use a copy out of the page
+        // cache costs no more than what O_DIRECT needs besides. Else it depends.
+        let fresh = private && !(device == Where::Cpu && matches!(memory, Memory::Into { .. }));
+        let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && direct >= WORTH_A_TRIAL;
+
         let target = match (device, memory) {
             (_, Memory::Into { .. }) => Target::Foreign,
             (Where::Gpu(_), _) => Target::Gpu,
@@ -66,7 +94,7 @@ impl Plan {
         let limits = Limits {
             extent: options.extent,
             gap: options.gap,
-            cold: if past_the_cache || !keep { Route::Direct } else { Route::Buffered },
+            cold: if past_the_cache || !keep || tries { Route::Direct } else { Route::Buffered },
             warm: if past_the_cache { Route::Direct } else { Route::Buffered },
             scatter: (device == Where::Cpu).then_some(PAGE),
         };
@@ -80,7 +108,14 @@ impl Plan {
             report.slack_bytes += e.slack.saturating_sub(past_end);
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
-        Ok(Plan { layout, schedule, report, all_resident: cold == 0 && !sampled.contains(&true) })
+        let cold = match report.cache {
+            "bypass" => Cold::Bypass,
+            _ if cold == 0 && !sampled.contains(&true) => Cold::None,
+            _ if tries => Cold::Try,
+            _ => Cold::Keep,
+        };
+        let filled = traits.iter().map(|t| t.filled).collect();
+        Ok(Plan { layout, schedule, report, cold, filled, in_part })
     }
 }
 
@@ -88,6 +123,8 @@ impl Plan {
 struct Survey {
     /// From the first wanted byte to the last: nothing else is asked about.
     spans: Vec<Option<Range<u64>>>,
+    /// Wanted bytes in it; what is wanted twice counts twice.
+    wanted: Vec<u64>,
     /// And whether the page cache holds all that is wanted.
     facts: Vec<Option<(Facts, bool)>>,
     traits: Vec<FileTraits>,
@@ -95,6 +132,8 @@ struct Survey {
     sampled: Vec<bool>,
     /// Wanted bytes that the page cache does not hold, at most.
     cold: u64,
+    /// Of these, those that can be read past it as well as through it.
+    direct: u64,
     /// What the survey found and cost.
     report: Report,
 }
@@ -102,7 +141,7 @@ struct Survey {
 impl Survey {
     fn new(checkpoint: &Checkpoint, wants: &[Want], files: &Files, past_the_cache: bool) -> Result<Survey> {
         let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
-        let mut wanted = 0;
+        let mut wanted = vec![0u64; spans.len()];
         for want in wants {
             let info = checkpoint.tensor(want.tensor);
             // A whole tensor's size is known: no list of its dimensions for each of 371,474.
@@ -112,14 +151,15 @@ impl Survey {
             });
             let nbytes = part.unwrap_or(info.nbytes());
             // More than there can be is refused by the layout.
-            wanted = u64::saturating_add(wanted, nbytes);
+            let of_file = &mut wanted[info.file as usize];
+            *of_file = of_file.saturating_add(nbytes);
             let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
             *span = span.start.min(info.begin)..span.end.max(info.end);
         }
         let mut traits = vec![FileTraits::default(); spans.len()];
         let mut facts = vec![None; spans.len()];
         let mut sampled = vec![false; spans.len()];
-        let mut cold = 0;
+        let (mut cold, mut direct) = (0u64, 0u64);
         let mut report = Report::default();
         for (f, span) in spans.iter().enumerate() {
             let Some(span) = span else { continue };
@@ -136,12 +176,22 @@ impl Survey {
                 // for whoever asks for it.
                 direct_align: found.direct_align.filter(|_| found.kind == FsKind::Local || past_the_cache),
                 resident: residency.ranges,
+                filled: false,
             };
+            if found.mappable && traits[f].direct_align.is_some() {
+                direct = direct.saturating_add(missing);
+            }
             facts[f] = Some((found, missing == 0));
         }
         // A rank that wants an eighth of every tensor leaves no more than that in the cache.
-        Ok(Survey { spans, facts, traits, sampled, cold: cold.min(wanted), report })
+        let all = wanted.iter().fold(0, |sum: u64, n| sum.saturating_add(*n));
+        Ok(Survey { spans, wanted, facts, traits, sampled, cold: cold.min(all), direct: direct.min(all), report })
     }
+}
+
+/// Whether so many bytes are all of a span but for a few gaps.
+fn nearly(wanted: u64, span: u64) -> bool {
+    wanted >= span - span / 16
 }
 
 fn reads_past_the_cache(io: Io) -> bool {

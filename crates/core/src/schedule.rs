@@ -117,6 +117,8 @@ pub struct FileTraits {
     pub direct_align: Option<u64>,
     /// Sorted, disjoint byte ranges whose pages are resident.
     pub resident: Vec<Range<u64>>,
+    /// Buffered reads bring whole huge pages into the page cache first, and so are cut between them.
+    pub filled: bool,
 }
 
 /// Limits of a schedule, from the options and the machine.
@@ -404,7 +406,7 @@ impl Rules {
         Rules {
             file,
             unit,
-            step: unit,
+            step: if traits.filled && unit == PAGE && extent >= HUGE_PAGE { HUGE_PAGE } else { unit },
             extent,
             gap,
             cold,

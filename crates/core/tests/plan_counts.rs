@@ -71,7 +71,7 @@ fn gpt2() -> Checkpoint {
 }
 
 fn cold(storage: u32) -> FileTraits {
-    FileTraits { storage, direct_align: Some(512), resident: Vec::new() }
+    FileTraits { storage, direct_align: Some(512), resident: Vec::new(), filled: false }
 }
 
 #[test]

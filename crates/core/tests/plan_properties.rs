@@ -343,7 +343,7 @@ fn case() -> impl Strategy<Value = Case> {
             wants,
             traits: traits
                 .into_iter()
-                .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident })
+                .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident, filled: false })
                 .collect(),
             limits: Limits { extent: limits.0, gap: limits.1, cold: limits.2, warm: limits.3, scatter: limits.4 },
             target,

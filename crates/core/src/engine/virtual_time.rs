@@ -152,7 +152,7 @@ fn load(machine: Machine) -> Outcome {
     let options = Options::default();
     let (checkpoint, _folder) = llama(volumes.len());
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
-        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new() })
+        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new(), filled: false })
         .collect();
     let limits =
         Limits { extent: options.extent, gap: options.gap, cold: Route::Direct, warm: Route::Buffered, scatter: None };

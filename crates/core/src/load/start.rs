@@ -13,7 +13,7 @@ use crate::layout::{BlockKind, BlockSpec, Layout};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
 use crate::options::{Options, MIB, PAGE};
-use crate::policy::Plan;
+use crate::policy::{Cold, Plan};
 use crate::schedule::Landing;
 use crate::source::{Files, Router, Source};
 use crate::staging::Ring;
@@ -76,9 +76,8 @@ fn begin(
         (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
         _ => None,
     };
-    let (blocks, fence) = allocate(&layout, &files, memory, at)?;
-    let bypass = plan.report.cache == "bypass";
-    let (source, workers) = source(&files, &options, plan.all_resident, bypass, here, timeline.as_ref())?;
+    let (blocks, fence) = allocate(&layout, &files, &plan.in_part, memory, at)?;
+    let (source, workers) = source(&files, &options, (plan.cold, &plan.filled), here, timeline.as_ref())?;
     let source = match stand_ins.decorate {
         Some(decorate) => decorate(source, &files)?,
         None => source,
@@ -153,14 +152,20 @@ fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Re
 /// Whether the caller's own thread does the load before `start` returns: see [`HERE`].
 fn is_done_here(request: &Request, plan: &Plan, files: &Files) -> bool {
     !request.stream
-        && plan.all_resident
+        && plan.cold == Cold::None
         && plan.report.nbytes <= HERE
         && !files.may_hang()
         && plan.schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }))
 }
 
 /// The memory of all blocks that is there from the start, and the fence before the caller's.
-fn allocate(layout: &Layout, files: &Files, memory: Memory, at: Where) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
+fn allocate(
+    layout: &Layout,
+    files: &Files,
+    in_part: &[bool],
+    memory: Memory,
+    at: Where,
+) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
     let (blocks, fence) = match (memory, at) {
         (Memory::Into { tensors, keep, fence }, _) => {
             check_destinations(layout, &tensors)?;
@@ -170,7 +175,7 @@ fn allocate(layout: &Layout, files: &Files, memory: Memory, at: Where) -> Result
             });
             (theirs.collect::<Result<Vec<_>>>()?, fence)
         }
-        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files)?, None),
+        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files, in_part)?, None),
         (Memory::Granted, Where::Cpu) => {
             return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
         }
@@ -194,7 +199,7 @@ fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
 }
 
 /// Blocks in memory of this process: mapped files, and one arena for the rest, in which they start at pages.
-fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
+fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Block>> {
     let mut arena_len = 0u64;
     let mut starts = Vec::with_capacity(layout.blocks.len());
     for block in &layout.blocks {
@@ -216,6 +221,9 @@ fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
         (BlockKind::Mapped { file }, ..) => {
             let fd = files.open(file, false)?;
             let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
+            if in_part.get(file as usize) == Some(&true) {
+                mapping.read_no_further(true);
+            }
             Ok(Block::mapping(Arc::new(mapping)))
         }
         (_, Some(start), Some(arena)) => Ok(Block::arena(arena, start)),
@@ -230,8 +238,7 @@ fn our_blocks(layout: &Layout, files: &Files) -> Result<Vec<Block>> {
 fn source(
     files: &Arc<Files>,
     options: &Options,
-    all_resident: bool,
-    bypass: bool,
+    (cold, filled): (Cold, &[bool]),
     here: bool,
     timeline: Option<&Arc<Timeline>>,
 ) -> Result<(Box<dyn Source>, usize)> {
@@ -239,13 +246,19 @@ fn source(
     if here {
         // No other thread: it would be in vain to ask for cores, which takes twenty system calls.
         options.threads = 1;
-    } else if options.threads == 0 && all_resident {
+    } else if options.threads == 0 && cold == Cold::None {
         // More copy workers than cores would only take turns.
         options.threads = machine::cores().min(MOST_WORKERS) as u32;
     }
     let mut source = Router::new(files.clone(), &options)?;
-    if bypass {
-        source.leave_nothing();
+    match cold {
+        Cold::None => {}
+        Cold::Bypass => source.leave_nothing(),
+        Cold::Keep => source.fill_first(filled),
+        Cold::Try => {
+            source.fill_first(filled);
+            source.try_first();
+        }
     }
     if here {
         source.read_here();

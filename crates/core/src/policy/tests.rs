@@ -13,6 +13,7 @@ const MIB: u64 = 1 << 20;
 const NBYTES: u64 = 6 * MIB;
 /// More than any machine has memory: of a sparse file, which takes none of the disk.
 const HUGE: u64 = 1 << 40;
+const LARGE: u64 = WORTH_A_TRIAL + MIB;
 
 /// A checkpoint of one file with one tensor, and what of it the page cache is to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,6 +22,8 @@ enum At {
     Cold,
     /// The first half is resident.
     Half,
+    /// Cold and large enough to try the pace of the storage.
+    Large,
     /// Cold and larger than memory.
     Huge,
     /// The same, but only 1 MiB of it is wanted.
@@ -68,6 +71,12 @@ const ROWS: &[Row] = &[
     (At::Tmpfs, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
     // Private copies.
     (At::Cold, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
+    (At::Large, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((DIRECT, "keep", FITS))),
+    (At::Large, To::Cpu, Io::Auto, Cache::Keep, Some(true), Ok((BUFFERED, "keep", ASKED))),
+    (At::Large, To::Cpu, Io::Buffered, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THROUGH))),
+    (At::Large, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Large, To::Gpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "keep", FITS))),
+    (At::Large, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Warm, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
     (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((DIRECT, "bypass", "do not fit into half"))),
     (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
@@ -120,8 +129,12 @@ const ROWS: &[Row] = &[
 
 /// A file of one vector, sparse where it is huge.
 fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
-    let huge = matches!(at, At::Huge | At::PartOfHuge);
-    let nbytes = if huge { HUGE } else { NBYTES };
+    let huge = matches!(at, At::Large | At::Huge | At::PartOfHuge);
+    let nbytes = match at {
+        At::Large => LARGE,
+        _ if huge => HUGE,
+        _ => NBYTES,
+    };
     let header = format!(r#"{{"t":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[0,{nbytes}]}}}}"#);
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -145,7 +158,7 @@ fn put(checkpoint: &Checkpoint, at: At) -> bool {
             // A folio that reaches over the start is kept whole; the largest is 2 MiB.
             read && evict(path, Some(half..NBYTES + MIB)).unwrap() <= half + 2 * MIB
         }
-        At::Cold | At::Huge | At::PartOfHuge => evict(path, None).unwrap() == 0,
+        At::Cold | At::Large | At::Huge | At::PartOfHuge => evict(path, None).unwrap() == 0,
     }
 }
 
@@ -193,8 +206,19 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
                 assert_eq!(used, *routes, "{row:?}: {totals:?}");
                 assert_eq!(plan.report.cache, *cache, "{row:?}");
                 assert!(plan.report.cache_reason.contains(reason), "{row:?}: {}", plan.report.cache_reason);
-                assert_eq!(plan.all_resident, matches!(row.0, At::Warm | At::Tmpfs), "{row:?}");
+                let cold = match (row.0, *cache) {
+                    (_, "bypass") => Cold::Bypass,
+                    (At::Warm | At::Tmpfs, _) => Cold::None,
+                    // Planned past the page cache, and not said to stay so.
+                    (At::Large, _) if *routes == DIRECT => Cold::Try,
+                    _ => Cold::Keep,
+                };
+                assert_eq!(plan.cold, cold, "{row:?}");
+                let read_through = *routes == BUFFERED || cold == Cold::Try;
+                assert_eq!(plan.filled, [cold != Cold::None && read_through], "{row:?}");
+                assert_eq!(plan.in_part, [row.0 == At::PartOfHuge && *routes == MAPPED], "{row:?}");
                 let wanted = match row.0 {
+                    At::Large => LARGE,
                     At::Huge => HUGE,
                     At::PartOfHuge => MIB,
                     _ => NBYTES,

@@ -655,7 +655,7 @@ fn file_system(magic: u32) -> (FsKind, &'static str) {
 const SYS_CACHESTAT: libc::c_long = 451;
 
 /// Pages of `range` that are in the page cache. EPERM for whoever may neither write the file nor owns it.
-fn cached_pages(fd: RawFd, range: &Range<u64>) -> io::Result<u64> {
+pub(super) fn cached_pages(fd: RawFd, range: &Range<u64>) -> io::Result<u64> {
     let asked = [range.start, range.end - range.start];
     let mut told = [0u64; 5];
     // SAFETY: the two structures are two and five u64 (include/uapi/linux/mman.h).

@@ -37,10 +37,12 @@
 
 mod aio;
 mod file;
+mod fill;
 mod flight;
 mod router;
 mod threads;
 mod throttle;
+mod trial;
 mod uring;
 
 pub use aio::Aio;
@@ -48,6 +50,8 @@ pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residen
 pub use router::Router;
 pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
+pub use trial::Choice;
+pub(crate) use trial::WORTH_A_TRIAL;
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -150,6 +154,11 @@ pub trait Source: Send {
         0
     }
 
+    /// What became of the page cache, where that was left to the source to decide.
+    fn choice(&self) -> Option<Choice> {
+        None
+    }
+
     /// Routes that were refused since the last call, and what took their place.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
@@ -186,6 +195,13 @@ enum Outcome {
 }
 
 impl Outcome {
+    fn ticket(&self) -> Ticket {
+        match self {
+            Outcome::Done(done) => done.ticket,
+            Outcome::Refused { read, .. } => read.ticket,
+        }
+    }
+
     /// For a source that stands alone: what is refused has failed.
     fn into_done(self, files: &Files) -> Done {
         match self {

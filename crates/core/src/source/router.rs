@@ -4,6 +4,7 @@
 //! | route | goes | where that is refused |
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
+//! | direct, after the pace of the storage was tried (`trial`) and is slow | pool of threads, through the page cache | |
 //! | buffered, and nothing is to stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
@@ -13,7 +14,8 @@
 
 use super::file::{Files, FsKind};
 use super::threads::Way;
-use super::{epoll, watch, Aio, Done, Fallback, Outcome, Read, Source, Threads, Uring};
+use super::trial::Trial;
+use super::{epoll, watch, Aio, Choice, Done, Fallback, Outcome, Read, Source, Threads, Uring};
 use crate::error::{Error, Result};
 use crate::options::{Io, Options};
 use crate::schedule::Route;
@@ -53,6 +55,8 @@ pub struct Router {
     refused: Vec<bool>,
     /// On their way back from a route that was refused, while the next one is full.
     back: Vec<Read>,
+    /// Decides whether direct reads stay direct.
+    trial: Option<Trial>,
     /// Outcomes that need no source.
     over: Vec<Done>,
     fallbacks: Vec<Fallback>,
@@ -95,6 +99,7 @@ impl Router {
             leaves_nothing: false,
             refused: vec![false; files.len()],
             back: Vec::new(),
+            trial: None,
             over: Vec::new(),
             fallbacks: Vec::new(),
             told: HashSet::new(),
@@ -118,6 +123,17 @@ impl Router {
     /// can do that.
     pub(crate) fn leave_nothing(&mut self) {
         self.leaves_nothing = true;
+    }
+
+    /// From now on cold bytes that are to stay in the page cache are brought there as `Fill` says; `whole` flags the files
+    /// that are wanted whole and can be mapped.
+    pub(crate) fn fill_first(&mut self, whole: &[bool]) {
+        self.threads.fill_first(whole);
+    }
+
+    /// The first direct reads decide by their pace whether the others go through the page cache: see `Trial`.
+    pub(crate) fn try_first(&mut self) {
+        self.trial = Some(Trial::new());
     }
 
     /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
@@ -191,6 +207,7 @@ impl Router {
             Route::Mapped => Some(Way::Mapped),
             Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => Some(Way::Uncached),
             Route::Buffered => Some(Way::Buffered),
+            Route::Direct if self.trial.as_ref().is_some_and(Trial::keeps) => Some(Way::Buffered),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => Some(Way::Uncached),
             Route::Direct if matches!(self.direct, Direct::Threads) => Some(Way::Direct),
             Route::Direct if !self.insists && self.is_network(read.file) => Some(Way::Direct),
@@ -213,6 +230,10 @@ impl Router {
             (Some(Way::Uncached), _) => {
                 let route = std::mem::replace(&mut read.route, Route::Buffered);
                 self.threads.submit_as(read, Way::Uncached).map_err(|read| Read { route, ..read })
+            }
+            (Some(Way::Buffered), _) => {
+                let route = std::mem::replace(&mut read.route, Route::Buffered);
+                self.threads.submit_as(read, Way::Buffered).map_err(|read| Read { route, ..read })
             }
             (Some(way), _) => self.threads.submit_as(read, way),
             (None, Direct::Uring(uring)) => uring.submit(read),
@@ -292,10 +313,20 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
+        // Whoever submits is woken when one of those that are out comes back.
+        if read.route == Route::Direct && self.trial.as_mut().is_some_and(|t| t.holds(&read)) {
+            return Err(read);
+        }
+        let direct = read.route == Route::Direct && !self.trial.as_ref().is_some_and(Trial::keeps);
+        let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
         if read.route == Route::Direct && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();
         }
-        self.send(read)
+        self.send(read)?;
+        if let Some(trial) = self.trial.as_mut().filter(|_| direct) {
+            trial.sent(ticket, file, range);
+        }
+        Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -307,6 +338,10 @@ impl Source for Router {
         done.append(&mut self.over);
         let mut out = self.drain_direct();
         self.threads.drain(&mut out);
+        if let Some(trial) = &mut self.trial {
+            trial.back(&out);
+            self.threads.fill_last(trial.take_past());
+        }
         for outcome in out {
             match outcome {
                 Outcome::Done(d) => done.push(d),
@@ -344,6 +379,10 @@ impl Source for Router {
 
     fn take_left(&mut self) -> u64 {
         self.threads.take_left()
+    }
+
+    fn choice(&self) -> Option<Choice> {
+        self.trial.as_ref().and_then(|t| t.choice().cloned())
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {

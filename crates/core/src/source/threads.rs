@@ -5,6 +5,7 @@
 //! gone cannot be interrupted) is left behind with its read, which keeps the memory that the kernel may still write to.
 
 use super::file::{read_fully, Files};
+use super::fill::Fill;
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
@@ -68,6 +69,8 @@ struct Shared {
     left: AtomicU64,
     /// For each file, how many of its extents in a row had resident pages that were slow to populate.
     slow: Vec<AtomicU32>,
+    /// What brings cold bytes into the page cache before they are read through it, if anything does.
+    fill: OnceLock<Fill>,
     /// Where reads are recorded, if they are.
     timeline: OnceLock<Arc<Timeline>>,
 }
@@ -75,6 +78,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     queue: VecDeque<(Read, Way)>,
+    /// What is to be read into the page cache at the end.
+    last: Vec<(u32, Range<u64>)>,
     done: Vec<Outcome>,
     fallbacks: Vec<Fallback>,
     /// `wake` was raised and not lowered since: one write for however many completions.
@@ -122,6 +127,7 @@ impl Threads {
             no_populate: AtomicBool::new(false),
             left: AtomicU64::new(0),
             slow: (0..files.len()).map(|_| AtomicU32::new(0)).collect(),
+            fill: OnceLock::new(),
             timeline: OnceLock::new(),
             files,
         };
@@ -141,6 +147,16 @@ impl Threads {
     /// takes less time than handing the work to a thread and being told.
     pub(super) fn read_here(&mut self) {
         self.here = true;
+    }
+
+    /// From now on buffered reads bring cold bytes into the page cache as [`Fill`] says.
+    pub(super) fn fill_first(&mut self, whole: &[bool]) {
+        self.shared.fill.get_or_init(|| Fill::new(whole));
+    }
+
+    /// Has these ranges read into the page cache when all is done, without waiting for them.
+    pub(super) fn fill_last(&mut self, ranges: Vec<(u32, Range<u64>)>) {
+        lock(&self.shared.state).last.extend(ranges);
     }
 
     /// From now on every read is recorded there.
@@ -234,6 +250,7 @@ impl Source for Threads {
     fn cancel(&mut self) {
         self.cancelled.get_or_insert_with(Instant::now);
         let mut state = lock(&self.shared.state);
+        state.last.clear();
         while let Some((read, _)) = state.queue.pop_front() {
             let done = read.cancelled(&self.shared.files);
             self.shared.finish(&mut state, Outcome::Done(done));
@@ -324,7 +341,14 @@ impl Shared {
         loop {
             let Some((read, way)) = state.queue.pop_front() else {
                 if state.closing {
-                    break;
+                    let last = std::mem::take(&mut state.last);
+                    if last.is_empty() {
+                        break;
+                    }
+                    drop(state);
+                    self.fetch(last);
+                    state = lock(&self.state);
+                    continue;
                 }
                 state.idle += 1;
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -375,6 +399,17 @@ impl Shared {
         self.finished.notify_all();
     }
 
+    /// Has the kernel read these ranges into the page cache, without waiting for them. What is not taken is lost time in
+    /// the next load, no more.
+    fn fetch(&self, ranges: Vec<(u32, Range<u64>)>) {
+        for (file, range) in ranges {
+            let Ok(fd) = self.files.open(file, false) else { return };
+            let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
+            // SAFETY: a plain system call on a descriptor we hold.
+            unsafe { libc::posix_fadvise(fd.as_raw_fd(), offset, len, libc::POSIX_FADV_WILLNEED) };
+        }
+    }
+
     fn outcome(&self, read: Read, result: Result<u64, Failure>) -> Outcome {
         match result {
             Ok(got) => Outcome::Done(read.done(&self.files, Ok(got))),
@@ -386,7 +421,12 @@ impl Shared {
     fn perform(&self, read: &Read, way: Way, tools: &mut Tools) -> Result<u64, Failure> {
         match (way, &read.into) {
             (Way::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
-            (Way::Buffered, _) => self.read(read, 0, tools),
+            (Way::Buffered, _) => {
+                if let Some(fill) = self.fill.get() {
+                    fill.before(&self.files, read);
+                }
+                self.read(read, 0, tools)
+            }
             (Way::Uncached, _) => self.read_uncached(read, tools),
             (Way::Direct, Destination::Memory(at)) => self.read_direct(read, *at),
             _ => Err(Error::new(ErrorKind::Internal, "a read's route and destination do not go together").into()),

@@ -1,7 +1,7 @@
 //! A source made slower or made to fail, to see what the rest then does. For tests: no option leads here.
 
 use super::file::Files;
-use super::{epoll, watch, Done, Fallback, Read, Source};
+use super::{epoll, watch, Choice, Done, Fallback, Read, Source};
 use crate::error::{Error, Result};
 use crate::wake::Wake;
 use std::collections::HashMap;
@@ -206,6 +206,10 @@ impl Source for Throttle {
 
     fn take_left(&mut self) -> u64 {
         self.inner.take_left()
+    }
+
+    fn choice(&self) -> Option<Choice> {
+        self.inner.choice()
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {

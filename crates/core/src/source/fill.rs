@@ -1,0 +1,81 @@
+//! How cold bytes are brought into the page cache by those who read through it.
+//!
+//! The kernel's read-ahead is made for one reader who goes through a file. Many threads with extents of 4 MiB get in each
+//! other's way: 1 GB/s where the disk has 3, and of a file that is wanted in part, up to 8 MiB more behind every piece.
+//!
+//! A file that is wanted whole is filled: the huge pages of an extent are populated in a mapping that is there for nothing
+//! else, which brings 2 MiB at once into one folio, and then read like resident ones. Read and not copied out of the mapping,
+//! because a file that shrinks meanwhile must not be SIGBUS. Of any other file exactly what is asked for is read.
+
+use super::file::{cached_pages, Files, FsKind};
+use super::Read;
+use crate::machine::page_size;
+use crate::memory::Mapping;
+use crate::options::HUGE_PAGE;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
+
+/// For each file a mapping to fill the page cache with, made when the first of its reads comes, if it is to be filled.
+pub(super) struct Fill {
+    mappings: Vec<Option<OnceLock<Option<Mapping>>>>,
+    /// This kernel does not populate.
+    refused: AtomicBool,
+}
+
+impl std::fmt::Debug for Fill {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fill").field("files", &self.mappings.len()).finish_non_exhaustive()
+    }
+}
+
+impl Fill {
+    /// For files of which those flagged are wanted whole, or nearly.
+    pub(super) fn new(whole: &[bool]) -> Self {
+        let mappings = whole.iter().map(|whole| whole.then(OnceLock::new)).collect();
+        Fill { mappings, refused: AtomicBool::new(false) }
+    }
+
+    /// Prepares the page cache for a buffered read. Whatever goes wrong here, the read itself meets it too and can say so; it
+    /// is only slower.
+    pub(super) fn before(&self, files: &Files, read: &Read) {
+        let Ok(fd) = files.open(read.file, false) else { return };
+        let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
+            // Elsewhere than on a disk the read-ahead may be what makes a server fast.
+            if files.facts(read.file).is_ok_and(|facts| facts.kind == FsKind::Local) {
+                // SAFETY: a plain system call on a descriptor we hold. It is advice.
+                unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+            }
+            return;
+        };
+        let pages = whole_pages(read.offset, read.offset + read.len);
+        if pages.is_empty() || self.refused.load(Ordering::Relaxed) {
+            return;
+        }
+        // Not where they are there already: to map what lies there in small pages takes 100 ms/GiB.
+        if cached_pages(fd.as_raw_fd(), &pages).is_ok_and(|cached| cached >= (pages.end - pages.start) / page_size()) {
+            return;
+        }
+        let mapping = mapping.get_or_init(|| Mapping::new(&*fd, files.size(read.file)).ok());
+        let Some(mapping) = mapping else { return };
+        // SAFETY: the range lies in the mapping, which is as long as the file was; populating changes no memory, and pages
+        // that the file has lost since are an error.
+        let rc = unsafe {
+            let at = mapping.at().add(pages.start as usize);
+            libc::madvise(at.cast(), (pages.end - pages.start) as usize, libc::MADV_POPULATE_READ)
+        };
+        if rc != 0 {
+            let errno = io::Error::last_os_error().raw_os_error();
+            if matches!(errno, Some(libc::EINVAL | libc::EPERM | libc::ENOSYS)) {
+                self.refused.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// The huge pages of a file that lie wholly within a range of its bytes: what they share with others may not be wanted.
+fn whole_pages(start: u64, end: u64) -> Range<u64> {
+    start.next_multiple_of(HUGE_PAGE)..end / HUGE_PAGE * HUGE_PAGE
+}
