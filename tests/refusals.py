@@ -15,6 +15,7 @@ from dataclasses import dataclass
 #: Numbers by machine: x86_64, aarch64.
 _CALLS = {
     "openat": (257, 56),
+    "openat2": (437, 437),
     "pread64": (17, 67),
     "madvise": (28, 233),
     "mmap": (9, 222),
@@ -83,3 +84,4 @@ NO_AIO = Refusal("io_setup", errno.ENOSYS)
 NO_DIRECT = Refusal("openat", errno.EINVAL, argument=2, bit=O_DIRECT)
 NO_POPULATE = Refusal("madvise", errno.EINVAL, argument=2, value=MADV_POPULATE_READ)
 NO_CACHESTAT = Refusal("cachestat")
+NO_THREADS = (Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN))

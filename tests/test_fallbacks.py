@@ -350,7 +350,7 @@ def test_no_thread_can_be_started(file):
         HEAD
         + """
 checkpoint = penstock.open(path)
-refuse(Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN))
+refuse(*NO_THREADS)
 for options in ({"copy": True}, {"io": "mapped"}, {"io": "threads"}):
     try:
         checkpoint.load(framework="np", options=options)
@@ -365,8 +365,7 @@ def test_threads_refused_in_the_middle(cold):
     out = run(
         HEAD
         + """
-refused = [Refusal(call, errno.EAGAIN) for call in ("clone3", "clone")]
-report = stream(dict(io="buffered", cache="keep"), lambda: refuse(*refused))
+report = stream(dict(io="buffered", cache="keep"), lambda: refuse(*NO_THREADS))
 print(report.nbytes)""",
         cold,
         timeout=LIMIT,

@@ -14,7 +14,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Does `work` on a thread of its own and waits for it. Gives up where `go_on` says so (kind `Cancelled`) and where for
 /// `stall` neither the work ended nor `progress` changed (kind `Timeout`); what is given up keeps its thread and everything
 /// it owns until it ends.
-pub fn aside<T: Send + 'static>(
+pub(crate) fn aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
     stall: Option<Duration>,
     mut progress: impl FnMut() -> u64,

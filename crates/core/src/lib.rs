@@ -77,7 +77,7 @@
 //! memory and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test that holds
 //! each.
 
-pub mod aside;
+mod aside;
 pub mod ceiling;
 pub mod device;
 mod drive;

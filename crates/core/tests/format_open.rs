@@ -1,5 +1,6 @@
 //! What a source stands for: files, lists, directories, indexes.
 
+mod both_ways;
 mod checkpoints;
 
 use checkpoints::{header, shard, write, write_index};
@@ -15,7 +16,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn open(path: impl AsRef<Path>) -> Checkpoint {
-    Checkpoint::open(&[path]).expect("opens")
+    both_ways::open(&[path]).expect("opens")
 }
 
 fn names(c: &Checkpoint) -> Vec<&str> {
@@ -28,7 +29,7 @@ fn file_names(c: &Checkpoint) -> Vec<String> {
 
 /// The error of opening `path`, which must be of `kind` and say all of `says`.
 fn refused(path: impl AsRef<Path>, kind: ErrorKind, says: &[&str]) -> Error {
-    let e = Checkpoint::open(&[path]).expect_err("must not open");
+    let e = both_ways::open(&[path]).expect_err("must not open");
     assert_eq!(e.kind(), kind, "{e}");
     for text in says {
         assert!(e.to_string().contains(text), "{text:?} is not in: {e}");
@@ -151,17 +152,17 @@ fn a_list_of_files_is_sorted_and_may_name_each_once() {
     let path = |n: &str| d.path().join(n);
     write(path("b-10.safetensors"), &[("x", 1)]);
     write(path("b-9.safetensors"), &[("y", 1)]);
-    let c = Checkpoint::open(&[path("b-10.safetensors"), path("b-9.safetensors")]).expect("opens");
+    let c = both_ways::open(&[path("b-10.safetensors"), path("b-9.safetensors")]).expect("opens");
     assert_eq!(names(&c), ["y", "x"]);
-    let twice = Checkpoint::open(&[path("b-9.safetensors"), path("b-9.safetensors")]).expect_err("twice");
+    let twice = both_ways::open(&[path("b-9.safetensors"), path("b-9.safetensors")]).expect_err("twice");
     assert!(twice.kind() == Invalid && twice.to_string().contains("b-9.safetensors: this file is in the list twice"));
     symlink(path("b-9.safetensors"), path("link.safetensors")).expect("linked");
-    let linked = Checkpoint::open(&[path("b-9.safetensors"), path("link.safetensors")]).expect_err("one file");
+    let linked = both_ways::open(&[path("b-9.safetensors"), path("link.safetensors")]).expect_err("one file");
     assert!(linked.to_string().contains("both names lead to one file"), "{linked}");
     let none: [&Path; 0] = [];
-    assert_eq!(Checkpoint::open(&none).expect_err("nothing").kind(), Invalid);
+    assert_eq!(both_ways::open(&none).expect_err("nothing").kind(), Invalid);
     write_index(path(INDEX), &[("x", "b-10.safetensors")], "1");
-    let e = Checkpoint::open(&[path("b-9.safetensors"), path(INDEX)]).expect_err("an index in a list");
+    let e = both_ways::open(&[path("b-9.safetensors"), path(INDEX)]).expect_err("an index in a list");
     assert!(e.kind() == Invalid && e.to_string().contains(INDEX), "{e}");
 }
 
@@ -209,7 +210,7 @@ fn an_index_may_be_named_without_its_folder() {
     write_index(d.path().join(INDEX), &[("a", "a.safetensors")], "3");
     let here = std::env::current_dir().expect("a folder");
     std::env::set_current_dir(d.path()).expect("entered");
-    let c = Checkpoint::open(&[INDEX]);
+    let c = both_ways::open(&[INDEX]);
     std::env::set_current_dir(here).expect("left");
     assert_eq!(c.expect("opens").files()[0].path, Path::new("a.safetensors"));
 }
@@ -356,7 +357,7 @@ fn the_index_of_a_directory_is_the_plain_one_or_the_only_one() {
             write(d.path().join(&file), &[("a", 3)]);
             write_index(d.path().join(index), &[("a", &file)], "3");
         }
-        let c = Checkpoint::open(&[d.path()])?;
+        let c = both_ways::open(&[d.path()])?;
         let number: usize = file_names(&c)[0].trim_end_matches(".safetensors").parse().expect("a number");
         Ok(indexes[number].to_owned())
     };

@@ -1,7 +1,6 @@
 //! `_core.Checkpoint`.
 
 use crate::errors::{detached, interruptibly, raise};
-use penstock::aside::aside;
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
@@ -19,8 +18,7 @@ pub(crate) struct Checkpoint(pub(crate) Arc<Core>);
 impl Checkpoint {
     #[staticmethod]
     fn open(py: Python<'_>, sources: Vec<PathBuf>) -> PyResult<Self> {
-        // On a network mount whose server is gone this hangs in the kernel, where Ctrl-C does not reach.
-        interruptibly(py, |go_on| aside(move || Core::open(&sources), None, || 0, go_on)).map(|c| Self(Arc::new(c)))
+        interruptibly(py, |go_on| Core::open_cancellable(sources, go_on)).map(|c| Self(Arc::new(c)))
     }
 
     fn __len__(&self) -> usize {

@@ -18,8 +18,9 @@ pub(super) enum Found {
 }
 
 /// What `sources` stand for: one path (shard file, directory, index) or a list of shard files.
-pub(super) fn discover(sources: &[&Path]) -> Result<Found> {
-    match sources {
+pub(super) fn discover<P: AsRef<Path>>(sources: &[P]) -> Result<Found> {
+    let sources: Vec<&Path> = sources.iter().map(AsRef::as_ref).collect();
+    match &sources[..] {
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
         [one] if is_index(one) => Ok(Found::Index(one.to_path_buf())),
         [one] => {

@@ -1,5 +1,6 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
+use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard;
 use super::Seeded;
@@ -91,6 +92,14 @@ impl Index {
             return Err(Error::new(ErrorKind::Index, "the index maps no tensor: its `weight_map` is empty"));
         }
         Ok(state.index)
+    }
+
+    /// Numbers of the files in [`files`](Self::files), in natural order of their names.
+    pub(super) fn in_natural_order(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.files.len() as u32).collect();
+        let spelled = |&i: &u32| self.files[i as usize].as_os_str();
+        order.sort_by(|a, b| natural(spelled(a), spelled(b)));
+        order
     }
 
     /// Number of tensors in the index.

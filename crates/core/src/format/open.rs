@@ -1,11 +1,14 @@
-//! Opening a checkpoint: headers in parallel, then one set of arenas, then the index's say.
+//! Opening a checkpoint: on which thread, headers in parallel, then one set of arenas, then the index's say.
 
 use super::discover::{self, Found};
 use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
 use super::{Checkpoint, Entry, Seeded, ShardFile};
+use crate::aside::aside;
 use crate::error::{Error, ErrorKind, Result};
+use crate::machine;
+use crate::source::leads_to_known_disk;
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
@@ -13,6 +16,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Headers read at once, at least: on a cold disk or a network file system the wait for the first bytes of each file is
 /// longer than the parse, so more threads than cores. Each holds one header in memory.
@@ -21,29 +25,80 @@ const IN_FLIGHT: usize = 8;
 /// Names listed in one message.
 const SHOWN: usize = 12;
 
-pub(super) fn open(sources: &[&Path]) -> Result<Checkpoint> {
-    let hasher = Seeded::default();
-    match discover::discover(sources)? {
-        Found::Files(files) => {
-            let shards = read_all(&files, &hasher)?;
-            // One file on its own was chosen on purpose, whatever its name says about others.
-            let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
-            merge(files.into_iter().zip(shards).collect(), hasher, warnings)
+/// Files opened on the caller's thread, at most: of more, a thread's start is a small part, and Ctrl-C should get through.
+const MOST_HERE: usize = 16;
+/// How long the caller's thread reads headers before others join in. They would save no more than this, and cost 50 us and a
+/// turn at the scheduler each, which on a busy machine takes milliseconds.
+const ALONE: Duration = Duration::from_millis(1);
+
+pub(super) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
+    Unread::new(discover::discover(sources)?)?.read(Duration::ZERO)
+}
+
+/// See [`Checkpoint::open_cancellable`].
+pub(super) fn open_cancellable(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+    let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
+    if !known(&sources) {
+        return aside(move || open(&sources), None, || 0, go_on);
+    }
+    // What is in a folder, or what an index names, may be links to anywhere: hub caches are full of them.
+    let found = discover::discover(&sources)?;
+    if matches!(&found, Found::Index(index) if !leads_to_known_disk(index)) {
+        return aside(move || Unread::new(found)?.read(Duration::ZERO), None, || 0, go_on);
+    }
+    let unread = Unread::new(found)?;
+    if unread.files != sources && !known(&unread.files) {
+        return aside(move || unread.read(Duration::ZERO), None, || 0, go_on);
+    }
+    unread.read(ALONE)
+}
+
+/// The files of a checkpoint, in natural order, and its index, if it has one; no header has been read.
+struct Unread {
+    files: Vec<PathBuf>,
+    index: Option<(PathBuf, Index)>,
+    hasher: Seeded,
+}
+
+impl Unread {
+    /// Reads the index, where one was found.
+    fn new(found: Found) -> Result<Unread> {
+        let hasher = Seeded::default();
+        match found {
+            Found::Files(files) => Ok(Unread { files, index: None, hasher }),
+            Found::Index(path) => {
+                let index = Index::read(&path, &hasher)?;
+                let folder = path.parent().unwrap_or(Path::new(""));
+                let files = index.in_natural_order().iter().map(|&i| folder.join(&index.files[i as usize])).collect();
+                Ok(Unread { files, index: Some((path, index)), hasher })
+            }
         }
-        Found::Index(path) => indexed(&path, hasher),
+    }
+
+    /// Reads the headers; for as long as `alone`, on this thread only.
+    fn read(self, alone: Duration) -> Result<Checkpoint> {
+        let Unread { files, index, hasher } = self;
+        let shards = read_all(&files, &hasher, alone);
+        if let Some((path, index)) = index {
+            let shards = shards.map_err(|e| missing(&path, &files).unwrap_or(e))?;
+            return indexed(&path, &index, files, shards, hasher);
+        }
+        let shards = shards?;
+        // One file on its own was chosen on purpose, whatever its name says about others.
+        let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
+        merge(files.into_iter().zip(shards).collect(), hasher, warnings)
     }
 }
 
-fn indexed(path: &Path, hasher: Seeded) -> Result<Checkpoint> {
-    let index = Index::read(path, &hasher)?;
-    let folder = path.parent().unwrap_or(Path::new(""));
-    // In natural order; `order[i]` is the index's number of file i.
-    let mut order: Vec<u32> = (0..index.files.len() as u32).collect();
-    let spelled = |&i: &u32| index.files[i as usize].as_os_str();
-    order.sort_by(|a, b| discover::natural(spelled(a), spelled(b)));
-    let files: Vec<PathBuf> = order.iter().map(|&i| folder.join(&index.files[i as usize])).collect();
-    let mut shards = read_all(&files, &hasher).map_err(|e| missing(path, &files).unwrap_or(e))?;
-
+/// A checkpoint of the files of this index and of their headers.
+fn indexed(
+    path: &Path,
+    index: &Index,
+    files: Vec<PathBuf>,
+    mut shards: Vec<Shard>,
+    hasher: Seeded,
+) -> Result<Checkpoint> {
+    let order = index.in_natural_order();
     let mut warnings = Vec::new();
     let mut kept = 0;
     for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
@@ -137,11 +192,21 @@ fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
     out
 }
 
-/// Reads every header, several at a time. On failure the error is that of the first file (in order) that failed.
-fn read_all(files: &[PathBuf], hasher: &Seeded) -> Result<Vec<Shard>> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = files.len().min(cores.max(IN_FLIGHT));
-    let next = AtomicUsize::new(0);
+/// Reads every header: for as long as `alone` one after the other, then several at a time. On failure the error is that of
+/// the first file (in order) that failed.
+fn read_all(files: &[PathBuf], hasher: &Seeded, alone: Duration) -> Result<Vec<Shard>> {
+    let mut first = Vec::new();
+    let began = Instant::now();
+    while first.len() < files.len() && (files.len() == 1 || began.elapsed() < alone) {
+        first.push(shard::open(&files[first.len()], hasher)?);
+    }
+    let left = files.len() - first.len();
+    if left == 0 {
+        return Ok(first);
+    }
+    // How many cores there are takes twenty system calls to learn.
+    let threads = if left > IN_FLIGHT { left.min(machine::cores().max(IN_FLIGHT)) } else { left };
+    let next = AtomicUsize::new(first.len());
     let stop = AtomicBool::new(false);
     let work = || {
         let mut done = Vec::new();
@@ -171,7 +236,8 @@ fn read_all(files: &[PathBuf], hasher: &Seeded) -> Result<Vec<Shard>> {
     });
     // Files are handed out in ascending order, so the first one that fails has always been read.
     done.sort_unstable_by_key(|d| d.0);
-    done.into_iter().map(|d| d.1).collect()
+    let rest = done.into_iter().map(|d| d.1);
+    first.into_iter().map(Ok).chain(rest).collect()
 }
 
 /// Joins the headers into one checkpoint, refusing a name that stands in two files.

@@ -1,6 +1,7 @@
 //! The shard files of one load: descriptors, what their file systems allow, which of their pages are resident, and
 //! whether they are still the files whose headers were read.
 
+use super::disks;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Identity, ShardFile};
 use crate::machine::page_size;
@@ -175,7 +176,7 @@ impl Files {
     /// Whether all files are known to be on disks of this machine, by what this process has been told of their devices
     /// before: then nobody need stand by for the file system to hang.
     pub(crate) fn are_known_local(&self) -> bool {
-        self.files.iter().all(|f| DISKS.iter().any(|disk| disk.load(Ordering::Relaxed) == f.identity.dev))
+        self.files.iter().all(|f| disks::is_known(f.identity.dev))
     }
 
     fn ask(&self, file: u32) -> Asking<'_> {
@@ -589,26 +590,9 @@ fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     // hugetlbfs maps only whole huge pages at huge-page offsets, which a file's phase never is.
     let mappable = kind != FsKind::Network && fs != "hugetlbfs";
     if kind == FsKind::Local {
-        remember(stat.identity.dev);
+        disks::remember(stat.identity.dev);
     }
     Ok(Facts { kind, fs, storage: stat.identity.dev, direct_align, mappable })
-}
-
-/// Block devices whose file system is local; 0 is a free place. No lock: a forked child could find it taken.
-static DISKS: [AtomicU64; 16] = [const { AtomicU64::new(0) }; 16];
-
-/// Keeps the number of a block device. Others (major number 0: overlay, btrfs, network mounts) are given to the next mount
-/// when theirs has gone.
-fn remember(dev: u64) {
-    if libc::major(dev) == 0 {
-        return;
-    }
-    for disk in &DISKS {
-        let was = disk.compare_exchange(0, dev, Ordering::Relaxed, Ordering::Relaxed);
-        if was.is_ok() || was == Err(dev) {
-            return;
-        }
-    }
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers as FUSE does.

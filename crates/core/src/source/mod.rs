@@ -36,6 +36,7 @@
 //! - `wake` is readable when there is something to poll, and now and then once more for nothing, but never steadily.
 
 mod aio;
+mod disks;
 mod file;
 mod fill;
 mod flight;
@@ -46,6 +47,7 @@ mod trial;
 mod uring;
 
 pub use aio::Aio;
+pub(crate) use disks::leads_to_known_disk;
 pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residency};
 pub use router::Router;
 pub use threads::Threads;
