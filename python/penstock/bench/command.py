@@ -27,9 +27,9 @@ SCHEMA = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, two rounds: shows that everything works, judges nothing")
+    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, judges nothing")
     add("--preset", choices=PRESETS, help="redo a published table, and print it beside ours")
-    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (5; quick: 2)")
+    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (3; quick: 1)")
     add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
     named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
     add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
@@ -52,7 +52,7 @@ def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]
     from .checkpoints import FULL, QUICK, Kind, fitted
 
     def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:
-        return Kind(lambda: fitted(name, allowed), scenarios)
+        return Kind(lambda: fitted(name, allowed), scenarios, routes=True)
 
     if arguments.preset:
         preset = PRESETS[arguments.preset]
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> bool:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        rounds=arguments.rounds or (2 if arguments.quick else 5),
+        rounds=arguments.rounds or (1 if arguments.quick else 3),
         folders=folders,
         device=arguments.device,
         routes=arguments.routes,
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> bool:
     about = machine(folders, physical(settings.gpu) if settings.on_gpu else None)
     bench = Bench(settings)
     for name, kind in chosen.items():
-        bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios)
+        bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes)
 
     rows = summarise(bench.runs, bench.calibration, settings.on_gpu)
     result: dict[str, Any] = {

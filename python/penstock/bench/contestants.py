@@ -340,6 +340,7 @@ CONTESTANTS: list[Contestant] = [
     _ours("penstock load_into", penstock_load_into, "into"),
     _ours("penstock keep", penstock(cache="keep"), scenarios=("cold", "second"), route=True),
     _ours("penstock bypass", penstock(cache="bypass"), scenarios=("cold", "second"), route=True),
+    _ours("penstock copy keep", penstock(copy=True, cache="keep"), "private", _CPU, ("cold", "second"), route=True),
     _ours("penstock mapped", penstock(io="mapped"), "any", _CPU, ("cold", "warm"), route=True),
     _ours("penstock buffered", penstock(io="buffered"), "private", scenarios=("cold", "private", "warm"), route=True),
     _ours("penstock uring", penstock(io="uring"), "private", scenarios=("cold",), route=True),

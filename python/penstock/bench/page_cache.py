@@ -26,6 +26,11 @@ def resident_bytes(paths: Iterable[Path]) -> int | None:
     return pages * os.sysconf("SC_PAGESIZE")
 
 
+def is_full(paths: list[Path]) -> bool:
+    """Whether the page cache is known to hold all of the files."""
+    return resident_bytes(paths) == sum(-(-path.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE for path in paths)
+
+
 def evict(paths: Iterable[Path]) -> None:
     """Drops the files from the page cache. Only clean pages go, hence the sync."""
     for path in paths:

@@ -25,15 +25,13 @@ from .contestants import CONTESTANTS, Contestant
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
-from .page_cache import evict, evict_second_half, fill, free_memory, resident_bytes
+from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
 from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
 from .results import Run
 from .scenarios import SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
 from .synth import Layout
 
-#: Rounds that routes, which are many, take part in.
-_ROUTE_ROUNDS = 3
 #: Bytes of a trace that are kept: of hundreds of thousands of tensors it would be larger than all other results.
 _LARGEST_TRACE = 8 << 20
 
@@ -78,6 +76,7 @@ class Bench:
     checkpoints: dict[str, Any] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
     _gpu_memory: GpuMemory | None = None
+    _routes: bool = True
     _made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,8 +88,9 @@ class Bench:
             with contextlib.suppress(OSError):
                 self._gpu_memory = GpuMemory(physical(self.settings.gpu))
 
-    def checkpoint(self, name: str, layout: Layout, scenarios: Iterable[str]) -> None:
-        """Every scenario on one checkpoint."""
+    def checkpoint(self, name: str, layout: Layout, scenarios: Iterable[str], routes: bool = True) -> None:
+        """Every scenario on one checkpoint; whether forced routes take part that were not asked for by name."""
+        self._routes = routes and self.settings.routes
         placed = place(name, layout, self.settings.folders)
         self.checkpoints[name] = placed.about()
         evict(placed.files)
@@ -118,7 +118,7 @@ class Bench:
             and accepts(scenario, one.semantics, settings.on_gpu)
             and (not one.scenarios or scenario.name in one.scenarios)
             and (one.preset is None or one.preset == settings.preset)
-            and (not settings.contestants or one.name in settings.contestants)
+            and (one.name in settings.contestants if settings.contestants else self._routes or not one.route)
         ]
 
     def measures(self, scenario: Scenario, entrants: list[Contestant]) -> list[str]:
@@ -172,9 +172,12 @@ class Bench:
         for measure in ["direct", *measures] if scenario.from_disk else measures:
             self.best(placed, measure, best)
         main = [one for one in entrants if not one.route]
+        if scenario.cache == "full" and not scenario.tmpfs:
+            # In the folios that plain reads leave, not in those of whoever loaded last.
+            evict(placed.files)
+            fill(placed.files)
         for number in range(self.settings.rounds):
-            with_routes = self.settings.routes and number < _ROUTE_ROUNDS
-            turns: list[Contestant | str] = [*(entrants if with_routes else main), *measures]
+            turns: list[Contestant | str] = [*entrants, *measures]
             for entrant in rotated(turns, number):
                 label = f"ceiling: {entrant}" if isinstance(entrant, str) else entrant.name
                 if label in self.absent:
@@ -199,21 +202,24 @@ class Bench:
 
     def before(self, scenario: Scenario, files: list[Path], raw: ceilings.Settings | None = None) -> Run:
         """Puts page cache and memory into the scenario's state; with settings for it, reads the cold files raw."""
-        if scenario.cache != "left":
-            fill(files)
-        # Each finds as much memory that was freed just now, whoever came before. Else the one after a contestant that
-        # leaves no page cache gets memory that was free for long, which a virtual machine may have given back to its
-        # host: a third slower to fill. What goes to a GPU needs only room for staging.
         size = sum(path.stat().st_size for path in files)
-        free_memory(min(size, 512 << 20) if self.settings.on_gpu else size)
         found: Run = {}
-        if scenario.from_disk:
-            drop = evict if scenario.cache == "empty" else evict_second_half
-            if raw is not None:
-                evict(files)
-                found["raw_s"] = ceilings.measure("direct", raw, files)["seconds"]
-                fill(files)
-            drop(files)
+        if scenario.from_disk and raw is not None:
+            evict(files)
+            found["raw_s"] = ceilings.measure("direct", raw, files)["seconds"]
+        if scenario.cache == "empty":
+            evict(files)
+        elif scenario.cache == "half":
+            fill(files)
+            evict_second_half(files)
+        elif scenario.cache == "full" and not is_full(files):
+            fill(files)
+        # Each finds as much memory that was freed just now, whoever came before: for the page cache and for tensors of
+        # its own. Else the one after a contestant that leaves no page cache gets memory that was free for long, which a
+        # virtual machine may have given back to its host: a third slower to fill. What goes to a GPU needs only room
+        # for staging, besides the page cache.
+        own = min(size, 512 << 20) if self.settings.on_gpu else size
+        free_memory(own + size if scenario.from_disk else own)
         resident = resident_bytes(files)
         if scenario.cache == "half" and "raw_s" in found:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
