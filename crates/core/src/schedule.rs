@@ -158,9 +158,9 @@ const SCATTER_ENTRIES: u64 = 512;
 const IN_PLACE: u64 = 64 * KIB;
 /// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they save.
 const RESIDENT: u64 = 64 * KIB;
-/// Mapping pages that are all there moves no byte: with huge folios it takes 1 ms/GiB, and where it would take longer most
-/// of them are left alone. Extents this large keep the cost of handing them out (20 us each) below that.
-const RESIDENT_MAPPED: u64 = 64 * MIB;
+/// Mapping pages that are all there moves no byte and touches none. Extents this large keep what it costs to hand them out
+/// (20 us each) out of sight.
+const RESIDENT_MAPPED: u64 = 1024 * MIB;
 /// Where the order jumps by more than this many extents' bytes, neighbours in the file are not read together: it would
 /// bring bytes long before their turn.
 const JUMP: u64 = 16;

@@ -120,8 +120,8 @@ pub struct Report {
     pub resident_bytes: u64,
     /// System calls it took to find that out.
     pub residency_probes: u64,
-    /// Bytes in the page cache that are mapped but have no page table entries yet, because making them would have taken
-    /// longer than the rest of the load: the first touch of each page is a minor fault, as with any mapping.
+    /// Bytes that were in the page cache and are mapped, gaps included, but have no page table entries yet: the first touch of
+    /// each page is a minor fault, as with any mapping.
     pub first_touch_bytes: u64,
     /// Most staging memory in use by this process during the load, in bytes.
     pub peak_staging: u64,

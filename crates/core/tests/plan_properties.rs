@@ -15,7 +15,7 @@ use std::ops::Range;
 
 const MIB: u64 = 1 << 20;
 /// Longest extent of mapped pages that are all there, where the limit is less.
-const RESIDENT_MAPPED: u64 = 64 * MIB;
+const RESIDENT_MAPPED: u64 = 1024 * MIB;
 
 /// One tensor to put into a test file.
 type Tensor = (String, DType, Vec<u64>);

@@ -241,8 +241,9 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
             say({"absent": str(error)})
             return
         raise
-    if contestant.module == "safetensors":
-        importlib.import_module("safetensors.torch")
+    # What they import when they are first used, as whoever named it at the start of a program would have it.
+    if contestant.module in ("safetensors", "penstock"):
+        importlib.import_module({"safetensors": "safetensors.torch", "penstock": "penstock._torch"}[contestant.module])
     obstacle = contestant.obstacle()
     if obstacle is not None:
         say({"absent": obstacle})

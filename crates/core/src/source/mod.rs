@@ -103,7 +103,7 @@ pub enum Destination {
     Mapping {
         /// The address at which byte `offset` of the file is mapped: populate `len` bytes from there.
         at: *mut u8,
-        /// The page cache holds all of it: pages may be left to their first touch where populating them takes long.
+        /// The page cache holds all of it: pages are left to their first touch.
         resident: bool,
     },
 }

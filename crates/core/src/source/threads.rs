@@ -9,7 +9,6 @@ use super::fill::Fill;
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
-use crate::options::HUGE_PAGE;
 use crate::schedule::Route;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
@@ -19,7 +18,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,13 +26,6 @@ use std::time::{Duration, Instant};
 const SCRATCH: usize = 64 << 10;
 /// Even after reads were given up long ago, the threads get this long to end.
 const LEAST_GRACE: Duration = Duration::from_millis(100);
-/// Resident pages are populated in steps that grow, and no further once a step is slower than this: a huge page takes 1 to
-/// 2 us (over 1000 GB/s), 512 small ones 50 to 200 (10 to 40 GB/s).
-const FIRST_STEP: usize = HUGE_PAGE as usize;
-const LAST_STEP: usize = 16 << 20;
-const POPULATED_PER_SECOND: f64 = 100e9;
-/// After so many slow extents in a row the rest of a file is not tried any more.
-const TRIALS: u32 = 3;
 /// Threads here need no stack to speak of, and a network file system gets many of them.
 const STACK: usize = 128 << 10;
 
@@ -67,8 +59,6 @@ struct Shared {
     no_populate: AtomicBool,
     /// Bytes of resident pages left to their first touch.
     left: AtomicU64,
-    /// For each file, how many of its extents in a row had resident pages that were slow to populate.
-    slow: Vec<AtomicU32>,
     /// What brings cold bytes into the page cache before they are read through it, if anything does.
     fill: OnceLock<Fill>,
     /// Where reads are recorded, if they are.
@@ -126,7 +116,6 @@ impl Threads {
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
             left: AtomicU64::new(0),
-            slow: (0..files.len()).map(|_| AtomicU32::new(0)).collect(),
             fill: OnceLock::new(),
             timeline: OnceLock::new(),
             files,
@@ -505,54 +494,29 @@ impl Shared {
 
     /// Brings the pages under `len` bytes at `at` into the mapping, and reports what would be SIGBUS on first touch.
     ///
-    /// Pages that the page cache holds anyway are brought in for as long as it costs next to nothing, as it does where they
-    /// are huge: 1 ms/GiB. Small ones would take 100 ms/GiB, for what the first touch does as well.
+    /// Pages that the page cache holds anyway are left to their first touch: it costs what populating them would, in huge pages
+    /// 1 ms/GiB and in small ones 100, and of those that nobody touches it costs nothing.
     fn map(&self, read: &Read, at: *mut u8, resident: bool, tools: &mut Tools) -> Result<u64, Failure> {
         // Pages wholly past the end cannot be populated; what is wanted must not need them.
         let got = read.len.min(self.files.size(read.file).saturating_sub(read.offset));
         read.ended(got)?;
-        if got == 0 {
-            return Ok(0);
-        }
-        let slow = &self.slow[read.file as usize];
-        if resident && (slow.load(Ordering::Relaxed) >= TRIALS || self.no_populate.load(Ordering::Relaxed)) {
+        if resident {
             self.left.fetch_add(got, Ordering::Relaxed);
-            return Ok(got);
+        } else if got > 0 {
+            let page = page_size() as usize;
+            let pages = at as usize / page * page..(at as usize + got as usize).next_multiple_of(page);
+            self.populate(read, pages, tools)?;
         }
-        let page = page_size() as usize;
-        let (mut start, end) = (at as usize / page * page, (at as usize + got as usize).next_multiple_of(page));
-        // The part of a huge page that an extent may begin with can only be mapped in small ones, and tells nothing.
-        let mut next = if resident { (start + 1).next_multiple_of(FIRST_STEP).min(end) } else { end };
-        let mut step = 0;
-        loop {
-            let begun = Instant::now();
-            if !self.populate(read, start..next, tools)? {
-                return Ok(got);
-            }
-            let took_long = begun.elapsed().as_secs_f64() * POPULATED_PER_SECOND > (next - start) as f64;
-            if next == end {
-                return Ok(got);
-            }
-            if took_long && step > 0 {
-                slow.fetch_add(1, Ordering::Relaxed);
-                self.left.fetch_add((end - next) as u64, Ordering::Relaxed);
-                return Ok(got);
-            }
-            if step > 0 {
-                slow.store(0, Ordering::Relaxed);
-            }
-            step = (2 * step).clamp(FIRST_STEP, LAST_STEP);
-            (start, next) = (next, (next + step).min(end));
-        }
+        Ok(got)
     }
 
-    /// Populates pages of the mapping of `read`. False where this kernel cannot: then all of the read is in the page cache.
-    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<bool, Failure> {
+    /// Populates pages of the mapping of `read`; where this kernel cannot, all of the read is in the page cache afterwards.
+    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<(), Failure> {
         while !self.no_populate.load(Ordering::Relaxed) {
             // SAFETY: populating neither moves nor changes memory; the caller says that the range is mapped, and a
             // range that is not is ENOMEM.
             if unsafe { libc::madvise(pages.start as *mut libc::c_void, pages.len(), libc::MADV_POPULATE_READ) } == 0 {
-                return Ok(true);
+                return Ok(());
             }
             let e = io::Error::last_os_error();
             match e.raw_os_error() {
@@ -576,7 +540,7 @@ impl Shared {
         // The page cache holds the bytes then and a first touch is a minor fault; touching the pages here instead could
         // kill the process (SIGBUS).
         self.read_through(read, tools)?;
-        Ok(false)
+        Ok(())
     }
 
     fn read_through(&self, read: &Read, tools: &mut Tools) -> Result<u64, Failure> {
