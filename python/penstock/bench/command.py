@@ -109,35 +109,48 @@ def run(arguments: argparse.Namespace) -> bool:
     )
     chosen = kinds(arguments, folders)
     about = machine(folders, physical(settings.gpu) if settings.on_gpu else None)
+    begun = datetime.datetime.now(datetime.timezone.utc)
     bench = Bench(settings)
-    for name, kind in chosen.items():
-        bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes)
 
-    rows = summarise(bench.runs, bench.calibration, settings.on_gpu)
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["penstock", *sys.argv[1:]]),
-        "preset": arguments.preset,
-        "quick": arguments.quick,
-        "machine": about,
-        "load_average_at_end": list(os.getloadavg()),
-        "absent": bench.absent,
-        "checkpoints": bench.checkpoints,
-        "calibration": bench.calibration,
-        "rows": rows,
-        "bounds": bounds.bounds(rows, judged=not arguments.quick),
-        "runs": bench.runs,
-        "traces": bench.traces,
-    }
+    def result() -> dict[str, Any]:
+        rows = summarise(bench.runs, bench.calibration, settings.on_gpu)
+        ended = datetime.datetime.now(datetime.timezone.utc)
+        return {
+            "schema": SCHEMA,
+            "time": begun.isoformat(timespec="seconds"),
+            "seconds": round((ended - begun).total_seconds()),
+            "command": shlex.join(["penstock", *sys.argv[1:]]),
+            "preset": arguments.preset,
+            "quick": arguments.quick,
+            "machine": about,
+            "load_average_at_end": list(os.getloadavg()),
+            "absent": bench.absent,
+            "checkpoints": bench.checkpoints,
+            "calibration": bench.calibration,
+            "rows": rows,
+            "bounds": bounds.bounds(rows, judged=not arguments.quick),
+            "runs": bench.runs,
+            "traces": bench.traces,
+        }
+
     place = arguments.json or Path(".bench/results.json")
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(result, indent=1) + "\n")
-    tables.print_results(result)
+    # Each scenario adds to the file: what an hour has found is not lost with the rest of it.
+    partial = place.with_name(place.name + ".partial")
+    for name, kind in chosen.items():
+        for _scenario in bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes):
+            partial.write_text(json.dumps(result(), indent=1) + "\n")
+            partial.replace(place)
+
+    found = result()
+    place.write_text(json.dumps(found, indent=1) + "\n")
+    tables.print_results(found)
     print(f"\nevery load: {place}")
     if arguments.html:
         from .page import write_page
 
-        write_page(result, arguments.html)
+        write_page(found, arguments.html)
         print(f"in pictures: {arguments.html}")
-    return not any(row.get("verified") is False or ("error" in row and row["kind"] == "penstock") for row in rows)
+    return not any(
+        row.get("verified") is False or ("error" in row and row["kind"] == "penstock") for row in found["rows"]
+    )

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,8 +88,13 @@ class Bench:
             with contextlib.suppress(OSError):
                 self._gpu_memory = GpuMemory(physical(self.settings.gpu))
 
-    def checkpoint(self, name: str, layout: Layout, scenarios: Iterable[str], routes: bool = True) -> None:
-        """Every scenario on one checkpoint; whether forced routes take part that were not asked for by name."""
+    def checkpoint(
+        self, name: str, layout: Layout, scenarios: Iterable[str], routes: bool = True
+    ) -> Iterator[Scenario]:
+        """Every scenario on one checkpoint, each given when it is over.
+
+        Without `routes`, forced ones take part only where they were asked for by name.
+        """
         self._routes = routes and self.settings.routes
         placed = place(name, layout, self.settings.folders)
         self.checkpoints[name] = placed.about()
@@ -105,6 +110,7 @@ class Bench:
             except (Absent, NeighbourEnded, NoMemoryLimit, NoRoom) as error:
                 self.absent[f"scenario {scenario.name}"] = str(error)
                 print(f"{name}: no {scenario.name}: {error}", file=sys.stderr, flush=True)
+            yield scenario
 
     # What is compared
 
