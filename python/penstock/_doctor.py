@@ -278,9 +278,9 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
         said.append("files in the page cache are mapped for the CPU (no copy) and copied through staging for a GPU")
     if kind == "local":
         room = size_text(probe["memory_available"] / 2)
-        past = (
-            "are read past it with O_DIRECT" if probe.get("direct_align") else "too: this file system has no O_DIRECT"
-        )
+        past = "too: this file system has no O_DIRECT"
+        if probe.get("direct_align"):
+            past = "are read past it with O_DIRECT, and so are copies from a disk that is too fast for the cores"
         said.append(
             f"cold bytes up to {room} (half of the memory left) stay in the page cache, and the next start is warm; "
             f"larger checkpoints {past}"
