@@ -36,7 +36,7 @@ help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
-	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour or two; make bench-quick: five minutes)"
+	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
