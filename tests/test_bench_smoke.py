@@ -157,10 +157,13 @@ def test_a_quick_run_states_the_bounds_without_judging(outcome: dict[str, Any]) 
     assert "too small to be judged" in outcome["printed"]
 
 
-def test_a_result_file_can_be_had_as_tables(outcome: dict[str, Any], tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
+def test_a_result_file_can_be_had_as_tables_and_as_a_page(outcome: dict[str, Any], tmp_path: Path) -> None:
+    results, page = tmp_path / "results.json", tmp_path / "page.html"
     results.write_text(json.dumps(outcome))
-    printed = subprocess.run([*BENCH, "--tables", results], capture_output=True, text=True, check=True)
+    command = [*BENCH, "--tables", results, "--html", page]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = page.read_text()
+    assert all(row["contestant"] in text for row in outcome["rows"])
     cells = [line.split("|")[1].strip() for line in printed.stdout.splitlines() if line.startswith("| ")]
     assert {row["contestant"] for row in outcome["rows"]} <= {
         cell.removesuffix(" (measurement fault)") for cell in cells

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, action="append", help=where)
     add("--json", type=Path, metavar="FILE", help="where results go (.bench/results.json)")
     add("--html", type=Path, metavar="FILE", help="also make a page of them")
-    add("--tables", type=Path, metavar="RESULTS", help="only print a result file as Markdown tables")
+    only = "only print a result file as Markdown tables, with --html as a page too"
+    add("--tables", type=Path, metavar="RESULTS", help=only)
 
 
 def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]:
@@ -82,7 +83,12 @@ def run(arguments: argparse.Namespace) -> bool:
     from .rounds import Bench, Settings, physical
 
     if arguments.tables:
-        tables.print_tables(json.loads(arguments.tables.read_text()))
+        kept = json.loads(arguments.tables.read_text())
+        tables.print_tables(kept)
+        if arguments.html:
+            from .page import write_page
+
+            write_page(kept, arguments.html)
         return True
 
     if not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
