@@ -5,6 +5,7 @@ Every test refuses in a process of its own, by a seccomp filter, a resource limi
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -155,6 +156,12 @@ print(json.dumps(told(checkpoint.last_report)), checkpoint.last_report.routes["m
     )
     out = run(program, cold, timeout=LIMIT)
     assert out == '[["MADV_POPULATE_READ", "pread"]] True\n'
+
+
+@pytest.mark.parametrize(("refusals", "fallbacks"), [("", []), ("NO_POPULATE", [["MADV_POPULATE_READ", "pread"]])])
+def test_cold_copies_that_cannot_fill_the_page_cache_are_only_read(cold, refusals, fallbacks):
+    program = HEAD + f"print(json.dumps(told(load(dict(copy=True, cache='keep'), {refusals}))))"
+    assert json.loads(run(program, cold, timeout=LIMIT)) == fallbacks
 
 
 def test_populating_refused_in_the_middle_of_a_stream(cold):

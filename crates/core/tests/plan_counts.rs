@@ -97,6 +97,13 @@ fn gpt2_lands_in_place_in_131_reads() {
     let t = s.totals();
     assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
 
+    // By huge pages: cut between them, in about as many reads.
+    let filled = FileTraits { filled: true, ..cold(0) };
+    let s = Schedule::new(&c, &layout, &[filled], &Limits { cold: Route::Buffered, ..LIMITS });
+    let t = s.totals();
+    assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
+    assert!(s.extents[1..].iter().all(|e| e.offset % (2 * MIB) == 0));
+
     // Mapped: populated, nothing copied.
     let layout =
         Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true], misaligned: false }, Order::File, LIMITS.gap)

@@ -8,7 +8,7 @@
 //! because a file that shrinks meanwhile must not be SIGBUS. Of any other file exactly what is asked for is read.
 
 use super::file::{cached_pages, Files, FsKind};
-use super::Read;
+use super::{Fallback, Read};
 use crate::machine::page_size;
 use crate::memory::Mapping;
 use crate::options::HUGE_PAGE;
@@ -38,28 +38,34 @@ impl Fill {
         Fill { mappings, refused: AtomicBool::new(false) }
     }
 
-    /// Prepares the page cache for a buffered read. Whatever goes wrong here, the read itself meets it too and can say so; it
-    /// is only slower.
-    pub(super) fn before(&self, files: &Files, read: &Read) {
-        let Ok(fd) = files.open(read.file, false) else { return };
+    /// Prepares the page cache for a buffered read. What is wrong with the file the read itself meets too, and says so; what
+    /// is refused here is told once, and the reads are only slower.
+    pub(super) fn before(&self, files: &Files, read: &Read) -> Option<Fallback> {
+        let fd = files.open(read.file, false).ok()?;
         let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
             // Elsewhere than on a disk the read-ahead may be what makes a server fast.
             if files.facts(read.file).is_ok_and(|facts| facts.kind == FsKind::Local) {
                 // SAFETY: a plain system call on a descriptor we hold. It is advice.
                 unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
             }
-            return;
+            return None;
         };
         let pages = whole_pages(read.offset, read.offset + read.len);
         if pages.is_empty() || self.refused.load(Ordering::Relaxed) {
-            return;
+            return None;
         }
         // Not where they are there already: to map what lies there in small pages takes 100 ms/GiB.
         if cached_pages(fd.as_raw_fd(), &pages).is_ok_and(|cached| cached >= (pages.end - pages.start) / page_size()) {
-            return;
+            return None;
         }
-        let mapping = mapping.get_or_init(|| Mapping::new(&*fd, files.size(read.file)).ok());
-        let Some(mapping) = mapping else { return };
+        let mut refused = None;
+        let mapping = mapping.get_or_init(|| {
+            Mapping::new(&*fd, files.size(read.file)).map_err(|e| refused = Some(e.message().to_owned())).ok()
+        });
+        if let Some(reason) = refused {
+            return Some(Fallback { from: "filling the page cache", to: "pread", reason });
+        }
+        let mapping = mapping.as_ref()?;
         // SAFETY: the range lies in the mapping, which is as long as the file was; populating changes no memory, and pages
         // that the file has lost since are an error.
         let rc = unsafe {
@@ -67,11 +73,13 @@ impl Fill {
             libc::madvise(at.cast(), (pages.end - pages.start) as usize, libc::MADV_POPULATE_READ)
         };
         if rc != 0 {
-            let errno = io::Error::last_os_error().raw_os_error();
-            if matches!(errno, Some(libc::EINVAL | libc::EPERM | libc::ENOSYS)) {
-                self.refused.store(true, Ordering::Relaxed);
+            let e = io::Error::last_os_error();
+            let never = matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EPERM | libc::ENOSYS));
+            if never && !self.refused.swap(true, Ordering::Relaxed) {
+                return Some(Fallback { from: "MADV_POPULATE_READ", to: "pread", reason: format!("madvise: {e}") });
             }
         }
+        None
     }
 }
 

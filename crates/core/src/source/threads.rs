@@ -411,8 +411,8 @@ impl Shared {
         match (way, &read.into) {
             (Way::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
             (Way::Buffered, _) => {
-                if let Some(fill) = self.fill.get() {
-                    fill.before(&self.files, read);
+                if let Some(fallback) = self.fill.get().and_then(|fill| fill.before(&self.files, read)) {
+                    self.fell_back(fallback);
                 }
                 self.read(read, 0, tools)
             }

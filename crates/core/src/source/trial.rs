@@ -22,7 +22,7 @@ const AT_MOST: u64 = ENOUGH + ENOUGH / 2;
 /// Loads with fewer cold bytes than this do not try: they keep.
 pub(crate) const WORTH_A_TRIAL: u64 = 2 * ENOUGH;
 /// Bytes per second that a core takes through the page cache with ease. Measured on a core of a Xeon in a virtual machine:
-/// 0.3 to 0.8 s of processor time per GB, read and copied, so that this leaves it more than half of its time.
+/// 0.3 to 0.9 s of processor time per GB, read and copied, so that this leaves it more than half of its time.
 const PER_CORE: f64 = 0.5 * GB;
 
 /// What becomes of the page cache, and why.
@@ -98,12 +98,14 @@ impl Trial {
         for outcome in outcomes {
             let Some((file, range)) = self.out.remove(&outcome.ticket()) else { continue };
             match outcome {
-                Outcome::Done(_) => {
+                Outcome::Done(done) if done.result.is_ok() => {
                     self.back += range.end - range.start;
                     self.past.push((file, range));
                 }
+                // The load fails with it.
+                Outcome::Done(_) => {}
                 Outcome::Refused { .. } => {
-                    self.choice = Some(Choice { keep: true, reason: "it cannot be read past".into() });
+                    self.choice = Some(Choice { keep: true, reason: "O_DIRECT was refused".into() });
                     self.over = true;
                 }
             }
