@@ -194,6 +194,14 @@ def run(program: str, *arguments: object, timeout: float = 30.0, **more: Any) ->
     return out
 
 
+def interrupt(child: subprocess.Popen[str], within: float) -> None:
+    """Ctrl-C, of which the child must tell by the line "interrupted" within so many seconds."""
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    await_line(child, "interrupted")
+    assert time.monotonic() - began < within
+
+
 def await_line(child: subprocess.Popen[str], line: str) -> None:
     """Waits until a child has written this line."""
     assert child.stdout is not None

@@ -5,6 +5,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::Files;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -38,7 +39,7 @@ pub(crate) fn aside<T: Send + 'static>(
                 return result;
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Error::new(ErrorKind::Internal, "looking at the files panicked; please report this"));
+                return Err(panicked());
             }
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -59,6 +60,15 @@ pub(crate) fn aside<T: Send + 'static>(
             ));
         }
     }
+}
+
+/// Does such work on the caller's own thread, where it is known not to hang. A panic is the error that it is aside.
+pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()))
+}
+
+fn panicked() -> Error {
+    Error::new(ErrorKind::Internal, "looking at the files panicked; please report this")
 }
 
 /// Does work that asks the file system about `files`, at most `stall` per answer.
@@ -110,5 +120,7 @@ mod tests {
         assert_eq!(aside(slow, stall, progress, || true).map_err(|e| e.kind()), Ok(7));
         let broken = || -> Result<()> { panic!("on purpose") };
         assert_eq!(aside(broken, None, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Internal));
+        assert_eq!(here(broken).map_err(|e| e.kind()), Err(ErrorKind::Internal));
+        assert_eq!(here(|| Ok(7)).map_err(|e| e.kind()), Ok(7));
     }
 }

@@ -5,7 +5,7 @@ use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
 use super::{Checkpoint, Entry, Seeded, ShardFile};
-use crate::aside::aside;
+use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
 use crate::source::leads_to_known_disk;
@@ -37,6 +37,11 @@ pub(super) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
 
 /// See [`Checkpoint::open_cancellable`].
 pub(super) fn open_cancellable(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+    here(move || open_known(sources, go_on))
+}
+
+/// On this thread as far as the files are known to be on disks, else aside.
+fn open_known(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
     let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
     if !known(&sources) {
         return aside(move || open(&sources), None, || 0, go_on);

@@ -1,7 +1,7 @@
 //! From request to running load: plan, memory, source, device, what owner and engine share, thread.
 
 use super::{somewhere, Load, Memory, Request, Shared, Where};
-use crate::aside::patiently;
+use crate::aside::{here, patiently};
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
@@ -138,7 +138,7 @@ fn begin(
 /// their state, cannot be interrupted.
 fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
     if files.are_known_local() {
-        return Plan::new(&request, files).map(|plan| (request, plan));
+        return here(|| Plan::new(&request, files).map(|plan| (request, plan)));
     }
     let stall = request.options.stall_timeout;
     let asked = files.clone();
