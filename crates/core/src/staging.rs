@@ -349,7 +349,8 @@ impl Share {
                 return Ok(Some(self.lease(&mut state, slab)));
             }
             let now = state.staging;
-            let floor = state.idle.is_empty() && now.in_use + self.slab <= 2 * self.slab;
+            // Slabs on their way in or out count too: each rings when it is there or gone.
+            let floor = state.idle.is_empty() && now.mapped - now.quarantined <= self.slab;
             if now.mapped + self.slab <= self.limit || floor {
                 // Counted before it is there, so that others cannot take the same room; mapped without the lock.
                 state.map(self.slab);
@@ -360,11 +361,12 @@ impl Share {
                     Ok(slab) => Ok(Some(self.lease(&mut state, Arc::new(slab)))),
                     Err(cause) => {
                         state.staging.mapped -= self.slab;
-                        if state.staging.in_use > 0 {
-                            // The load goes on with what there is, and asks again when a slab comes back.
-                            return Ok(self.refuse(&mut state));
-                        }
-                        Err(cause)
+                        let waiters = state.waiters();
+                        // Where others hold slabs the load goes on with what there is, and asks again when one comes back.
+                        let outcome = if state.staging.in_use > 0 { Ok(self.refuse(&mut state)) } else { Err(cause) };
+                        drop(state);
+                        waiters.iter().for_each(|w| w.ring());
+                        outcome
                     }
                 };
             }
@@ -725,6 +727,16 @@ mod tests {
         });
         assert!(!breach.load(Ordering::SeqCst));
         assert_eq!(ring.staging().in_use, 0);
+    }
+
+    #[test]
+    fn slabs_that_are_being_mapped_count_against_the_limit() {
+        let ring = ring();
+        let share = ring.join(SLAB, 4 * SLAB).unwrap();
+        ring.lock().map(4 * SLAB);
+        assert!(share.try_acquire().unwrap().is_none());
+        ring.lock().staging.mapped -= 4 * SLAB;
+        assert!(share.try_acquire().unwrap().is_some());
     }
 
     #[test]
