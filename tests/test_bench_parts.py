@@ -16,6 +16,7 @@ import torch
 from conftest import FAKEGPU
 from penstock.bench import ceilings, checkpoints, page_cache, reference, synth
 from penstock.bench.contestants import CONTESTANTS, Job, named
+from penstock.bench.forkserver import Forkserver
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
 from penstock.bench.neighbour import Neighbour, NeighbourEnded
 from penstock.bench.process import LoadFailed, LoadProcess, Order, Sampled, gathered, memory_of
@@ -234,7 +235,7 @@ serve(Order(**json.loads(sys.argv[1])), lambda: "end", lambda said: print(json.d
 
 def test_a_load_that_fails_says_why_in_one_line(tmp_path: Path):
     missing = tmp_path / "missing.safetensors"
-    with LoadProcess(order(missing, "pread floor"), {}, 0) as process:
+    with Forkserver() as server, LoadProcess(server, order(missing, "pread floor"), {}, 0) as process:
         assert process.hear() == {"ready": True}
         process.say("load")
         with pytest.raises(LoadFailed, match=r"missing\.safetensors"):

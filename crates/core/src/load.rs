@@ -304,8 +304,12 @@ impl Load {
             return Ok(());
         };
         // For each tensor anew, which takes 2 us: whoever cut the file off before asking is told so, however soon they ask.
-        files.verify_file(file).inspect_err(|_| {
+        files.verify_file(file).inspect_err(|e| {
             // Nothing more comes out of this load.
+            state.ready.clear();
+            if let Some(outcome) = &mut state.outcome {
+                *outcome = Err(e.clone());
+            }
             state.messages.push(Message::Cancel);
             self.shared.inbox.ring();
         })

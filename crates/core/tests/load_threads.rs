@@ -165,10 +165,11 @@ fn other_loads_have_threads_of_their_own() {
         load
     };
     let sample = Sample::on_disk();
-    sample.check(&to_the_end(sample.request(true)));
-    let mut private = sample.request(false);
-    private.options.copy = Some(true);
-    sample.check(&to_the_end(private));
+    for stream in [false, true] {
+        let mut private = sample.request(stream);
+        private.options.copy = Some(true);
+        sample.check(&to_the_end(private));
+    }
 
     evict(&sample.path, None).unwrap();
     if sample.resident() > 0 {
@@ -178,6 +179,35 @@ fn other_loads_have_threads_of_their_own() {
     let cold = to_the_end(sample.request(false));
     assert!(cold.report().routes[0].extents > 0, "{:?}", cold.report());
     sample.check(&cold);
+}
+
+#[test]
+fn a_stream_that_only_maps_runs_on_its_callers_thread_too() {
+    let _alone = alone();
+    get_to_know_the_disk();
+    let sample = Sample::on_disk();
+    let mut request = sample.request(true);
+    // However small: what is mapped takes no memory before it is touched.
+    request.options.window = 1;
+    let (load, threads) = started(|| Load::start(request).unwrap());
+    assert_eq!(threads, [""; 0]);
+    assert!(load.is_done(), "it was to be done before `start` returned");
+    let mut taken = 0;
+    while let Next::Ready(want) = load.next(None).unwrap() {
+        load.take(want).unwrap();
+        taken += 1;
+    }
+    assert_eq!(taken, load.wants().len());
+    sample.check(&load);
+
+    // The file is looked at for each tensor, so that a mapping of what is no longer there is not handed out.
+    let load = Load::start(sample.request(true)).unwrap();
+    assert_eq!(load.next(None).unwrap(), Next::Ready(0));
+    sample.shrink(6 * MIB);
+    for _ in 0..2 {
+        let error = load.next(None).map(|_| ()).unwrap_err();
+        assert_eq!((error.kind(), error.path()), (ErrorKind::Changed, Some(&*sample.path)), "{error}");
+    }
 }
 
 /// Here it is the caller who would be killed by SIGBUS.

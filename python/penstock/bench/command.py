@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """Runs the benchmark; whether all was well: every byte verified, and no load by penstock failed."""
     from . import bounds, tables
     from .contestants import CONTESTANTS
+    from .forkserver import Forkserver
     from .machine import machine
     from .results import summarise
     from .rounds import Bench, Settings, physical
@@ -116,7 +117,8 @@ def run(arguments: argparse.Namespace) -> bool:
     chosen = kinds(arguments, folders)
     about = machine(folders, physical(settings.gpu) if settings.on_gpu else None)
     begun = datetime.datetime.now(datetime.timezone.utc)
-    bench = Bench(settings)
+    server = Forkserver()
+    bench = Bench(settings, server)
 
     def result() -> dict[str, Any]:
         rows = summarise(bench.runs, bench.calibration, settings.on_gpu)
@@ -143,10 +145,11 @@ def run(arguments: argparse.Namespace) -> bool:
     place.parent.mkdir(parents=True, exist_ok=True)
     # Each scenario adds to the file: what an hour has found is not lost with the rest of it.
     partial = place.with_name(place.name + ".partial")
-    for name, kind in chosen.items():
-        for _scenario in bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes):
-            partial.write_text(json.dumps(result(), indent=1) + "\n")
-            partial.replace(place)
+    with server:
+        for name, kind in chosen.items():
+            for _scenario in bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes):
+                partial.write_text(json.dumps(result(), indent=1) + "\n")
+                partial.replace(place)
 
     found = result()
     place.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Loads in a fresh process: both ends of the pipe.
 
-The child (this file run as a program) imports and prepares, says that it is ready, and waits. Told to go, it loads
+The child (`main`) imports and prepares, says that it is ready, and waits. Told to go, it loads
 once with the clock running and says how that went; told to verify, it touches every page, compares every byte with the
 files, drops the tensors, and is ready for its next load. The parent uses the waits to put the page cache and the memory
 into the state that the scenario asks for, and to look at what a load left behind.
@@ -8,11 +8,12 @@ into the state that the scenario asks for, and to look at what a load left behin
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from typing import IO, Any
 
 from . import reference
 from .contestants import Contestant, Job, State, named
+from .forkserver import Forkserver, ServerEnded
 from .results import Run
 from .verification import CASTABLE, torch_dtype, touch, verify
 
@@ -36,7 +38,7 @@ _PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is to load, as it travels on its command line."""
+    """What a process is to load, as it travels on the first line that it hears."""
 
     contestant: str
     device: str
@@ -60,21 +62,24 @@ class LoadFailed(Exception):
 class LoadProcess:
     """A process that loads as often as it is told to. Leaving its context ends it."""
 
-    def __init__(self, order: Order, environment: Mapping[str, str], nbytes: int) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.bench.process", json.dumps(asdict(order))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=os.environ | dict(environment),
-        )
+    def __init__(self, server: Forkserver, order: Order, environment: Mapping[str, str], nbytes: int) -> None:
+        self._server = server
         self._patience = max(_PATIENCE, nbytes / 20e6)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._status: int | None = None
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        hears, to = os.pipe()
+        of, says = os.pipe()
+        self._to, self._of = open(to, "w"), open(of)  # noqa: SIM115 - closed with the process
+        try:
+            #: Its number.
+            self.pid = server.fork(environment, hears, says, self._errors.fileno())
+        except ServerEnded as error:
+            self._close()
+            raise LoadFailed(str(error)) from None
+        finally:
+            os.close(hears)
+            os.close(says)
+        self.say(json.dumps(asdict(order)))
 
     def __enter__(self) -> LoadProcess:
         return self
@@ -83,16 +88,34 @@ class LoadProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+            self._kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._to.close()  # it ends where it is not told to go on
+        self._of.read()
+        self._ended()
+        self._close()
+
+    def _close(self) -> None:
+        for one in (self._to, self._of, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                one.close()
+
+    def _kill(self) -> None:
+        # Its number is its own until somebody has waited for it.
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ended(self) -> int:
+        """Waits for its end; the exit status, or less than 0: the signal."""
+        if self._status is None:
+            self._status = self._server.wait(self.pid)
+        return self._status
 
     def hear(self) -> Run:
         """The next thing that the process says."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(self._patience, self._process.kill)
+        timer = threading.Timer(self._patience, self._kill)
         timer.start()
-        line = self._process.stdout.readline()
+        line = self._of.readline()
         in_time = timer.is_alive()
         timer.cancel()
         if line:
@@ -101,17 +124,16 @@ class LoadProcess:
         raise self._failed("" if in_time else f"did not answer within {self._patience:.0f} s")
 
     def _failed(self, otherwise: str) -> LoadFailed:
-        status = self._process.wait()
+        status = self._ended()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines() or [f"ended with status {status}"]
         return LoadFailed(otherwise or lines[-1])
 
     def say(self, what: str) -> None:
         """Tells the process to go on: `load`, then `verify`, `touch` (every page) or `drop`; `end` at the end."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(what + "\n")
-            self._process.stdin.flush()
+            self._to.write(what + "\n")
+            self._to.flush()
         except BrokenPipeError:
             raise self._failed("") from None
 
@@ -281,7 +303,7 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
 
 
 def main() -> None:
-    order = Order(**json.loads(sys.argv[1]))
+    order = Order(**json.loads(sys.stdin.readline()))
     # What loaders print is not for the parent.
     with os.fdopen(os.dup(1), "w") as pipe:
         os.dup2(2, 1)
@@ -291,7 +313,3 @@ def main() -> None:
             pipe.flush()
 
         serve(order, lambda: sys.stdin.readline().strip(), say)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from . import ceilings
 from .checkpoints import NoRoom, Placed, in_memory, place
 from .contestants import CONTESTANTS, Contestant
+from .forkserver import Forkserver
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
@@ -70,6 +71,7 @@ class Settings:
 @dataclass
 class Bench:
     settings: Settings
+    server: Forkserver
     runs: list[Run] = field(default_factory=list)
     calibration: list[dict[str, Any]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
@@ -255,7 +257,7 @@ class Bench:
             with contextlib.ExitStack() as stack:
                 limit = stack.enter_context(MemoryLimit(int(1.25 * placed.nbytes))) if scenario.limited else None
                 processes = [
-                    stack.enter_context(LoadProcess(order, contestant.environment, placed.nbytes))
+                    stack.enter_context(LoadProcess(self.server, order, contestant.environment, placed.nbytes))
                     for _ in range(scenario.processes)
                 ]
                 for process in processes:
@@ -293,7 +295,7 @@ class Bench:
 
     def first_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> None:
         """A cold load whose tensors are used, by a process of its own: what it leaves in the page cache counts."""
-        with LoadProcess(order, contestant.environment, placed.nbytes) as process:
+        with LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process:
             said = process.hear()
             if "absent" in said:
                 raise Absent(said["absent"])
@@ -357,7 +359,10 @@ class Bench:
             file = Path(folder) / "trace.json"
             order = Order(**(vars(self.order(contestant, scenario, placed)) | {"trace": str(file)}))
             try:
-                with LoadProcess(order, contestant.environment, placed.nbytes) as process, neighbour(scenario, placed):
+                with (
+                    LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process,
+                    neighbour(scenario, placed),
+                ):
                     process.hear()
                     self.before(scenario, placed.files)
                     for what in ("load", "drop"):

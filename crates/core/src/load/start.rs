@@ -65,7 +65,7 @@ fn begin(
     let files = Arc::new(Files::new(request.checkpoint.files()));
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
-    let here = is_done_here(&request, &plan, &files);
+    let here = is_done_here(&plan, &files);
     let Request { checkpoint, wants, device: at, memory, options, stream } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
@@ -83,8 +83,9 @@ fn begin(
         Some(device) => Some(device),
         None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
     };
-    let mut engine =
-        Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), stream.then_some(options.window));
+    // What is mapped takes no memory that a window would bound, and nobody takes anything before it is over.
+    let window = (stream && !here).then_some(options.window);
+    let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), window);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
     plan.report.plan_seconds = began.seconds();
 
@@ -148,9 +149,8 @@ fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Re
 
 /// Whether the caller's own thread does the load before `start` returns. A load that has nothing to do but map pages that are
 /// there takes 0.1 to 1 ms, where threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
-fn is_done_here(request: &Request, plan: &Plan, files: &Files) -> bool {
-    !request.stream
-        && plan.cold == Cold::None
+fn is_done_here(plan: &Plan, files: &Files) -> bool {
+    plan.cold == Cold::None
         && !files.may_hang()
         && plan.schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }))
 }
