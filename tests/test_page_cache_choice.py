@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ MIB = 1 << 20
 #: Above it a load tries the storage (`WORTH_A_TRIAL`); and what goes past the page cache until it is decided at last.
 TENSORS, NBYTES = 24, 8 * MIB
 TRIED = 224 * MIB
+#: What at most goes through it while it is tried, and is read ahead behind that.
+THROUGH = 48 * MIB
 
 #: Loads once, in the control group of which it is told, and prints the report and a checksum.
 PROGRAM = """
@@ -59,10 +62,14 @@ def test_a_slow_disk_is_kept_and_a_fast_one_is_not(model: Path) -> None:
     as_it_is = load(model, copy=True)
     assert as_it_is["sums"] == warm["sums"]
     assert "the storage gives" in as_it_is["reason"]
-    assert (as_it_is["cache"] == "bypass") == (", more than" in as_it_is["reason"])
+    past, through = map(float, re.findall(r"([0-9.]+) GB/s", as_it_is["reason"]))
+    # The figures are rounded to 0.01 GB/s
+    assert as_it_is["cache"] == ("keep" if through + 0.01 >= 0.85 * (past - 0.01) else "bypass") or (
+        as_it_is["cache"] == ("keep" if through - 0.01 >= 0.85 * (past + 0.01) else "bypass")
+    )
     if as_it_is["cache"] == "bypass":
-        assert as_it_is["direct"] >= TENSORS * NBYTES
-        assert pagecache.resident_bytes([model]) < MIB
+        assert as_it_is["direct"] >= TENSORS * NBYTES - THROUGH
+        assert pagecache.resident_bytes([model]) <= THROUGH + MIB
 
     pagecache.put([model], "cold")
     try:

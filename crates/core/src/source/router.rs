@@ -207,7 +207,7 @@ impl Router {
             Route::Mapped => Some(Way::Mapped),
             Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => Some(Way::Uncached),
             Route::Buffered => Some(Way::Buffered),
-            Route::Direct if self.trial.as_ref().is_some_and(Trial::keeps) => Some(Way::Buffered),
+            Route::Direct if self.trial.as_ref().is_some_and(Trial::is_through) => Some(Way::Buffered),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => Some(Way::Uncached),
             Route::Direct if matches!(self.direct, Direct::Threads) => Some(Way::Direct),
             Route::Direct if !self.insists && self.is_network(read.file) => Some(Way::Direct),
@@ -317,7 +317,7 @@ impl Source for Router {
         if read.route == Route::Direct && self.trial.as_mut().is_some_and(|t| t.holds(&read)) {
             return Err(read);
         }
-        let direct = read.route == Route::Direct && !self.trial.as_ref().is_some_and(Trial::keeps);
+        let direct = read.route == Route::Direct;
         let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
         if read.route == Route::Direct && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();

@@ -1,29 +1,27 @@
 //! Whether cold bytes that are read into private memory are to stay in the page cache, decided by the storage's own pace.
 //!
-//! To read through the page cache costs the processor two to four times as much as to read past it. Where the storage is
-//! slow that is hidden, and the next start is spared the storage. Where it is fast the load would wait for the processor,
-//! and the next start has little to gain. So the first reads of a load go past the page cache, are timed, and decide for the
-//! rest; if that is kept, what they have brought is read into the page cache at the end.
+//! To read through the page cache costs the processor two to four times as much as to read past it, and many a disk is
+//! slower that way whatever the processor does. Where it is not, keeping costs nothing and the next start is spared the
+//! storage. So the first reads of a load go past the page cache, the next ones through it, both are timed, and that decides
+//! for the rest; if it is kept, what has gone past is read into the page cache at the end.
 
 use super::{Outcome, Read, Ticket};
-use crate::machine;
 use crate::options::{GB, MIB};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::time::Instant;
 
-/// Bytes after which it is decided: a few milliseconds, and as many reads as keep a disk busy.
-const ENOUGH: u64 = 32 * MIB;
-/// Bytes after which going past the page cache is thought over, by those that came since: storage that is rented gives the
-/// first ones faster than the rest.
-const ENOUGH_AT_LAST: u64 = 96 * MIB;
-/// Bytes that go out while it is not decided: some are under way when it is.
+/// Bytes of each of the two ways: some milliseconds, and as many reads as keep a disk busy.
+const ENOUGH: u64 = 24 * MIB;
+/// Bytes that go out of each way while it is timed: some are under way when it ends.
 const AT_MOST: u64 = ENOUGH + ENOUGH / 2;
+/// Bytes after which going past the page cache is thought over, by the pace of these: storage that is rented gives the
+/// first bytes faster than the rest.
+const AT_LAST: u64 = 64 * MIB;
 /// Loads with fewer cold bytes than this do not try: they keep.
-pub(crate) const WORTH_A_TRIAL: u64 = 2 * ENOUGH;
-/// Bytes per second that a core takes through the page cache with ease. Measured on a core of a Xeon in a virtual machine:
-/// 0.3 to 0.9 s of processor time per GB, read and copied, so that this leaves it more than half of its time.
-const PER_CORE: f64 = 0.5 * GB;
+pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
+/// Of the pace past the page cache, what the pace through it must reach for it to be kept.
+const SHARE: f64 = 0.85;
 
 /// What becomes of the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,31 +34,42 @@ pub struct Choice {
 
 #[derive(Debug)]
 pub(super) struct Trial {
-    cores: usize,
-    /// When the first read went out, or the last decision was taken, and the bytes that had come back by then.
-    since: Option<(Instant, u64)>,
-    /// Bytes that were sent out and that came back.
+    stage: Stage,
+    /// When the first read of this stage went out, and the bytes that went out and came back since.
+    since: Option<Instant>,
     sent: u64,
     back: u64,
-    /// What is under way, and what went past the page cache: file and range.
-    out: HashMap<Ticket, (u32, Range<u64>)>,
+    /// What is under way: file, range, and whether it went past the page cache.
+    out: HashMap<Ticket, (u32, Range<u64>, bool)>,
+    /// What went past the page cache.
     past: Vec<(u32, Range<u64>)>,
+    /// Bytes per second, past the page cache and through it.
+    paces: (f64, f64),
     choice: Option<Choice>,
-    /// The choice stands.
-    over: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Reads past the page cache are timed.
+    Past,
+    /// Reads through it are.
+    Through,
+    /// It is decided, but reads past the page cache are timed again.
+    Doubtful,
+    Over,
 }
 
 impl Trial {
     pub(super) fn new() -> Self {
         Trial {
-            cores: machine::cores(),
+            stage: Stage::Past,
             since: None,
             sent: 0,
             back: 0,
             out: HashMap::new(),
             past: Vec::new(),
+            paces: (0.0, 0.0),
             choice: None,
-            over: false,
         }
     }
 
@@ -68,60 +77,95 @@ impl Trial {
         self.choice.as_ref()
     }
 
-    pub(super) fn keeps(&self) -> bool {
+    fn keeps(&self) -> bool {
         self.choice.as_ref().is_some_and(|choice| choice.keep)
     }
 
-    /// Whether `read` is to wait until it is decided which way it goes.
+    /// Whether reads go through the page cache now.
+    pub(super) fn is_through(&self) -> bool {
+        self.stage == Stage::Through || self.keeps()
+    }
+
+    /// Whether `read` is to wait until it is known which way it goes.
     pub(super) fn holds(&mut self, read: &Read) -> bool {
-        if self.choice.is_some() || self.sent == 0 || self.sent + read.len <= AT_MOST {
+        if !matches!(self.stage, Stage::Past | Stage::Through) {
             return false;
         }
-        if self.out.is_empty() {
+        // The two ways are not timed beside each other.
+        let waits = match self.sent {
+            0 => !self.out.is_empty(),
+            sent => sent + read.len > AT_MOST,
+        };
+        if waits && self.out.is_empty() {
             // Nothing more will come that could tell.
-            self.decide();
+            self.next();
+            return self.holds(read);
         }
-        self.choice.is_none()
+        waits
     }
 
-    /// A read went out, past the page cache.
+    /// A read went out, the way that [`is_through`](Self::is_through) says.
     pub(super) fn sent(&mut self, ticket: Ticket, file: u32, range: Range<u64>) {
-        self.since.get_or_insert_with(|| (Instant::now(), 0));
-        self.sent += range.end - range.start;
-        if !self.over {
-            self.out.insert(ticket, (file, range));
+        if self.stage == Stage::Over {
+            return;
         }
+        self.since.get_or_insert_with(Instant::now);
+        self.sent += range.end - range.start;
+        self.out.insert(ticket, (file, range, self.stage != Stage::Through));
     }
 
-    /// These came back: decides once that is enough.
+    /// These came back: goes on to the next stage once that is enough.
     pub(super) fn back(&mut self, outcomes: &[Outcome]) {
         for outcome in outcomes {
-            let Some((file, range)) = self.out.remove(&outcome.ticket()) else { continue };
+            let Some((file, range, past)) = self.out.remove(&outcome.ticket()) else { continue };
             match outcome {
                 Outcome::Done(done) if done.result.is_ok() => {
-                    self.back += range.end - range.start;
-                    self.past.push((file, range));
+                    if past == (self.stage != Stage::Through) {
+                        self.back += range.end - range.start;
+                    }
+                    if past {
+                        self.past.push((file, range));
+                    }
                 }
                 // The load fails with it.
                 Outcome::Done(_) => {}
                 Outcome::Refused { .. } => {
                     self.choice = Some(Choice { keep: true, reason: "O_DIRECT was refused".into() });
-                    self.over = true;
+                    self.stage = Stage::Over;
                 }
             }
         }
-        let enough = if self.choice.is_none() { ENOUGH } else { ENOUGH_AT_LAST };
-        if !self.over && self.back >= enough {
-            self.decide();
+        let enough = match self.stage {
+            Stage::Past | Stage::Through => ENOUGH,
+            Stage::Doubtful => AT_LAST,
+            Stage::Over => return,
+        };
+        if self.back >= enough {
+            self.next();
         }
     }
 
-    fn decide(&mut self) {
-        let now = Instant::now();
-        let (since, back) = self.since.replace((now, self.back)).unwrap_or((now, 0));
-        let choice = chosen((self.back - back) as f64 / (now - since).as_secs_f64().max(1e-9), self.cores);
-        self.over = choice.keep || self.choice.is_some();
-        self.choice = Some(choice);
+    fn next(&mut self) {
+        let seconds = self.since.take().map_or(0.0, |since| since.elapsed().as_secs_f64());
+        let pace = self.back as f64 / seconds.max(1e-9);
+        (self.sent, self.back) = (0, 0);
+        match self.stage {
+            Stage::Through => self.paces.1 = pace,
+            _ => self.paces.0 = pace,
+        }
+        if self.stage == Stage::Past {
+            self.stage = Stage::Through;
+            return;
+        }
+        let (past, through) = self.paces;
+        let keep = through >= SHARE * past;
+        self.stage = if keep || self.stage == Stage::Doubtful { Stage::Over } else { Stage::Doubtful };
+        let reason = format!(
+            "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
+            past / GB,
+            through / GB
+        );
+        self.choice = Some(Choice { keep, reason });
     }
 
     /// What went past the page cache although it is kept.
@@ -134,18 +178,6 @@ impl Trial {
     }
 }
 
-fn chosen(rate: f64, cores: usize) -> Choice {
-    let most = cores as f64 * PER_CORE;
-    let keep = rate <= most;
-    let than = if keep { "no more than" } else { "more than" };
-    let reason = format!(
-        "the storage gives {:.1} GB/s, {than} the {:.1} GB/s that {cores} cores take through the page cache with ease",
-        rate / GB,
-        most / GB
-    );
-    Choice { keep, reason }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,6 +187,9 @@ mod tests {
     use std::time::Duration;
 
     const EACH: u64 = 4 * MIB;
+    /// Reads that go out of each way, and that are enough.
+    const SENT: u64 = AT_MOST / EACH;
+    const TIMED: u64 = ENOUGH / EACH;
 
     fn read(n: u64) -> Read {
         let (into, keep) = (Destination::Memory(std::ptr::null_mut()), Arc::new(()));
@@ -177,61 +212,74 @@ mod tests {
         at_most
     }
 
-    fn with_cores(cores: usize) -> Trial {
-        Trial { cores, ..Trial::new() }
+    /// Reads both ways, each in about so many milliseconds; the number of the next read.
+    fn tried(trial: &mut Trial, past: u64, through: u64) -> u64 {
+        let mut n = 0;
+        for ms in [past, through] {
+            assert_eq!(send(trial, n, 100), SENT);
+            std::thread::sleep(Duration::from_millis(ms));
+            trial.back(&(n..n + TIMED).map(done).collect::<Vec<_>>());
+            // The next way begins when all of this one are back.
+            assert!(trial.choice().is_some() || trial.holds(&read(n + SENT)));
+            trial.back(&(n + TIMED..n + SENT).map(done).collect::<Vec<_>>());
+            n += SENT;
+        }
+        n
     }
 
     #[test]
-    fn fast_storage_is_read_past_the_page_cache_and_goes_on_so() {
-        let mut trial = with_cores(1);
-        assert_eq!(send(&mut trial, 0, 100), AT_MOST / EACH);
-        trial.back(&[done(3), done(0), done(1), done(2)]);
-        assert_eq!(trial.choice(), None);
-        trial.back(&[done(4), done(5), done(6), done(7)]);
-        // 32 MiB within microseconds.
-        assert!(trial.choice().is_some_and(|c| !c.keep && c.reason.contains("more than the 0.5 GB/s that 1 cores")));
-        assert_eq!(send(&mut trial, 12, 100), 100);
-        trial.back(&(8..100).map(done).collect::<Vec<_>>());
-        assert!(trial.over && !trial.keeps());
-        assert!(trial.take_past().is_empty());
+    fn storage_that_is_slower_through_the_page_cache_is_read_past_it() {
+        let mut trial = Trial::new();
+        assert!(!trial.is_through());
+        let n = tried(&mut trial, 20, 60);
+        assert!(trial.choice().is_some_and(|c| !c.keep && c.reason.contains("GB/s past the page cache and")));
+        assert!(!trial.is_through());
+        // And goes on so: 64 MiB at the pace of the first ones or better.
+        assert_eq!(send(&mut trial, n, 100), 100);
+        trial.back(&(n..n + 100).map(done).collect::<Vec<_>>());
+        assert_eq!(trial.stage, Stage::Over);
+        assert!(!trial.is_through() && trial.take_past().is_empty());
     }
 
     #[test]
-    fn slow_storage_is_kept_and_what_went_past_is_told_once() {
-        let mut trial = with_cores(2);
-        assert_eq!(send(&mut trial, 0, 100), AT_MOST / EACH);
-        // 8 x 4 MiB in 50 ms: 0.67 GB/s.
-        std::thread::sleep(Duration::from_millis(50));
-        trial.back(&(0..8).map(done).collect::<Vec<_>>());
-        assert!(trial.keeps() && trial.over, "{:?}", trial.choice());
-        assert_eq!(trial.take_past(), (0..8).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
-        // Those that were under way come later.
-        trial.back(&[done(8), done(11), done(9), done(10)]);
-        assert_eq!(trial.take_past().len(), 4);
+    fn storage_that_is_as_fast_either_way_is_kept_and_what_went_past_is_told_once() {
+        let mut trial = Trial::new();
+        let n = tried(&mut trial, 60, 20);
+        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
+        assert_eq!(trial.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(trial.take_past().is_empty());
+        assert_eq!(send(&mut trial, n, 100), 100);
     }
 
     #[test]
     fn storage_that_is_fast_only_at_first_is_kept_after_all() {
-        let mut trial = with_cores(2);
-        send(&mut trial, 0, 100);
-        trial.back(&(0..8).map(done).collect::<Vec<_>>());
-        assert!(trial.choice().is_some() && !trial.keeps());
-        send(&mut trial, 12, 100);
-        // 64 MiB in 100 ms: 0.67 GB/s.
-        std::thread::sleep(Duration::from_millis(100));
-        trial.back(&(8..24).map(done).collect::<Vec<_>>());
-        assert!(trial.keeps() && trial.over, "{:?}", trial.choice());
-        assert_eq!(trial.take_past().len(), 24);
+        let mut trial = Trial::new();
+        let n = tried(&mut trial, 5, 40);
+        assert!(!trial.is_through());
+        assert_eq!(send(&mut trial, n, 20), 20);
+        // Slower than the page cache was.
+        std::thread::sleep(Duration::from_millis(300));
+        trial.back(&(n..n + 20).map(done).collect::<Vec<_>>());
+        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
+        assert_eq!(trial.take_past().len() as u64, SENT + 20);
     }
 
     #[test]
     fn a_read_is_never_held_where_nothing_is_awaited() {
-        let mut trial = with_cores(2);
-        for n in 0..40 {
+        let mut trial = Trial::new();
+        for n in 0..80 {
             // One at a time, as with a depth of one.
             assert!(!trial.holds(&read(n)), "{n}");
             trial.sent(Ticket(n), 0, n * EACH..(n + 1) * EACH);
+            trial.back(&[done(n)]);
+        }
+        assert!(trial.choice().is_some());
+        // Reads larger than what is tried.
+        let mut trial = Trial::new();
+        for n in 0..4 {
+            let large = Read { len: 2 * AT_MOST, ..read(n) };
+            assert!(!trial.holds(&large), "{n}");
+            trial.sent(Ticket(n), 0, 0..2 * AT_MOST);
             trial.back(&[done(n)]);
         }
         assert!(trial.choice().is_some());
@@ -239,11 +287,11 @@ mod tests {
 
     #[test]
     fn what_refuses_direct_reads_is_kept() {
-        let mut trial = with_cores(2);
+        let mut trial = Trial::new();
         send(&mut trial, 0, 2);
         let cause = std::io::Error::from_raw_os_error(libc::EINVAL);
         trial.back(&[Outcome::Refused { read: read(1), cause }]);
-        assert!(trial.keeps() && trial.over);
+        assert!(trial.is_through() && trial.stage == Stage::Over);
         assert!(trial.take_past().is_empty());
     }
 }
