@@ -1,0 +1,33 @@
+"""The interface of fastsafetensors 0.5 on this engine.
+
+    from penstock.compat.fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), "cuda:0")
+    loader.add_filenames({0: files})
+    buffer = loader.copy_files_to_device()
+    tensor = buffer.get_tensor("wte.weight")
+
+`fastsafe_open`, `ParallelLoader` and `AutoLoader` are here too, and what the original has in submodules (`DType`,
+`Device`, `TensorFrame`). What the settings mean here, and what differs, is in docs/compatibility.md.
+"""
+
+from ._fastsafetensors_loader import FilesBufferOnDevice, SafeTensorsFileLoader, SingleGroup, fastsafe_open
+from ._fastsafetensors_stream import AutoLoader, BudgetInfeasibleError, LoaderConfig, ParallelLoader, load_config
+from ._fastsafetensors_types import Device, DeviceType, DType, TensorFrame, TorchTensor
+
+__all__ = [
+    "AutoLoader",
+    "BudgetInfeasibleError",
+    "DType",
+    "Device",
+    "DeviceType",
+    "FilesBufferOnDevice",
+    "LoaderConfig",
+    "ParallelLoader",
+    "SafeTensorsFileLoader",
+    "SingleGroup",
+    "TensorFrame",
+    "TorchTensor",
+    "fastsafe_open",
+    "load_config",
+]
