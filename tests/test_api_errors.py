@@ -6,7 +6,7 @@ import pytest
 from penstock import _errors
 from penstock._errors import PenstockError, from_core
 
-#: Every `ErrorKind` of the core, and what people already catch for it.
+#: Every `ErrorKind` of the core, and those of Python alone, and what people already catch for it.
 CAUGHT_AS = {
     "NotFound": FileNotFoundError,
     "Permission": PermissionError,
@@ -14,6 +14,7 @@ CAUGHT_AS = {
     "Header": ValueError,
     "Index": ValueError,
     "Truncated": EOFError,
+    "Digest": ValueError,
     "Changed": RuntimeError,
     "UnknownTensor": KeyError,
     "Slice": ValueError,

@@ -2,7 +2,7 @@
 
     import penstock
 
-    checkpoint = penstock.open("model/")            # a file, a list of files, a folder, an index file
+    checkpoint = penstock.open("model/")            # a file, files, a folder, an index file, a cached Hub repository
     state = checkpoint.load("cuda:0")               # {name: torch.Tensor}
     print(checkpoint.last_report)
 
@@ -16,6 +16,7 @@ from ._errors import (
     CancelledError,
     ChangedError,
     DeviceError,
+    DigestError,
     ForkedError,
     HeaderError,
     IndexFileError,
@@ -46,6 +47,7 @@ __all__ = [
     "ChangedError",
     "Checkpoint",
     "DeviceError",
+    "DigestError",
     "ForkedError",
     "HeaderError",
     "IndexFileError",

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
 from ._core import Options
 from ._device import CPU
-from ._errors import InvalidError
+from ._errors import InvalidError, NotFoundError
 from ._progress import Progress
 from ._report import Report, report_of
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
 
+if TYPE_CHECKING:
+    from ._hub import Snapshot
+
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A shard file, several, a directory, or an index file."""
+"""A shard file, several, a directory, an index file, or the name of a repository in the local Hub cache."""
 
 
 def source_paths(source: Source) -> list[str]:
@@ -38,8 +41,9 @@ class Checkpoint:
     natural order of their names, tensors by offset). May be shared by threads, and used after a fork.
     """
 
-    def __init__(self, core: _core.Checkpoint) -> None:
+    def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None) -> None:
         self._core = core
+        self._snapshot = snapshot
         self._last_report: Report | None = None
         warnings = core.warnings()
         if warnings:
@@ -233,6 +237,42 @@ class Checkpoint:
         self._last_report = report
         return report
 
+    # Checking it
+
+    def verify(self, progress: Progress = None) -> dict[str, str | None]:
+        """Reads every byte, several files at once, and compares with the digests that a local Hub cache has of them.
+
+        Blobs of such a cache are named by the sha256 of their content, small ones by git's sha1. Of a checkpoint that
+        was opened by the name of its repository, all files of the snapshot are compared, `config.json` and the like
+        too.
+
+        Args:
+            progress: As in `load`; counts bytes.
+
+        Returns:
+            What each file was compared with, by path: "blob name", "tree listing" (the cache's copy of the Hub's list
+            of files), or None where there is nothing to compare with, as for all files outside of a Hub cache.
+
+        Raises:
+            DigestError: files are damaged; names all of them.
+            PenstockError: a file cannot be read.
+        """
+        from . import _digest
+
+        found = _digest.digests(self._all_files(), progress=progress)
+        _digest.raise_for(found)
+        return {digest.path: digest.expected.source if digest.expected else None for digest in found}
+
+    def _all_files(self) -> list[str]:
+        """The shard files, then the other files of the snapshot that this was opened as."""
+        files = self.files
+        if self._snapshot is not None:
+            from . import _hub
+
+            known = set(files)
+            files += [path for path in _hub.files_of(self._snapshot) if path not in known]
+        return files
+
     # Harmless, so that it can be used like a file
 
     def close(self) -> None:
@@ -256,10 +296,26 @@ def open(source: Source) -> Checkpoint:
     """Opens a safetensors checkpoint: reads and validates the headers, nothing else.
 
     Args:
-        source: A shard file, a list of them, a directory, or an index file (``model.safetensors.index.json``).
+        source: A shard file, a list of them, a directory, or an index file (``model.safetensors.index.json``). Or a
+            repository of the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (branch, tag or commit
+            hash), ``hf://org/name@revision/folder``. What is on disk under such a name comes first, but for ``hf://``.
+            Nothing is ever downloaded.
 
     Raises:
-        NotFoundError: (a FileNotFoundError) nothing is there.
+        NotFoundError: (a FileNotFoundError) nothing is there, or not all of it.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: something is, but not a whole checkpoint.
+        InvalidError: ``source`` is nothing that could be opened.
     """
-    return Checkpoint(_core.Checkpoint.open(source_paths(source)))
+    paths = source_paths(source)
+    absent = None
+    if not isinstance(source, str) or not source.startswith("hf://"):
+        try:
+            return Checkpoint(_core.Checkpoint.open(paths))
+        except NotFoundError as error:
+            if not isinstance(source, str):
+                raise
+            absent = error
+    from . import _hub  # nobody pays for it who opens what is on disk
+
+    snapshot = _hub.find(source, absent)
+    return Checkpoint(_hub.open_snapshot(snapshot), snapshot)

@@ -101,6 +101,17 @@ class TruncatedError(PenstockError, EOFError):
     kind = "Truncated"
 
 
+class DigestError(PenstockError, ValueError):
+    """A file's content does not hash to the digest that is known of it.
+
+    Attributes:
+        problems: One line per damaged file.
+    """
+
+    kind = "Digest"
+    problems: list[str]
+
+
 class ChangedError(PenstockError, RuntimeError):
     """The file changed between opening the checkpoint and the end of the load."""
 
@@ -194,6 +205,7 @@ _BY_KIND: dict[str, type[PenstockError]] = {
         HeaderError,
         IndexFileError,
         TruncatedError,
+        DigestError,
         ChangedError,
         UnknownTensorError,
         SliceError,

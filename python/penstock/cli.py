@@ -20,12 +20,15 @@ from typing import Any
 from . import _core
 from ._checkpoint import Checkpoint, open
 from ._dtypes import DTYPES
-from ._errors import InvalidError, PenstockError, UnsupportedError
+from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
 from ._load import ORDERS, make_options
 from ._report import size_text
 from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
+
+_SOURCE = """a safetensors file, several, a directory, an index file, or a repository of the local Hugging Face
+Hub cache: org/name, org/name@revision"""
 
 
 class _Failed(Exception):
@@ -259,18 +262,6 @@ def _load(args: argparse.Namespace) -> None:
 # verify
 
 
-def _digest(path: str) -> str:
-    import hashlib
-
-    with Path(path).open("rb") as file:
-        if sys.version_info >= (3, 11):
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
 def _listed(path: str) -> dict[str, str]:
     """Digests by file name from the output of sha256sum."""
     listed = {}
@@ -285,6 +276,9 @@ def _listed(path: str) -> dict[str, str]:
 
 
 def _verify(args: argparse.Namespace) -> None:
+    from ._digest import digests
+    from ._hub import Expected, expected_digest
+
     listed = _listed(args.digests) if args.digests else {}
     try:
         checkpoint = _open(args)
@@ -295,20 +289,20 @@ def _verify(args: argparse.Namespace) -> None:
     files: list[dict[str, Any]] = [{"path": path, "ok": True} for path in checkpoint.files]
     problems = []
     unused = set(listed)
-    for file in files if args.sha256 or args.digests else ():
-        path = Path(file["path"])
-        # A Hub cache links each file to a blob; where the blob is large its name is the sha256 of its bytes
-        blob = Path(os.path.realpath(path)).name
-        unused.discard(path.name)
-        expected = listed.get(path.name) or (blob if re.fullmatch(r"[0-9a-f]{64}", blob) else None)
-        file["sha256"] = _digest(file["path"])
-        file["compared_with"] = "list" if path.name in listed else "blob name" if expected else None
-        if expected is not None and expected != file["sha256"]:
-            file["ok"] = False
-            message = (
-                f"{path}: sha256 is {file['sha256']} and should be {expected}: the file is damaged, fetch it again"
-            )
-            problems.append({"kind": "Digest", "path": str(path), "message": message})
+    if args.sha256 or args.digests:
+        paths = checkpoint._all_files()
+        unused -= {Path(path).name for path in paths}
+        known = {
+            path: Expected("sha256", listed[Path(path).name], "list") for path in paths if Path(path).name in listed
+        }
+        files = []
+        for found in digests(paths, known, False if args.json else None):
+            source = found.expected.source if found.expected else None
+            named = {found.algorithm.replace("-", "_"): found.digest, "compared_with": source}
+            files.append({"path": found.path, "ok": found.error is None, **named})
+            if found.error is not None:
+                message = str(found.error)
+                problems.append({"kind": found.error.kind, "path": found.path, "message": message})
     for name in sorted(unused):
         message = f"{args.digests}: lists {name}, which is not a file of this checkpoint"
         problems.append({"kind": "Digest", "path": name, "message": message})
@@ -324,16 +318,20 @@ def _verify(args: argparse.Namespace) -> None:
     def text() -> str:
         lines = []
         for file in files:
-            digest = file.get("sha256")
-            seen = (
-                "" if digest is None else f"  sha256 {digest} ({file['compared_with'] or 'nothing to compare it with'})"
-            )
-            lines.append(f"{'ok' if file['ok'] else 'FAILED':8}{file['path']}{seen}")
+            seen = [
+                f"  {name} {file[key] or '?'} ({file['compared_with'] or 'nothing to compare it with'})"
+                for name, key in (("sha256", "sha256"), ("git-sha1", "git_sha1"))
+                if key in file
+            ]
+            lines.append(f"{'ok' if file['ok'] else 'FAILED':8}{file['path']}{''.join(seen)}")
         lines += [f"FAILED  {p['message']}" for p in problems]
         lines += [f"warning {w}" for w in checkpoint.warnings]
-        checked = "headers, bounds and index" + (" and digests" if args.sha256 or args.digests else "")
-        state = f"{len(problems)} problems" if problems else "all well"
+        digested = args.sha256 or args.digests
+        checked = "headers, bounds and index" + (" and digests" if digested else "")
+        state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
         lines.append(f"{checked} of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
+        if not digested and all(expected_digest(path) for path in checkpoint.files):
+            lines.append("contents were not compared with the digests that the Hub cache has of them: --sha256 does")
         return "\n".join(lines)
 
     _print(args, document, text)
@@ -382,10 +380,19 @@ def _page_cache(args: argparse.Namespace) -> None:
 # doctor
 
 
+def _place(path: str) -> str:
+    """``path``, or the snapshot that it stands for where it is the name of a repository in the Hub cache."""
+    from . import _hub
+
+    if os.path.lexists(path) or _hub.parse(path) is None:
+        return path
+    return str(_hub.find(path, NotFoundError("no such file or folder", path=path)).path)
+
+
 def _doctor(args: argparse.Namespace) -> None:
     from . import _doctor as doctor
 
-    found = doctor.examine(args.path, measure=not args.no_measure)
+    found = doctor.examine(_place(args.path), measure=not args.no_measure)
     _print(args, found, lambda: doctor.describe(found))
 
 
@@ -501,7 +508,7 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     def with_source(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        made.add_argument("source", nargs="+", help="a safetensors file, several, a directory, or an index file")
+        made.add_argument("source", nargs="+", help=_SOURCE)
         return made
 
     made = with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes"))
@@ -523,7 +530,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = with_source(command("verify", _verify, "check headers, bounds and index, and on request every byte"))
     made.add_argument(
-        "--sha256", action="store_true", help="digest every file; compare where a Hub cache names the blob"
+        "--sha256", action="store_true", help="digest every file; compare where a Hub cache knows the digest"
     )
     made.add_argument("--digests", metavar="FILE", help="compare digests with this list, as sha256sum writes it")
 

@@ -1,0 +1,164 @@
+"""The contents of files, hashed and compared with the digests that are known of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ._errors import AccessError, DigestError, NotFoundError, PenstockError, ReadError
+from ._hub import Expected, expected_digest
+from ._progress import INTERVAL, Meter, Progress
+
+_CHUNK = 4 << 20
+"""Bytes per read. hashlib lets other threads run meanwhile; much larger chunks would leave the processor's cache."""
+
+_MOST_THREADS = 8
+"""A core with SHA instructions hashes about 1 GB/s (1.07 measured): more of them would wait for the disk."""
+
+_PATIENCE = 2.0
+"""Seconds that an interrupted check waits for reads that hang before it leaves them behind."""
+
+
+class Digest(NamedTuple):
+    """What became of one file."""
+
+    path: str
+    algorithm: str
+    """"sha256" or "git-sha1": see `Expected`."""
+    digest: str | None
+    """What the content hashes to, in hexadecimal; None if it could not be read."""
+    expected: Expected | None
+    """What it is to hash to, and who says so; None if nobody does."""
+    error: PenstockError | None
+    """Why the file is damaged, or could not be read."""
+
+
+def digests(
+    paths: Sequence[str], listed: Mapping[str, Expected] | None = None, progress: Progress = False
+) -> list[Digest]:
+    """Hashes files, several at once, and compares each with what is known of it.
+
+    Args:
+        paths: The files.
+        listed: What they are to hash to, by path; for others the Hub cache they lie in is asked.
+        progress: As in `Checkpoint.load`.
+
+    Returns:
+        One per path, in their order.
+    """
+    return _Hashing(paths, listed or {}).run(progress)
+
+
+def raise_for(found: Sequence[Digest]) -> None:
+    """Raises for the files that are damaged, or else for one that could not be read; returns if there are none."""
+    errors = [digest.error for digest in found if digest.error is not None]
+    if not any(isinstance(error, DigestError) for error in errors):
+        if errors:
+            raise errors[0]
+        return
+    problems = [str(error) for error in errors]
+    path = next(error.path for error in errors if isinstance(error, DigestError))
+    message = "; ".join(problems)
+    error = DigestError(message if len(problems) == 1 else f"{len(problems)} files: {message}", path=path)
+    error.problems = problems
+    raise error
+
+
+class _Hashing:
+    def __init__(self, paths: Sequence[str], listed: Mapping[str, Expected]) -> None:
+        self._paths = paths
+        self._listed = listed
+        self._done: dict[int, Digest] = {}
+        self._failure: BaseException | None = None
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._finished = threading.Event()
+
+    def run(self, progress: Progress) -> list[Digest]:
+        sizes = [_size(path) for path in self._paths]
+        # The largest first: otherwise it may be alone at the end
+        self._left = sorted(range(len(sizes)), key=lambda i: sizes[i])
+        count = min(len(sizes), len(os.sched_getaffinity(0)), _MOST_THREADS)
+        # Daemons: a read that hangs in the kernel must not keep the process from ending
+        threads = [threading.Thread(target=self._work, name=f"penstock-hash-{i}", daemon=True) for i in range(count)]
+        with Meter(progress, "verify") as meter:
+            try:
+                for thread in threads:
+                    thread.start()
+                while len(self._done) < len(self._paths) and self._failure is None:
+                    self._finished.wait(INTERVAL)
+                    self._finished.clear()
+                    meter.update(self._bytes, sum(sizes))
+            finally:
+                self._stop.set()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join(_PATIENCE)
+            meter.update(self._bytes, sum(sizes), final=True)
+        if self._failure is not None:
+            raise self._failure
+        return [self._done[i] for i in range(len(self._paths))]
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    if not self._left:
+                        return
+                    i = self._left.pop()
+                self._done[i] = self._examine(self._paths[i])
+                self._finished.set()
+        except BaseException as failure:
+            self._failure = failure
+            self._finished.set()
+
+    def _examine(self, path: str) -> Digest:
+        expected = self._listed.get(path) or expected_digest(path)
+        algorithm = expected.algorithm if expected else "sha256"
+        try:
+            digest = self._hash(path, algorithm)
+        except OSError as error:
+            return Digest(path, algorithm, None, expected, _unreadable(path, error))
+        damage = None
+        if expected is not None and digest != expected.digest:
+            message = f"{path}: {algorithm} is {digest} and should be {expected.digest}: the file is damaged"
+            if expected.source != "list":
+                # Downloading again would find the blob there and keep it
+                message += f", remove {os.path.realpath(path)} and download it again"
+            damage = DigestError(message, path=path)
+        return Digest(path, algorithm, digest, expected, damage)
+
+    def _hash(self, path: str, algorithm: str) -> str:
+        with open(path, "rb", buffering=0) as file:
+            if algorithm == "sha256":
+                digest = hashlib.sha256()
+            else:
+                digest = hashlib.sha1(usedforsecurity=False)
+                digest.update(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            chunk = memoryview(bytearray(_CHUNK))
+            while (count := file.readinto(chunk)) and not self._stop.is_set():
+                digest.update(chunk[:count])
+                with self._lock:
+                    self._bytes += count
+            return digest.hexdigest()
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0  # the thread that is to read it will say why
+
+
+def _unreadable(path: str, error: OSError) -> PenstockError:
+    message = f"{path}: cannot be read: {error.strerror or error}"
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(message, path=path, errno=error.errno)
+    kind = AccessError if isinstance(error, PermissionError) else ReadError
+    return kind(message, path=path, errno=error.errno)
