@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import platform
 import sys
 import time
@@ -60,6 +61,8 @@ def timed(load: Callable[[], State], device: str) -> tuple[float, State]:
 
 
 def main() -> None:
+    if os.environ.get("PENSTOCK_PATCH", "0") not in ("", "0"):
+        sys.exit("PENSTOCK_PATCH is set: safetensors would be penstock. Unset it")
     import penstock
     import safetensors
     import torch

@@ -181,3 +181,19 @@ def nothing_left_running() -> Iterator[None]:
 def opened(small: Path) -> penstock.Checkpoint:
     """The small checkpoint, opened."""
     return penstock.open(small)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that penstock has loaded since, in part or whole."""
+    names: list[str] = []
+    begin = penstock._load.begin
+
+    def counted(request: Any, adapter: Any, **more: Any) -> Any:
+        selection = request.selection
+        known = selection.core.keys()
+        names.extend(known[selection.tensor(want)] for want in range(len(selection)))
+        return begin(request, adapter, **more)
+
+    monkeypatch.setattr(penstock._load, "begin", counted)
+    return names

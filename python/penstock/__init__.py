@@ -37,6 +37,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._load import Job
+from ._patch import Patch, patch
 from ._report import Report
 from ._safe_open import load_file, safe_open
 from ._selection import TensorInfo
@@ -60,6 +61,7 @@ __all__ = [
     "NotFoundError",
     "Options",
     "OutOfMemoryError",
+    "Patch",
     "PenstockError",
     "ReadError",
     "Report",
@@ -73,5 +75,6 @@ __all__ = [
     "__version__",
     "load_file",
     "open",
+    "patch",
     "safe_open",
 ]

@@ -115,6 +115,8 @@ def run(arguments: argparse.Namespace) -> bool:
         loads=arguments.loads or (5 if arguments.quick else 0),
     )
     chosen = kinds(arguments, folders)
+    # In the processes that load, safetensors is to be itself
+    os.environ.pop("PENSTOCK_PATCH", None)
     about = machine(folders, physical(settings.gpu) if settings.on_gpu else None)
     begun = datetime.datetime.now(datetime.timezone.utc)
     server = Forkserver()

@@ -1,0 +1,291 @@
+"""`patch`: programs written for safetensors use this engine, and need not be changed for it.
+
+What is replaced are names: every attribute of a module that is safetensors' own object. What they are replaced by
+decides with each call whether penstock can do what is asked, and leaves to safetensors what it cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from importlib import import_module
+from types import ModuleType, TracebackType
+from typing import Any
+
+from _penstock_patch import After
+
+from . import _load, _safe_open
+from ._errors import PenstockError, UnsupportedError
+
+PACKAGES = (
+    "safetensors",
+    "transformers",
+    "diffusers",
+    "accelerate",
+    "peft",
+    "huggingface_hub",
+    "torch.distributed.checkpoint",
+)
+"""In which modules that are already imported names are replaced. Those imported later take the replaced ones."""
+
+_FUNCTIONS = {
+    "safetensors.torch": ("load_file", "load_model", "save_file", "save_model"),
+    "safetensors.numpy": ("load_file", "save_file"),
+    "safetensors.flax": ("load_file", "save_file"),
+}
+"""What is replaced besides ``safe_open``, by what the module of penstock with the same last name has."""
+
+
+class _Routing:
+    """Which objects of safetensors are replaced by which of ours, in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.patches = 0
+        self.safe_open: Any = None
+        """The class that ``safetensors.safe_open`` was."""
+        self.pairs: dict[int, tuple[Any, Any]] = {}
+        """(theirs, ours) by the identity of theirs."""
+        self.modules: dict[str, ModuleType] = {}
+        """Where names were replaced; some may be gone from ``sys.modules`` when they are put back."""
+        self.places: set[str] = set()
+        self.finder = After(_FUNCTIONS, self.imported)
+
+    def begin(self) -> None:
+        """One patch more: replaces what there is to replace, in modules imported since the last one too."""
+        try:
+            import safetensors
+        except ImportError as error:
+            raise UnsupportedError(
+                "safetensors is not installed, so that nothing can be using it: call penstock's own functions"
+            ) from error
+        with self.lock:
+            if self.safe_open is None:  # once: what is there later may be somebody's wrapper around ours
+                self.safe_open = safetensors.safe_open
+                self.pairs[id(self.safe_open)] = self.safe_open, safe_open
+            for name in _FUNCTIONS.keys() & sys.modules.keys():
+                self._learn(sys.modules[name])
+            self._replace(name for name in list(sys.modules) if _is_within(name, PACKAGES))
+            self.patches += 1
+            if self.patches == 1:
+                self.finder.install()
+
+    def end(self) -> None:
+        """One patch less; after the last one every name is what it was."""
+        with self.lock:
+            self.patches -= 1
+            if self.patches:
+                return
+            self.finder.remove()
+            theirs = {id(ours): theirs for theirs, ours in self.pairs.values()}
+            # Whoever imported a name meanwhile has ours, and may be any module
+            for name, module in [*self.modules.items(), *list(sys.modules.items())]:
+                if not _is_within(name, ("penstock",)):
+                    _swap(module, theirs)
+            self.modules.clear()
+            self.places.clear()
+
+    def imported(self, module: ModuleType) -> None:
+        """Replaces the functions of a module of safetensors that has just been imported."""
+        with self.lock:
+            if self.patches:
+                self._learn(module)
+                self._replace([module.__name__])
+
+    def _learn(self, module: ModuleType) -> None:
+        for name in _FUNCTIONS[module.__name__]:
+            function: Any = vars(module).get(name)
+            # Not ours, nor somebody else's wrapper
+            own = getattr(function, "__module__", None) == module.__name__ and not hasattr(function, "__wrapped__")
+            if own and id(function) not in self.pairs:
+                ours = _routed(function, module.__name__.replace("safetensors", "penstock"))
+                self.pairs[id(function)] = function, ours
+
+    def _replace(self, names: Iterable[str]) -> None:
+        ours = {key: pair[1] for key, pair in self.pairs.items()}
+        for name in names:
+            module = sys.modules.get(name)
+            swapped = _swap(module, ours)
+            if swapped and module is not None:
+                self.modules[name] = module
+                self.places.update(f"{name}.{attribute}" for attribute in swapped)
+
+
+def _is_within(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _swap(module: Any, by: Mapping[int, Any]) -> list[str]:
+    """Replaces a module's attributes that are these very objects; which ones. Wakes no lazy module."""
+    if not isinstance(module, ModuleType):
+        return []
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    if by.keys().isdisjoint(map(id, list(names.values()))):
+        return []
+    found = {name: by[id(value)] for name, value in list(names.items()) if id(value) in by}
+    names.update(found)
+    return list(found)
+
+
+_routing = _Routing()
+
+
+def _unlock() -> None:
+    """In a forked child: a lock that another thread held is held for ever."""
+    _routing.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+# What the names are replaced by
+
+
+def _can_open(framework: Any, device: Any, backend: Any) -> bool:
+    """Whether `penstock.safe_open` takes these. What makes no sense is for safetensors to refuse, in its own words."""
+    try:
+        name = _load.framework_named(framework)
+        where = _load.device_for(device, framework)
+    except PenstockError:
+        return False
+    if isinstance(device, int):
+        # To torch a number is one of the accelerator that it was built for
+        accelerator = getattr(sys.modules.get("torch"), "accelerator", None)
+        current = None if accelerator is None else accelerator.current_accelerator()
+        if current is not None and current.type != "cuda":
+            return False
+    return backend in _safe_open._BACKENDS and (where.is_cpu or name != "np")
+
+
+def _can_save(tensors: Any) -> bool:
+    """Whether these are tensors by name, of kinds that penstock saves, and nothing special."""
+    if not isinstance(tensors, dict):
+        return False
+    torch, numpy, jax = (sys.modules.get(name) for name in ("torch", "numpy", "jax"))
+    for tensor in tensors.values():
+        if torch is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+                return False
+        elif numpy is not None and type(tensor) is numpy.ndarray:
+            if not tensor.dtype.isnative:
+                return False
+        elif jax is None or not isinstance(tensor, jax.Array):
+            return False
+    return True
+
+
+def _can(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether penstock's function called ``name`` takes these."""
+    if name.startswith("load"):
+        return _can_open("pt", arguments.get("device", "cpu"), arguments.get("backend", "mmap"))
+    if "model" in arguments:
+        state_dict = getattr(arguments["model"], "state_dict", None)
+        return callable(state_dict) and _can_save(state_dict())
+    return _can_save(arguments.get("tensors", arguments.get("tensor_dict")))
+
+
+def _routed(theirs: Callable[..., Any], module: str) -> Callable[..., Any]:
+    """``theirs``, or the function of the same name of one of penstock's modules where that can do what is asked."""
+    from inspect import signature
+
+    interface = signature(theirs)
+
+    @wraps(theirs)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if _routing.patches:
+            try:
+                ours = getattr(import_module(module), theirs.__name__)
+                arguments = interface.bind(*args, **kwargs).arguments
+            except (ImportError, AttributeError, TypeError):  # theirs says what is wrong with the arguments
+                return theirs(*args, **kwargs)
+            if arguments.keys() <= signature(ours).parameters.keys() and _can(theirs.__name__, arguments):
+                return ours(*args, **kwargs)
+        return theirs(*args, **kwargs)
+
+    return routed
+
+
+class _AnyHandle(type):
+    """Makes the files that safetensors has opened instances of the class that stands for its own."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, _theirs())
+
+
+def _theirs() -> Any:
+    return _routing.safe_open or import_module("safetensors").safe_open
+
+
+class safe_open(_safe_open.safe_open, metaclass=_AnyHandle):
+    """What ``safetensors.safe_open`` is while it is patched: opens files as `penstock.safe_open` does.
+
+    What that does not take (other frameworks, devices, arguments) is opened by safetensors.
+    """
+
+    def __new__(
+        cls, filename: Any, framework: Any, device: Any = "cpu", *, backend: Any = "mmap", **others: Any
+    ) -> Any:
+        if _routing.patches and not others and _can_open(framework, device, backend):
+            return super().__new__(cls)
+        return _theirs()(filename, framework, device, backend=backend, **others)
+
+
+class Patch:
+    """What `patch` returns. In force until `undo`, or the end of its ``with`` block; also if nobody keeps it."""
+
+    def __init__(self) -> None:
+        self._in_force = True
+        _routing.begin()
+
+    @property
+    def places(self) -> list[str]:
+        """The names that are replaced, such as ``transformers.modeling_utils.safe_open``.
+
+        Names that a module took over after the patch are not listed; `undo` finds them.
+        """
+        with _routing.lock:
+            return sorted(_routing.places) if self._in_force else []
+
+    def undo(self) -> None:
+        """Puts every name back, once all patches are undone. Does nothing the second time."""
+        with _routing.lock:
+            if self._in_force:
+                self._in_force = False
+                _routing.end()
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def patch() -> Patch:
+    """Has everything that uses safetensors use penstock, until it is undone.
+
+    Replaces ``safe_open``, ``load_file``, ``load_model``, ``save_file`` and ``save_model`` of safetensors wherever a
+    module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or torch.distributed.checkpoint
+    has them, under whatever name; modules imported later take the replaced ones. What penstock cannot do (frameworks,
+    devices, kinds of tensors that it lacks) is still done by safetensors.
+
+        with penstock.patch():
+            model = AutoModel.from_pretrained("model/")
+
+        patched = penstock.patch()
+        ...
+        patched.undo()
+
+    ``PENSTOCK_PATCH=1`` in the environment does the same for a program that cannot be edited.
+
+    Patches may be nested, and undone in any order: names are put back with the last one. Files opened meanwhile stay
+    usable. Any thread may call it; threads that are loading go on with what they have.
+
+    Raises:
+        UnsupportedError: safetensors is not installed.
+    """
+    return Patch()

@@ -1,0 +1,471 @@
+"""`patch`: whose names are replaced, who does the work then, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import penstock
+import pytest
+import torch
+from conftest import Oracle, raw
+from penstock.bench.synth import Tensor
+
+safetensors = pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+THEIRS = safetensors.safe_open
+SOURCES = Path(penstock.__file__).parent.parent
+
+
+def held() -> dict[tuple[str, str], int]:
+    """Every attribute of every module, by identity."""
+    return {
+        (module, name): id(value)
+        for module, found in list(sys.modules.items())
+        if isinstance(found, ModuleType) and not module.startswith("penstock")
+        for name, value in list(object.__getattribute__(found, "__dict__").items())
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Whatever a test does: once its patches are undone, every name is what it was."""
+    before, finders = held(), list(sys.meta_path)
+    yield
+    after = held()
+    assert {key: after.get(key) for key in before if not key[1].startswith("_")} == {
+        key: value for key, value in before.items() if not key[1].startswith("_")
+    }
+    assert sys.meta_path == finders
+    assert penstock._patch._routing.patches == 0
+
+
+@pytest.fixture
+def module() -> Iterator[Callable[..., Any]]:
+    """Makes a module that is imported: module("accelerate.made_up", attribute=value)."""
+    made = []
+
+    def make(name: str, kind: type[ModuleType] = ModuleType, **attributes: Any) -> Any:
+        sys.modules[name] = kind(name)
+        vars(sys.modules[name]).update(attributes)
+        made.append(name)
+        return sys.modules[name]
+
+    yield make
+    for name in made:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def one(write: Callable[..., Path]) -> Path:
+    return write(Tensor("a", "F32", (6, 8)), Tensor("b", "BF16", (10,)), metadata={"k": "v"})
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["transformers", "diffusers", "accelerate", "peft", "huggingface_hub", "torch.distributed.checkpoint"],
+)
+def test_a_module_of_these_packages_has_penstocks_under_its_own_names(module, one, loaded, package):
+    made = module(f"{package}.made_up.inner", safe_open=THEIRS, safe_load_file=safetensors_torch.load_file, other=torch)
+    with penstock.patch() as patched:
+        with made.safe_open(one, "pt") as file:
+            assert isinstance(file, penstock.safe_open)
+        Oracle(one).same(made.safe_load_file(one))
+        assert loaded == ["a", "b"]
+        assert {f"{package}.made_up.inner.{name}" for name in ("safe_open", "safe_load_file")} <= set(patched.places)
+    assert (made.safe_open, made.safe_load_file, made.other) == (THEIRS, safetensors_torch.load_file, torch)
+    assert patched.places == []
+
+
+def test_other_modules_keep_what_they_have(module):
+    theirs = {"safe_open": THEIRS, "load_file": safetensors_torch.load_file}
+    made = [module(name, **theirs) for name in ("somebody", "transformersx", "torch.distributed.other_made_up")]
+    with penstock.patch():
+        for one in made:
+            assert (one.safe_open, one.load_file) == tuple(theirs.values())
+
+
+def test_everything_of_safetensors_itself_is_replaced():
+    with penstock.patch() as patched:
+        assert {"safetensors.safe_open", "safetensors.torch.safe_open"} <= set(patched.places)
+        for name in ("load_file", "load_model", "save_file", "save_model"):
+            assert f"safetensors.torch.{name}" in patched.places
+        assert not [key for key, value in held().items() if value == id(THEIRS) and key[0].startswith("safetensors")]
+
+
+def test_a_module_that_is_imported_meanwhile_has_penstocks_until_the_end(module):
+    with penstock.patch():
+        late = module("anybodys", safe_open=safetensors.safe_open, load_file=safetensors_torch.load_file)
+        assert issubclass(late.safe_open, penstock.safe_open)
+    assert (late.safe_open, late.load_file) == (THEIRS, safetensors_torch.load_file)
+
+
+def test_a_module_that_is_gone_from_sys_modules_gets_its_names_back():
+    made = sys.modules["peft.made_up"] = ModuleType("peft.made_up")
+    made.safe_open = THEIRS
+    with penstock.patch():
+        assert made.safe_open is not THEIRS
+        del sys.modules["peft.made_up"]
+    assert made.safe_open is THEIRS
+
+
+def test_what_somebody_else_has_put_there_meanwhile_stays(module):
+    made = module("accelerate.made_up", safe_open=THEIRS)
+    with penstock.patch():
+        made.safe_open = sentinel = object()
+    assert made.safe_open is sentinel
+
+
+def test_somebodys_wrapper_around_the_patched_class_survives_a_second_patch(module, one):
+    with penstock.patch():
+        ours = safetensors.safe_open
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs)
+
+        safetensors.safe_open = wrapper
+    try:
+        for _ in range(2):
+            assert type(safetensors.safe_open(one, "pt", device="mps")) is THEIRS
+            with penstock.patch():
+                assert type(safetensors.safe_open(one, "pt", device="mps")) is THEIRS
+                assert isinstance(safetensors.safe_open(one, "pt"), penstock.safe_open)
+    finally:
+        safetensors.safe_open = THEIRS
+
+
+class Touchy(ModuleType):
+    """A module that does not like to be asked for attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AssertionError(f"{name} was set")
+
+
+def test_lazy_modules_stay_asleep(module, tmp_path):
+    touchy = module("transformers.touchy", Touchy, safe_open=THEIRS)
+    (tmp_path / "slow.py").write_text("raise AssertionError('woken')")
+    spec = importlib.util.spec_from_file_location("diffusers.slow", tmp_path / "slow.py")
+    assert spec is not None and spec.loader is not None
+    lazy = importlib.util.module_from_spec(spec)
+    importlib.util.LazyLoader(spec.loader).exec_module(lazy)
+    sys.modules["diffusers.slow"] = lazy
+    try:
+        with penstock.patch():
+            assert touchy.safe_open is not THEIRS
+        assert touchy.safe_open is THEIRS
+    finally:
+        del sys.modules["diffusers.slow"]
+
+
+def test_modules_of_safetensors_that_are_imported_later_are_replaced_too(python, one):
+    code = """
+import sys, penstock, safetensors
+patched = penstock.patch()
+assert "safetensors.numpy" not in sys.modules
+import safetensors.numpy as late
+assert "safetensors.numpy.save_file" in patched.places and "safetensors.numpy.load_file" in patched.places
+assert type(late.__loader__).__module__ == type(late.__spec__.loader).__module__ == "_frozen_importlib_external"
+opened = late.safe_open(sys.argv[1], framework="np")
+assert isinstance(opened, penstock.safe_open), opened
+patched.undo()
+for name in ("load_file", "save_file"):
+    assert not hasattr(getattr(late, name), "__wrapped__"), name
+import safetensors._safetensors_rust as rust
+assert late.safe_open is safetensors.safe_open is rust.safe_open and not issubclass(rust.safe_open, penstock.safe_open)
+import importlib
+importlib.reload(late)
+assert not hasattr(late.save_file, "__wrapped__")
+print("well")
+"""
+    run = python(code, one)
+    assert run.stdout == "well\n", run.stderr
+
+
+# Nesting, threads, errors
+
+
+def test_patches_nest_and_end_with_the_last_one():
+    outer, inner = penstock.patch(), penstock.patch()
+    assert safetensors.safe_open is not THEIRS
+    outer.undo()
+    outer.undo()
+    assert safetensors.safe_open is not THEIRS
+    assert outer.places == []
+    assert "safetensors.safe_open" in inner.places
+    inner.undo()
+    assert safetensors.safe_open is THEIRS
+
+
+def test_an_error_in_the_block_ends_it_too():
+    with pytest.raises(ZeroDivisionError), penstock.patch():
+        raise ZeroDivisionError
+    assert safetensors.safe_open is THEIRS
+
+
+def test_a_patch_that_nobody_keeps_stays(module):
+    patched = penstock.patch()
+    penstock.patch()
+    gc.collect()
+    patched.undo()
+    assert safetensors.safe_open is not THEIRS
+    penstock._patch._routing.end()
+    assert safetensors.safe_open is THEIRS
+
+
+def test_threads_may_patch_undo_and_load_at_once(module, one):
+    made = module("accelerate.made_up", safe_open=THEIRS, load_file=safetensors_torch.load_file)
+    expected = Oracle(one)
+    errors: list[BaseException] = []
+
+    def patching() -> None:
+        try:
+            for _ in range(40):
+                with penstock.patch():
+                    assert made.safe_open is not THEIRS
+        except BaseException as error:
+            errors.append(error)
+
+    def loading() -> None:
+        try:
+            for _ in range(40):
+                with made.safe_open(one, framework="pt") as file:
+                    assert raw(file.get_tensor("a")) == expected["a"]
+                assert raw(made.load_file(one)["b"]) == expected["b"]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=target) for target in (patching, loading, patching, loading)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert made.safe_open is THEIRS
+
+
+def test_without_safetensors_there_is_nothing_to_patch(python):
+    code = """
+import sys
+sys.modules["safetensors"] = None
+import penstock
+try:
+    penstock.patch()
+except penstock.UnsupportedError as error:
+    print(error)
+"""
+    run = python(code)
+    assert "safetensors is not installed" in run.stdout, run.stderr
+
+
+# Who does the work
+
+
+def test_files_are_opened_and_loaded_by_penstock(one, loaded):
+    expected = Oracle(one)
+    with penstock.patch():
+        with safetensors.safe_open(filename=one, framework="pt", device="cpu", backend="mmap") as file:
+            assert isinstance(file, penstock.safe_open)
+            assert file.metadata() == {"k": "v"}
+            assert raw(file.get_slice("a")[1:3]) == expected["a"][32:96]
+        file = safetensors.safe_open(one, "pt")
+        assert raw(file.get_tensor("b")) == expected["b"]
+        file.__exit__(None, None, None)
+        with pytest.raises(safetensors.SafetensorError, match="File is closed"):
+            file.keys()
+        expected.same(safetensors_torch.load_file(one, device="cpu"))
+    assert loaded == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "npu"])
+def test_other_devices_are_left_to_safetensors(one, loaded, device):
+    with penstock.patch():
+        file = safetensors.safe_open(one, framework="pt", device=device)
+        assert type(file) is THEIRS
+        assert file.keys() == ["a", "b"]
+        with pytest.raises(Exception, match=r"."):
+            safetensors_torch.load_file(one, device=device)
+    assert loaded == []
+
+
+def test_a_number_is_left_to_safetensors_where_torch_is_built_for_another_accelerator(one, monkeypatch):
+    with penstock.patch():
+        assert isinstance(safetensors.safe_open(one, "pt", device=0), penstock.safe_open)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+        assert type(safetensors.safe_open(one, "pt", device=0)) is THEIRS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"framework": "nonsense"},
+        {"framework": "pt", "device": "nonsense"},
+        {"framework": "pt", "backend": "nonsense"},
+        {"framework": "np", "device": "cuda"},
+        {"framework": "pt", "nonsense": 1},
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_in_the_words_of_safetensors(one, arguments):
+    with pytest.raises((safetensors.SafetensorError, TypeError)) as theirs:
+        THEIRS(one, **arguments)
+    with penstock.patch(), pytest.raises(type(theirs.value)) as ours:
+        safetensors.safe_open(one, **arguments)
+    assert type(ours.value) is type(theirs.value)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("arguments", [(), ("x",), ("x", "cpu", "mmap")], ids=str)
+def test_arguments_that_are_missing_or_too_many_are_a_type_error(arguments):
+    with penstock.patch():
+        with pytest.raises(TypeError):
+            safetensors.safe_open(*arguments, *arguments[2:])
+        if len(arguments) != 1:
+            with pytest.raises(TypeError):
+                safetensors_torch.load_file(*arguments)
+
+
+def test_errors_stay_safetensors_and_file_not_found(tmp_path, one):
+    (tmp_path / "bad.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{nothing")
+    with penstock.patch():
+        for load in (safetensors_torch.load_file, lambda path: safetensors.safe_open(path, "pt")):
+            with pytest.raises(FileNotFoundError):
+                load(tmp_path / "none.safetensors")
+            with pytest.raises(safetensors.SafetensorError):
+                load(tmp_path / "bad.safetensors")
+        with pytest.raises(safetensors.SafetensorError, match="File does not contain tensor c"):
+            safetensors.safe_open(one, "pt").get_tensor("c")
+
+
+def test_the_class_still_tells_an_open_file(one):
+    before = THEIRS(one, "pt")
+    with penstock.patch():
+        kind = safetensors.safe_open
+        assert isinstance(kind, type)
+        assert isinstance(kind(one, "pt"), kind)
+        assert isinstance(kind(one, "pt", device="mps"), kind)
+        assert isinstance(before, kind)
+        assert not isinstance(one, kind)
+        assert {name for name in dir(THEIRS) if not name.startswith("_")} <= set(dir(kind))
+        assert list(inspect.signature(kind).parameters)[:4] == list(inspect.signature(THEIRS).parameters)
+
+
+def test_functions_keep_their_name_and_signature():
+    load_file = safetensors_torch.load_file
+    with penstock.patch():
+        assert safetensors_torch.load_file is not load_file
+        assert safetensors_torch.load_file.__doc__ == load_file.__doc__
+        assert inspect.signature(safetensors_torch.load_file) == inspect.signature(load_file)
+
+
+def test_what_somebody_has_kept_of_it_is_safetensors_again_afterwards(one, loaded):
+    with penstock.patch():
+        kept = safetensors.safe_open, safetensors_torch.load_file
+        file = safetensors.safe_open(one, "pt")
+        part = file.get_slice("a")
+    assert type(kept[0](one, "pt")) is THEIRS
+    Oracle(one).same(dict(sorted(kept[1](one).items())))
+    assert loaded == []
+    assert raw(file.get_tensor("b")) == Oracle(one)["b"]  # what was opened meanwhile goes on
+    assert raw(part[:1]) == Oracle(one)["a"][:32]
+    assert loaded == ["b", "a"]
+
+
+# Models and saving
+
+
+def test_models_are_loaded_by_penstock_tied_tensors_included(tmp_path, loaded):
+    def made() -> torch.nn.Module:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(8, 8)})
+        model["b"].weight = model["a"].weight
+        return model
+
+    model, path = made(), str(tmp_path / "model.safetensors")
+    safetensors_torch.save_model(model, path)
+    other = made()
+    with penstock.patch():
+        missing, unexpected = safetensors_torch.load_model(other, path)
+    assert not missing
+    assert not unexpected
+    assert sorted(loaded) == ["a.bias", "a.weight", "b.bias"]
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Wrapped(torch.Tensor):
+    """Not torch's own kind of tensor."""
+
+
+SPECIAL = {
+    "subclass": lambda: torch.ones(3).as_subclass(Wrapped),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "number": lambda: 3,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_plain_tensor_is_left_to_safetensors(tmp_path, monkeypatch, kind):
+    penstock_torch = pytest.importorskip("penstock.torch")
+    if kind != "sparse":  # an error of both
+        monkeypatch.setattr(penstock_torch, "save_file", lambda *_, **__: pytest.fail("saved by penstock"))
+
+    def outcome() -> Any:
+        path = tmp_path / "a.safetensors"
+        path.unlink(missing_ok=True)
+        try:
+            safetensors_torch.save_file({"a": SPECIAL[kind]()}, path)
+        except Exception as error:
+            return type(error).__mro__[-3:]
+        return path.read_bytes()
+
+    theirs = outcome()
+    with penstock.patch():
+        assert outcome() == theirs
+
+
+def test_files_and_models_are_saved_by_penstock(tmp_path):
+    penstock_torch = pytest.importorskip("penstock.torch")
+    tensors = {"w": torch.randn(33, 7), "b": torch.arange(5), "h": torch.ones(3, dtype=torch.bfloat16)}
+    model = torch.nn.Linear(3, 5)
+    with penstock.patch():
+        assert safetensors_torch.save_file(tensors, tmp_path / "ours.safetensors", metadata={"k": "v"}) is None
+        assert safetensors_torch.save_model(model, str(tmp_path / "model.safetensors")) is None
+    penstock_torch.save_file(tensors, tmp_path / "expected.safetensors", metadata={"k": "v"})
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    again = safetensors_torch.load_file(tmp_path / "ours.safetensors")
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    again = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(model.weight, again["weight"])
+
+
+# What it costs
+
+
+def test_it_takes_less_than_a_twentieth_of_a_second(module):
+    # As many modules as a program with every model of transformers has: the time is theirs
+    for number in range(2000):
+        module(f"transformers.made_up.m{number}", **{f"name{i}": object() for i in range(60)}, safe_open=THEIRS)
+    taken = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        patched = penstock.patch()
+        taken.append(time.perf_counter() - begun)
+        assert len(patched.places) > 2000
+        patched.undo()
+    assert min(taken) < 0.05
