@@ -68,7 +68,7 @@ class _Routing:
                 self.pairs[id(self.safe_open)] = self.safe_open, safe_open
             for name in _FUNCTIONS.keys() & sys.modules.keys():
                 self._learn(sys.modules[name])
-            self._replace(name for name in list(sys.modules) if _is_within(name, PACKAGES))
+            self._replace(name for name in list(sys.modules) if f"{name}.".startswith(_PREFIXES))
             self.patches += 1
             if self.patches == 1:
                 self.finder.install()
@@ -83,7 +83,7 @@ class _Routing:
             theirs = {id(ours): theirs for theirs, ours in self.pairs.values()}
             # Whoever imported a name meanwhile has ours, and may be any module
             for name, module in [*self.modules.items(), *list(sys.modules.items())]:
-                if not _is_within(name, ("penstock",)):
+                if not f"{name}.".startswith("penstock."):
                     _swap(module, theirs)
             self.modules.clear()
             self.places.clear()
@@ -114,8 +114,7 @@ class _Routing:
                 self.places.update(f"{name}.{attribute}" for attribute in swapped)
 
 
-def _is_within(name: str, packages: Iterable[str]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+_PREFIXES = tuple(f"{package}." for package in PACKAGES)
 
 
 def _swap(module: Any, by: Mapping[int, Any]) -> list[str]:
