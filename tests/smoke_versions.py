@@ -1,6 +1,8 @@
 """What every supported Python must do with the one abi3 wheel; needs numpy and safetensors. `make versions` runs it."""
 
 import multiprocessing
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -44,11 +46,24 @@ def main() -> None:
             assert "missing.safetensors" in str(error)
         else:
             raise AssertionError("a missing file opened")
+        for value in ("0", "1"):
+            assert unedited(path, value) == [str(value == "1"), str(expected["row"].sum())], value
     print(f"Python {sys.version.split()[0]}: 1 passed, 0 failed")
 
 
 def total(path: Path) -> int:
     return int(penstock.open(path).load(framework="np")["row"].sum())
+
+
+def unedited(path: Path, value: str) -> list[str]:
+    """What a program that knows nothing of penstock does with PENSTOCK_PATCH: the wheel brings what starts it."""
+    code = """
+import sys
+from safetensors.numpy import load_file, safe_open
+print(safe_open.__module__.startswith("penstock."), load_file(sys.argv[1])["row"].sum())
+"""
+    environment = {**os.environ, "PENSTOCK_PATCH": value}
+    return subprocess.check_output([sys.executable, "-c", code, path], env=environment, text=True).split()
 
 
 if __name__ == "__main__":
