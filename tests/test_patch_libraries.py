@@ -324,14 +324,21 @@ def test_transformers_loads_an_adapter_of_peft(checkpoint, loaded, tmp_path):
     same(ours, theirs)
 
 
-def test_the_hub_loads_a_models_weights(checkpoint, loaded):
+@pytest.mark.parametrize("shards", ["5GB", "1KB"], ids=["one file", "shards"])
+def test_the_hub_loads_a_models_weights(loaded, tmp_path, shards):
     hub = library("huggingface_hub")
 
-    def load() -> Any:
-        model = llama()
-        hub.load_torch_model(model, checkpoint)
+    def made() -> torch.nn.Module:
+        layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+        layers[2].weight = layers[0].weight
+        return torch.nn.Sequential(*layers)
+
+    def load() -> torch.nn.Module:
+        model = made()
+        hub.load_torch_model(model, tmp_path)
         return model
 
+    hub.save_torch_model(made(), tmp_path, max_shard_size=shards)
     ours, theirs = both_ways(load, loaded)
     same(ours, theirs)
 
