@@ -242,6 +242,20 @@ def test_a_load_that_fails_says_why_in_one_line(tmp_path: Path):
             process.hear()
 
 
+def test_the_end_of_the_process_that_forks_is_a_failed_load_and_not_the_end_of_the_benchmark(file: Path):
+    with Forkserver() as server:
+        with (
+            pytest.raises(LoadFailed, match="forked from"),
+            LoadProcess(server, order(file, "pread floor"), {}, 0) as process,
+        ):
+            assert process.hear() == {"ready": True}
+            assert server._process is not None
+            server._process.kill()
+            process.say("end")
+        with pytest.raises(LoadFailed):
+            LoadProcess(server, order(file, "pread floor"), {}, 0)
+
+
 @pytest.mark.skipif(not FAKEGPU, reason="no fake GPU: `make test` builds one")
 @pytest.mark.parametrize("measure", ceilings.GPU)
 def test_ceilings_of_a_gpu_are_measured_in_a_process_of_their_own(measure: str):

@@ -89,11 +89,13 @@ class LoadProcess:
     ) -> None:
         if kind is not None:
             self._kill()
-        with contextlib.suppress(BrokenPipeError):
-            self._to.close()  # it ends where it is not told to go on
-        self._of.read()
-        self._ended()
-        self._close()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._to.close()  # it ends where it is not told to go on
+            self._of.read()
+            self._ended()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         for one in (self._to, self._of, self._errors):
@@ -108,7 +110,11 @@ class LoadProcess:
     def _ended(self) -> int:
         """Waits for its end; the exit status, or less than 0: the signal."""
         if self._status is None:
-            self._status = self._server.wait(self.pid)
+            try:
+                self._status = self._server.wait(self.pid)
+            except ServerEnded as error:
+                self._status = -1  # nobody can tell any more
+                raise LoadFailed(f"the process that it was forked from has ended: {error}") from None
         return self._status
 
     def hear(self) -> Run:
