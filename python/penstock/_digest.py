@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -96,9 +97,10 @@ class _Hashing:
                     meter.update(self._bytes, sum(sizes))
             finally:
                 self._stop.set()
+                until = time.monotonic() + _PATIENCE
                 for thread in threads:
                     if thread.ident is not None:
-                        thread.join(_PATIENCE)
+                        thread.join(max(0.0, until - time.monotonic()))
             meter.update(self._bytes, sum(sizes), final=True)
         if self._failure is not None:
             raise self._failure
