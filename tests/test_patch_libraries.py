@@ -78,34 +78,23 @@ def both_ways(load: Callable[[], Any], loaded: list[str]) -> tuple[Any, Any]:
 # transformers
 
 
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 def llama(**more: Any) -> Any:
     transformers = library("transformers")
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            **more,
-        )
-    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, num_hidden_layers=3, **more))
 
 
 def mixtral() -> Any:
     transformers = library("transformers")
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    )
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, num_hidden_layers=2, num_local_experts=4))
 
 
 def t5() -> Any:
