@@ -36,7 +36,10 @@ _FUNCTIONS = {
     "safetensors.numpy": ("load_file", "save_file"),
     "safetensors.flax": ("load_file", "save_file"),
 }
-"""What is replaced besides ``safe_open``, by what the module of penstock with the same last name has."""
+"""What is replaced besides ``safe_open``, by what the module of penstock with the same last name has.
+
+Where there is no such module or function (as yet there is none) safetensors' own does it, and opens files by penstock.
+"""
 
 
 class _Routing:
@@ -269,8 +272,8 @@ def patch() -> Patch:
 
     Replaces ``safe_open``, ``load_file``, ``load_model``, ``save_file`` and ``save_model`` of safetensors wherever a
     module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or torch.distributed.checkpoint
-    has them, under whatever name; modules imported later take the replaced ones. What penstock cannot do (frameworks,
-    devices, kinds of tensors that it lacks) is still done by safetensors.
+    has them, under whatever name; modules imported later take the replaced ones. What penstock cannot do (saving, so
+    far; frameworks and devices that it lacks) is still done by safetensors, whose own functions open files by penstock.
 
         with penstock.patch():
             model = AutoModel.from_pretrained("model/")
