@@ -5,15 +5,20 @@ use penstock::format::{Checkpoint, TensorInfo};
 use penstock::source::Files;
 use penstock::Error;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 fn parts(t: TensorInfo<'_>) -> (u32, &str, &'static str, &[u64], u32, u64, u64) {
     (t.index, t.name, t.dtype.name(), t.shape, t.file, t.begin, t.end)
 }
 
 pub(crate) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint, Error> {
-    // Temporary files are all on one disk. Where that is none (tmpfs, overlay) both open alike.
-    let file = tempfile::NamedTempFile::new().expect("a file");
-    Files::from_paths(&[file.path()]).and_then(|files| files.facts(0)).expect("told");
+    // Temporary files are all on one disk. Where that is none (tmpfs, overlay) both open alike. Once for the process: a
+    // test may open as a user who may write nowhere.
+    static DISK_KNOWN: Once = Once::new();
+    DISK_KNOWN.call_once(|| {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        Files::from_paths(&[file.path()]).and_then(|files| files.facts(0)).expect("told");
+    });
     let paths: Vec<PathBuf> = sources.iter().map(|p| p.as_ref().to_path_buf()).collect();
     let here = Checkpoint::open_cancellable(paths, || true);
     let there = Checkpoint::open(sources);
