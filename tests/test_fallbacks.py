@@ -27,6 +27,7 @@ import ordeal, penstock
 from ordeal import same, told
 from refusals import *
 import penstock._numpy  # what an import needs is not what is under test
+penstock._numpy.numpy_dtype("BF16")  # imports ml_dtypes, where that is installed
 path = sys.argv[1]
 
 def stream(options, middle):

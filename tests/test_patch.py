@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -27,11 +28,11 @@ SOURCES = Path(penstock.__file__).parent.parent
 
 
 def held() -> dict[tuple[str, str], int]:
-    """Every attribute of every module, by identity."""
+    """Every attribute of every module, by identity. (In sys pytest keeps the last failure.)"""
     return {
         (module, name): id(value)
         for module, found in list(sys.modules.items())
-        if isinstance(found, ModuleType) and not module.startswith("penstock")
+        if isinstance(found, ModuleType) and module != "sys" and not module.startswith("penstock")
         for name, value in list(object.__getattribute__(found, "__dict__").items())
     }
 
@@ -100,7 +101,7 @@ def test_other_modules_keep_what_they_have(module):
 def test_everything_of_safetensors_itself_is_replaced():
     with penstock.patch() as patched:
         assert {"safetensors.safe_open", "safetensors.torch.safe_open"} <= set(patched.places)
-        for name in ("load_file", "load_model", "save_file", "save_model"):
+        for name in ("load_file", "load_model", "save", "save_file", "save_model"):
             assert f"safetensors.torch.{name}" in patched.places
         assert not [key for key, value in held().items() if value == id(THEIRS) and key[0].startswith("safetensors")]
 
@@ -154,6 +155,13 @@ class Touchy(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AssertionError(f"{name} was set")
+
+
+@pytest.mark.parametrize("name", ["transformers.core_model_loading", "safetensors.flax", "diffusers.made_up"])
+def test_a_module_that_somebody_keeps_from_being_imported_is_no_obstacle(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with penstock.patch() as patched:
+        assert "safetensors.safe_open" in patched.places
 
 
 def test_lazy_modules_stay_asleep(module, tmp_path):
@@ -419,39 +427,158 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_plain_tensor_is_left_to_safetensors(tmp_path, monkeypatch, kind):
-    penstock_torch = pytest.importorskip("penstock.torch")
-    if kind != "sparse":  # an error of both
-        monkeypatch.setattr(penstock_torch, "save_file", lambda *_, **__: pytest.fail("saved by penstock"))
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What penstock has written since: the names of files, and "bytes" for content that was returned."""
+    done: list[str] = []
+    write, to_bytes = penstock._save._write, penstock._save.to_bytes
 
+    def written(tensors: Any, folder: str, name: str, *more: Any) -> Any:
+        result = write(tensors, folder, name, *more)
+        done.append(name)
+        return result
+
+    def returned(*args: Any, **kwargs: Any) -> bytes:
+        done.append("bytes")
+        return to_bytes(*args, **kwargs)
+
+    monkeypatch.setattr(penstock._save, "_write", written)
+    monkeypatch.setattr(penstock._save, "to_bytes", returned)
+    return done
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_plain_tensor_is_left_to_safetensors(tmp_path, saved, kind):
     def outcome() -> Any:
         path = tmp_path / "a.safetensors"
         path.unlink(missing_ok=True)
         try:
             safetensors_torch.save_file({"a": SPECIAL[kind]()}, path)
         except Exception as error:
-            return type(error).__mro__[-3:]
+            return type(error), str(error)
         return path.read_bytes()
 
     theirs = outcome()
     with penstock.patch():
         assert outcome() == theirs
+    assert saved == []
 
 
-def test_files_and_models_are_saved_by_penstock(tmp_path):
-    penstock_torch = pytest.importorskip("penstock.torch")
-    tensors = {"w": torch.randn(33, 7), "b": torch.arange(5), "h": torch.ones(3, dtype=torch.bfloat16)}
-    model = torch.nn.Linear(3, 5)
+#: Sizes and dtypes that safetensors puts into another order than the one given.
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "w": lambda: torch.arange(231.0).reshape(33, 7),
+    "b": lambda: torch.arange(5),
+    "half": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "scalar": lambda: torch.tensor(True),
+    "empty": lambda: torch.empty(0, 4, dtype=torch.float16),
+    "a": lambda: torch.arange(13, dtype=torch.uint8),
+}
+METADATA = {"none": None, "one": {"k": "v"}}
+
+
+def tied() -> torch.nn.Module:
+    """A module with a tied tensor, and one that is not contiguous."""
+    model = torch.nn.ModuleDict({"b": torch.nn.Linear(8, 8), "a": torch.nn.Linear(8, 8)})
+    model["b"].weight = model["a"].weight
+    model["c"] = torch.nn.Linear(8, 4, bias=False)
+    model["c"].weight = torch.nn.Parameter(torch.arange(32.0).reshape(8, 4).T)
+    return model
+
+
+def arrays() -> dict[str, Any]:
+    """The tensors as arrays of numpy."""
+    return {name: make().float().numpy() if name == "half" else make().numpy() for name, make in TENSORS.items()}
+
+
+@pytest.mark.parametrize("metadata", METADATA.values(), ids=METADATA)
+def test_what_is_saved_is_byte_for_byte_what_safetensors_writes(tmp_path, saved, metadata):
+    torch.manual_seed(0)
+    numpy, tensors, model = importlib.import_module("safetensors.numpy"), {n: t() for n, t in TENSORS.items()}, tied()
+
+    def outcome() -> list[Any]:
+        paths = [tmp_path / name for name in ("torch", "numpy", "model")]
+        assert safetensors_torch.save_file(tensors, paths[0], metadata) is None
+        assert numpy.save_file(arrays(), str(paths[1]), metadata=metadata) is None
+        # The name of the tied tensor is a key of the metadata too, and of two the order is not determined
+        assert safetensors_torch.save_model(model, str(paths[2])) is None
+        files = [path.read_bytes() for path in paths]
+        return [*files, safetensors_torch.save(tensors, metadata=metadata), numpy.save(arrays(), metadata)]
+
+    theirs = outcome()
+    assert saved == []
     with penstock.patch():
-        assert safetensors_torch.save_file(tensors, tmp_path / "ours.safetensors", metadata={"k": "v"}) is None
-        assert safetensors_torch.save_model(model, str(tmp_path / "model.safetensors")) is None
-    penstock_torch.save_file(tensors, tmp_path / "expected.safetensors", metadata={"k": "v"})
-    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
-    again = safetensors_torch.load_file(tmp_path / "ours.safetensors")
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
-    again = safetensors_torch.load_file(tmp_path / "model.safetensors")
-    assert torch.equal(model.weight, again["weight"])
+        ours = outcome()
+    assert saved == ["torch", "numpy", "model", "bytes", "bytes"]
+    assert ours == theirs
+    assert list(model.state_dict()) == ["b.weight", "b.bias", "a.weight", "a.bias", "c.weight"]
+
+
+def test_arrays_of_jax_are_saved_byte_for_byte_as_safetensors_writes_them(tmp_path, saved):
+    jax = pytest.importorskip("jax")
+    flax = importlib.import_module("safetensors.flax")
+
+    def outcome() -> tuple[bytes, bytes]:
+        tensors = {"w": jax.numpy.arange(21.0).reshape(3, 7), "h": jax.numpy.ones(5, dtype="bfloat16")}
+        flax.save_file(tensors, tmp_path / "a.safetensors", {"k": "v"})
+        return (tmp_path / "a.safetensors").read_bytes(), flax.save(dict(tensors))
+
+    theirs = outcome()
+    with penstock.patch():
+        assert outcome() == theirs
+    assert saved == ["a.safetensors", "bytes"]
+
+
+REFUSED: dict[str, Callable[[Path], Any]] = {
+    "shared": lambda path: safetensors_torch.save_file(dict.fromkeys("ab", torch.ones(4)), path),
+    "not contiguous": lambda path: safetensors_torch.save_file({"a": torch.ones(4, 4).T}, path),
+    "bytes of what is shared": lambda path: safetensors_torch.save(dict.fromkeys("ab", torch.ones(4))),
+    "not packed": lambda path: safetensors_torch.save_model(tied(), str(path), force_contiguous=False),
+    "no dict": lambda path: safetensors_torch.save_file([("a", torch.ones(4))], path),
+    "dtype": lambda path: safetensors_torch.save_file({"a": torch.ones(4, dtype=torch.complex128)}, path),
+    "metadata": lambda path: safetensors_torch.save_file({"a": torch.ones(4)}, path, {"a": 1}),
+    "no folder": lambda path: safetensors_torch.save_file({"a": torch.ones(4)}, path / "b" / "c"),
+    "arguments": lambda path: safetensors_torch.save_file({"a": torch.ones(4)}),
+    "no model": lambda path: safetensors_torch.save_model(3, str(path)),
+    "a model that is none": lambda path: safetensors_torch.save_model(torch.nn.Linear, str(path)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_safetensors_refuses_to_save_is_refused_while_patched(tmp_path, what):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(Exception, match=r".") as theirs:
+        REFUSED[what](path)
+    with penstock.patch(), pytest.raises(type(theirs.value)) as ours:
+        REFUSED[what](path)
+    if what != "no folder":  # an error of the file system is penstock's, and safetensors' only in kind
+        assert type(ours.value) is type(theirs.value)
+        if "shared" not in what:  # the names come in any order there
+            assert str(ours.value) == str(theirs.value)
+    assert not path.exists()
+
+
+def test_a_models_state_is_asked_for_once(tmp_path, saved):
+    class Asked(torch.nn.Linear):
+        times = 0
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            self.times += 1
+            return super().state_dict(*args, **kwargs)
+
+    model = Asked(3, 5)
+    with penstock.patch():
+        safetensors_torch.save_model(model, str(tmp_path / "model"))
+    assert saved == ["model"]
+    assert model.times == 1
+
+
+def test_a_function_that_somebody_has_kept_saves_with_safetensors_afterwards(tmp_path, saved):
+    with penstock.patch():
+        kept = safetensors_torch.save_file
+        kept({"a": torch.ones(4)}, tmp_path / "a")
+    kept({"a": torch.ones(4)}, tmp_path / "b")
+    assert saved == ["a"]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 # What it costs

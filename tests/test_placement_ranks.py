@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pagecache
 import penstock
 import pytest
 from models import INTO, MIB, ROUTES, Model, Way, accounted, flat
+from planned_reads import PAGE, Range, reads, runs
 
 Plan = Callable[[str, tuple[int, ...]], int | None]
-PAGE = 4096
 SMALL = {"extent": 64 << 10, "staging": 8 * MIB}
 
 
@@ -152,50 +152,14 @@ def test_slices_of_other_names_are_refused_and_only_the_wanted_names_come(expert
 # Known plans: the reads as the documentation of `gap` and `extent` says, computed here from the header alone
 
 
-def wanted_rows(model: Model, slices: dict[str, tuple[slice, ...]], file: Path) -> list[tuple[int, int]]:
+def wanted_rows(model: Model, slices: dict[str, tuple[slice, ...]], file: Path) -> list[Range]:
     """Wanted byte ranges of a file, ascending."""
-    found = []
+    found: list[Range] = []
     for name, entry in model.entries.items():
-        if entry.file != file or not entry.nbytes:
-            continue
-        size = entry.nbytes // int(np.prod(entry.shape))
-        places = np.arange(entry.nbytes // size).reshape(entry.shape)[slices.get(name, (slice(None),))].reshape(-1)
-        edges = np.flatnonzero(np.diff(places) != 1) + 1
-        for run in np.split(places, edges):
-            if run.size:
-                found.append((entry.offset + int(run[0]) * size, entry.offset + (int(run[-1]) + 1) * size))
+        if entry.file == file and entry.nbytes:
+            size = entry.nbytes // int(np.prod(entry.shape))
+            found += runs(entry.offset, entry.shape, size, slices.get(name, (slice(None),)))
     return sorted(found)
-
-
-def reads(rows: list[tuple[int, int]], size: int, *, extent: int, gap: int, direct: bool) -> Iterator[tuple[int, int]]:
-    """(first, past-the-last) byte of each read of a file.
-
-    Rows at most `gap` apart, or on the same page, are read together; what is longer than `extent` is cut on pages, the
-    last two reads sharing evenly; gaps at either end of a read are left out; a direct read takes whole pages.
-    """
-
-    def down(at: int) -> int:
-        return at // PAGE * PAGE
-
-    def up(at: int) -> int:
-        return -(-at // PAGE) * PAGE
-
-    spans: list[list[tuple[int, int]]] = []
-    for start, end in rows:
-        if spans and (start <= spans[-1][-1][1] + gap or down(start) < up(spans[-1][-1][1])):
-            spans[-1].append((start, end))
-        else:
-            spans.append([(start, end)])
-    for span in spans:
-        at, end = (down(span[0][0]), up(span[-1][1])) if direct else (span[0][0], span[-1][1])
-        while at < end:
-            left, furthest = end - at, down(at + extent)
-            past = end if left <= extent else min(up(at + left // 2), furthest) if left < 2 * extent else furthest
-            inside = [(max(a, at), min(b, past)) for a, b in span if a < past and b > at]
-            if inside:
-                first, last = inside[0][0], inside[-1][1]
-                yield (down(first), min(up(last), size)) if direct else (first, last)
-            at = past
 
 
 # A read that brings parts of many tensors into a slab is shorter, for room to move them apart: such plans are not here.
@@ -219,7 +183,7 @@ def test_known_plans_are_read_as_planned(
         (first, past)
         for file in model.files
         for first, past in reads(
-            wanted_rows(model, slices, file), file.stat().st_size, extent=SMALL["extent"], gap=gap, direct=direct
+            wanted_rows(model, slices, file), file.stat().st_size, extent=SMALL["extent"], gap=gap, pages=direct
         )
     ]
     checkpoint = penstock.open(model.source)

@@ -1,11 +1,12 @@
 """Makes a virtual environment, reusing a torch that is already there.
 
-    python tools/environment.py DIR [--torch] [--path FOLDER] [--bare PACKAGE] REQUIREMENT...
+    python tools/environment.py DIR [--torch] [--path FOLDER] [--bare PACKAGE] [--wanted PACKAGE] REQUIREMENT...
 
 torch is by far the largest thing that the tests, the demo and the benchmark need. Where the interpreter that runs this
 script has one, a `.pth` file shows it to the new environment; otherwise `--torch` installs it. The other requirements
 are always installed into the environment itself, so that their versions and command-line tools are its own; `--bare`
-ones without what they depend on, `--optional` ones likewise, and only where they can be had. `--path` puts a folder of
+ones without what they depend on. What not every platform and Python has is `--wanted`, with what it depends on but
+torch, or `--optional`, bare: where it cannot be had, that is said, and the rest goes on. `--path` puts a folder of
 Python sources on the environment's path.
 
 Standard library only. Does nothing when the environment already holds what is asked for.
@@ -47,12 +48,28 @@ def pip_install(python: Path, requirements: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
+def install_what_can_be_had(python: Path, flags: list[str], packages: list[str]) -> None:
+    """All at once, so that their versions go together; if that fails one by one."""
+    if not packages:
+        return
+    flags = [*flags, "--no-compile"]  # of thousands of files few are ever imported
+    try:
+        pip_install(python, [*flags, *packages])
+    except subprocess.CalledProcessError:
+        for package in packages:
+            try:
+                pip_install(python, [*flags, package])
+            except subprocess.CalledProcessError:
+                print(f"{package} cannot be installed here", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--torch", action="store_true", help="torch is needed: reuse one, else install one")
     parser.add_argument("--bare", action="append", default=[], metavar="PACKAGE", help="install without dependencies")
     parser.add_argument("--optional", action="append", default=[], metavar="PACKAGE", help="the same, if it can be had")
+    parser.add_argument("--wanted", action="append", default=[], metavar="PACKAGE", help="install, if it can be had")
     parser.add_argument("--path", action="append", default=[], metavar="FOLDER", help="also import from here")
     parser.add_argument("requirements", nargs="*")
     arguments = parser.parse_intermixed_args()
@@ -60,13 +77,16 @@ def main() -> None:
     directory: Path = arguments.directory.absolute()
     python = directory / "bin" / "python"
     stamp = directory / ".installed"
-    packages = [*arguments.requirements, *arguments.bare, *arguments.optional]
-    wanted = "\n".join([*packages, *arguments.path, f"torch={arguments.torch}", sys.version])
-    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+    packages = [*arguments.requirements, *arguments.bare, *arguments.wanted, *arguments.optional]
+    wanted = [*packages, *arguments.path, f"torch={arguments.torch}", " ".join(sys.version.split())]
+    held = stamp.read_text().splitlines() if python.exists() and stamp.exists() else []
+    if set(wanted) <= set(held):
         return
 
-    if not python.exists() or (stamp.exists() and stamp.read_text().splitlines()[-1] != wanted.splitlines()[-1]):
-        venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(directory)
+    if wanted[-1] not in held:
+        held = []
+        if not python.exists() or stamp.exists():
+            venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(directory)
     stamp.unlink(missing_ok=True)
     site = site_packages(python)
 
@@ -76,11 +96,11 @@ def main() -> None:
         pip_install(python, arguments.requirements)
     if arguments.bare:
         pip_install(python, ["--no-deps", *arguments.bare])
-    for package in arguments.optional:
-        try:
-            pip_install(python, ["--no-deps", package])
-        except subprocess.CalledProcessError:
-            print(f"{package} cannot be installed here", flush=True)
+    without_torch = site / "without-torch.txt"
+    # A version that needs torch would bring gigabytes, and a torch of its own choice
+    without_torch.write_text("torch<0\n")
+    install_what_can_be_had(python, ["--constraint", str(without_torch)], arguments.wanted)
+    install_what_can_be_had(python, ["--no-deps"], arguments.optional)
     if arguments.torch and not has_torch(python):
         home = torch_home()
         if home is not None and home != site:
@@ -90,7 +110,7 @@ def main() -> None:
             pip_install(python, ["torch"])
     if arguments.path:
         (site / "sources.pth").write_text("".join(f"{Path(path).absolute()}\n" for path in arguments.path))
-    stamp.write_text(wanted)
+    stamp.write_text("\n".join(dict.fromkeys([*held, *wanted])))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ use libfuzzer_sys::fuzz_target;
 use penstock::format::Checkpoint;
 use penstock::layout::{BlockKind, Layout, Target};
 use penstock::options::Order;
-use penstock::placement::Want;
+use penstock::placement::{AxisSlice, Want};
 use penstock::schedule::{FileTraits, Landing, Limits, Route, Schedule};
 
 /// Numbers from the input; zeros when it has run out.
@@ -61,7 +61,8 @@ fuzz_target!(|bytes: &[u8]| {
                 .iter()
                 .map(|&n| {
                     let start = input.below(n + 1);
-                    start..start + input.below(n - start + 1)
+                    let end = start + input.below(n - start + 1);
+                    AxisSlice { start, end, step: 1 + input.below(3) }
                 })
                 .collect()
         });
@@ -94,7 +95,8 @@ fuzz_target!(|bytes: &[u8]| {
         warm: route(input.below(2)),
         scatter: (!matches!(target, Target::Gpu) && input.below(2) == 0).then_some(input.below(5000)),
     };
-    let files = [FileTraits { storage: 0, direct_align: [None, Some(512), Some(4096)][input.below(3) as usize], resident }];
+    let direct_align = [None, Some(512), Some(4096)][input.below(3) as usize];
+    let files = [FileTraits { direct_align, resident, filled: input.below(4) == 0, ..FileTraits::default() }];
     let schedule = Schedule::new(&checkpoint, &layout, &files, &limits);
 
     let mut blocks: Vec<Vec<u8>> = layout

@@ -24,6 +24,7 @@ from ._errors import (
     InvalidError,
     LimitError,
     MismatchError,
+    NoSpaceError,
     NotACheckpointError,
     NotFoundError,
     OutOfMemoryError,
@@ -35,11 +36,13 @@ from ._errors import (
     TruncatedError,
     UnknownTensorError,
     UnsupportedError,
+    WriteError,
 )
 from ._load import Job
 from ._patch import Patch, patch
 from ._report import Report
 from ._safe_open import load_file, safe_open
+from ._save import save, save_file
 from ._selection import TensorInfo
 
 __all__ = [
@@ -58,6 +61,7 @@ __all__ = [
     "LimitError",
     "MismatchError",
     "NotACheckpointError",
+    "NoSpaceError",
     "NotFoundError",
     "Options",
     "OutOfMemoryError",
@@ -72,9 +76,12 @@ __all__ = [
     "TruncatedError",
     "UnknownTensorError",
     "UnsupportedError",
+    "WriteError",
     "__version__",
     "load_file",
     "open",
     "patch",
     "safe_open",
+    "save",
+    "save_file",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, _load
 from ._core import Options
 from ._device import CPU
-from ._errors import InvalidError, NotFoundError
+from ._errors import ArgumentTypeError, NotFoundError
 from ._progress import Progress
 from ._report import Report, report_of
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
@@ -30,7 +30,7 @@ def source_paths(source: Source) -> list[str]:
     except TypeError:
         paths = [b""]  # type: ignore[list-item]
     if not all(isinstance(path, str) for path in paths):
-        raise InvalidError(f"source={source!r}: give a path (str or PathLike), or a list of paths")
+        raise ArgumentTypeError(f"source={source!r}: give a path (str or PathLike), or a list of paths")
     return paths
 
 
@@ -122,7 +122,8 @@ class Checkpoint:
         """Loads tensors.
 
         Args:
-            device: "cpu", "cuda", "cuda:1", a GPU number, or a torch.device.
+            device: "cpu", "cuda", "cuda:1", a GPU number, or a torch.device; for torch also "meta", for which nothing
+                is read, and what torch alone reaches, such as "xpu".
             names: A glob ("model.layers.0.*"), a list of names and globs, or a predicate on the name; None is all.
             dtype: Casts floating-point tensors of 16 bits and more, on the device; others stay as they are. "raw" gives
                 every tensor's bytes instead, as uint8 of shape (nbytes,).

@@ -12,12 +12,14 @@ __all__ = [
     "Checkpoint",
     "Load",
     "Options",
+    "Save",
     "View",
     "__version__",
     "ceiling",
     "evict",
     "exiting",
     "gpus",
+    "head",
     "probe",
     "residency",
     "trim",
@@ -76,6 +78,9 @@ class Checkpoint:
 
     @staticmethod
     def open(sources: Sequence[str]) -> Checkpoint: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Checkpoint:
+        """Of a whole file's content: for its header; there is no file to load from."""
     def __len__(self) -> int: ...
     def __contains__(self, name: object, /) -> bool: ...
     def keys(self) -> list[str]: ...
@@ -94,6 +99,45 @@ class Checkpoint:
     def warnings(self) -> list[str]: ...
     def verify_unchanged(self) -> None: ...
 
+def head(
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: str, order: str
+) -> tuple[bytes, list[int]]:
+    """The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it."""
+
+@final
+class Save:
+    """One save, running in the background from the moment it is made."""
+
+    @staticmethod
+    def start(
+        folder: str,
+        name: str,
+        tensors: Sequence[tuple[str, str, Sequence[int], int | None, int]],
+        metadata: dict[str, str] | None,
+        options: Options,
+        *,
+        layout: str,
+        order: str,
+        most: int | None,
+        sync: bool,
+        keep: object,
+    ) -> Save:
+        """Plans, makes the files and starts writing.
+
+        tensors: (name, dtype, shape, number of the GPU or None, address) of contiguous memory with no work under way on
+        it; `keep` is held until nothing reads it any more. most: bytes of tensors per shard. sync: wait for stable
+        storage.
+        """
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end of the save; False if `timeout` (seconds) passed first. Raises its error. Ctrl-C raises."""
+    def progress(self) -> tuple[int, int]:
+        """(bytes written, bytes in all)."""
+    def close(self) -> None:
+        """Gives up what still runs: files that have no name yet never get one."""
+    def files(self) -> list[str]:
+        """Names of the files, the index last."""
+    def report(self) -> dict[str, Any]: ...
+
 @final
 class Load:
     """One load, running in the background from the moment it is made."""
@@ -104,7 +148,7 @@ class Load:
         options: Options,
         *,
         wants: Sequence[int] | None = None,
-        regions: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+        regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
         device: str = "cpu",
         order: str = "file",
         stream: bool = False,

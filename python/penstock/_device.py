@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from typing import Any, NamedTuple
 
 from ._errors import InvalidError, UnsupportedError
 
+GPUS = ("cuda", "rocm", "hip", "gpu")
+
+MOVED = ("mps", "xpu", "npu", "hpu", "xla", "mlu", "musa")
+"""Devices of torch's that safetensors knows and the core does not: loaded to the CPU, and moved by torch."""
+
+SPELLINGS = f'"cpu", "cuda", "cuda:0", a GPU number or a torch.device; with torch also "meta", {", ".join(MOVED)}'
+
+CURRENT = -1
+"""The number of a device that was given without one."""
+
 
 class Device(NamedTuple):
     """Where tensors go."""
 
     kind: str
-    """"cpu", "cuda", "rocm", or "gpu" where it does not matter whose."""
+    """"cpu"; "cuda", "rocm", or "gpu" where it does not matter whose; with torch alone "meta" or one of `MOVED`."""
     number: int
-    """Number of the GPU as this process sees it; 0 for the CPU."""
+    """Number of the GPU as this process sees it; 0 for the CPU; `CURRENT` where torch is to say."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether this is host memory."""
         return self.kind == "cpu"
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether tensors there have no bytes, so that none are read."""
+        return self.kind == "meta"
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the core loads there itself."""
+        return self.kind in GPUS
+
+    @property
+    def of_core(self) -> str:
+        """Where the core brings the bytes, as it spells it."""
+        return str(self) if self.is_gpu else "cpu"
+
     def __str__(self) -> str:
-        return self.kind if self.is_cpu else f"{self.kind}:{self.number}"
+        return self.kind if self.is_cpu or self.number == CURRENT else f"{self.kind}:{self.number}"
 
 
 CPU = Device("cpu", 0)
@@ -43,33 +69,52 @@ def _on_amd() -> bool:
     return torch is not None and bool(getattr(torch.version, "hip", None))
 
 
-def parse_device(device: Any) -> Device:
-    """The device meant by None, "cpu", 0, "gpu:0", "cuda", "cuda:1", "rocm:1" or ``torch.device(...)``.
+def _counted(torch: Any) -> str:
+    """The kind of device that a number without a kind means: to torch, one of the accelerator it was built for."""
+    accelerator = getattr(torch, "accelerator", None)
+    current = None if accelerator is None else accelerator.current_accelerator()
+    return current.type if current is not None and current.type in MOVED else "gpu"
+
+
+def any_device(device: Any) -> Device:
+    """The device meant by None, "cpu", 0, "gpu:0", "cuda", "rocm:1", "meta", "xpu:0" or ``torch.device(...)``.
 
     Raises:
-        UnsupportedError: a device type that penstock does not load to.
         InvalidError: no device at all.
     """
     if device is None or (isinstance(device, str) and device == "cpu"):
         return CPU  # without the pattern, which takes a millisecond to compile
     if isinstance(device, str):
         text = device
-    elif isinstance(device, int) and not isinstance(device, bool):
-        text = f"gpu:{device}"
+    elif hasattr(device, "__index__") and not isinstance(device, bool):
+        text = f"{_counted(sys.modules.get('torch'))}:{operator.index(device)}"
     else:  # torch.device
         number = getattr(device, "index", None)
         text = str(getattr(device, "type", "")) + ("" if number is None else f":{number}")
     match = re.fullmatch(r"([a-z]+)(?::([0-9]{1,4}))?", text)
-    if match is None:
-        raise InvalidError(f'device={device!r} is no device: give "cpu", "cuda:0", a GPU number or a torch.device')
-    kind, which = match.group(1), match.group(2)
+    kind, which = match.groups() if match else ("", None)
+    if kind not in ("cpu", "meta", *GPUS, *MOVED):
+        raise InvalidError(f"device={device!r} is no device: give {SPELLINGS}")
     if kind == "cpu":
         return CPU
-    if kind not in ("cuda", "rocm", "hip", "gpu"):
-        raise UnsupportedError(
-            f"device={device!r}: penstock loads to the CPU and to CUDA and ROCm GPUs; "
-            'load to "cpu" and move the tensors with the framework instead'
-        )
+    if kind not in GPUS:
+        return Device(kind, CURRENT if which is None or kind == "meta" else int(which))
     if kind == "hip" or (kind != "rocm" and _on_amd()):
         kind = "rocm"
     return Device(kind, _current_gpu() if which is None else int(which))
+
+
+def parse_device(device: Any) -> Device:
+    """As `any_device`, of those that the core loads to.
+
+    Raises:
+        UnsupportedError: a device that it does not load to.
+        InvalidError: no device at all.
+    """
+    found = any_device(device)
+    if not found.is_cpu and not found.is_gpu:
+        raise UnsupportedError(
+            f"device={device!r}: here penstock loads to the CPU and to CUDA and ROCm GPUs; "
+            'load to "cpu" and move the tensors with the framework instead'
+        )
+    return found

@@ -8,8 +8,9 @@ from typing import Any
 from . import _core
 from ._device import Device
 from ._dtypes import DTYPES, RAW
-from ._errors import UnsupportedError
-from ._selection import Selection
+from ._errors import SliceError, UnsupportedError
+from ._indexing import Arrays, Indexing
+from ._selection import Selection, TensorInfo
 
 
 class DLTensor:
@@ -92,3 +93,14 @@ class DLPack:
 
     def let_go(self) -> None:
         """Nothing: the blocks are the core's."""
+
+
+def indexing(info: TensorInfo) -> Indexing:
+    """How these are indexed: by slices, which the core can cut itself."""
+
+    def refused(part: object) -> object:
+        raise SliceError(f'slice of {info.name}: framework="dlpack" has slices, not {part!r}', path=info.file)
+
+    return Indexing(
+        Arrays(refused, refused, reversible=False), info.shape, 1, refused, lambda tensor, index: refused(index)
+    )

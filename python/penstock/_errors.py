@@ -154,6 +154,18 @@ class ReadError(PenstockError, OSError):
     kind = "Io"
 
 
+class WriteError(PenstockError, OSError):
+    """The operating system reported an I/O error while a file was being written."""
+
+    kind = "Write"
+
+
+class NoSpaceError(WriteError):
+    """A file does not fit: the disk is full, or a quota or a limit forbids more."""
+
+    kind = "NoSpace"
+
+
 class StalledError(PenstockError, TimeoutError):
     """Nothing moved for longer than the stall timeout."""
 
@@ -196,6 +208,38 @@ class InternalError(PenstockError, RuntimeError):
     kind = "Internal"
 
 
+# Of no kind of their own: errors that programs written for safetensors catch as something else besides. What
+# safetensors raises for the same mistake changes from function to function; each class here is all of it.
+
+
+class ArgumentTypeError(InvalidError, TypeError, AttributeError):
+    """An argument of a type that makes no sense, such as a name that is a number."""
+
+
+class SharedMemoryError(InvalidError, RuntimeError):
+    """Tensors that share memory were to be saved each by itself, or none of them covers all of it."""
+
+
+class NoValuesError(InvalidError, NotImplementedError):
+    """A tensor on the meta device was to be saved."""
+
+
+class MissingFrameworkError(UnsupportedError, ModuleNotFoundError):
+    """The framework asked for is not installed."""
+
+
+class MissingDtypeError(UnsupportedError, AttributeError, TypeError, KeyError):
+    """The framework, or the format, has no such dtype."""
+
+
+class SliceIndexError(SliceError, IndexError):
+    """An index outside the tensor, or with more dimensions than it has."""
+
+
+class SliceTypeError(SliceError, TypeError):
+    """Something that is no index."""
+
+
 _BY_KIND: dict[str, type[PenstockError]] = {
     cls.kind: cls
     for cls in (
@@ -213,6 +257,8 @@ _BY_KIND: dict[str, type[PenstockError]] = {
         UnsupportedError,
         MismatchError,
         ReadError,
+        WriteError,
+        NoSpaceError,
         StalledError,
         CancelledError,
         DeviceError,

@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import _core
 from ._core import Options
-from ._device import Device, parse_device
+from ._device import Device, any_device
 from ._dtypes import cast_target
-from ._errors import CancelledError, InvalidError, PenstockError, StalledError, raise_if_forked
+from ._errors import (
+    ArgumentTypeError,
+    CancelledError,
+    InvalidError,
+    PenstockError,
+    StalledError,
+    UnsupportedError,
+    raise_if_forked,
+)
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
 from ._selection import Names, Selection, Slices, select
@@ -39,6 +47,12 @@ _FRAMEWORKS = {
     "pytorch": "pt",
     "np": "np",
     "numpy": "np",
+    "jax": "jax",
+    "flax": "jax",
+    "tf": "tf",
+    "tensorflow": "tf",
+    "paddle": "paddle",
+    "mlx": "mlx",
     "dlpack": "dlpack",
 }
 ORDERS = ("file", "layer")
@@ -83,12 +97,13 @@ def _torch_is_installed() -> bool:
 
 
 def framework_named(framework: str | None) -> str:
-    """ "pt", "np" or "dlpack" for what people write; None is torch where it is installed and numpy elsewhere."""
+    """One of the values of `_FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
     if framework is None:
         return "pt" if _torch_is_installed() else "np"
     found = _FRAMEWORKS.get(framework) if isinstance(framework, str) else None
     if found is None:
-        raise InvalidError(
+        wrong = InvalidError if isinstance(framework, str) else ArgumentTypeError
+        raise wrong(
             f'framework={framework!r}: give one of {", ".join(_FRAMEWORKS)}; "dlpack" serves every other framework'
         )
     return found
@@ -96,25 +111,54 @@ def framework_named(framework: str | None) -> str:
 
 def device_for(device: Any, framework: str | None) -> Device:
     """The device meant by what people write, in the words of their framework: torch says "cuda" on AMD too."""
-    where = parse_device(device)
-    if not where.is_cpu and framework_named(framework) == "pt" and "torch" not in sys.modules:
+    where = any_device(device)
+    if where.is_cpu:
+        return where
+    if framework_named(framework) != "pt":
+        if not where.is_gpu:
+            raise UnsupportedError(
+                f'device={str(where)!r} is one of torch\'s, for framework="pt"; framework={framework!r} is loaded to '
+                '"cpu", "cuda:0" and the like'
+            )
+        return where
+    if "torch" not in sys.modules:
         import torch  # noqa: F401
 
-        where = parse_device(device)
+        where = any_device(device)
     return where
+
+
+def check_device(framework: str, device: Device) -> None:
+    """Raises UnsupportedError if the framework (one of the values of `_FRAMEWORKS`) has tensors on the CPU alone."""
+    if device.is_cpu or framework in ("pt", "jax", "dlpack"):
+        return
+    if framework == "np":
+        why = 'numpy arrays live in CPU memory; framework="dlpack" or "pt" loads to a GPU'
+    else:
+        why = f"framework={framework!r} is loaded to the CPU only"
+    raise UnsupportedError(f"device={str(device)!r}: {why}")
 
 
 def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
     """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
     name, target = framework_named(framework), cast_target(dtype)
-    if name == "pt":
+    check_device(name, device)
+    if name == "pt" and (device.is_cpu or device.is_gpu):
         from ._torch import Torch
 
         return Torch(selection, device, target)
+    if name == "pt":
+        from ._torch_devices import Meta, Moved
+
+        return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
     if name == "np":
         from ._numpy import Numpy
 
-        return Numpy(selection, device, target)
+        return Numpy(selection, target)
+    if name != "dlpack":
+        from ._via_numpy import ViaNumpy
+
+        return ViaNumpy(name, selection, device, target)
     from ._dlpack import DLPack
 
     return DLPack(selection, device, target)
@@ -209,14 +253,14 @@ def begin(
     fence: int = 0,
 ) -> _core.Load:
     """Starts a load in the core. Whoever calls this closes it."""
-    selection = request.selection
+    selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
     load = _core.Load.start(
         selection.core,
         request.options,
-        wants=selection.wants,
-        regions=selection.regions,
-        device=str(request.device),
+        wants=[] if nothing else selection.wants,
+        regions=None if nothing else selection.regions,
+        device=request.device.of_core,
         order=request.order,
         stream=stream,
         caller_blocks=caller_blocks,
@@ -421,6 +465,9 @@ def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[t
     with Meter(progress, "load") as meter:
         load = begin(request, adapter, stream=True)
         try:
+            if request.device.is_meta:
+                for name, tensor in zip(names, adapter.tensors(load, range(len(names))), strict=True):
+                    yield name, adapter.cast(tensor)
             while True:
                 want = load.next(INTERVAL if meter.active else None)
                 if want is None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from . import _core
-from ._device import Device
 from ._dtypes import CASTABLE, DTYPES, RAW
-from ._errors import UnsupportedError
-from ._selection import Selection
+from ._errors import MissingDtypeError, UnsupportedError
+from ._indexing import Arrays, Indexing
+from ._selection import Selection, TensorInfo
 
 
 @cache
@@ -29,36 +29,73 @@ def numpy_dtype(name: str) -> Any:
     return None
 
 
+def _help(dtype: str) -> str:
+    return " (the package ml_dtypes adds it)" if DTYPES[dtype].ml_dtypes else ""
+
+
+def of_bytes(data: bytes, carriers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Every tensor of a file's content by name, in memory of its own. ``carriers`` are those of `Numpy`."""
+    import numpy
+
+    core = _core.Checkpoint.from_bytes(data)
+    made: dict[str, Any] = {}
+    for number in range(len(core)):
+        name, dtype, shape, _, begin, end = core.info(number)
+        kind = numpy_dtype(dtype) if dtype not in (carriers or {}) else numpy.dtype((carriers or {})[dtype])
+        if kind is None:
+            raise MissingDtypeError(f"tensor {name} is {dtype}, which numpy lacks{_help(dtype)}")
+        made[name] = numpy.frombuffer(bytearray(memoryview(data)[begin:end]), numpy.uint8).view(kind).reshape(shape)
+    return made
+
+
+def indexing(info: TensorInfo) -> Indexing:
+    """How numpy indexes a tensor of the checkpoint."""
+    import numpy
+
+    def array(part: Any) -> Any:
+        made = numpy.asarray(part)
+        return made.astype(numpy.intp) if isinstance(part, (list, tuple)) and made.size == 0 else made
+
+    arrays = Arrays(array, lambda numbers: numpy.array(numbers, numpy.intp), reversible=True)
+    nothing = numpy.broadcast_to(numpy.empty((), bool), info.shape)
+    # As safetensors an array in every case: numpy gives a scalar, which is none, where all dimensions are numbers
+    return Indexing(arrays, info.shape, 1, nothing.__getitem__, lambda array, index: numpy.asarray(array[index]))
+
+
 class Numpy:
-    """Makes the numpy arrays of one load: writable, aligned to their dtype, each keeping its block alive."""
+    """Makes the numpy arrays of one load: writable, aligned to their dtype, each keeping its block alive.
+
+    Args:
+        carriers: By dtypes of the format numpy's dtypes to give in their place, of the same size: for a framework that
+            has them where numpy does not.
+    """
 
     framework = "np"
     misaligned = False
     caller_blocks = False
     dlpack_device = None
 
-    def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
+    def __init__(self, selection: Selection, target: str | None, carriers: Mapping[str, str] | None = None) -> None:
         import numpy
 
         self._numpy: Any = numpy
         self._selection = selection
         self._raw = target == RAW
-        if not device.is_cpu:
-            raise UnsupportedError(
-                f'device={str(device)!r}: numpy arrays live in CPU memory; framework="dlpack" or "pt" loads to a GPU'
-            )
+        self._carriers = {name: numpy.dtype(kind) for name, kind in (carriers or {}).items()}
         for name, wants in () if self._raw else selection.by_dtype().items():
-            if numpy_dtype(name) is None:
+            if self._dtype(name) is None:
                 self._lacks(name, wants[0])
         self._target = None if target is None or self._raw else numpy_dtype(target)
         if target == "BF16" and self._target is None:
-            raise UnsupportedError("dtype=bfloat16: numpy lacks it unless the package ml_dtypes is installed")
+            raise MissingDtypeError("dtype=bfloat16: numpy lacks it unless the package ml_dtypes is installed")
         self._castable = {numpy_dtype(name) for name in CASTABLE} - {None}
 
+    def _dtype(self, name: str) -> Any:
+        return self._carriers.get(name) or numpy_dtype(name)
+
     def _lacks(self, name: str, want: int) -> None:
-        help = "the package ml_dtypes adds it; " if DTYPES[name].ml_dtypes else ""
-        raise UnsupportedError(
-            f"tensor {self._selection.names[want]} is {name}, which numpy lacks; {help}"
+        raise MissingDtypeError(
+            f"tensor {self._selection.names[want]} is {name}, which numpy lacks{_help(name)}; "
             'dtype="raw" or framework="dlpack" gives its bytes',
             path=self._selection.file(want),
         )
@@ -75,7 +112,7 @@ class Numpy:
             for i, want in enumerate(wants):
                 name, shape = describe(want)
                 try:
-                    arrays[i] = arrays[i].view(numpy_dtype(name)).reshape(shape)
+                    arrays[i] = arrays[i].view(self._dtype(name)).reshape(shape)
                 except ValueError as why:  # an empty tensor whose other dimensions are too large for numpy
                     raise UnsupportedError(
                         f"tensor {self._selection.names[want]} of shape {list(shape)}: {why}",

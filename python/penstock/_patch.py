@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from importlib import import_module
-from types import ModuleType, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
 from _penstock_patch import After
 
 from . import _load, _safe_open
-from ._errors import PenstockError, UnsupportedError
+from ._errors import InvalidError, PenstockError, UnsupportedError
 
 PACKAGES = (
     "safetensors",
@@ -31,15 +31,19 @@ PACKAGES = (
 )
 """In which modules that are already imported names are replaced. Those imported later take the replaced ones."""
 
+_PLACING = "transformers.core_model_loading"
 _FUNCTIONS = {
-    "safetensors.torch": ("load_file", "load_model", "save_file", "save_model"),
-    "safetensors.numpy": ("load_file", "save_file"),
-    "safetensors.flax": ("load_file", "save_file"),
+    "safetensors.torch": ("load_file", "load_model", "save", "save_file", "save_model"),
+    "safetensors.numpy": ("load_file", "save", "save_file"),
+    "safetensors.flax": ("load_file", "save", "save_file"),
+    _PLACING: ("spawn_materialize",),
 }
-"""What is replaced besides ``safe_open``, by what the module of penstock with the same last name has.
+"""What is replaced besides ``safe_open``: functions of safetensors by those that the module of penstock with the same
+last name has, and the function of transformers that is told where a slice goes."""
 
-Where there is no such module or function (as yet there is none) safetensors' own does it, and opens files by penstock.
-"""
+_OWN_LOAD_BYTES = 1 << 20
+"""Smaller tensors are not worth a load of their own onto a GPU, which takes 0.2 ms whatever its size: they are mapped,
+hundreds at once, and copied by torch."""
 
 
 class _Routing:
@@ -98,13 +102,15 @@ class _Routing:
                 self._learn(module)
                 self._replace([module.__name__])
 
-    def _learn(self, module: ModuleType) -> None:
+    def _learn(self, module: Any) -> None:
+        if not isinstance(module, ModuleType):  # None: somebody does not want it to be imported
+            return
         for name in _FUNCTIONS[module.__name__]:
             function: Any = vars(module).get(name)
             # Not ours, nor somebody else's wrapper
             own = getattr(function, "__module__", None) == module.__name__ and not hasattr(function, "__wrapped__")
             if own and id(function) not in self.pairs:
-                ours = _routed(function, module.__name__.replace("safetensors", "penstock"))
+                ours = _placing(function) if module.__name__ == _PLACING else _routed(function, module.__name__)
                 self.pairs[id(function)] = function, ours
 
     def _replace(self, names: Iterable[str]) -> None:
@@ -151,6 +157,10 @@ def _can_open(framework: Any, device: Any, backend: Any) -> bool:
     try:
         name = _load.framework_named(framework)
         where = _load.device_for(device, framework)
+        if name not in ("pt", "np", "dlpack"):
+            from ._via_numpy import module_of
+
+            module_of(name)
     except PenstockError:
         return False
     if isinstance(device, int):
@@ -159,7 +169,8 @@ def _can_open(framework: Any, device: Any, backend: Any) -> bool:
         current = None if accelerator is None else accelerator.current_accelerator()
         if current is not None and current.type != "cuda":
             return False
-    return backend in _safe_open._BACKENDS and (where.is_cpu or name != "np")
+    usual = framework is not None and name != "dlpack" and backend in _safe_open._BACKENDS
+    return usual and (where.is_cpu or (name == "pt" and where.is_gpu))
 
 
 def _can_save(tensors: Any) -> bool:
@@ -179,35 +190,79 @@ def _can_save(tensors: Any) -> bool:
     return True
 
 
-def _can(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether penstock's function called ``name`` takes these."""
-    if name.startswith("load"):
-        return _can_open("pt", arguments.get("device", "cpu"), arguments.get("backend", "mmap"))
+def _saved(ours: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether penstock has saved this, in the layout of safetensors, and what its function returned."""
+    tensors: Any = arguments.get("tensors", arguments.get("tensor_dict"))
     if "model" in arguments:
         state_dict = getattr(arguments["model"], "state_dict", None)
-        return callable(state_dict) and _can_save(state_dict())
-    return _can_save(arguments.get("tensors", arguments.get("tensor_dict")))
+        if not callable(state_dict):
+            return False, None
+        # Asked for once: what hooks it has may gather tensors from other processes
+        state = tensors = dict(state_dict())
+        arguments = {**arguments, "model": SimpleNamespace(state_dict=lambda: state)}
+    if not _can_save(tensors):
+        return False, None
+    try:
+        return True, ours(**arguments, layout="compact")
+    except (InvalidError, UnsupportedError):  # before anything was written
+        return False, None
 
 
 def _routed(theirs: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """``theirs``, or the function of the same name of one of penstock's modules where that can do what is asked."""
+    """``theirs``, or where that can do what is asked the function of that name in penstock's counterpart of its module.
+
+    What penstock refuses to save is saved, or refused in its own words, by safetensors.
+    """
+    from inspect import signature
+
+    interface = signature(theirs)
+    framework = module.rpartition(".")[2]
+
+    @wraps(theirs)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if not _routing.patches:
+            return theirs(*args, **kwargs)
+        ours = getattr(import_module(f"penstock.{framework}"), theirs.__name__)
+        try:
+            arguments = interface.bind(*args, **kwargs).arguments
+        except TypeError:  # theirs says what is wrong with them
+            return theirs(*args, **kwargs)
+        if arguments.keys() <= signature(ours).parameters.keys():
+            if theirs.__name__.startswith("save"):
+                done, returned = _saved(ours, arguments)
+                if done:
+                    return returned
+            elif _can_open(framework, arguments.get("device", "cpu"), arguments.get("backend", "mmap")):
+                return ours(**arguments)
+        return theirs(*args, **kwargs)
+
+    return routed
+
+
+def _placing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' function that indexes a slice and moves what comes of it, with slices that load onto that device.
+
+    The tensor is where it is to go before it is moved there, so that its bytes have not been in host memory, and is a
+    plain tensor from the beginning: none that is made when somebody moves it could hold more.
+    """
     from inspect import signature
 
     interface = signature(theirs)
 
     @wraps(theirs)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        if _routing.patches:
-            try:
-                ours = getattr(import_module(module), theirs.__name__)
-                arguments = interface.bind(*args, **kwargs).arguments
-            except (ImportError, AttributeError, TypeError):  # theirs says what is wrong with the arguments
-                return theirs(*args, **kwargs)
-            if arguments.keys() <= signature(ours).parameters.keys() and _can(theirs.__name__, arguments):
-                return ours(*args, **kwargs)
-        return theirs(*args, **kwargs)
+    def placing(*args: Any, **kwargs: Any) -> Any:
+        if not _routing.patches:
+            return theirs(*args, **kwargs)
+        try:
+            bound = interface.bind(*args, **kwargs)
+        except TypeError:
+            return theirs(*args, **kwargs)
+        part, device = bound.arguments.get("tensor"), bound.arguments.get("device")
+        if isinstance(part, _safe_open.Slice) and device is not None and _can_open("pt", device, None):
+            bound.arguments["tensor"] = part._bound_for(device, _OWN_LOAD_BYTES)
+        return theirs(*bound.args, **bound.kwargs)
 
-    return routed
+    return placing
 
 
 class _AnyHandle(type):
@@ -270,10 +325,11 @@ class Patch:
 def patch() -> Patch:
     """Has everything that uses safetensors use penstock, until it is undone.
 
-    Replaces ``safe_open``, ``load_file``, ``load_model``, ``save_file`` and ``save_model`` of safetensors wherever a
-    module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or torch.distributed.checkpoint
-    has them, under whatever name; modules imported later take the replaced ones. What penstock cannot do (saving, so
-    far; frameworks and devices that it lacks) is still done by safetensors, whose own functions open files by penstock.
+    Replaces ``safe_open``, ``load_file``, ``load_model``, ``save``, ``save_file`` and ``save_model`` of safetensors
+    wherever a module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or
+    torch.distributed.checkpoint has them, under whatever name; modules imported later take the replaced ones. What
+    penstock cannot do (frameworks and devices that it lacks, tensors of special kinds) is still done by safetensors.
+    What is saved has the bytes that safetensors writes.
 
         with penstock.patch():
             model = AutoModel.from_pretrained("model/")

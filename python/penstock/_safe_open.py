@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _load
 from ._checkpoint import Checkpoint, Source, open
 from ._core import Options
-from ._errors import InvalidError, PenstockError, UnsupportedError
+from ._device import Device
+from ._dtypes import DTYPES
+from ._errors import (
+    ArgumentTypeError,
+    InvalidError,
+    PenstockError,
+    SliceError,
+    SliceIndexError,
+    SliceTypeError,
+    UnsupportedError,
+)
+from ._indexing import Indexing, Plan, plan
+from ._prefetch import PrefetchLoader
 from ._report import Report
-from ._selection import unknown
+from ._selection import Names, Selection, unknown
 
 _SINGLES = 4
 """Tensors that are loaded one by one before a caller counts as one who wants them all."""
@@ -38,6 +51,20 @@ os.register_at_fork(after_in_child=_unlock_all)
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
 
 
+def _joined(framework: str, parts: list[Any], axis: int) -> Any:
+    if framework == "np":
+        import numpy as np
+
+        return np.concatenate(parts, axis)
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.concatenate(parts, axis)
+    import torch
+
+    return torch.cat(parts, axis)
+
+
 def _state(file: str) -> tuple[int, ...] | None:
     """What tells whether somebody has changed the file; None where it cannot be looked at."""
     try:
@@ -45,6 +72,17 @@ def _state(file: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+
+
+class TensorMeta(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    dtype: str
+    """As spelled in the header, such as ``"BF16"``."""
+    shape: list[int]
+    """Extent per dimension, in elements."""
+    data_offsets: tuple[int, int]
+    """(first, past-the-last) byte, counted from the start of the file's data."""
 
 
 class Slice:
@@ -64,49 +102,75 @@ class Slice:
         return self._info.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """What indexing the whole tensor would give.
+        """What indexing the whole tensor would give, read without the rest of it.
 
-        Of whole numbers and ranges with step 1 only the bytes asked for are read; anything else that the framework can
-        index with (steps, lists, masks, None) reads the whole tensor first.
+        Of whole numbers and slices (steps too) the elements asked for are read; of a list, an array of numbers or a
+        mask the positions that it names; of several of these in one index, their product, of which all but the first
+        are read from their first to their last position, unless they are evenly apart. Several ranges of positions are
+        read one by one and joined, which takes their size once more for a moment; of very many those nearer than
+        ``Options.gap`` are read as one.
+
+        Raises:
+            SliceError: the index is none, or leads out of the tensor; also the IndexError, TypeError or ValueError that
+                the framework's own tensors raise.
         """
-        cuts = None if self._info.dtype in ("F4", "F6_E2M3", "F6_E3M2") else self._rectangle(index)
-        if cuts is None:
-            return self._opened._one(self._name)[index]
-        if cuts == tuple(slice(0, size) for size in self._info.shape):
-            return self._opened._one(self._name)
-        rectangle = tuple(cut if isinstance(cut, slice) else slice(cut, cut + 1) for cut in cuts)
-        part = self._opened._load([self._name], {self._name: rectangle})[self._name]
-        if all(isinstance(cut, slice) for cut in cuts):
-            return part
-        return part[tuple(slice(None) if isinstance(cut, slice) else 0 for cut in cuts)]
+        try:
+            return self._take(index)
+        except PenstockError:
+            raise
+        except IndexError as error:
+            raise SliceIndexError(f"slice of {self._name}: {error}", path=self._info.file) from error
+        except TypeError as error:
+            raise SliceTypeError(f"slice of {self._name}: {error}", path=self._info.file) from error
+        except ValueError as error:
+            raise SliceError(f"slice of {self._name}: {error}", path=self._info.file) from error
 
-    def _rectangle(self, index: Any) -> tuple[slice | int, ...] | None:
-        """``index`` as one range or number per dimension, all within the tensor; None if it is anything else."""
-        shape = self._info.shape
-        parts = index if isinstance(index, tuple) else (index,)
-        dots = [i for i, part in enumerate(parts) if part is Ellipsis]
-        if len(dots) > 1:
-            return None
-        if dots:
-            fill = (slice(None),) * (len(shape) - len(parts) + 1)
-            parts = parts[: dots[0]] + fill + parts[dots[0] + 1 :]
-        if len(parts) > len(shape):
-            return None
-        cuts: list[slice | int] = []
-        for part, size in zip(parts, shape, strict=False):
-            if isinstance(part, slice):
-                try:
-                    start, stop, step = part.indices(size)
-                except (TypeError, ValueError):
-                    return None
-                if step != 1:
-                    return None
-                cuts.append(slice(start, max(start, stop)))
-            elif type(part) is int and -size <= part < size:
-                cuts.append(part % size)
-            else:  # out of range too: the framework has its own error for that
-                return None
-        return tuple(cuts)
+    def _take(self, index: Any) -> Any:
+        opened, indexing = self._opened, self._indexing
+        if opened._sliced_by != opened._framework:
+            from ._via_numpy import check_dtype
+
+            check_dtype(opened._framework, self._info.dtype, self._name, self._info.file)
+        bits = DTYPES[self._info.dtype].bits * indexing.unit
+        near = opened._options.gap * 8 // bits
+        planned = plan(index, indexing.shape, indexing.arrays, indexing.unit, near)
+        if planned is None:
+            indexing.probe(index)
+            return opened._made(indexing.take(opened._whole(self._name), index), self._info.dtype)
+        if opened._framework == "dlpack" and (planned.rest or len(planned.parts) > 1):
+            raise SliceError(
+                f'slice of {self._name}: framework="dlpack" has slices with ":" in every dimension, no other index',
+                path=self._info.file,
+            )
+        if planned.parts == [[(0, size, 1) for size in self._info.shape]]:
+            if not planned.rest:
+                return opened._one(self._name)
+            tensor = opened._whole(self._name)
+        else:
+            opened._reads_ahead = False  # who takes parts, as one rank of several does, does not want the rest
+            tensor = opened._parts(self._name, planned)
+        return opened._made(indexing.take(tensor, planned.rest) if planned.rest else tensor, self._info.dtype)
+
+    def _bound_for(self, device: Any, least: int) -> Slice:
+        """The same, but that what is read of it goes to ``device``. Tensors of less than ``least`` bytes do not."""
+        where = _load.device_for(device, self._opened._framework)
+        if where.is_cpu:
+            return self
+        self._opened._elsewhere = least
+        return self if self._info.nbytes < least else Slice(self._opened._bound_for(where), self._name)
+
+    @property
+    def _indexing(self) -> Indexing:
+        """How the framework that makes the handle's slices indexes this tensor."""
+        framework = self._opened._sliced_by
+        if framework == "pt":
+            from ._torch import indexing
+        elif framework == "dlpack":
+            from ._dlpack import indexing
+        else:
+            from ._numpy import indexing
+        found = indexing(self._info)
+        return found._replace(take=lambda tensor, index: tensor[index]) if framework == "jax" else found
 
 
 class safe_open:
@@ -114,7 +178,8 @@ class safe_open:
 
     Args:
         filename: A file, a list of files, a directory, or an index file.
-        framework: "pt", "np" or "dlpack".
+        framework: "pt", "np", "jax", "tf", "paddle", "mlx" or an alias of one; "dlpack"; None is torch where it is
+            installed, and numpy elsewhere.
         device: As in `Checkpoint.load`. A GPU is touched with the first tensor, not before.
         backend: Accepted for compatibility: "mmap" changes nothing, "pread" asks for private copies.
         options: `Options`, or a dict of its keywords.
@@ -131,16 +196,26 @@ class safe_open:
         backend: str | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
-        if backend not in _BACKENDS:
-            raise InvalidError(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
+        if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
+            wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
+            raise wrong(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
         self._framework = _load.framework_named(framework)
         self._device = _load.device_for(device, framework)
+        _load.check_device(self._framework, self._device)
+        self._sliced_by = self._framework
+        if self._framework not in ("pt", "np", "dlpack"):
+            from ._via_numpy import module_of
+
+            module_of(self._framework)
+            self._sliced_by = "np" if self._device.is_cpu else self._framework
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open(filename)
         self._closed = False
         self._lock = threading.Lock()
         self._singles = 0
         self._reads_ahead = self._device.is_cpu and self._options.copy is not True
+        # Tensors of as many bytes and more are not wanted on this device
+        self._elsewhere = sys.maxsize
         # Mapped, not yet asked for, with their file and its state before
         self._ahead: dict[str, tuple[Any, str, tuple[int, ...]]] = {}
         _handles.add(self)
@@ -150,9 +225,46 @@ class safe_open:
             raise PenstockError("File is closed", path=self._checkpoint.files[0])
         return self._checkpoint
 
-    def _load(self, names: Sequence[str] | None, slices: Any = None) -> dict[str, Any]:
+    def _bound_for(self, device: Device) -> safe_open:
+        """The same open files, loaded onto ``device``."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _device=device, _reads_ahead=False)
+        return twin
+
+    def _load(self, names: Names, slices: Any = None) -> dict[str, Any]:
         prepared = _load.prepare(self._checkpoint, self._device, names, None, self._framework, self._options, slices)
         return _load.load(*prepared, False)
+
+    def _whole(self, name: str) -> Any:
+        """The tensor called ``name`` of the framework that makes the slices."""
+        if self._sliced_by == self._framework:
+            return self._one(name)
+        whole = [(0, size, 1) for size in self._checkpoint[name].shape]
+        return self._parts(name, Plan([whole], 0, ()))
+
+    def _made(self, part: Any, dtype: str) -> Any:
+        """The handle's framework's tensor of a slice of a tensor of this dtype."""
+        if self._sliced_by == self._framework:
+            return part
+        from ._via_numpy import tensor_of
+
+        return tensor_of(self._framework, part, dtype)
+
+    def _parts(self, name: str, planned: Plan) -> Any:
+        """Parts of the tensor called ``name``, joined."""
+        core = self._checkpoint._core
+        number, count = core.index(name), len(planned.parts)
+        names = [name] if count == 1 else [f"{name} (part {part})" for part in range(count)]
+        selection = Selection(core, names, [number] * count, list(planned.parts))
+        if self._sliced_by == self._framework:
+            adapter = _load.make_adapter(self._framework, selection, self._device, None)
+        else:
+            from ._via_numpy import arrays
+
+            adapter = arrays(self._framework, selection)
+        request = _load.Request(self._checkpoint, selection, self._device, self._options, "file")
+        parts = list(_load.load(request, adapter, False).values())
+        return parts[0] if count == 1 else _joined(self._sliced_by, parts, planned.axis)
 
     def _one(self, name: str) -> Any:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
@@ -193,10 +305,17 @@ class safe_open:
             if len(names) >= _AHEAD_TENSORS or nbytes >= _AHEAD_BYTES:
                 break
             other, _, _, _, begin, end = core.info(number)
-            if other not in self._ahead and nbytes + end - begin <= _AHEAD_BYTES:
+            if other not in self._ahead and end - begin < min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
                 names.append(other)
                 nbytes += end - begin
         return names
+
+    def _check_name(self, name: object) -> None:
+        """Raises what is wrong with the name of a tensor."""
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"a tensor's name is a string, not {name!r}", path=self._checkpoint.files[0])
+        if name not in self._open():
+            raise unknown(self._checkpoint._core, name)
 
     def keys(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -212,26 +331,56 @@ class safe_open:
 
     def get_tensor(self, name: str) -> Any:
         """The tensor called ``name``. Raises UnknownTensorError, a SafetensorError and KeyError."""
-        if name not in self._open():
-            raise unknown(self._checkpoint._core, name)
+        self._check_name(name)
         return self._one(name)
 
-    def get_tensors(self) -> dict[str, Any]:
-        """Every tensor by name."""
+    def get_tensors(self, names: Names = None) -> dict[str, Any]:
+        """Every tensor by name, or those that ``names`` asks for: as in `Checkpoint.load`."""
         self._open()
-        return self._load(None)
+        return self._load(names)
 
     def get_slice(self, name: str) -> Slice:
-        """The tensor called ``name``, to be indexed."""
-        self._open()
+        """The tensor called ``name``, to be indexed. Raises as `get_tensor` does."""
+        self._check_name(name)
         return Slice(self, name)
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) in file order, reading ahead."""
-        return self._open().stream(str(self._device), framework=self._framework, options=self._options)
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """What the header says of the tensor called ``name``. Raises as `get_tensor` does."""
+        self._check_name(name)
+        info = self._checkpoint[name]
+        core = self._checkpoint._core
+        data = core.data_start(core.info(core.index(name))[3])
+        begin, end = info.offsets
+        return TensorMeta(info.dtype, list(info.shape), (begin - data, end - data))
+
+    def prefetch(
+        self,
+        plan: Mapping[str, Any] | None = None,
+        *,
+        device: Any = None,
+        threads: int | None = None,
+    ) -> PrefetchLoader:
+        """Starts loading tensors in the background, to be taken by name or as they come.
+
+        Args:
+            plan: The tensors wanted: by name None for the whole, or a slice (or one for each dimension); None is all.
+            device: Where to; the handle's by default.
+            threads: ``Options.threads``.
+        """
+        checkpoint = self._open()
+        for name in plan or ():
+            self._check_name(name)
+        where = self._device if device is None else _load.device_for(device, self._framework)
+        options = self._options if threads is None else _load.make_options(self._options, threads=threads)
+        names = None if plan is None else sorted(plan, key=checkpoint._core.index)
+        slices = None if plan is None else {name: cut for name, cut in plan.items() if cut is not None}
+        return PrefetchLoader(*_load.prepare(checkpoint, where, names, None, self._framework, options, slices))
+
+    def tensors(self, names: Names = None, order: str = "file") -> Iterator[tuple[str, Any]]:
+        """Yields (name, tensor), reading ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""
+        return self._open().stream(str(self._device), names, order, framework=self._framework, options=self._options)
 
     def __enter__(self) -> safe_open:
-        self._open()
         return self
 
     def __exit__(

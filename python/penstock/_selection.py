@@ -13,10 +13,15 @@ Names = str | Iterable[str] | Callable[[str], bool] | None
 """A glob, a list of names and globs, or a predicate on the name; None is every tensor."""
 
 Cut = slice | tuple[Any, ...]
-"""A slice, or one slice per dimension (missing ones are whole; one Ellipsis stands for as many as fit)."""
+"""A slice, or one slice per dimension (missing ones are whole; one Ellipsis stands for as many as fit).
+
+Steps are 1 or more."""
 
 Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
 """Per name the part that is wanted, or a function that says so for each tensor (None: the whole)."""
+
+Region = list[tuple[int, int, int]]
+"""(first, past-the-last, step) per dimension, in elements; the step is 1 or more."""
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -48,7 +53,7 @@ class Selection:
         core: _core.Checkpoint,
         names: list[str],
         wants: list[int] | None,
-        regions: list[list[tuple[int, int]] | None] | None = None,
+        regions: list[Region | None] | None = None,
     ) -> None:
         self.core = core
         self.names = names
@@ -66,7 +71,7 @@ class Selection:
         """(dtype, shape in elements) of what is wanted."""
         _, dtype, shape, _, _, _ = self.core.info(self.tensor(want))
         region = None if self.regions is None else self.regions[want]
-        return dtype, shape if region is None else tuple(stop - start for start, stop in region)
+        return dtype, shape if region is None else tuple(len(range(*part)) for part in region)
 
     def by_dtype(self) -> dict[str, list[int]]:
         """Want numbers by dtype."""
@@ -119,7 +124,7 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
     return list(found)
 
 
-def _region(info: TensorInfo, cut: Any) -> list[tuple[int, int]]:
+def _region(info: TensorInfo, cut: Any) -> Region:
     name, shape = info.name, info.shape
 
     def refused(why: str) -> SliceError:
@@ -138,14 +143,14 @@ def _region(info: TensorInfo, cut: Any) -> list[tuple[int, int]]:
         c = cuts[d] if d < len(cuts) else slice(None)
         if not isinstance(c, slice):
             raise refused(f"dimension {d} wants a slice(start, stop), not {c!r}")
-        if c.step not in (None, 1):
-            raise refused(f"dimension {d} has step {c.step}; only whole ranges can be loaded")
+        if c.step is not None and (not isinstance(c.step, int) or c.step < 1):
+            raise refused(f"dimension {d} has step {c.step!r}; give a whole number from 1 on")
         for bound in (c.start, c.stop):
             # Python would clamp this; a rank whose range does not fit has been given the wrong plan
             if bound is not None and not -size <= bound <= size:
                 raise refused(f"{c.start}:{c.stop} is outside dimension {d} of {list(shape)}")
-        start, stop, _ = c.indices(size)
-        region.append((start, max(start, stop)))
+        start, stop, step = c.indices(size)
+        region.append((start, max(start, stop), step))
     return region
 
 
@@ -160,7 +165,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
 
     Raises:
         UnknownTensorError: a name that is not there, or a glob that nothing matches.
-        SliceError: a range outside its tensor, or one with a step.
+        SliceError: a range outside its tensor, or one that goes backwards.
         InvalidError: slices of a tensor that is not among the names.
     """
     wants = _numbers(core, names)
@@ -168,7 +173,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
     selection = Selection(core, keys, wants)
     if slices is None:
         return selection
-    regions: list[list[tuple[int, int]] | None] = [None] * len(keys)
+    regions: list[Region | None] = [None] * len(keys)
     files = core.files()
     if callable(slices):
         for want in range(len(keys)):

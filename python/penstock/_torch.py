@@ -10,8 +10,9 @@ from typing import Any
 from . import _accelerator, _core
 from ._device import Device
 from ._dtypes import CASTABLE, DTYPES, RAW
-from ._errors import PenstockError, UnsupportedError
-from ._selection import Selection
+from ._errors import MissingDtypeError, PenstockError, UnsupportedError
+from ._indexing import Arrays, Indexing
+from ._selection import Selection, TensorInfo
 
 
 @cache
@@ -68,6 +69,50 @@ def _torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tu
     return (*shape[:-1], shape[-1] // 2)
 
 
+def of_bytes(data: bytes) -> dict[str, Any]:
+    """Every tensor of a file's content by name, in memory of its own."""
+    import torch
+
+    core = _core.Checkpoint.from_bytes(data)
+    made: dict[str, Any] = {}
+    for number in range(len(core)):
+        name, dtype, shape, _, begin, end = core.info(number)
+        kind = torch_dtype(dtype)
+        if kind is None:
+            raise MissingDtypeError(f"tensor {name} is {dtype}, which torch {torch.__version__} lacks")
+        shape = _torch_shape(name, dtype, shape, "bytes")
+        if begin == end:
+            made[name] = torch.empty(shape, dtype=kind)
+            continue
+        made[name] = torch.frombuffer(bytearray(memoryview(data)[begin:end]), dtype=torch.uint8).view(kind).view(shape)
+    return made
+
+
+def _index_array(part: Any) -> Any:
+    import torch
+
+    array = torch.as_tensor(part)
+    # torch takes an empty list for numbers although a tensor of it has floats
+    return array.long() if isinstance(part, (list, tuple)) and array.numel() == 0 else array
+
+
+def indexing(info: TensorInfo) -> Indexing:
+    """How torch indexes a tensor of the checkpoint."""
+    import torch
+
+    shape = _torch_shape(info.name, info.dtype, info.shape, info.file)
+    arrays = Arrays(_index_array, lambda numbers: torch.tensor(numbers, dtype=torch.long), reversible=False)
+    pairs = info.dtype == "F4"
+
+    def take(tensor: Any, index: Any) -> Any:
+        # torch gathers no pairs of F4, but bytes
+        return tensor.view(torch.uint8)[index].view(tensor.dtype) if pairs else tensor[index]
+
+    # Not on the meta device, whose errors are of other classes
+    nothing = torch.empty((), dtype=torch.uint8).expand(shape)
+    return Indexing(arrays, shape, 2 if pairs else 1, nothing.__getitem__, take)
+
+
 class Torch:
     """Makes the torch tensors of one load.
 
@@ -110,7 +155,7 @@ class Torch:
             for want in wants:
                 file = self._selection.file(want)
                 if kind is None:
-                    raise UnsupportedError(
+                    raise MissingDtypeError(
                         f"tensor {self._selection.names[want]} is {name}, which torch {self._torch.__version__} lacks; "
                         'dtype="raw" or framework="dlpack" gives its bytes',
                         path=file,

@@ -1,4 +1,5 @@
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | synth``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert |
+synth``.
 
 Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
@@ -23,6 +24,7 @@ from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
 from ._load import ORDERS, make_options
 from ._report import size_text
+from ._save import LAYOUTS
 from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
@@ -429,6 +431,26 @@ _UNITS: dict[str, int] = {"": 1, "b": 1, **{f"{p}b": 10 ** (3 * i) for i, p in e
 _UNITS |= {f"{p}ib": 1 << (10 * i) for i, p in enumerate("kmgt", 1)}
 
 
+def _convert(args: argparse.Namespace) -> None:
+    from ._convert import convert
+
+    report = convert(
+        args.source,
+        args.into,
+        dtype=args.dtype,
+        max_shard_size=None if args.max_shard_size == "none" else args.max_shard_size,
+        layout=args.layout,
+        order=args.order,
+        fsync=args.fsync,
+        progress=False if args.no_progress else None,
+    )
+    text = (
+        f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
+        f"file{'s' * (len(report.files) != 1)} in {report.seconds:.2f} s: {report.gbps:.2f} GB/s"
+    )
+    _print(args, {"ok": True, "into": str(args.into), "report": report}, text)
+
+
 def _size(text: str) -> float:
     match = re.fullmatch(r"([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     with contextlib.suppress(KeyError, ValueError):
@@ -551,6 +573,17 @@ def _parser() -> argparse.ArgumentParser:
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     bench.add_arguments(made)
     made.set_defaults(run=_bench)
+
+    made = with_source(command("convert", _convert, "write a checkpoint anew: layout, shards, dtype; pickles too"))
+    made.add_argument("into", type=Path, metavar="DIRECTORY", help="where to")
+    made.add_argument("--dtype", help="cast to this floating dtype")
+    made.add_argument(
+        "--max-shard-size", default="5GB", metavar="N", help='most bytes of a file, or "none" (default: 5GB)'
+    )
+    made.add_argument("--layout", choices=LAYOUTS, default="aligned", help="order and padding (default: aligned)")
+    made.add_argument("--order", choices=ORDERS, default="file", help="layer: keep layers together (default: file)")
+    made.add_argument("--no-fsync", dest="fsync", action="store_false", help="do not wait for stable storage")
+    made.add_argument("--no-progress", action="store_true", help="no progress bar")
 
     made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
     made.add_argument("name", nargs="?", help="a name that --list shows")

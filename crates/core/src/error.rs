@@ -40,6 +40,10 @@ pub enum ErrorKind {
     Mismatch,
     /// The operating system reported an I/O error.
     Io,
+    /// The same while writing.
+    Write,
+    /// A file does not fit: the disk is full, or a quota or limit forbids more.
+    NoSpace,
     /// Nothing moved for longer than the stall timeout.
     Timeout,
     /// The load was cancelled.
@@ -89,6 +93,19 @@ impl Error {
         };
         let mut e = Self::new(kind, format!("cannot {doing}: {cause}"));
         e.0.errno = errno;
+        e
+    }
+
+    /// An error from the operating system while a file is being written.
+    pub fn write(doing: &str, cause: &io::Error) -> Self {
+        let mut e = Self::io(doing, cause);
+        e.0.kind = match cause.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => ErrorKind::NoSpace,
+            Some(libc::EROFS) => ErrorKind::Permission,
+            Some(libc::ENOTDIR) => ErrorKind::NotFound,
+            _ if e.0.kind == ErrorKind::Io => ErrorKind::Write,
+            _ => e.0.kind,
+        };
         e
     }
 

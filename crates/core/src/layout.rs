@@ -5,7 +5,7 @@
 //! dense memory. Two wants never share bytes of a block: what is handed out may be written to.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::Checkpoint;
+use crate::format::{quoted, Checkpoint};
 use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, PAGE, SHARED_BLOCK};
 use crate::placement::{Runs, Want};
 use hashbrown::HashMap;
@@ -94,6 +94,9 @@ const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
 /// Most bytes of all blocks, or all places, of one layout.
 const MOST: u64 = i64::MAX as u64;
 
+/// Most strips of one want: each is a copy of its own, and takes 64 bytes of memory while the load runs.
+const MOST_STRIPS: u64 = 1 << 24;
+
 /// "No block yet" while blocks are numbered.
 const NONE: u32 = u32::MAX;
 
@@ -109,7 +112,8 @@ impl Layout {
     ///
     /// # Errors
     /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants, and where all blocks together have more bytes than an address
-    /// can have (a sparse file may be as large as that, and wanted many times over); `Invalid` where `mapped` does not have
+    /// can have (a sparse file may be as large as that, and wanted many times over), or a slice falls into more than 2^24
+    /// pieces; `Invalid` where `mapped` does not have
     /// one flag per file.
     pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
         if wants.len() >= NONE as usize {
@@ -122,6 +126,7 @@ impl Layout {
             }
         }
         let runs = wants.iter().map(|w| Runs::of(checkpoint, w)).collect::<Result<Vec<_>>>()?;
+        check_strips(checkpoint, wants, &runs, gap)?;
         let files = wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect();
         let mut layout =
             Layout { blocks: Vec::new(), places: Vec::with_capacity(wants.len()), runs, files, order: Vec::new() };
@@ -224,6 +229,24 @@ impl Layout {
     }
 }
 
+/// Refuses slices that fall into more pieces than a plan can list. Apart by more than `gap` they could lie in 256 GiB at the
+/// least with the default; nearer ones take dimensions, and steps, that no model has.
+fn check_strips(checkpoint: &Checkpoint, wants: &[Want], runs: &[Runs], gap: u64) -> Result<()> {
+    for (want, runs) in wants.iter().zip(runs).filter(|(_, runs)| !runs.axes.is_empty()) {
+        let strips = runs.strips(gap).count;
+        if strips > MOST_STRIPS {
+            let info = checkpoint.tensor(want.tensor);
+            let text = format!(
+                "a slice of tensor {} falls into {strips} pieces, and at most {MOST_STRIPS} fit one load: take it in parts, \
+                 take a part without gaps and cut that in memory, or raise `gap`, up to which pieces are read together",
+                quoted(info.name)
+            );
+            return Err(Error::new(ErrorKind::Limit, text).at(&checkpoint.files()[info.file as usize].path));
+        }
+    }
+    Ok(())
+}
+
 /// Blocks at the file's phase, not yet numbered, and which want lives in which of them.
 #[derive(Default)]
 struct Homes {
@@ -295,7 +318,7 @@ fn by_layer(checkpoint: &Checkpoint, wants: &[Want], by_file: &[u32]) -> Vec<u32
 }
 
 /// The stack and number of the layer that a tensor belongs to, or the module that owns it where its name has no number.
-fn layer(name: &str) -> (&str, Option<u64>) {
+pub(crate) fn layer(name: &str) -> (&str, Option<u64>) {
     let mut at = 0;
     for part in name.split('.') {
         if part.bytes().all(|b| b.is_ascii_digit()) {

@@ -46,7 +46,7 @@
 //! assert_eq!((ramp.dtype.name(), ramp.shape), ("F32", &[2, 3][..]));
 //!
 //! // The second row alone: twelve of the twenty-four bytes.
-//! let row = Want { tensor: ramp.index, region: Some([1..2, 0..3].into()) };
+//! let row = Want::part(ramp.index, [1..2, 0..3]);
 //! let load = Load::start(Request {
 //!     checkpoint: checkpoint.clone(),
 //!     wants: vec![row],
@@ -91,6 +91,7 @@ pub mod memory;
 pub mod options;
 pub mod placement;
 mod policy;
+pub mod save;
 pub mod schedule;
 pub mod source;
 pub mod staging;

@@ -4,19 +4,48 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint, TensorInfo};
 use std::ops::Range;
 
+/// What is wanted along one dimension, in elements: `start`, `start + step` and so on, before `end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AxisSlice {
+    /// The first element.
+    pub start: u64,
+    /// One past the last element that may be wanted.
+    pub end: u64,
+    /// From one element to the next; at least 1.
+    pub step: u64,
+}
+
+impl AxisSlice {
+    /// How many elements.
+    pub fn count(&self) -> u64 {
+        self.end.saturating_sub(self.start).div_ceil(self.step.max(1))
+    }
+}
+
+impl From<Range<u64>> for AxisSlice {
+    fn from(range: Range<u64>) -> Self {
+        Self { start: range.start, end: range.end, step: 1 }
+    }
+}
+
 /// One wanted tensor or part of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Want {
     /// Number of the tensor in the checkpoint.
     pub tensor: u32,
-    /// The hyper-rectangle wanted, one range in elements per dimension; `None` wants the whole tensor.
-    pub region: Option<Box<[Range<u64>]>>,
+    /// The hyper-rectangle wanted, one slice per dimension; `None` wants the whole tensor.
+    pub region: Option<Box<[AxisSlice]>>,
 }
 
 impl Want {
     /// The whole of tensor number `tensor`.
     pub fn whole(tensor: u32) -> Self {
         Self { tensor, region: None }
+    }
+
+    /// Of tensor number `tensor` a range (or slice) per dimension.
+    pub fn part<S: Into<AxisSlice>>(tensor: u32, region: impl IntoIterator<Item = S>) -> Self {
+        Self { tensor, region: Some(region.into_iter().map(Into::into).collect()) }
     }
 
     /// Every tensor of a checkpoint, whole, in file order.
@@ -28,7 +57,7 @@ impl Want {
     pub fn shape(&self, info: &TensorInfo<'_>) -> Vec<u64> {
         match &self.region {
             None => info.shape.to_vec(),
-            Some(r) => r.iter().map(|r| r.end.saturating_sub(r.start)).collect(),
+            Some(r) => r.iter().map(AxisSlice::count).collect(),
         }
     }
 }
@@ -46,7 +75,7 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The runs of `want`, as few and as long as they can be.
+    /// The runs of `want`, as few and as long as they can be; with steps two may touch.
     ///
     /// # Errors
     /// `Slice` if the region has the wrong rank, leaves the tensor, or does not fall on whole bytes (sub-byte dtypes);
@@ -66,7 +95,13 @@ impl Runs {
             let path = &checkpoint.files()[info.file as usize].path;
             Err(Error::new(
                 ErrorKind::Slice,
-                format!("slice {region:?} of tensor {} ({} x {:?}): {why}", quoted(info.name), info.dtype, info.shape),
+                format!(
+                    "slice {} of tensor {} ({} x {:?}): {why}",
+                    spelled(region),
+                    quoted(info.name),
+                    info.dtype,
+                    info.shape
+                ),
             )
             .at(path)
             .range(info.begin..info.end))
@@ -77,6 +112,9 @@ impl Runs {
         for (axis, (r, &extent)) in region.iter().zip(info.shape).enumerate() {
             if r.start > r.end || r.end > extent {
                 return fail(format!("{}..{} is not within 0..{extent} in dimension {axis}", r.start, r.end));
+            }
+            if r.step == 0 {
+                return fail(format!("its step is 0 in dimension {axis}"));
             }
         }
         if region.iter().any(|r| r.start == r.end) {
@@ -89,17 +127,20 @@ impl Runs {
         let mut whole = true;
         let mut axes: Vec<(u64, u64)> = Vec::new();
         for (r, &extent) in region.iter().zip(info.shape).rev() {
-            let count = r.end - r.start;
+            let count = r.count();
             start += r.start * stride;
-            if whole {
+            if whole && (r.step == 1 || count == 1) {
                 // Everything further in is wanted in full, so this range is contiguous.
                 len *= count;
                 whole = count == extent;
             } else if count > 1 {
+                whole = false;
+                // Within the tensor, or there would not be two of them.
+                let step = r.step * stride;
                 match axes.last_mut() {
                     // The next axis out goes on where this one ends: one longer axis.
-                    Some(inner) if inner.0 * inner.1 == stride => inner.0 *= count,
-                    _ => axes.push((count, stride)),
+                    Some(inner) if inner.0 * inner.1 == step => inner.0 *= count,
+                    _ => axes.push((count, step)),
                 }
             }
             stride *= extent;
@@ -136,6 +177,58 @@ impl Runs {
     pub fn end(&self) -> u64 {
         self.axes.iter().map(|&(n, s)| (n - 1) * s).sum::<u64>() + self.start + self.len
     }
+
+    /// How these runs are read, where what lies between two of them is read as well up to `gap` bytes.
+    ///
+    /// Along the innermost axis, unless that makes very many strips (every second element of each kernel of a convolution:
+    /// two runs each): then along the longest of the axes whose runs are near enough.
+    pub fn strips(&self, gap: u64) -> Strips {
+        let all = self.count();
+        let mut found = Strips { count: all, runs: 1, stride: self.len, inner: 1 };
+        let mut inner = 1;
+        for &(runs, stride) in self.axes.iter().rev() {
+            if stride - self.len > gap || (inner > 1 && found.count <= MANY) {
+                break;
+            }
+            if runs > found.runs {
+                found = Strips { count: all / runs, runs, stride, inner };
+            }
+            inner *= runs;
+        }
+        found
+    }
+}
+
+/// More strips than this are fewer if that can be, though what is copied is then not dense at the destination.
+const MANY: u64 = 16 << 10;
+
+/// Runs of one want taken together: `count` times as many `runs`, `stride` bytes apart in the file, along one axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strips {
+    /// How many strips.
+    pub count: u64,
+    /// Runs in each.
+    pub runs: u64,
+    /// Bytes of the file from one run of a strip to the next; the length of a run where it has one alone.
+    pub stride: u64,
+    /// By how much the numbers of a strip's runs differ: runs of other strips lie between them if that is more than 1.
+    pub inner: u64,
+}
+
+impl Strips {
+    /// Number of the first run of strip number `i`. Strips ascend by the offsets of their first runs.
+    pub fn first(&self, i: u64) -> u64 {
+        i / self.inner * self.runs * self.inner + i % self.inner
+    }
+}
+
+/// A region as Python would write it.
+fn spelled(region: &[AxisSlice]) -> String {
+    let spelled = |a: &AxisSlice| match a.step {
+        1 => format!("{}:{}", a.start, a.end),
+        step => format!("{}:{}:{step}", a.start, a.end),
+    };
+    format!("[{}]", region.iter().map(spelled).collect::<Vec<_>>().join(", "))
 }
 
 /// Numbers of the tensors that `patterns` name, ascending and each once. A pattern is a tensor's exact name, or else a

@@ -43,7 +43,7 @@ impl Plan {
         let device = *device;
         check(options, device, memory)?;
         let past_the_cache = reads_past_the_cache(options.io);
-        let Survey { spans, wanted, facts, mut traits, sampled, cold, direct, mut report } =
+        let Survey { spans, wanted, cut, facts, mut traits, sampled, cold, direct, mut report } =
             Survey::new(checkpoint, wants, files, past_the_cache)?;
 
         let (keep, reason) = keep_in_cache(options, cold);
@@ -66,7 +66,8 @@ impl Plan {
         let mut in_part = vec![false; traits.len()];
         for f in 0..traits.len() {
             let cold = matches!(&facts[f], Some((facts, false)) if facts.mappable);
-            let whole = spans[f].as_ref().is_some_and(|s| nearly(wanted[f], s.end - s.start));
+            // Who asks for a slice asks for no more, however nearly it is the whole.
+            let whole = !cut[f] && spans[f].as_ref().is_some_and(|s| nearly(wanted[f], s.end - s.start));
             traits[f].filled = keep && cold && whole && !mapped[f];
             in_part[f] = mapped[f] && cold && !whole;
         }
@@ -125,6 +126,8 @@ struct Survey {
     spans: Vec<Option<Range<u64>>>,
     /// Wanted bytes in it; what is wanted twice counts twice.
     wanted: Vec<u64>,
+    /// Whether of some tensor a part is wanted.
+    cut: Vec<bool>,
     /// And whether the page cache holds all that is wanted.
     facts: Vec<Option<(Facts, bool)>>,
     traits: Vec<FileTraits>,
@@ -142,6 +145,7 @@ impl Survey {
     fn new(checkpoint: &Checkpoint, wants: &[Want], files: &Files, past_the_cache: bool) -> Result<Survey> {
         let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
         let mut wanted = vec![0u64; spans.len()];
+        let mut cut = vec![false; spans.len()];
         for want in wants {
             let info = checkpoint.tensor(want.tensor);
             // A whole tensor's size is known: no list of its dimensions for each of 371,474.
@@ -150,6 +154,7 @@ impl Survey {
                 elements.and_then(|n| info.dtype.nbytes(n))
             });
             let nbytes = part.unwrap_or(info.nbytes());
+            cut[info.file as usize] |= nbytes < info.nbytes();
             // More than there can be is refused by the layout.
             let of_file = &mut wanted[info.file as usize];
             *of_file = of_file.saturating_add(nbytes);
@@ -185,7 +190,7 @@ impl Survey {
         }
         // A rank that wants an eighth of every tensor leaves no more than that in the cache.
         let all = wanted.iter().fold(0, |sum: u64, n| sum.saturating_add(*n));
-        Ok(Survey { spans, wanted, facts, traits, sampled, cold: cold.min(all), direct: direct.min(all), report })
+        Ok(Survey { spans, wanted, cut, facts, traits, sampled, cold: cold.min(all), direct: direct.min(all), report })
     }
 }
 

@@ -9,7 +9,7 @@
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
-use crate::placement::Runs;
+use crate::placement::{Runs, Strips};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -427,7 +427,7 @@ impl Rules {
     }
 }
 
-/// Evenly strided rows of one want that belong to the same span.
+/// Evenly strided rows of one want that belong to the same span: one of its strips, or a part of one.
 #[derive(Clone, Copy)]
 struct Atom {
     want: u32,
@@ -440,6 +440,8 @@ struct Atom {
     stride: u64,
     /// Dense offset of the first row within the want.
     to: u64,
+    /// And from row to row.
+    to_stride: u64,
 }
 
 impl Atom {
@@ -456,8 +458,8 @@ impl Atom {
             if start + self.len > from && row < self.rows {
                 let end = past.min(start + self.len);
                 if start < from && from < end {
-                    let to = self.to + row * self.len + (from - start);
-                    give(Atom { start: from, len: end - from, rows: 1, stride: end - from, to, ..*self });
+                    let (to, len) = (self.to + row * self.to_stride + (from - start), end - from);
+                    give(Atom { start: from, len, rows: 1, stride: len, to, to_stride: len, ..*self });
                     row += 1;
                 }
             } else {
@@ -470,35 +472,25 @@ impl Atom {
         let start = self.start + row * self.stride;
         if start + self.len <= past {
             let rows = (self.rows - row).min((past - self.len - start) / self.stride + 1);
-            give(Atom { start, rows, to: self.to + row * self.len, ..*self });
+            give(Atom { start, rows, to: self.to + row * self.to_stride, ..*self });
             row += rows;
         }
         let start = self.start + row * self.stride;
         if row < self.rows && start < past {
-            let len = past - start;
-            give(Atom { start, len, rows: 1, stride: len, to: self.to + row * self.len, ..*self });
+            let (to, len) = (self.to + row * self.to_stride, past - start);
+            give(Atom { start, len, rows: 1, stride: len, to, to_stride: len, ..*self });
         }
     }
 }
 
-/// The atoms of wants sorted by file offset, in order of their offsets. Rows further apart than `gap` come one by one,
-/// so that several wants can fill each other's gaps; no more than one atom per want is held.
+/// The atoms of wants sorted by file offset, in order of their offsets: their strips. Rows further apart than `gap` come one
+/// by one, so that several wants can fill each other's gaps; no more than one atom per want is held.
 struct Atoms<'a> {
     runs: &'a [Runs],
     wants: std::iter::Peekable<std::slice::Iter<'a, u32>>,
     gap: u64,
     /// Strided wants under way: file offset of the next atom, want, number of the next atom.
     open: BinaryHeap<Reverse<(u64, u32, u64)>>,
-}
-
-impl Atoms<'_> {
-    /// How many rows make one atom of strided `runs`, and their stride.
-    fn rows(&self, runs: &Runs) -> (u64, u64) {
-        match runs.axes.last() {
-            Some(&(count, stride)) if stride - runs.len <= self.gap => (count, stride),
-            _ => (1, runs.len),
-        }
-    }
 }
 
 impl Iterator for Atoms<'_> {
@@ -513,17 +505,26 @@ impl Iterator for Atoms<'_> {
             }
             self.wants.next();
             if r.axes.is_empty() {
-                return Some(Atom { want, start: r.start, len: r.len, rows: 1, stride: r.len, to: 0 });
+                return Some(Atom {
+                    want,
+                    start: r.start,
+                    len: r.len,
+                    rows: 1,
+                    stride: r.len,
+                    to: 0,
+                    to_stride: r.len,
+                });
             }
             self.open.push(Reverse((r.start, want, 0)));
         }
         let Reverse((start, want, number)) = self.open.pop()?;
         let r = &runs[want as usize];
-        let (rows, stride) = self.rows(r);
-        if (number + 1) * rows < r.count() {
-            self.open.push(Reverse((r.offset((number + 1) * rows), want, number + 1)));
+        let strips = r.strips(self.gap);
+        if number + 1 < strips.count {
+            self.open.push(Reverse((r.offset(strips.first(number + 1)), want, number + 1)));
         }
-        Some(Atom { want, start, len: r.len, rows, stride, to: number * rows * r.len })
+        let Strips { runs: rows, stride, inner, .. } = strips;
+        Some(Atom { want, start, len: r.len, rows, stride, to: strips.first(number) * r.len, to_stride: inner * r.len })
     }
 }
 
@@ -724,7 +725,7 @@ impl Plan<'_> {
                     len: part.len,
                     rows: part.rows,
                     from_stride: part.stride,
-                    to_stride: part.len,
+                    to_stride: part.to_stride,
                 };
                 let before = load.clone();
                 load.add(&piece, scratch.last());
@@ -820,7 +821,9 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
 
 /// Bytes that at least one of the pieces takes; sorted by `from`.
 fn distinct(pieces: &[Piece]) -> u64 {
-    if pieces.windows(2).all(|p| end(&p[0]) <= p[1].from) {
+    // One want's strips lie between each other and do not overlap.
+    let one = pieces.windows(2).all(|p| p[0].want == p[1].want);
+    if one || pieces.windows(2).all(|p| end(&p[0]) <= p[1].from) {
         return pieces.iter().map(Piece::nbytes).sum();
     }
     // Interleaved or overlapping: row by row, in order.
@@ -862,7 +865,8 @@ enum Stop {
 
 impl Load {
     fn add(&mut self, piece: &Piece, last: Option<&Piece>) {
-        if let Some(last) = last {
+        // Of one want, what follows in the file follows in the block.
+        if let Some(last) = last.filter(|last| last.want != piece.want) {
             let last_to = last.to + (last.rows - 1) * last.to_stride + last.len;
             let apart = piece.to.checked_sub(last_to).filter(|d| *d < GPU_ALIGN && last.block == piece.block);
             self.moved += apart.map_or(GPU_ALIGN, |d| d.saturating_sub(piece.from.saturating_sub(end(last))));

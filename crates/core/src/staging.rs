@@ -410,6 +410,11 @@ impl Share {
         self.wake.quiet();
     }
 
+    /// Waits until it is worth asking again, at most `time`.
+    pub(crate) fn wait(&self, time: Duration) {
+        self.wake.wait(time.as_millis() as i32);
+    }
+
     /// Size of its slabs in bytes.
     pub fn slab_bytes(&self) -> u64 {
         self.slab

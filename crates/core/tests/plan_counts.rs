@@ -4,7 +4,7 @@
 use penstock::format::Checkpoint;
 use penstock::layout::{BlockKind, Layout, Target};
 use penstock::options::{Order, GPU_ALIGN, PAGE};
-use penstock::placement::{Runs, Want};
+use penstock::placement::{AxisSlice, Runs, Want};
 use penstock::schedule::{FileTraits, Landing, Limits, Route, Schedule};
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -175,7 +175,7 @@ fn tensor_parallel_ranks_read_exactly_their_bytes() {
                                 0..n
                             }
                         });
-                        Want { tensor: t.index, region: Some(region.collect()) }
+                        Want::part(t.index, region)
                     })
                     .collect();
                 for w in &wants {
@@ -210,12 +210,66 @@ fn tensor_parallel_ranks_read_exactly_their_bytes() {
 #[test]
 fn a_column_slice_with_small_gaps_is_one_piece_per_extent() {
     let c = checkpoint([("w", "BF16", vec![16 << 10, 2048])], 4096);
-    let want = Want { tensor: 0, region: Some(vec![0..16 << 10, 0..1024].into()) };
+    let want = Want::part(0, [0..16 << 10, 0..1024]);
     let layout = Layout::new(&c, &[want], &Target::Gpu, Order::File, LIMITS.gap).unwrap();
     let s = Schedule::new(&c, &layout, &[cold(0)], &Limits { scatter: None, ..LIMITS });
     assert_eq!((s.extents.len(), s.pieces.len()), (16, 16));
     let t = s.totals();
     assert_eq!((t.wanted, t.wanted + t.gap + t.slack), (32 * MIB, 64 * MIB));
+}
+
+/// Ten thousand million elements, in 38 GiB: what lists runs one by one never comes back.
+#[test]
+fn steps_in_a_huge_matrix_are_planned_extent_by_extent() {
+    const N: u64 = 100_000;
+    let c = checkpoint([("w", "F32", vec![N, N]), ("k", "U8", vec![N, N, 4])], 4096);
+    let every = |n| AxisSlice { start: 0, end: n, step: 1 };
+    let of = |start, end, step| AxisSlice { start, end, step };
+    let cases = [
+        // Rows go on where the last one ends: one strip, and a piece for each read.
+        (0, vec![every(N), of(0, N, 2)], 4 * N * N - 4, 1),
+        // They do not: a strip for each row, ten in a read.
+        (0, vec![every(N), of(1, N - 1, 2)], 4 * N * N - 12, 24),
+        // Two elements of each of ten thousand million fours, of every second one: two strips in all.
+        (1, vec![every(N), of(0, N, 2), of(0, 4, 3)], 4 * N * N - 4, 6),
+    ];
+    for target in [Target::Cpu { mapped: vec![false], misaligned: false }, Target::Gpu, Target::Foreign] {
+        for (tensor, region, span, most) in &cases {
+            let want = Want::part(*tensor, region.iter().copied());
+            let begun = Instant::now();
+            let layout = Layout::new(&c, &[want], &target, Order::File, LIMITS.gap).unwrap();
+            let s = Schedule::new(&c, &layout, &[cold(0)], &Limits { cold: Route::Buffered, ..LIMITS });
+            assert!(begun.elapsed().as_secs() < 20, "{region:?}: {:?}", begun.elapsed());
+            let t = s.totals();
+            assert_eq!(t.wanted, layout.runs[0].nbytes());
+            // Gaps at the ends of reads, which fall on pages, are left out.
+            assert!(span - t.buffered.bytes < 8 * t.buffered.extents, "{region:?}: {t:?}");
+            let reads = span.div_ceil(LIMITS.extent);
+            assert!(t.buffered.extents <= reads + reads / 8, "{region:?}: {t:?}");
+            assert!(s.pieces.len() as u64 <= most * t.buffered.extents, "{region:?}: {} pieces", s.pieces.len());
+        }
+    }
+}
+
+#[test]
+fn a_slice_of_more_pieces_than_memory_holds_is_refused_by_name() {
+    // Every third element of nine short dimensions, in rows further apart than the gap that is read: 2^8 pieces each.
+    let mut shape = vec![70_000];
+    shape.extend([3; 9]);
+    let c = checkpoint([("knots", "U8", shape.clone())], 4096);
+    let region = |rows| {
+        let steps = shape[1..].iter().map(|&end| AxisSlice { start: 0, end, step: 2 });
+        [AxisSlice { start: 0, end: rows, step: 1 }].into_iter().chain(steps)
+    };
+    let begun = Instant::now();
+    let refused = Layout::new(&c, &[Want::part(0, region(70_000))], &Target::Gpu, Order::File, LIMITS.gap).unwrap_err();
+    assert!(begun.elapsed().as_secs() < 1);
+    assert_eq!(refused.kind(), penstock::ErrorKind::Limit);
+    let text = refused.to_string();
+    assert!(text.contains("`knots`") && text.contains("17920000 pieces") && text.contains("`gap`"), "{text}");
+    // Fewer of them, or a gap that spans a row, will do.
+    assert!(Layout::new(&c, &[Want::part(0, region(60_000))], &Target::Gpu, Order::File, LIMITS.gap).is_ok());
+    assert!(Layout::new(&c, &[Want::part(0, region(70_000))], &Target::Gpu, Order::File, 20_000).is_ok());
 }
 
 #[test]
@@ -313,8 +367,7 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
         c.tensors().filter(|t| expert(t).is_none_or(|e: u32| e % 8 == 3)).map(|t| Want::whole(t.index)).collect()
     };
     let columns = |c: &Checkpoint| -> Vec<Want> {
-        let half = |t: &penstock::TensorInfo<'_>| vec![0..t.shape[0], 0..t.shape[1] / 2].into();
-        c.tensors().map(|t| Want { tensor: t.index, region: Some(half(&t)) }).collect()
+        c.tensors().map(|t| Want::part(t.index, [0..t.shape[0], 0..t.shape[1] / 2])).collect()
     };
     let private = || Target::Cpu { mapped: vec![false], misaligned: false };
     let mapped = || Target::Cpu { mapped: vec![true], misaligned: false };

@@ -5,7 +5,7 @@
 use penstock::format::{Checkpoint, DType};
 use penstock::layout::{BlockKind, Layout, Target};
 use penstock::options::{Order, GPU_ALIGN, HUGE_PAGE, PAGE, SHARED_BLOCK};
-use penstock::placement::{Runs, Want};
+use penstock::placement::{AxisSlice, Runs, Want};
 use penstock::schedule::{Extent, FileTraits, Landing, Limits, Piece, Route, Schedule};
 use proptest::prelude::*;
 use std::fmt::Write as _;
@@ -60,7 +60,10 @@ fn expected(c: &Checkpoint, want: &Want) -> Vec<(u64, u64)> {
     let Some(region) = &want.region else { return vec![(t.begin, t.nbytes())] };
     let mut spots = vec![0u64];
     for (r, &extent) in region.iter().zip(t.shape) {
-        spots = spots.into_iter().flat_map(|s| r.clone().map(move |i| s * extent + i)).collect();
+        spots = spots
+            .into_iter()
+            .flat_map(|s| (r.start..r.end).step_by(r.step as usize).map(move |i| s * extent + i))
+            .collect();
     }
     let bits = t.dtype.bits();
     if bits >= 8 {
@@ -373,14 +376,14 @@ impl Case {
                     .zip(fractions)
                     .map(|(&n, &(a, b))| {
                         let (a, b) = (n * a / 1000, (n * b).div_ceil(1000));
-                        a.min(b)..b
+                        AxisSlice { start: a.min(b), end: b, step: [1, 1, 1, 2, 3, 7][((a + b) % 6) as usize] }
                     })
                     .collect();
                 if t.dtype.bits() < 8 {
                     // Two elements to a byte: whole bytes only.
-                    region[1] = region[1].start / 2 * 2..region[1].end.next_multiple_of(2);
+                    region[1] = (region[1].start / 2 * 2..region[1].end.next_multiple_of(2)).into();
                 }
-                Want { tensor: t.index, region: Some(region.into()) }
+                Want::part(t.index, region)
             })
             .collect()
     }
@@ -483,6 +486,47 @@ proptest! {
         }
         let wanted: u64 = wants.iter().map(|w| c.tensor(w.tensor).nbytes()).sum();
         prop_assert_eq!(schedule.totals().wanted, wanted);
+    }
+
+    /// Runs two by two, too many of them to be read so: strips along the outer dimension, one between the other.
+    #[test]
+    fn slices_of_many_small_runs_are_read_along_their_longest_dimension(
+        rows in 9_000..12_000u64,
+        inner in prop::collection::vec((2..4u64, 0..2u64, 1..3u64), 1..3),
+        padding in 0..5000usize,
+        extent in prop::sample::select(vec![PAGE, 20480, 1 << 16, 1 << 18]),
+        gap in prop::sample::select(vec![4u64, 100, 16384]),
+        scatter in prop::sample::select(vec![None, Some(1), Some(4096)]),
+        target in 0..3u8,
+        whole in any::<bool>(),
+    ) {
+        let shape: Vec<u64> = [rows].into_iter().chain(inner.iter().map(|i| i.0 + 2)).collect();
+        let bytes: u64 = shape.iter().product();
+        let c = checkpoint(&[(vec![("a".into(), DType::U8, vec![9]), ("w".into(), DType::U8, shape)], padding)]);
+        let (a, w) = (c.find("a").unwrap().index, c.find("w").unwrap().index);
+        let region = [AxisSlice { start: 1, end: rows - 1, step: 1 }]
+            .into_iter()
+            .chain(inner.iter().map(|&(n, start, step)| AxisSlice { start, end: n + 2, step: step + 1 }));
+        let mut wants = vec![Want::part(w, region), Want::whole(a)];
+        if whole {
+            wants.push(Want::whole(w));
+        }
+        let targets = [Target::Cpu { mapped: vec![false], misaligned: false }, Target::Gpu, Target::Foreign];
+        let target = &targets[usize::from(target)];
+        let limits = Limits { extent, gap, cold: Route::Direct, warm: Route::Buffered, scatter };
+        let there = bytes / 3..bytes / 2;
+        let traits = [FileTraits { direct_align: Some(512), resident: vec![there], ..FileTraits::default() }];
+        let layout = Layout::new(&c, &wants, target, Order::File, gap).unwrap();
+        aligned(&c, &wants, target, &layout);
+        let schedule = Schedule::new(&c, &layout, &traits, &limits);
+        check(&c, &wants, &layout, &traits, &limits, &schedule);
+        // Each strip has at most three pieces in a read, besides those of the wants that are whole.
+        let strips = layout.runs[0].strips(gap).count;
+        let runs = layout.runs[0].count();
+        if runs > 4 * (16 << 10) && strips < 16 << 10 {
+            let most = (3 * strips + 4) * schedule.extents.len() as u64;
+            prop_assert!((schedule.pieces.len() as u64) <= most, "{} pieces of {strips} strips", schedule.pieces.len());
+        }
     }
 
     #[test]

@@ -21,6 +21,12 @@ impl Checkpoint {
         interruptibly(py, |go_on| Core::open_cancellable(sources, go_on)).map(|c| Self(Arc::new(c)))
     }
 
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        let core = Core::from_bytes(data, data.len() as u64).map_err(|e| raise(py, &e))?;
+        Ok(Self(Arc::new(core)))
+    }
+
     fn __len__(&self) -> usize {
         self.0.len()
     }

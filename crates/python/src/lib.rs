@@ -10,6 +10,7 @@ mod errors;
 mod load;
 mod machine;
 mod options;
+mod save;
 
 use pyo3::prelude::*;
 
@@ -25,6 +26,8 @@ mod _core {
     use crate::machine::{evict, gpus, probe, residency, trim, warm};
     #[pymodule_export]
     use crate::options::Options;
+    #[pymodule_export]
+    use crate::save::{head, Save};
     use pyo3::prelude::*;
 
     #[pymodule_init]

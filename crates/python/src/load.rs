@@ -9,7 +9,7 @@ use penstock::device::Fence;
 use penstock::load::{Load as Core, Memory, Next, Request, Where};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
-use penstock::placement::Want;
+use penstock::placement::{AxisSlice, Want};
 use penstock::stats::Report;
 use penstock::{Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
@@ -64,11 +64,11 @@ fn instant(seconds: f64) -> Instant {
 /// Tensors whose views are taken from the load at a time.
 const AT_ONCE: usize = 1024;
 
-/// One (start, stop) per dimension, or None for the whole tensor.
-type Region = Option<Vec<(u64, u64)>>;
+/// One (start, stop, step) per dimension, or None for the whole tensor.
+type Region = Option<Vec<(u64, u64, u64)>>;
 
 /// A Python object that keeps memory alive.
-struct Kept(#[allow(dead_code)] Py<PyAny>);
+pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
 
 /// One load, running in the background from the moment it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
@@ -120,7 +120,8 @@ impl Load {
                 return Err(PyValueError::new_err("there must be one region (or None) per want"));
             }
             for (want, region) in wants.iter_mut().zip(regions) {
-                want.region = region.map(|r| r.into_iter().map(|(start, stop)| start..stop).collect());
+                want.region =
+                    region.map(|r| r.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }).collect());
             }
         }
         let (at, asked) = target(device)?;
@@ -279,7 +280,7 @@ impl Load {
                 };
                 let mut shape: Shape = match &wanted.region {
                     None => info.shape.iter().map(|&n| n as i64).collect(),
-                    Some(region) => region.iter().map(|r| (r.end - r.start) as i64).collect(),
+                    Some(region) => region.iter().map(|r| r.count() as i64).collect(),
                 };
                 if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
                     *last /= packed;
@@ -362,7 +363,7 @@ fn fits(view: &CoreView, dtype: (u8, u8), shape: &[i64]) -> PyResult<()> {
 }
 
 /// Waits without the GIL, in pieces, so that Ctrl-C works at once.
-fn patiently<T: PartialEq + Send>(
+pub(crate) fn patiently<T: PartialEq + Send>(
     py: Python<'_>,
     timeout: Option<f64>,
     not_yet: T,

@@ -7,11 +7,13 @@
     buffer = loader.copy_files_to_device()
     tensor = buffer.get_tensor("wte.weight")
 
-`fastsafe_open`, `ParallelLoader` and `AutoLoader` are here too, and what the original has in submodules (`DType`,
-`Device`, `TensorFrame`). What the settings mean here, and what differs, is in docs/compatibility.md.
+`fastsafe_open`, `ParallelLoader`, `AutoLoader` and `ParallelSaver` are here too, and what the original has in
+submodules (`DType`, `Device`, `TensorFrame`, `WriteEntry`, `plain_entry`, `save_sharded`). What the settings mean here,
+and what differs, is in docs/compatibility.md.
 """
 
 from ._fastsafetensors_loader import FilesBufferOnDevice, SafeTensorsFileLoader, SingleGroup, fastsafe_open
+from ._fastsafetensors_saver import ParallelSaver, WriteEntry, plain_entry, save_sharded
 from ._fastsafetensors_stream import AutoLoader, BudgetInfeasibleError, LoaderConfig, ParallelLoader, load_config
 from ._fastsafetensors_types import Device, DeviceType, DType, TensorFrame, TorchTensor
 
@@ -24,10 +26,14 @@ __all__ = [
     "FilesBufferOnDevice",
     "LoaderConfig",
     "ParallelLoader",
+    "ParallelSaver",
     "SafeTensorsFileLoader",
     "SingleGroup",
     "TensorFrame",
     "TorchTensor",
+    "WriteEntry",
     "fastsafe_open",
     "load_config",
+    "plain_entry",
+    "save_sharded",
 ]

@@ -74,7 +74,8 @@ fn begin(
         _ => None,
     };
     let (blocks, fence) = allocate(&layout, &files, &plan.in_part, memory, at)?;
-    let (source, workers) = source(&files, &options, (plan.cold, &plan.filled), here, timeline.as_ref())?;
+    let (source, workers) =
+        source(&files, &options, (plan.cold, &plan.filled, &plan.in_part), here, timeline.as_ref())?;
     let source = match stand_ins.decorate {
         Some(decorate) => decorate(source, &files)?,
         None => source,
@@ -235,7 +236,7 @@ fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Bl
 fn source(
     files: &Arc<Files>,
     options: &Options,
-    (cold, filled): (Cold, &[bool]),
+    (cold, filled, in_part): (Cold, &[bool], &[bool]),
     here: bool,
     timeline: Option<&Arc<Timeline>>,
 ) -> Result<(Box<dyn Source>, usize)> {
@@ -251,9 +252,9 @@ fn source(
     match cold {
         Cold::None => {}
         Cold::Bypass => source.leave_nothing(),
-        Cold::Keep => source.fill_first(filled),
+        Cold::Keep => source.fill_first(filled, in_part),
         Cold::Try => {
-            source.fill_first(filled);
+            source.fill_first(filled, in_part);
             source.try_first();
         }
     }

@@ -28,6 +28,8 @@ enum At {
     Huge,
     /// The same, but only 1 MiB of it is wanted.
     PartOfHuge,
+    /// Cold, and all is wanted but the last page.
+    NearlyAll,
     Tmpfs,
 }
 
@@ -61,6 +63,9 @@ const ROWS: &[Row] = &[
     (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
     (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
     (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
+    (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
+    (At::NearlyAll, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Cold, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Half, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Warm, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", THERE))),
@@ -158,17 +163,20 @@ fn put(checkpoint: &Checkpoint, at: At) -> bool {
             // A folio that reaches over the start is kept whole; the largest is 2 MiB.
             read && evict(path, Some(half..NBYTES + MIB)).unwrap() <= half + 2 * MIB
         }
-        At::Cold | At::Large | At::Huge | At::PartOfHuge => evict(path, None).unwrap() == 0,
+        At::Cold | At::Large | At::Huge | At::PartOfHuge | At::NearlyAll => evict(path, None).unwrap() == 0,
     }
 }
 
 fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
     let &(at, to, io, cache, copy, _) = row;
-    let region = (at == At::PartOfHuge).then(|| [MIB..2 * MIB].into());
     let tensors = vec![(PAGE, checkpoint.tensor(0).nbytes())];
     Request {
         checkpoint: checkpoint.clone(),
-        wants: vec![Want { tensor: 0, region }],
+        wants: vec![match at {
+            At::PartOfHuge => Want::part(0, [MIB..2 * MIB]),
+            At::NearlyAll => Want::part(0, [0..NBYTES - PAGE]),
+            _ => Want::whole(0),
+        }],
         device: if to == To::Gpu { Where::Gpu(0) } else { Where::Cpu },
         memory: match to {
             To::Cpu => Memory::Ours,
@@ -215,12 +223,15 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
                 };
                 assert_eq!(plan.cold, cold, "{row:?}");
                 let read_through = *routes == BUFFERED || cold == Cold::Try;
-                assert_eq!(plan.filled, [cold != Cold::None && read_through], "{row:?}");
-                assert_eq!(plan.in_part, [row.0 == At::PartOfHuge && *routes == MAPPED], "{row:?}");
+                // Of a slice nothing else is to be brought in.
+                let cut = matches!(row.0, At::PartOfHuge | At::NearlyAll);
+                assert_eq!(plan.filled, [cold != Cold::None && read_through && !cut], "{row:?}");
+                assert_eq!(plan.in_part, [cut && *routes == MAPPED], "{row:?}");
                 let wanted = match row.0 {
                     At::Large => LARGE,
                     At::Huge => HUGE,
                     At::PartOfHuge => MIB,
+                    At::NearlyAll => NBYTES - PAGE,
                     _ => NBYTES,
                 };
                 assert_eq!((plan.report.nbytes, plan.report.tensors), (wanted, 1), "{row:?}");

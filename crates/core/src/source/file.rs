@@ -596,7 +596,7 @@ fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers as FUSE does.
-fn file_system(magic: u32) -> (FsKind, &'static str) {
+pub(crate) fn file_system(magic: u32) -> (FsKind, &'static str) {
     use FsKind::{Local, Memory, Network};
     match magic {
         0x0102_1994 => (Memory, "tmpfs"),

@@ -5,7 +5,8 @@
 //!
 //! A file that is wanted whole is filled: the huge pages of an extent are populated in a mapping that is there for nothing
 //! else, which brings 2 MiB at once into one folio, and then read like resident ones. Read and not copied out of the mapping,
-//! because a file that shrinks meanwhile must not be SIGBUS. Of any other file exactly what is asked for is read.
+//! because a file that shrinks meanwhile must not be SIGBUS. Of any other file exactly what is asked for is read: also of one
+//! that is mapped, where a fault brings in its whole huge page, so that the pages at both ends are asked for before.
 
 use super::file::{cached_pages, Files, FsKind};
 use super::{Fallback, Read};
@@ -18,9 +19,14 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
+/// Most bytes that are asked for at once: of more the kernel takes as much as the disk's read-ahead, which by default is this.
+const FETCH: u64 = 128 << 10;
+
 /// For each file a mapping to fill the page cache with, made when the first of its reads comes, if it is to be filled.
 pub(super) struct Fill {
     mappings: Vec<Option<OnceLock<Option<Mapping>>>>,
+    /// For each file, whether it is mapped, and nothing is to be brought in but what is asked for.
+    in_part: Vec<bool>,
     /// This kernel does not populate.
     refused: AtomicBool,
 }
@@ -32,10 +38,30 @@ impl std::fmt::Debug for Fill {
 }
 
 impl Fill {
-    /// For files of which those flagged are wanted whole, or nearly.
-    pub(super) fn new(whole: &[bool]) -> Self {
+    /// For files of which those flagged are wanted whole, or nearly; and for mapped ones of which a part is.
+    pub(super) fn new(whole: &[bool], in_part: &[bool]) -> Self {
         let mappings = whole.iter().map(|whole| whole.then(OnceLock::new)).collect();
-        Fill { mappings, refused: AtomicBool::new(false) }
+        Fill { mappings, in_part: in_part.to_vec(), refused: AtomicBool::new(false) }
+    }
+
+    /// Has the first `len` bytes of a mapped read brought in as far as they do not fill huge pages, before these are populated:
+    /// a fault there would bring in the rest of the huge page, which nobody has asked for. Without waiting, and what the kernel
+    /// does not take up the fault does.
+    pub(super) fn fetch_ends(&self, files: &Files, read: &Read, len: u64) {
+        if self.in_part.get(read.file as usize) != Some(&true) {
+            return;
+        }
+        let Ok(fd) = files.open(read.file, false) else { return };
+        let (start, end) = (read.offset, read.offset + len);
+        let whole = whole_pages(start, end);
+        let ends = if whole.is_empty() { [start..end, end..end] } else { [start..whole.start, whole.end..end] };
+        for at in ends.into_iter().flat_map(|part| part.clone().step_by(FETCH as usize).map(move |at| at..part.end)) {
+            let len = FETCH.min(at.end - at.start);
+            // SAFETY: a plain system call on a descriptor we hold. It is advice.
+            unsafe {
+                libc::posix_fadvise(fd.as_raw_fd(), at.start as i64, len as i64, libc::POSIX_FADV_WILLNEED);
+            }
+        }
     }
 
     /// Prepares the page cache for a buffered read. What is wrong with the file the read itself meets too, and says so; what

@@ -48,6 +48,7 @@ mod uring;
 
 pub use aio::Aio;
 pub(crate) use disks::leads_to_known_disk;
+pub(crate) use file::file_system;
 pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residency};
 pub use router::Router;
 pub use threads::Threads;

@@ -126,9 +126,9 @@ impl Router {
     }
 
     /// From now on cold bytes that are to stay in the page cache are brought there as `Fill` says; `whole` flags the files
-    /// that are wanted whole and can be mapped.
-    pub(crate) fn fill_first(&mut self, whole: &[bool]) {
-        self.threads.fill_first(whole);
+    /// that are wanted whole and can be mapped, `in_part` mapped ones of which nothing else is to be brought in.
+    pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
+        self.threads.fill_first(whole, in_part);
     }
 
     /// The first direct reads decide by their pace whether the others go through the page cache: see `Trial`.

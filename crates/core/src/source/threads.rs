@@ -139,8 +139,8 @@ impl Threads {
     }
 
     /// From now on buffered reads bring cold bytes into the page cache as [`Fill`] says.
-    pub(super) fn fill_first(&mut self, whole: &[bool]) {
-        self.shared.fill.get_or_init(|| Fill::new(whole));
+    pub(super) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
+        self.shared.fill.get_or_init(|| Fill::new(whole, in_part));
     }
 
     /// Has these ranges read into the page cache when all is done, without waiting for them.
@@ -505,6 +505,9 @@ impl Shared {
         } else if got > 0 {
             let page = page_size() as usize;
             let pages = at as usize / page * page..(at as usize + got as usize).next_multiple_of(page);
+            if let Some(fill) = self.fill.get() {
+                fill.fetch_ends(&self.files, read, got);
+            }
             self.populate(read, pages, tools)?;
         }
         Ok(got)

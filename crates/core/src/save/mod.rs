@@ -1,0 +1,636 @@
+//! Saving: tensors of this process become safetensors files.
+//!
+//! A [`Plan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. On the way to
+//! stable storage each fills a slab of the ring of its own (on the CPU by copying, from a GPU by the driver) and writes it
+//! with O_DIRECT; one fills while others write. On the way to the page cache tensors of this process are written from where
+//! they are. The last one to finish gives the files their names: until then nothing is there that could be taken for a
+//! checkpoint, and the old files are untouched.
+//!
+//! Memory is bounded by the slabs, one for each of the crew; how long a write may hang by the stall timeout.
+
+mod output;
+mod plan;
+
+pub use plan::{Arrangement, FilePlan, Plan, Tensor};
+
+use crate::device::api::Api;
+use crate::device::gpu::Fetch;
+use crate::error::{Error, ErrorKind, Result};
+use crate::load::Keep;
+use crate::options::{Options, PAGE};
+use crate::source::Fallback;
+use crate::staging::{Lease, Ring, Share};
+use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use output::{check_room, sync_folder, Output};
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Writers past the page cache: as many chunks keep a drive busy while others are being filled.
+const DIRECT_WRITERS: usize = 8;
+/// Writers into the page cache, of which a file system lets one write to a file at a time.
+const CACHE_WRITERS: usize = 4;
+/// Files that are written side by side.
+const SIDE_BY_SIDE: usize = 4;
+/// Pieces of one call (IOV_MAX).
+const MOST_PIECES: usize = 1024;
+/// How long dropping a save waits for writes under way.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Where a tensor is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum At {
+    /// In memory of this process.
+    Host(u64),
+    /// In memory of GPU number `.0`, at device pointer `.1`, with all work on it done.
+    Gpu(u32, u64),
+}
+
+/// What to save, where and how.
+pub struct Request {
+    /// What stands where.
+    pub plan: Plan,
+    /// The directory of the files.
+    pub folder: PathBuf,
+    /// For each tensor of the plan where its bytes are, contiguous.
+    pub tensors: Vec<At>,
+    /// Keeps the tensors' memory alive.
+    pub keep: Keep,
+    /// Whether to wait until everything is on stable storage; if not, the page cache has it in the end.
+    pub sync: bool,
+    /// Sizes of chunks and staging, writers (`threads`), the stall timeout.
+    pub options: Options,
+}
+
+/// What a save did.
+#[derive(Debug, Clone, Default)]
+pub struct Report {
+    /// Bytes of tensors.
+    pub nbytes: u64,
+    /// Bytes of the files.
+    pub file_bytes: u64,
+    /// Files written, the index included.
+    pub files: usize,
+    /// From the start until everything has its name.
+    pub seconds: f64,
+    /// Of that, bringing to the disk what the kernel still had.
+    pub sync_seconds: f64,
+    /// Summed over the crew: filling slabs, and writing.
+    pub fill_seconds: f64,
+    /// See `fill_seconds`.
+    pub write_seconds: f64,
+    /// Write calls.
+    pub writes: u64,
+    /// Bytes written past the page cache.
+    pub direct_bytes: u64,
+    /// Threads that wrote.
+    pub threads: usize,
+    /// Staging memory.
+    pub peak_staging: u64,
+    /// What was refused, and what took its place.
+    pub fallbacks: Vec<Fallback>,
+}
+
+/// A save in progress or ended. Dropping it gives it up, unless it has ended.
+pub struct Save {
+    work: Arc<Work>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    stall: Duration,
+    pid: u32,
+}
+
+/// A contiguous range of one file.
+struct Chunk {
+    file: usize,
+    offset: u64,
+    len: u64,
+    pieces: std::ops::Range<usize>,
+}
+
+/// What a part of a chunk is filled from, in order and without gaps.
+struct Piece {
+    from: At,
+    len: u64,
+}
+
+struct Work {
+    outputs: Mutex<Vec<Output>>,
+    ways: Vec<Way>,
+    index: Option<(PathBuf, String)>,
+    folder: PathBuf,
+    chunks: Vec<Chunk>,
+    pieces: Vec<Piece>,
+    /// What the files begin with; pieces point into it.
+    _heads: Vec<Vec<u8>>,
+    _keep: Keep,
+    sync: bool,
+    next: AtomicUsize,
+    cancelled: AtomicBool,
+    began: Instant,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// How a file is written to. The descriptors are its output's, which lives as long as anybody writes.
+struct Way {
+    path: PathBuf,
+    cached: RawFd,
+    direct: Option<RawFd>,
+    /// O_DIRECT was refused after all.
+    refused: AtomicBool,
+}
+
+struct State {
+    written: u64,
+    working: usize,
+    /// When a chunk was last written.
+    moved: Instant,
+    /// The disk is being waited for, which may take as long as it likes.
+    syncing: bool,
+    failed: Option<Error>,
+    outcome: Option<Result<()>>,
+    report: Report,
+}
+
+impl Save {
+    /// Makes the files and starts writing. Fails at once where a file cannot be made or has no room.
+    ///
+    /// # Errors
+    /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit`, `OutOfMemory`, `Timeout` of staging memory.
+    pub fn start(request: Request) -> Result<Save> {
+        let began = Instant::now();
+        let Request { plan, folder, tensors, keep, sync, options } = request;
+        let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
+        if let Some(file) = plan.files.first().filter(|_| !sync) {
+            check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
+        }
+        let mut outputs = Vec::with_capacity(plan.files.len());
+        for file in &plan.files {
+            let (output, refused) = Output::new(&folder.join(&file.name), file.size, sync)?;
+            outputs.push(output);
+            if let Some(refused) = refused.filter(|_| report.fallbacks.is_empty()) {
+                report.fallbacks.push(refused);
+            }
+            report.file_bytes += file.size;
+        }
+        report.files = outputs.len() + usize::from(plan.index.is_some());
+        let ways: Vec<Way> = outputs.iter().map(Way::of).collect();
+        let (chunks, pieces) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
+        let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
+        let on_gpu = pieces.iter().any(|p| matches!(p.from, At::Gpu(..)));
+        let staged = on_gpu || ways.iter().any(|w| w.direct.is_some());
+        let most = match (options.threads, staged) {
+            (0, true) => DIRECT_WRITERS,
+            (0, false) => CACHE_WRITERS.min(ways.len()),
+            (n, _) => n as usize,
+        };
+        let mut crew = most.clamp(1, chunks.len().max(1));
+        let mut staging = None;
+        let mut slabs = Vec::new();
+        if staged {
+            let share = Ring::process().join(options.extent, options.staging)?;
+            slabs = lease(&share, crew, options.stall_timeout)?;
+            crew = slabs.len();
+            report.peak_staging = share.peak();
+            staging = Some(share);
+        }
+        let staging = Arc::new(staging);
+        report.threads = crew;
+        let state =
+            State { written: 0, working: crew, moved: began, syncing: false, failed: None, outcome: None, report };
+        let work = Arc::new(Work {
+            outputs: Mutex::new(outputs),
+            ways,
+            index,
+            folder,
+            chunks,
+            pieces,
+            _heads: plan.files.into_iter().map(|f| f.head).collect(),
+            _keep: keep,
+            sync,
+            next: AtomicUsize::new(0),
+            cancelled: AtomicBool::new(false),
+            began,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let mut threads = Vec::with_capacity(crew);
+        let mut slabs = slabs.into_iter();
+        while threads.len() < crew {
+            let (theirs, slab, staging) = (work.clone(), slabs.next(), staging.clone());
+            let body = move || {
+                theirs.serve(slab);
+                drop(staging);
+            };
+            match Builder::new().name("penstock-save".into()).spawn(body) {
+                Ok(thread) => threads.push(thread),
+                // Fewer do the work too; none cannot.
+                Err(_) if !threads.is_empty() => {
+                    work.leave(crew - threads.len());
+                    break;
+                }
+                Err(cause) => {
+                    let text = format!("cannot start a thread to write with: {cause}");
+                    return Err(Error::new(ErrorKind::Limit, text));
+                }
+            }
+        }
+        Ok(Save { work, threads: Mutex::new(threads), stall: options.stall_timeout, pid: std::process::id() })
+    }
+
+    /// Waits for the end of the save, at most `timeout`; `false` where that passed first. An ended save's error is returned
+    /// every time.
+    ///
+    /// # Errors
+    /// The save's own; `Timeout` once nothing has been written for the stall timeout.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.same_process()?;
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let mut state = lock(&self.work.state);
+        loop {
+            if let Some(outcome) = &state.outcome {
+                return outcome.clone().map(|()| true);
+            }
+            let now = Instant::now();
+            if !state.syncing && now.saturating_duration_since(state.moved) >= self.stall {
+                let text =
+                    format!("nothing was written for {:.0} s: the storage does not answer", self.stall.as_secs_f64());
+                let e = Error::new(ErrorKind::Timeout, text).at(&self.work.folder);
+                self.work.cancelled.store(true, Ordering::Relaxed);
+                state.outcome = Some(Err(e.clone()));
+                return Err(e);
+            }
+            if deadline.is_some_and(|d| d <= now) {
+                return Ok(false);
+            }
+            let next = deadline.map_or(self.stall, |d| d - now).min(self.stall);
+            state = self.work.changed.wait_timeout(state, next).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Bytes of the files written so far, and in all.
+    pub fn progress(&self) -> (u64, u64) {
+        if self.pid != std::process::id() {
+            return (0, 0);
+        }
+        let state = lock(&self.work.state);
+        (state.written, state.report.file_bytes)
+    }
+
+    /// What it did: whole once it has ended.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn report(&self) -> Result<Report> {
+        self.same_process()?;
+        Ok(lock(&self.work.state).report.clone())
+    }
+
+    /// Gives the save up if it still runs, and waits until nothing of it does; what hangs in the kernel is left behind with
+    /// its memory. The old files are what they were, unless everything had been written.
+    pub fn close(&self) {
+        if self.pid != std::process::id() {
+            return;
+        }
+        self.work.cancelled.store(true, Ordering::Relaxed);
+        let mut threads = lock(&self.threads);
+        let until = Instant::now() + GRACE;
+        let mut state = lock(&self.work.state);
+        while state.working > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                threads.clear();
+                return;
+            }
+            state = self.work.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        for thread in threads.drain(..) {
+            let _panicked = thread.join();
+        }
+    }
+
+    fn same_process(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "this save belongs to the parent process, whose threads a child does not have",
+        ))
+    }
+}
+
+impl Drop for Save {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // Threads and locks are the parent's.
+            let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget((self.work.clone(), std::mem::take(threads)));
+            return;
+        }
+        self.close();
+    }
+}
+
+impl Way {
+    fn of(output: &Output) -> Way {
+        let (cached, direct) = output.descriptors();
+        Way { path: output.path().to_path_buf(), cached, direct, refused: AtomicBool::new(false) }
+    }
+
+    /// The descriptor to write with, and whether it is one for O_DIRECT.
+    fn descriptor(&self) -> (RawFd, bool) {
+        match self.direct {
+            Some(fd) if !self.refused.load(Ordering::Relaxed) => (fd, true),
+            _ => (self.cached, false),
+        }
+    }
+}
+
+impl Work {
+    /// What one of the crew does.
+    fn serve(&self, slab: Option<Lease>) {
+        let work = std::panic::AssertUnwindSafe(|| self.write_chunks(slab.as_ref()));
+        let result = std::panic::catch_unwind(work)
+            .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a writing thread panicked: a bug in penstock")));
+        drop(slab);
+        if let Err(e) = result {
+            lock(&self.state).failed.get_or_insert(e);
+        }
+        self.leave(1);
+    }
+
+    /// So many of the crew have no more to do; the last one ends the save.
+    fn leave(&self, count: usize) {
+        let mut state = lock(&self.state);
+        if state.working > count {
+            state.working -= count;
+            return;
+        }
+        let failed = state.failed.take();
+        state.syncing = true;
+        drop(state);
+        let outcome = match failed {
+            Some(e) => Err(e),
+            None => self.conclude(),
+        };
+        // What was not given its name is gone with its output.
+        lock(&self.outputs).clear();
+        let mut state = lock(&self.state);
+        state.working = 0;
+        state.report.seconds = self.began.elapsed().as_secs_f64();
+        state.outcome.get_or_insert(outcome);
+        self.changed.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed) || lock(&self.state).failed.is_some()
+    }
+
+    fn write_chunks(&self, slab: Option<&Lease>) -> Result<()> {
+        let mut devices: Vec<(u32, Fetch)> = Vec::new();
+        while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            if self.is_over() {
+                return Ok(());
+            }
+            let begun = Instant::now();
+            let pieces = &self.pieces[chunk.pieces.clone()];
+            let (filled, direct, calls) = match slab {
+                Some(slab) => {
+                    fill(slab, pieces, &mut devices)?;
+                    let filled = Instant::now();
+                    let (direct, calls) = self.write(chunk, slab.address())?;
+                    (filled, direct, calls)
+                }
+                None => (begun, 0, self.write_from_place(chunk, pieces)?),
+            };
+            let now = Instant::now();
+            let mut state = lock(&self.state);
+            state.written += chunk.len;
+            state.moved = now;
+            state.report.fill_seconds += (filled - begun).as_secs_f64();
+            state.report.write_seconds += (now - filled).as_secs_f64();
+            state.report.writes += calls;
+            state.report.direct_bytes += direct;
+        }
+        Ok(())
+    }
+
+    /// Writes a chunk out of a slab; the bytes that went past the page cache, and the calls that it took.
+    fn write(&self, chunk: &Chunk, from: *mut u8) -> Result<(u64, u64)> {
+        let way = &self.ways[chunk.file];
+        let padded = chunk.len.next_multiple_of(PAGE);
+        // SAFETY: a slab is as long as the longest chunk, which is whole pages; it is this thread's alone.
+        unsafe { from.add(chunk.len as usize).write_bytes(0, (padded - chunk.len) as usize) };
+        let (mut done, mut past, mut calls) = (0, 0, 0);
+        while done < chunk.len {
+            let (fd, direct) = way.descriptor();
+            let len = if direct { padded } else { chunk.len } - done;
+            // SAFETY: within the slab.
+            let at = unsafe { from.add(done as usize) };
+            // SAFETY: `len` bytes from there on are in the slab.
+            let wrote = unsafe { libc::pwrite(fd, at.cast(), len as usize, (chunk.offset + done) as i64) };
+            calls += 1;
+            if wrote > 0 {
+                done += wrote as u64;
+                past += if direct { wrote as u64 } else { 0 };
+                continue;
+            }
+            let cause = if wrote == 0 { io::Error::from_raw_os_error(libc::EIO) } else { io::Error::last_os_error() };
+            match cause.raw_os_error() {
+                Some(libc::EINTR) => {}
+                // The file system would have it otherwise, or stopped at an odd byte.
+                Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTSUP) if direct => self.refuse_direct(way, &cause),
+                _ => return Err(self.failed(chunk, &cause)),
+            }
+        }
+        Ok((past.min(chunk.len), calls))
+    }
+
+    fn refuse_direct(&self, way: &Way, cause: &io::Error) {
+        if !way.refused.swap(true, Ordering::Relaxed) {
+            let reason = format!("{}: {cause}", way.path.display());
+            let mut state = lock(&self.state);
+            if state.report.fallbacks.is_empty() {
+                state.report.fallbacks.push(Fallback { from: "O_DIRECT", to: "page cache", reason });
+            }
+        }
+    }
+
+    /// Writes a chunk from where its bytes are; the calls that it took.
+    fn write_from_place(&self, chunk: &Chunk, pieces: &[Piece]) -> Result<u64> {
+        let (fd, _) = self.ways[chunk.file].descriptor();
+        let (mut done, mut calls) = (0, 0);
+        // The piece that is being written, and how much of it has been.
+        let (mut first, mut within) = (0, 0u64);
+        let mut places: Vec<libc::iovec> = Vec::with_capacity(pieces.len().min(MOST_PIECES));
+        while done < chunk.len {
+            places.clear();
+            let mut skip = within;
+            for piece in pieces[first..].iter().take(MOST_PIECES) {
+                let At::Host(at) = piece.from else {
+                    return Err(Error::new(ErrorKind::Internal, "memory of a GPU was to be written from its place"));
+                };
+                places.push(libc::iovec { iov_base: (at + skip) as *mut _, iov_len: (piece.len - skip) as usize });
+                skip = 0;
+            }
+            // SAFETY: every place is memory that `_keep` keeps alive.
+            let wrote =
+                unsafe { libc::pwritev(fd, places.as_ptr(), places.len() as i32, (chunk.offset + done) as i64) };
+            calls += 1;
+            if wrote <= 0 {
+                let cause =
+                    if wrote == 0 { io::Error::from_raw_os_error(libc::EIO) } else { io::Error::last_os_error() };
+                if cause.raw_os_error() == Some(libc::EINTR) {
+                    continue;
+                }
+                return Err(self.failed(chunk, &cause));
+            }
+            done += wrote as u64;
+            within += wrote as u64;
+            while first < pieces.len() && within >= pieces[first].len {
+                within -= pieces[first].len;
+                first += 1;
+            }
+        }
+        Ok(calls)
+    }
+
+    fn failed(&self, chunk: &Chunk, cause: &io::Error) -> Error {
+        let range = chunk.offset..chunk.offset + chunk.len;
+        Error::write("write", cause).at(&self.ways[chunk.file].path).range(range)
+    }
+
+    /// Everything is written: brings it to the disk if that was asked for, then gives the files their names, the index last.
+    fn conclude(&self) -> Result<()> {
+        let given_up = || match self.cancelled.load(Ordering::Relaxed) {
+            true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
+            false => Ok(()),
+        };
+        given_up()?;
+        let begun = Instant::now();
+        let mut outputs = lock(&self.outputs);
+        outputs.iter().try_for_each(|output| output.seal(self.sync))?;
+        if let Some((path, text)) = &self.index {
+            let (output, _) = Output::new(path, text.len() as u64, false)?;
+            output.write(text.as_bytes())?;
+            output.seal(self.sync)?;
+            outputs.push(output);
+        }
+        lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
+        given_up()?;
+        if let Some((path, _)) = &self.index {
+            // Shards of an earlier save are replaced one by one: with some of them its index must not say that they are one.
+            if let Err(cause) = std::fs::remove_file(path) {
+                if cause.kind() != io::ErrorKind::NotFound {
+                    return Err(Error::write("remove the earlier index", &cause).at(path));
+                }
+            }
+        }
+        outputs.iter_mut().try_for_each(Output::publish)?;
+        if self.sync {
+            // Symbolic links may have led elsewhere.
+            let folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
+            folders.into_iter().try_for_each(sync_folder)?;
+        }
+        Ok(())
+    }
+}
+
+/// Fills a slab with pieces, one behind the other.
+fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
+    let mut at = 0;
+    let mut fetched: Vec<(u32, u64, usize, usize)> = Vec::new();
+    for piece in pieces {
+        let len = piece.len as usize;
+        match piece.from {
+            // SAFETY: `_keep` keeps the source alive, the pieces of a chunk fit a slab, and the slab is this thread's alone.
+            At::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
+            At::Gpu(ordinal, from) => fetched.push((ordinal, from, at, len)),
+        }
+        at += len;
+    }
+    while let Some(&(ordinal, ..)) = fetched.first() {
+        let device = match devices.iter().position(|d| d.0 == ordinal) {
+            Some(known) => &devices[known].1,
+            None => {
+                devices.push((ordinal, Fetch::new(&Api::load()?, ordinal)?));
+                &devices[devices.len() - 1].1
+            }
+        };
+        let mine: Vec<_> = fetched.iter().filter(|f| f.0 == ordinal).map(|f| (f.1, f.2, f.3)).collect();
+        device.fetch(slab, &mine)?;
+        fetched.retain(|f| f.0 != ordinal);
+    }
+    Ok(())
+}
+
+/// Slabs for a crew of at most `most`: one at least, waited for if other loads have all, and as many as there are.
+fn lease(share: &Share, most: usize, patience: Duration) -> Result<Vec<Lease>> {
+    let until = Instant::now() + patience;
+    let mut slabs = Vec::with_capacity(most);
+    while slabs.len() < most {
+        share.quiet();
+        match share.try_acquire()? {
+            Some(slab) => slabs.push(slab),
+            None if !slabs.is_empty() => break,
+            None if Instant::now() >= until => {
+                return Err(Error::new(ErrorKind::Timeout, "other loads hold all of the staging memory"));
+            }
+            None => share.wait(Duration::from_millis(50)),
+        }
+    }
+    Ok(slabs)
+}
+
+/// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.
+fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>)> {
+    let mut pieces = Vec::new();
+    let mut by_file: Vec<Vec<Chunk>> = Vec::with_capacity(plan.files.len());
+    for (number, file) in plan.files.iter().enumerate() {
+        let mut chunks: Vec<Chunk> = Vec::new();
+        let mut add = |from: At, mut at: u64, mut len: u64| {
+            let mut skip = 0;
+            while len > 0 {
+                let room = extent - at % extent;
+                let part = len.min(room);
+                if at % extent == 0 {
+                    let from = pieces.len();
+                    chunks.push(Chunk { file: number, offset: at, len: 0, pieces: from..from });
+                }
+                let from = match from {
+                    At::Host(address) => At::Host(address + skip),
+                    At::Gpu(ordinal, address) => At::Gpu(ordinal, address + skip),
+                };
+                pieces.push(Piece { from, len: part });
+                if let Some(chunk) = chunks.last_mut() {
+                    chunk.len += part;
+                    chunk.pieces.end = pieces.len();
+                }
+                (at, len, skip) = (at + part, len - part, skip + part);
+            }
+        };
+        add(At::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
+        for &(tensor, offset, nbytes) in &file.places {
+            let none = || Error::new(ErrorKind::Invalid, format!("no address is given for tensor number {tensor}"));
+            add(*tensors.get(tensor as usize).ok_or_else(none)?, offset, nbytes);
+        }
+        by_file.push(chunks);
+    }
+    let mut all = Vec::with_capacity(by_file.iter().map(Vec::len).sum());
+    let mut files = by_file.into_iter().map(IntoIterator::into_iter);
+    loop {
+        let mut side_by_side: Vec<_> = files.by_ref().take(SIDE_BY_SIDE).collect();
+        if side_by_side.is_empty() {
+            return Ok((all, pieces));
+        }
+        while !side_by_side.is_empty() {
+            side_by_side.retain_mut(|chunks| chunks.next().map(|chunk| all.push(chunk)).is_some());
+        }
+    }
+}

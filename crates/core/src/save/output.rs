@@ -1,0 +1,269 @@
+//! A file in the making: it has no name, or none that anybody looks for, until it is whole.
+//!
+//! Where the file system can, it is made without a name (O_TMPFILE), so that nothing is left of a process that was killed;
+//! elsewhere it is `.penstock-PID-N.part` in the same directory. What is written past the page cache has its room allocated
+//! before the first byte, so that a full disk shows at once; for what the page cache takes, [`check_room`] compares, since
+//! file systems place that better, and faster, when they write it out. [`Output::publish`] gives it its name in one step, in the place of the file that had it before.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::PAGE;
+use crate::source::{file_system, Fallback};
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static NUMBERS: AtomicU64 = AtomicU64::new(0);
+
+/// A file that is being written.
+#[derive(Debug)]
+pub(super) struct Output {
+    /// The name that it is to have.
+    path: PathBuf,
+    size: u64,
+    file: File,
+    /// The same for O_DIRECT, where the file system has that.
+    direct: Option<File>,
+    /// The name that it has meanwhile, if any.
+    temporary: Option<PathBuf>,
+    pid: u32,
+}
+
+impl Output {
+    /// A file of `size` bytes that is to be called `path`. With `direct` it can be written past the page cache, unless the
+    /// file system refuses: that is told.
+    pub(super) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
+        let path = destination(path)?;
+        let folder = parent(&path);
+        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(&path);
+        let (file, temporary) = match nameless(folder) {
+            Ok(file) => (file, None),
+            // Not every file system has them, and none can be given a name where /proc is not there.
+            Err(_) => {
+                let (file, name) = named(folder).map_err(|e| failed("make a file beside it", &e))?;
+                (file, Some(name))
+            }
+        };
+        let mut output = Output { path: path.clone(), size, file, direct: None, temporary, pid: std::process::id() };
+        if let Ok(before) = fs::metadata(&path) {
+            // As if the old file had been written over.
+            let mode = Permissions::from_mode(before.permissions().mode() & 0o7777);
+            let _kept_as_new = output.file.set_permissions(mode);
+        }
+        let mut fallback = None;
+        if direct {
+            // Whole pages are written; what is too much is cut off at the end.
+            output.allocate(size.next_multiple_of(PAGE))?;
+            let again = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(output.itself());
+            match again {
+                Ok(file) => output.direct = Some(file),
+                Err(cause) => {
+                    let reason = format!("{}: {cause}", path.display());
+                    fallback = Some(Fallback { from: "O_DIRECT", to: "page cache", reason });
+                }
+            }
+        }
+        Ok((output, fallback))
+    }
+
+    fn itself(&self) -> PathBuf {
+        match &self.temporary {
+            Some(name) => name.clone(),
+            None => PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
+        }
+    }
+
+    fn allocate(&self, size: u64) -> Result<()> {
+        let size = i64::try_from(size).map_err(|_| Error::new(ErrorKind::Invalid, "too large for a file"))?;
+        if size == 0 {
+            return Ok(());
+        }
+        loop {
+            // SAFETY: a plain system call on a descriptor of ours.
+            if unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, size) } == 0 {
+                return Ok(());
+            }
+            let cause = io::Error::last_os_error();
+            match cause.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
+                    let set = self.file.set_len(size as u64);
+                    return set.map_err(|e| Error::write("set the size", &e).at(&self.path));
+                }
+                _ => return Err(self.lacks_room(&cause, size as u64)),
+            }
+        }
+    }
+
+    fn lacks_room(&self, cause: &io::Error, wanted: u64) -> Error {
+        match cause.raw_os_error() {
+            Some(libc::ENOSPC) => no_room(wanted, free(&self.file)).at(&self.path),
+            _ => Error::write(&format!("write {wanted} bytes"), cause).at(&self.path),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The directory that it is to be in.
+    pub(super) fn folder(&self) -> &Path {
+        parent(&self.path)
+    }
+
+    /// Descriptors for writing: through the page cache, and past it.
+    pub(super) fn descriptors(&self) -> (RawFd, Option<RawFd>) {
+        (self.file.as_raw_fd(), self.direct.as_ref().map(AsRawFd::as_raw_fd))
+    }
+
+    /// Writes the whole file at once.
+    pub(super) fn write(&self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all_at(bytes, 0).map_err(|e| Error::write("write", &e).at(&self.path))
+    }
+
+    /// Every byte is written: gives the file its size, and where asked waits until it is on the disk.
+    pub(super) fn seal(&self, sync: bool) -> Result<()> {
+        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(&self.path);
+        if self.direct.is_some() {
+            self.file.set_len(self.size).map_err(|e| failed("set the size", &e))?;
+        }
+        if sync {
+            self.file.sync_all().map_err(|e| failed("bring it to the disk", &e))?;
+        }
+        Ok(())
+    }
+
+    /// Gives the file its name. Whoever had that name is gone.
+    pub(super) fn publish(&mut self) -> Result<()> {
+        let failed = |cause: &io::Error| Error::write("give the file its name", cause).at(&self.path);
+        let name = match &self.temporary {
+            Some(name) => name.clone(),
+            None => {
+                let name = unused(parent(&self.path));
+                link(&self.itself(), &name).map_err(|e| failed(&e))?;
+                self.temporary = Some(name.clone());
+                name
+            }
+        };
+        fs::rename(&name, &self.path).map_err(|e| failed(&e))?;
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if let (Some(name), true) = (&self.temporary, self.pid == std::process::id()) {
+            // It was to be thrown away; whatever stays is not taken for a checkpoint.
+            let _left_behind = fs::remove_file(name);
+        }
+    }
+}
+
+/// Waits until the names in a directory are on the disk.
+pub(super) fn sync_folder(folder: &Path) -> Result<()> {
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    match synced {
+        // Some file systems have no such thing for directories.
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EROFS | libc::EBADF)) => Ok(()),
+        other => other.map_err(|e| Error::write("bring the directory to the disk", &e).at(folder)),
+    }
+}
+
+/// Where to write for `path`: symbolic links lead on, and what is no regular file is not replaced.
+fn destination(path: &Path) -> Result<PathBuf> {
+    let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
+    let path = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_symlink() => match fs::canonicalize(path) {
+            Ok(leads_to) => leads_to,
+            Err(cause) => return Err(Error::write("follow the symbolic link", &cause).at(path)),
+        },
+        _ => path.to_path_buf(),
+    };
+    match fs::metadata(&path) {
+        Ok(found) if found.is_dir() => refused("it is a directory"),
+        Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => {
+            refused("it is a pipe or a socket")
+        }
+        Ok(found) if !found.is_file() => refused("it is a device"),
+        _ => Ok(path),
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+fn nameless(folder: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).mode(0o666).open(folder)?;
+    // It must be possible to name it later.
+    fs::symlink_metadata(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    Ok(file)
+}
+
+fn unused(folder: &Path) -> PathBuf {
+    let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.subsec_nanos());
+    folder.join(format!(".penstock-{}-{number}-{now:x}.part", std::process::id()))
+}
+
+fn named(folder: &Path) -> io::Result<(File, PathBuf)> {
+    let name = unused(folder);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o666).open(&name)?;
+    Ok((file, name))
+}
+
+/// Gives what `from` leads to a second name.
+fn link(from: &Path, to: &Path) -> io::Result<()> {
+    let text =
+        |path: &Path| CString::new(path.as_os_str().as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL));
+    let (from, to) = (text(from)?, text(to)?);
+    // SAFETY: two strings that end with a zero.
+    let rc =
+        unsafe { libc::linkat(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::AT_SYMLINK_FOLLOW) };
+    if rc == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+fn no_room(wanted: u64, free: Option<u64>) -> Error {
+    let free = free.map_or(String::new(), |free| format!(" ({free} are free)"));
+    Error::write(&format!("find room for {wanted} bytes{free}"), &io::Error::from_raw_os_error(libc::ENOSPC))
+}
+
+/// Compares the bytes that are to be written with those that are free, where that says anything: file systems that compress
+/// or are elsewhere may have room for more.
+pub(super) fn check_room(path: &Path, wanted: u64) -> Result<()> {
+    let Ok(folder) = File::open(parent(path)) else { return Ok(()) };
+    match free(&folder) {
+        Some(free) if free < wanted && plain(&folder) => Err(no_room(wanted, Some(free)).at(path)),
+        _ => Ok(()),
+    }
+}
+
+/// Whether files take the room on their file system that they have bytes.
+fn plain(file: &File) -> bool {
+    // SAFETY: all zeros are a valid `statfs`.
+    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: one structure is written.
+    let rc = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut found) };
+    rc == 0 && matches!(file_system(found.f_type as u32).1, "ext4" | "xfs" | "tmpfs")
+}
+
+/// Bytes that this process may still write to the file's file system.
+fn free(file: &File) -> Option<u64> {
+    // SAFETY: all zeros are a valid `statvfs`.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: one structure is written.
+    let rc = unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut found) };
+    (rc == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}

@@ -1,0 +1,352 @@
+//! What a save writes: which tensor stands in which file, and where.
+//!
+//! The format allows no gap between tensors, so alignment is a matter of order. [`Arrangement::Aligned`] pads the header
+//! with spaces until the data begins at a page, and puts tensors whose size is a multiple of 4096 first, then multiples of
+//! 256, of 64 and so on down to one byte: each begins at a multiple of what its size is a multiple of, and so at least of its
+//! element's size. [`Arrangement::Compact`] is the order and the padding of safetensors' own writer.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{quoted, DType};
+use crate::layout::layer;
+use crate::options::{Order, PAGE};
+use serde_json::{json, Map, Value};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write as _;
+
+/// The longest header that readers of the format accept.
+const LONGEST_HEADER: usize = 100_000_000;
+const SUFFIX: &str = ".safetensors";
+/// Sizes that tensors are sorted by: multiples of the first come first.
+const CLASSES: [u64; 8] = [PAGE, 256, 64, 16, 8, 4, 2, 1];
+
+/// A tensor that is to be saved, as the format knows it.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its extent per dimension, in elements.
+    pub shape: Vec<u64>,
+}
+
+impl Tensor {
+    /// Size in bytes.
+    ///
+    /// # Errors
+    /// `Invalid` where it does not fall on whole bytes or does not fit 64 bits.
+    pub fn nbytes(&self) -> Result<u64> {
+        let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+        elements.and_then(|n| self.dtype.nbytes(n)).ok_or_else(|| {
+            let (name, dtype, shape) = (quoted(&self.name), self.dtype, &self.shape);
+            Error::new(ErrorKind::Invalid, format!("tensor {name} ({dtype} x {shape:?}) has no size in whole bytes"))
+        })
+    }
+}
+
+/// How tensors stand in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrangement {
+    /// Large ones aligned; see the module.
+    Aligned,
+    /// As safetensors writes them: wide elements first, then by name.
+    Compact,
+}
+
+/// One file of a save.
+#[derive(Debug, Clone)]
+pub struct FilePlan {
+    /// Its name.
+    pub name: String,
+    /// Everything before the data: the header's length, the header, and the spaces behind it.
+    pub head: Vec<u8>,
+    /// (number of the tensor, offset in the file, bytes), ascending and without gaps; empty tensors among them.
+    pub places: Vec<(u32, u64, u64)>,
+    /// Size in bytes.
+    pub size: u64,
+}
+
+/// What a save writes.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The shards.
+    pub files: Vec<FilePlan>,
+    /// The index file's text, where there are several shards.
+    pub index: Option<String>,
+    /// Bytes of all tensors.
+    pub nbytes: u64,
+}
+
+impl Plan {
+    /// The plan for `tensors`, in one file called `name`, or where they do not fit one in shards of at most `most` bytes of
+    /// tensors (one tensor may have more); of `model.safetensors` those are called `model-00001-of-00002.safetensors` and so on.
+    ///
+    /// # Errors
+    /// `Invalid` for names that come twice or that the format reserves, sizes that make no sense, and a header too long.
+    pub fn new(
+        tensors: &[Tensor],
+        metadata: Option<&BTreeMap<String, String>>,
+        name: &str,
+        arrangement: Arrangement,
+        order: Order,
+        most: Option<u64>,
+    ) -> Result<Plan> {
+        let mut names = HashSet::with_capacity(tensors.len());
+        for tensor in tensors {
+            if tensor.name == "__metadata__" {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    "a tensor cannot be called __metadata__: the format has other use for it",
+                ));
+            }
+            if !names.insert(&tensor.name) {
+                return Err(Error::new(ErrorKind::Invalid, format!("two tensors are called {}", quoted(&tensor.name))));
+            }
+        }
+        let sizes = tensors.iter().map(Tensor::nbytes).collect::<Result<Vec<u64>>>()?;
+        let total = sizes.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
+        let nbytes = total
+            .filter(|n| i64::try_from(*n).is_ok())
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, "the tensors together do not fit a file system"))?;
+        let layers = match order {
+            Order::File => vec![0; tensors.len()],
+            Order::Layer => layers(tensors),
+        };
+        let mut ordered: Vec<usize> = (0..tensors.len()).collect();
+        ordered.sort_by_key(|&t| layers[t]);
+
+        let mut shards: Vec<Vec<usize>> = vec![Vec::new()];
+        let mut filled = 0u64;
+        for t in ordered {
+            let full = most.is_some_and(|most| filled > 0 && filled + sizes[t] > most);
+            if full {
+                shards.push(Vec::new());
+                filled = 0;
+            }
+            filled += sizes[t];
+            if let Some(shard) = shards.last_mut() {
+                shard.push(t);
+            }
+        }
+        let count = shards.len();
+        let mut files = Vec::with_capacity(count);
+        let mut map = Map::new();
+        for (number, mut shard) in (1..).zip(shards) {
+            let name = match (count, name.strip_suffix(SUFFIX)) {
+                (1, _) => name.to_owned(),
+                (_, stem) => format!("{}-{number:05}-of-{count:05}{SUFFIX}", stem.unwrap_or(name)),
+            };
+            if count > 1 {
+                map.extend(shard.iter().map(|&t| (tensors[t].name.clone(), Value::from(name.as_str()))));
+            }
+            match arrangement {
+                Arrangement::Aligned => shard.sort_by_key(|&t| (layers[t], class(sizes[t]))),
+                Arrangement::Compact if order == Order::Layer => {}
+                Arrangement::Compact => {
+                    let wide = |t: usize| DType::ALL.iter().position(|d| *d == tensors[t].dtype);
+                    shard.sort_by(|&a, &b| wide(b).cmp(&wide(a)).then_with(|| tensors[a].name.cmp(&tensors[b].name)));
+                }
+            }
+            files.push(file(name, tensors, &sizes, &shard, metadata, arrangement)?);
+        }
+        let index = (count > 1).then(|| {
+            let index = json!({ "metadata": { "total_size": nbytes }, "weight_map": map });
+            let mut text = serde_json::to_string_pretty(&index).unwrap_or_default();
+            text.push('\n');
+            text
+        });
+        Ok(Plan { files, index, nbytes })
+    }
+
+    /// Names of the files, the index file last.
+    pub fn names(&self) -> Vec<String> {
+        self.files.iter().map(|f| f.name.clone()).chain(self.index_name()).collect()
+    }
+
+    /// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
+    pub(super) fn index_name(&self) -> Option<String> {
+        let first = self.files.first().filter(|_| self.index.is_some())?;
+        let (stem, _) = first.name.rsplit_once("-00001-of-")?;
+        Some(format!("{stem}{SUFFIX}.index.json"))
+    }
+}
+
+/// The place of a size among the classes.
+fn class(nbytes: u64) -> usize {
+    CLASSES.iter().position(|c| nbytes % c == 0).unwrap_or(CLASSES.len())
+}
+
+/// For each tensor the place of its layer: stacks of layers where the first of their tensors stands, in numeric order.
+fn layers(tensors: &[Tensor]) -> Vec<usize> {
+    let mut stacks: HashMap<(&str, bool), usize> = HashMap::new();
+    let keys: Vec<(usize, u64)> = tensors
+        .iter()
+        .enumerate()
+        .map(|(position, tensor)| {
+            let (group, number) = layer(&tensor.name);
+            (*stacks.entry((group, number.is_some())).or_insert(position), number.unwrap_or(0))
+        })
+        .collect();
+    let mut all = keys.clone();
+    all.sort_unstable();
+    all.dedup();
+    keys.iter().map(|key| all.binary_search(key).unwrap_or(0)).collect()
+}
+
+fn file(
+    name: String,
+    tensors: &[Tensor],
+    sizes: &[u64],
+    shard: &[usize],
+    metadata: Option<&BTreeMap<String, String>>,
+    arrangement: Arrangement,
+) -> Result<FilePlan> {
+    let mut text = String::from("{");
+    if let Some(metadata) = metadata {
+        let _ = write!(text, "\"__metadata__\":{}", json!(metadata));
+    }
+    let mut at = 0;
+    for &t in shard {
+        let comma = if text.len() > 1 { "," } else { "" };
+        let Tensor { name, dtype, shape } = &tensors[t];
+        let end = at + sizes[t];
+        let _ = write!(
+            text,
+            "{comma}{}:{{\"dtype\":\"{dtype}\",\"shape\":{},\"data_offsets\":[{at},{end}]}}",
+            json!(name),
+            json!(shape)
+        );
+        at = end;
+    }
+    text.push('}');
+    let to = match arrangement {
+        Arrangement::Aligned => PAGE as usize,
+        Arrangement::Compact => 8,
+    };
+    let len = (8 + text.len()).next_multiple_of(to) - 8;
+    if len > LONGEST_HEADER {
+        let why = format!("{name}: a header of {len} bytes; readers accept {LONGEST_HEADER}: save in more shards");
+        return Err(Error::new(ErrorKind::Invalid, why));
+    }
+    let mut head = Vec::with_capacity(8 + len);
+    head.extend_from_slice(&(len as u64).to_le_bytes());
+    head.extend_from_slice(text.as_bytes());
+    head.resize(8 + len, b' ');
+    let data = head.len() as u64;
+    let mut at = data;
+    let places = shard.iter().map(|&t| {
+        at += sizes[t];
+        (t as u32, at - sizes[t], sizes[t])
+    });
+    let places = places.collect();
+    Ok(FilePlan { name, head, places, size: at })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::Checkpoint;
+
+    fn tensor(name: &str, dtype: DType, shape: &[u64]) -> Tensor {
+        Tensor { name: name.into(), dtype, shape: shape.to_vec() }
+    }
+
+    fn some() -> Vec<Tensor> {
+        vec![
+            tensor("model.layers.10.bias", DType::F32, &[3]),
+            tensor("model.layers.2.norm", DType::F32, &[64]),
+            tensor("model.layers.2.weight", DType::BF16, &[64, 64]),
+            tensor("model.layers.10.weight", DType::BF16, &[64, 64]),
+            tensor("scale", DType::F64, &[]),
+            tensor("none", DType::F16, &[0, 7]),
+            tensor("odd", DType::U8, &[13]),
+            tensor("head", DType::F16, &[2048]),
+        ]
+    }
+
+    fn plan(arrangement: Arrangement, order: Order, most: Option<u64>) -> Plan {
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        Plan::new(&some(), Some(&metadata), "model.safetensors", arrangement, order, most).unwrap()
+    }
+
+    /// What our own parser says of a planned file.
+    fn parsed(file: &FilePlan) -> Checkpoint {
+        Checkpoint::from_bytes(&file.head, file.size).unwrap()
+    }
+
+    #[test]
+    fn every_plan_is_a_header_that_says_where_the_bytes_are() {
+        for arrangement in [Arrangement::Aligned, Arrangement::Compact] {
+            for order in [Order::File, Order::Layer] {
+                for most in [None, Some(1), Some(9000)] {
+                    let plan = plan(arrangement, order, most);
+                    let mut found = Vec::new();
+                    for file in &plan.files {
+                        let checkpoint = parsed(file);
+                        let mut end = file.head.len() as u64;
+                        for &(t, offset, nbytes) in &file.places {
+                            let wanted = &some()[t as usize];
+                            let info = checkpoint.find(&wanted.name).unwrap();
+                            assert_eq!((info.begin, info.nbytes(), info.dtype), (offset, nbytes, wanted.dtype));
+                            assert_eq!((info.shape, offset), (&wanted.shape[..], end));
+                            end += nbytes;
+                            found.push(t);
+                        }
+                        assert_eq!(end, file.size);
+                    }
+                    found.sort_unstable();
+                    assert_eq!(found, (0..8).collect::<Vec<_>>());
+                    assert_eq!(plan.index.is_some(), plan.files.len() > 1);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn aligned_tensors_begin_at_multiples_of_what_their_sizes_are_multiples_of() {
+        let plan = plan(Arrangement::Aligned, Order::File, None);
+        for &(_, offset, nbytes) in &plan.files[0].places {
+            assert_eq!(offset % CLASSES[class(nbytes)], 0);
+        }
+        assert_eq!(plan.files[0].head.len() % PAGE as usize, 0);
+    }
+
+    #[test]
+    fn layers_stay_together_in_numeric_order() {
+        let tensors = some();
+        let plan = plan(Arrangement::Aligned, Order::Layer, None);
+        let names: Vec<&str> = plan.files[0].places.iter().map(|p| tensors[p.0 as usize].name.as_str()).collect();
+        let layers = ["model.layers.2.weight", "model.layers.2.norm", "model.layers.10.weight", "model.layers.10.bias"];
+        assert_eq!(names[..4], layers);
+    }
+
+    #[test]
+    fn shards_hold_as_much_as_they_may_in_the_given_order() {
+        let plan = plan(Arrangement::Compact, Order::File, Some(8500));
+        let names: Vec<&str> = plan.files.iter().map(|f| f.name.as_str()).collect();
+        assert_eq!(names[0], "model-00001-of-00003.safetensors");
+        let in_each: Vec<Vec<u32>> = plan.files.iter().map(|f| f.places.iter().map(|p| p.0).collect()).collect();
+        let sorted = |v: &Vec<u32>| {
+            let mut v = v.clone();
+            v.sort_unstable();
+            v
+        };
+        assert_eq!(in_each.iter().map(sorted).collect::<Vec<_>>(), [vec![0, 1, 2], vec![3, 4, 5, 6], vec![7]]);
+        let index: Value = serde_json::from_str(plan.index.as_deref().unwrap()).unwrap();
+        assert_eq!(index["weight_map"]["head"], "model-00003-of-00003.safetensors");
+        assert_eq!(index["metadata"]["total_size"], plan.nbytes);
+    }
+
+    #[test]
+    fn names_that_the_format_cannot_hold_are_refused() {
+        for tensors in [
+            vec![tensor("__metadata__", DType::U8, &[1])],
+            vec![tensor("a", DType::U8, &[1]), tensor("a", DType::U8, &[2])],
+            vec![tensor("a", DType::F4, &[3])],
+            vec![tensor("a", DType::F32, &[u64::MAX, 2])],
+        ] {
+            let refused = Plan::new(&tensors, None, "m", Arrangement::Aligned, Order::File, None).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Invalid);
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Saving from memory of this process and of the fake GPU: what the files hold, and what is left when something fails.
+#![allow(clippy::unwrap_used)]
+
+mod device;
+
+use device::{Gpu, Kind, PATIENCE};
+use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
+use penstock::device::gpu::GpuMemory;
+use penstock::format::{Checkpoint, DType};
+use penstock::options::{Options, Order};
+use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor};
+use penstock::ErrorKind;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+fn options() -> Options {
+    Options { staging: 4 * MIB, extent: MIB, stall_timeout: Duration::from_secs(30), ..Options::default() }
+}
+
+/// Bytes that differ from tensor to tensor.
+fn noise(seed: u64, nbytes: usize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    (0..)
+        .take_while(|part| (part << 20) < nbytes as u64)
+        .for_each(|part| bytes.extend(device::noise(seed * 1000 + part)));
+    bytes.truncate(nbytes);
+    bytes
+}
+
+/// Tensors of these sizes, in shards of 9 MiB at most.
+fn plan(sizes: &[usize]) -> Plan {
+    let tensors: Vec<Tensor> = (0..)
+        .zip(sizes)
+        .map(|(i, n)| Tensor { name: format!("w{i}"), dtype: DType::U8, shape: vec![*n as u64] })
+        .collect();
+    Plan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, Some(9 * MIB)).unwrap()
+}
+
+fn ended(save: &Save) -> penstock::Result<Report> {
+    assert!(save.wait(Some(PATIENCE))?, "the save did not end");
+    save.report()
+}
+
+fn same(folder: &Path, contents: &[Vec<u8>]) {
+    let checkpoint = Checkpoint::open(&[folder]).unwrap();
+    let files: Vec<Vec<u8>> = checkpoint.files().iter().map(|f| std::fs::read(&f.path).unwrap()).collect();
+    for (i, content) in contents.iter().enumerate() {
+        let tensor = checkpoint.find(&format!("w{i}")).unwrap();
+        let found = &files[tensor.file as usize][tensor.begin as usize..tensor.end as usize];
+        assert!(found == &content[..], "w{i}");
+    }
+    assert_eq!(checkpoint.len(), contents.len());
+}
+
+const SIZES: [usize; 6] = [6 * MIB as usize, 3, 0, 5 * MIB as usize + 77, 4096, MIB as usize - 1];
+
+#[test]
+fn what_is_saved_from_memory_is_what_the_files_hold() {
+    let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+    for sync in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
+        let request = Request {
+            plan: plan(&SIZES),
+            folder: folder.path().to_path_buf(),
+            tensors,
+            keep: Arc::new(()),
+            sync,
+            options: options(),
+        };
+        let save = Save::start(request).unwrap();
+        let report = ended(&save).unwrap();
+        same(folder.path(), &contents);
+        assert_eq!(report.nbytes, SIZES.iter().sum::<usize>() as u64);
+        assert!(report.peak_staging <= if sync { 4 * MIB } else { 0 }, "{report:?}");
+        assert_eq!(save.progress(), (report.file_bytes, report.file_bytes));
+    }
+}
+
+/// The fake GPU, where loads and saves look for one, and tensors in its memory.
+fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
+    let gpu = Gpu::new(Vendor::Cuda);
+    std::env::set_var(LIBRARY_VARIABLE, gpu.fake.path());
+    let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(100 + i, n)).collect();
+    let memory: Vec<GpuMemory> = contents
+        .iter()
+        .map(|content| {
+            let (memory, address) = gpu.memory(content.len().max(1));
+            gpu.fake.host_access(address, content.len() as u64, 1);
+            // SAFETY: the fake's device memory is host memory, and nothing is under way on it.
+            unsafe { (address as *mut u8).copy_from_nonoverlapping(content.as_ptr(), content.len()) };
+            memory
+        })
+        .collect();
+    (gpu, memory, contents)
+}
+
+fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> Request {
+    let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
+    Request { plan: plan(&SIZES), folder: folder.to_path_buf(), tensors, keep: Arc::new(()), sync, options }
+}
+
+#[test]
+fn what_is_saved_from_a_gpu_is_what_the_files_hold() {
+    let (gpu, memory, contents) = on_gpu();
+    for sync in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let save = Save::start(from_gpu(folder.path(), &memory, sync, options())).unwrap();
+        let report = ended(&save).unwrap();
+        same(folder.path(), &contents);
+        assert!(report.peak_staging <= 4 * MIB, "{report:?}");
+        save.close();
+    }
+    drop(memory);
+    gpu.check();
+}
+
+#[test]
+fn a_copy_that_fails_ends_the_save_and_leaves_nothing() {
+    let (gpu, memory, _) = on_gpu();
+    let folder = tempfile::tempdir().unwrap();
+    gpu.fake.configure("fail", "cuMemcpyDtoHAsync_v2:3:700");
+    let save = Save::start(from_gpu(folder.path(), &memory, true, options())).unwrap();
+    let error = ended(&save).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Device, "{error}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    drop((save, memory));
+    gpu.fake.configure("fail", "");
+}
+
+#[test]
+fn a_copy_that_hangs_ends_the_save_at_the_stall_timeout() {
+    // Alone, since a slab and its registration stay for the life of the process.
+    device::alone("a_copy_that_hangs_ends_the_save_at_the_stall_timeout", || {
+        let (gpu, memory, _) = on_gpu();
+        let folder = tempfile::tempdir().unwrap();
+        gpu.fake.configure("hang_copy", "4");
+        let stall = Options { stall_timeout: Duration::from_millis(300), ..options() };
+        let begun = Instant::now();
+        let save = Save::start(from_gpu(folder.path(), &memory, true, stall)).unwrap();
+        let error = ended(&save).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        save.close();
+        assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+        assert_eq!(Checkpoint::open(&[folder.path()]).unwrap_err().kind(), ErrorKind::NotFound);
+        gpu.fake.release_hang();
+        gpu.fake.drain();
+    });
+}

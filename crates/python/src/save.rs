@@ -1,0 +1,147 @@
+//! `_core.Save`.
+
+use crate::errors::{detached, raise};
+use crate::load::{patiently, Kept};
+use crate::options::Options;
+use penstock::format::DType;
+use penstock::options::Order;
+use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Tensor};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// (name, dtype, shape, GPU or None, address)
+type Described = (String, String, Vec<u64>, Option<u32>, u64);
+
+/// One save, running in the background from the moment it is made.
+#[pyclass(frozen, weakref, module = "penstock._core")]
+pub(crate) struct Save {
+    core: Core,
+    /// Names of the files, the index last.
+    files: Vec<String>,
+}
+
+impl Drop for Save {
+    fn drop(&mut self) {
+        Python::try_attach(|py| py.detach(|| self.core.close()));
+    }
+}
+
+fn arranged(layout: &str, order: &str) -> PyResult<(Arrangement, Order)> {
+    let arrangement = match layout {
+        "aligned" => Arrangement::Aligned,
+        "compact" => Arrangement::Compact,
+        _ => return Err(PyValueError::new_err(format!("layout={layout:?}: give \"aligned\" or \"compact\""))),
+    };
+    let order = match order {
+        "file" => Order::File,
+        "layer" => Order::Layer,
+        _ => return Err(PyValueError::new_err(format!("order={order:?}: give \"file\" or \"layer\""))),
+    };
+    Ok((arrangement, order))
+}
+
+fn tensor(name: String, dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
+    let unknown = || PyValueError::new_err(format!("tensor {name}: the format has no dtype {dtype}"));
+    let dtype = DType::parse(dtype).ok_or_else(unknown)?;
+    Ok(Tensor { name, dtype, shape })
+}
+
+/// The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it.
+#[pyfunction]
+#[pyo3(signature = (tensors, metadata, *, layout, order))]
+pub(crate) fn head<'py>(
+    py: Python<'py>,
+    tensors: Vec<(String, String, Vec<u64>)>,
+    metadata: Option<BTreeMap<String, String>>,
+    layout: &str,
+    order: &str,
+) -> PyResult<(Bound<'py, PyBytes>, Vec<u32>)> {
+    let (arrangement, order) = arranged(layout, order)?;
+    let known = tensors.into_iter().map(|(n, d, s)| tensor(n, &d, s)).collect::<PyResult<Vec<_>>>()?;
+    let plan = Plan::new(&known, metadata.as_ref(), "", arrangement, order, None).map_err(|e| raise(py, &e))?;
+    let (head, places) = plan.files.first().map_or((&[][..], &[][..]), |f| (&f.head[..], &f.places[..]));
+    Ok((PyBytes::new(py, head), places.iter().map(|p| p.0).collect()))
+}
+
+#[pymethods]
+impl Save {
+    #[staticmethod]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep))]
+    #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
+    fn start(
+        py: Python<'_>,
+        folder: PathBuf,
+        name: &str,
+        tensors: Vec<Described>,
+        metadata: Option<BTreeMap<String, String>>,
+        options: &Options,
+        layout: &str,
+        order: &str,
+        most: Option<u64>,
+        sync: bool,
+        keep: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let (arrangement, order) = arranged(layout, order)?;
+        let mut known = Vec::with_capacity(tensors.len());
+        let mut places = Vec::with_capacity(tensors.len());
+        for (name, dtype, shape, gpu, address) in tensors {
+            known.push(tensor(name, &dtype, shape)?);
+            places.push(gpu.map_or(At::Host(address), |gpu| At::Gpu(gpu, address)));
+        }
+        let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
+        let (core, files) = detached(py, || {
+            let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
+            let files = plan.names();
+            let core = Core::start(Request { plan, folder, tensors: places, keep, sync, options })?;
+            Ok((core, files))
+        })?;
+        Ok(Self { core, files })
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        patiently(py, timeout, false, |t| self.core.wait(Some(t)))
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        self.core.progress()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.core.close());
+    }
+
+    fn files(&self) -> Vec<String> {
+        self.files.clone()
+    }
+
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let r = self.core.report().map_err(|e| raise(py, &e))?;
+        let d = PyDict::new(py);
+        d.set_item("seconds", r.seconds)?;
+        d.set_item("sync_seconds", r.sync_seconds)?;
+        d.set_item("fill_seconds", r.fill_seconds)?;
+        d.set_item("write_seconds", r.write_seconds)?;
+        d.set_item("nbytes", r.nbytes)?;
+        d.set_item("file_bytes", r.file_bytes)?;
+        d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
+        d.set_item("writes", r.writes)?;
+        d.set_item("direct_bytes", r.direct_bytes)?;
+        d.set_item("threads", r.threads)?;
+        d.set_item("peak_staging", r.peak_staging)?;
+        let mut fallbacks = Vec::new();
+        for f in &r.fallbacks {
+            let one = PyDict::new(py);
+            one.set_item("from", f.from)?;
+            one.set_item("to", f.to)?;
+            one.set_item("reason", &f.reason)?;
+            fallbacks.push(one);
+        }
+        d.set_item("fallbacks", fallbacks)?;
+        Ok(d)
+    }
+}

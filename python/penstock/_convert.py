@@ -1,0 +1,144 @@
+"""`penstock convert`: a checkpoint written anew: in another order, layout, dtype or number of shards, out of pickles.
+
+Tensors are mapped, so that converting takes the staging of the save and no more, however large the checkpoint is. Those
+that are cast are in memory all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _save
+from ._checkpoint import open
+from ._dtypes import CASTABLE, cast_target
+from ._errors import InvalidError, NotFoundError, UnsupportedError
+from ._progress import Progress
+from ._report import Report
+
+#: What `torch.save` of whole models and their shards is called.
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts "shard-2" before "shard-10"."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _pickles(sources: Sequence[str]) -> list[Path]:
+    """Files written by torch.save among the sources; empty where they are safetensors files."""
+    found: list[Path] = []
+    for source in map(Path, sources):
+        if source.is_dir() and not any(source.glob("*.safetensors")):
+            for pattern in _PICKLES:
+                here = sorted(source.glob(pattern), key=lambda path: _natural(path.name))
+                found += here
+                if here:
+                    break
+        elif source.suffix in (".bin", ".pt", ".pth") and source.is_file():
+            found.append(source)
+        elif source.name.endswith(".bin.index.json"):
+            try:
+                shards = set(json.loads(source.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InvalidError(f"{source}: no index of shards: {error}", path=str(source)) from None
+            found += [source.parent / name for name in sorted(shards, key=_natural)]
+    return found
+
+
+def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Tensors of files that torch.save wrote, read without running anything that is in them."""
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("reading what torch.save wrote needs torch") from None
+    from ._shared import duplicates
+
+    tensors: dict[str, Any] = {}
+    for file in files:
+        if not file.exists():
+            raise NotFoundError("this shard is missing", path=str(file))
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise InvalidError(f"torch.load(weights_only=True): {error}", path=str(file)) from None
+        if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+            loaded = loaded["state_dict"]
+        if not isinstance(loaded, Mapping):
+            raise InvalidError(f"it holds a {type(loaded).__name__}, no tensors by name", path=str(file))
+        for name, tensor in loaded.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidError(f"{name} is a {type(tensor).__name__}, no tensor", path=str(file))
+            if name in tensors:
+                raise InvalidError(f"two files have a tensor {name}", path=str(file))
+            tensors[name] = tensor.detach()
+    try:
+        tied = duplicates(tensors)
+    except InvalidError:  # parts of one memory: each is saved by itself
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}
+    left = {name: kept for kept, names in tied.items() for name in names}
+    same = {
+        name: kept
+        for name, kept in left.items()
+        if tensors[name].shape == tensors[kept].shape and tensors[name].stride() == tensors[kept].stride()
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in same}, {"format": "pt", **same}
+
+
+def _cast(tensor: Any, kind: str) -> Any:
+    from ._torch import torch_dtype
+
+    castable = tensor.dtype in [torch_dtype(name) for name in CASTABLE]
+    return tensor.to(torch_dtype(kind)) if castable else tensor
+
+
+def convert(
+    sources: Sequence[str],
+    directory: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    max_shard_size: int | str | None = "5GB",
+    layout: str = "aligned",
+    order: str = "file",
+    fsync: bool = True,
+    progress: Progress = None,
+) -> Report:
+    """Writes the checkpoint that ``sources`` name to a directory.
+
+    Args:
+        sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those.
+        dtype: Casts floating-point tensors of 16 bits and more.
+
+    The other arguments, what is returned and the errors are those of `penstock.save`.
+    """
+    kind = cast_target(dtype)
+    if kind is not None and kind not in CASTABLE:
+        raise InvalidError(f"dtype={dtype!r}: give one of {', '.join(CASTABLE)}")
+    pickles = _pickles(sources)
+    metadata: dict[str, str]
+    if pickles:
+        tensors, metadata = _unpickled(pickles)
+        if kind is not None:
+            tensors = {name: _cast(tensor, kind) for name, tensor in tensors.items()}
+        read_from = [str(path) for path in pickles]
+    else:
+        checkpoint = open(list(sources) if len(sources) > 1 else sources[0])
+        tensors, metadata = checkpoint.load(dtype=kind, progress=False), checkpoint.metadata
+        read_from = checkpoint.files
+    target = Path(os.fspath(directory))
+    if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
+        raise InvalidError(f"directory={str(target)!r} is where the checkpoint is: convert it to another one")
+    return _save.save(
+        tensors,
+        target,
+        metadata,
+        max_shard_size=max_shard_size,
+        layout=layout,
+        order=order,
+        fsync=fsync,
+        progress=progress,
+    )

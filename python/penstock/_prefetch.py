@@ -1,0 +1,116 @@
+"""Tensors that are loaded in the background and taken by name, or as they come."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from . import _load
+from ._errors import InvalidError, UnknownTensorError, raise_if_forked
+
+
+class PrefetchLoader:
+    """Tensors on their way; `safe_open.prefetch` makes them. Use it as a context manager, or close it.
+
+    Loading goes on in the background, as far ahead of whoever takes the tensors as ``Options.window`` allows. Each
+    tensor is handed out once, complete on any stream, and may be kept after `close`. May be shared by threads.
+    """
+
+    def __init__(self, request: _load.Request, adapter: _load.Adapter) -> None:
+        self._owner = os.getpid()
+        self._checkpoint = request.checkpoint
+        self._names = request.selection.names
+        self._left = set(self._names)
+        self._here: dict[str, Any] = {}
+        self._adapter = adapter
+        self._one_at_a_time = threading.RLock()
+        self._closed = False
+        self._load = _load.begin(request, adapter, stream=True)
+        try:
+            if request.device.is_meta:
+                made = adapter.tensors(self._load, range(len(self._names)))
+                self._here.update(zip(self._names, map(adapter.cast, made), strict=True))
+            self._pump(0.0)  # so that memory on a GPU is granted before anybody asks for a tensor
+        except BaseException:
+            self.close()
+            raise
+
+    def _pump(self, timeout: float | None) -> bool:
+        """Takes what is next, waiting for it at most so long; False once there is no more."""
+        while True:
+            want = self._load.next(timeout)
+            if want is None:
+                self._load.wait()
+                self._checkpoint._ended(self._load)
+                return False
+            if want is True:
+                self._adapter.grant(self._load, self._load.wanted_blocks())
+                continue
+            if want is False:
+                return True
+            [tensor] = self._adapter.tensors(self._load, [want])
+            self._load.take(want)
+            self._here[self._names[want]] = self._adapter.cast(tensor)
+            return True
+
+    def names(self) -> list[str]:
+        """The names that this loader hands out, in file order."""
+        return list(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def take(self, name: str) -> Any:
+        """The tensor called ``name``, or the slice of it that was planned; waits until it is there.
+
+        Raises:
+            UnknownTensorError: it is not among the names, or was taken before.
+            PenstockError: the load failed.
+        """
+        with self._one_at_a_time:
+            self._check_open()
+            if name not in self._left:
+                why = "was taken before: each is handed out once" if name in self._names else "is not in the plan"
+                raise UnknownTensorError(f"tensor {name} {why}", path=self._checkpoint.files[0])
+            while name not in self._here:
+                self._pump(None)
+            self._left.discard(name)
+            return self._here.pop(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of what has not been taken, as it arrives."""
+        while True:
+            with self._one_at_a_time:
+                self._check_open()
+                while not self._here:
+                    if not self._left or not self._pump(None):
+                        return
+                name = next(iter(self._here))
+                self._left.discard(name)
+                tensor = self._here.pop(name)
+            yield name, tensor
+
+    def _check_open(self) -> None:
+        raise_if_forked(self._owner, "prefetch loader")
+        if self._closed:
+            raise InvalidError("the prefetch loader is closed", path=self._checkpoint.files[0])
+
+    def close(self) -> None:
+        """Stops the load and lets go of what was not taken. Idempotent."""
+        if os.getpid() != self._owner:
+            return
+        self._closed = True
+        self._load.close()
+        self._here.clear()
+        self._adapter.let_go()
+
+    def __enter__(self) -> PrefetchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,318 @@
+"""Saving: tensors become safetensors files, one or many."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import _core, _load
+from ._core import Options
+from ._dtypes import DTYPES
+from ._errors import ArgumentTypeError, InvalidError, MissingDtypeError, NoValuesError
+from ._progress import INTERVAL, Meter, Progress
+from ._report import Report
+
+LAYOUTS = ("aligned", "compact")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+class Described(NamedTuple):
+    """A tensor as the core takes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    gpu: int | None
+    address: int
+    keep: object
+    """Keeps the memory at `address` alive."""
+
+
+@cache
+def _torch_names() -> dict[Any, str]:
+    import torch
+
+    return {getattr(torch, d.torch): name for name, d in DTYPES.items() if d.torch and hasattr(torch, d.torch)}
+
+
+def _of_torch(name: str, tensor: Any) -> Described:
+    import torch
+
+    dtype = _torch_names().get(tensor.dtype)
+    if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
+        what = f"a {tensor.layout} tensor of {tensor.dtype}"
+        raise MissingDtypeError(f"tensor {name} is {what}, which the format does not have")
+    if tensor.device.type == "meta":
+        raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    gpu = plain.device.index if plain.device.type == "cuda" else None
+    if gpu is None and plain.device.type != "cpu":
+        plain = plain.cpu()
+    try:
+        address = plain.data_ptr()
+    except RuntimeError:  # of tensors that only stand for others
+        address = 0
+    if not address and plain.numel():
+        kind = type(tensor).__name__
+        raise InvalidError(f"tensor {name} is a {kind} without memory of its own: save the tensors that it stands for")
+    shape = tuple(plain.shape)
+    if dtype == "F4" and shape:
+        shape = (*shape[:-1], 2 * shape[-1])
+    return Described(dtype, shape, gpu, address, plain)
+
+
+@cache
+def _numpy_names() -> dict[str, str]:
+    names = {d.ml_dtypes: name for name, d in DTYPES.items() if d.ml_dtypes}
+    return names | {d.numpy: name for name, d in DTYPES.items() if d.numpy}
+
+
+def _of_numpy(name: str, array: Any) -> Described:
+    import numpy as np
+
+    dtype = _numpy_names().get(array.dtype.name)
+    if dtype is None:
+        raise MissingDtypeError(f"tensor {name} is an array of {array.dtype}, which the format does not have")
+    if sys.byteorder == "big" or array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    plain = np.require(array, requirements="C")
+    return Described(dtype, tuple(plain.shape), None, plain.__array_interface__["data"][0], plain)
+
+
+def describe(name: object, value: Any) -> Described:
+    """What is to be known of a tensor of any framework.
+
+    Raises:
+        InvalidError: it is no tensor, or has no values.
+        UnsupportedError: the format lacks its dtype.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"tensors are saved by name, and {name!r} is no string")
+    if isinstance(value, Described):
+        return value
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_torch(name, value)
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return _of_numpy(name, numpy.asarray(value))
+    if hasattr(value, "__array__") and hasattr(value, "shape"):  # jax, tensorflow, mlx
+        return _of_numpy(name, import_module("numpy").asarray(value))
+    raise InvalidError(f"{name} is a {type(value).__name__}: give tensors of torch, arrays of numpy or JAX")
+
+
+def _synchronize(tensors: list[Described]) -> None:
+    """Waits for what torch still does to tensors on GPUs."""
+    gpus = {tensor.gpu for tensor in tensors if tensor.gpu is not None}
+    for gpu in gpus:
+        sys.modules["torch"].cuda.current_stream(gpu).synchronize()
+
+
+def size_of(size: int | str | None) -> int | None:
+    """Bytes meant by ``5_000_000_000``, ``"5GB"`` or ``"4.5 GiB"``; None is no limit.
+
+    Raises:
+        InvalidError: if it is none of these.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found is None:
+        raise InvalidError(f'max_shard_size={size!r}: give bytes, or a text such as "5GB" or "4.5GiB"')
+    base = 1024 if found[3] else 1000
+    return max(1, int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")))
+
+
+def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    if metadata is None:
+        return None
+    if not isinstance(metadata, Mapping):
+        raise ArgumentTypeError(f"metadata={metadata!r}: give strings by name, a dict")
+    found = dict(metadata)
+    for key, value in found.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ArgumentTypeError(f"metadata: {key!r}: {value!r}: the format has strings only")
+    return found
+
+
+def _write(
+    tensors: Mapping[str, Any],
+    folder: str,
+    name: str,
+    metadata: Mapping[str, str] | None,
+    most: int | None,
+    layout: str,
+    order: str,
+    fsync: bool,
+    progress: Progress,
+    options: Options | Mapping[str, Any] | None,
+) -> tuple[Report, list[str]]:
+    if layout not in LAYOUTS:
+        raise InvalidError(f"layout={layout!r}: give one of {', '.join(LAYOUTS)}")
+    _load.check_order(order)
+    if not isinstance(fsync, bool):
+        raise InvalidError(f"fsync={fsync!r}: give True or False")
+    made = _load.make_options(options)
+    found = {name: describe(name, value) for name, value in tensors.items()}
+    _synchronize(list(found.values()))
+    described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
+    keep = [d.keep for d in found.values()]
+    with Meter(progress, "save") as meter:
+        save = _core.Save.start(
+            folder,
+            name,
+            described,
+            _checked(metadata),
+            made,
+            layout=layout,
+            order=order,
+            most=most,
+            sync=fsync,
+            keep=keep,
+        )
+        try:
+            while not save.wait(INTERVAL if meter.active else None):
+                meter.update(*save.progress())
+            meter.update(*save.progress(), final=True)
+            report = Report(save.report(), tensors=len(found), fsync=fsync)
+            return report, save.files()
+        finally:
+            save.close()
+
+
+def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: str) -> bytes:
+    """The content of a file with these tensors."""
+    found = {name: describe(name, value) for name, value in tensors.items()}
+    _synchronize(list(found.values()))
+    listed = list(found.items())
+    heads = [(name, d.dtype, d.shape) for name, d in listed]
+    head, order = _core.head(heads, _checked(metadata), layout=layout, order="file")
+    return b"".join([head, *(_bytes_of(listed[number][1]) for number in order)])
+
+
+def _bytes_of(tensor: Described) -> memoryview | bytes:
+    kept: Any = tensor.keep
+    if hasattr(kept, "untyped_storage"):
+        import torch
+
+        if not kept.numel():
+            return b""
+        return memoryview(kept.cpu().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(kept).cast("B") if kept.nbytes and kept.dtype.isbuiltin == 1 else bytes(kept.tobytes())
+
+
+def save_file(
+    tensors: Mapping[str, Any],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    layout: str = "aligned",
+    order: str = "file",
+    fsync: bool = True,
+    progress: Progress = None,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Report:
+    """Saves tensors to one safetensors file, which is there whole or not at all.
+
+    Args:
+        tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, by name. Those that are not contiguous
+            are copied first.
+        filename: The file. One that is there is replaced when the new one is whole, not before.
+        metadata: Strings by name, for the header; None writes none.
+        layout: "aligned" begins the data at a page and puts tensors in an order in which large ones are aligned;
+            "compact" is the order and padding of safetensors' own writer.
+        order: "file" keeps the order given, as far as the layout allows, "layer" keeps layers together.
+        fsync: Whether to wait until the file is on stable storage. The bytes then go past the page cache.
+        progress: True, False, None (only on a terminal), or a callable (bytes written, bytes in all).
+        options: `Options`, or a dict of its keywords: ``extent``, ``staging``, ``threads``, ``stall_timeout`` count.
+
+    Returns:
+        What was written, how fast: ``nbytes``, ``file_bytes``, ``seconds``, ``sync_seconds``, ``gbps``, ``writes``,
+        ``direct_bytes``, ``threads``, ``peak_staging``, ``fallbacks``.
+
+    Raises:
+        InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
+        NoSpaceError, WriteError, AccessError, NotFoundError: the file system; nothing of the new file is left.
+    """
+    path = Path(os.fspath(filename))
+    report, _ = _write(tensors, str(path.parent), path.name, metadata, None, layout, order, fsync, progress, options)
+    return report
+
+
+def save(
+    tensors_or_module: Any,
+    directory: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    max_shard_size: int | str | None = "5GB",
+    name: str = "model.safetensors",
+    layout: str = "aligned",
+    order: str = "file",
+    fsync: bool = True,
+    progress: Progress = None,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Report:
+    """Saves a checkpoint to a directory: one file, or shards and their index if it is larger than ``max_shard_size``.
+
+    Each file takes its name in one step, when all of them are whole; several files together do not. Where somebody may
+    read meanwhile, save to a new directory.
+
+    Args:
+        tensors_or_module: Tensors by name as for `save_file`, or a torch module, of which tied tensors are saved once
+            (the metadata says under which name, and "format": "pt").
+        directory: Made if it is not there. Shards and indexes of an earlier save there are removed once the new ones
+            have their names.
+        max_shard_size: Most bytes of tensors in one file, as a number or such as "5GB" or "4.5GiB"; None is no limit. A
+            tensor that is larger has a file of its own.
+        name: Of the file, and of which the shards' names are made.
+
+    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names.
+    """
+    tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
+    folder = Path(os.fspath(directory))
+    if folder.exists() and not folder.is_dir():
+        raise InvalidError(f"directory={str(folder)!r} is a file: give a directory, or use save_file")
+    if Path(name).name != name or not name:
+        raise InvalidError(f"name={name!r}: give a file name")
+    folder.mkdir(parents=True, exist_ok=True)
+    report, files = _write(
+        tensors,
+        str(folder),
+        name,
+        {**more, **(metadata or {})} if more or metadata is not None else None,
+        size_of(max_shard_size),
+        layout,
+        order,
+        fsync,
+        progress,
+        options,
+    )
+    report["files"] = files
+    _remove_earlier(folder, name, files)
+    return report
+
+
+def _remove_earlier(folder: Path, name: str, files: list[str]) -> None:
+    """Removes what an earlier save of the same name has left: a reader of the directory would take it for a part."""
+    stem = re.escape(name.removesuffix(".safetensors"))
+    earlier = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+    for path in folder.iterdir():
+        if earlier.fullmatch(path.name) and path.name not in files:
+            path.unlink(missing_ok=True)
+
+
+def _of_module(module: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a torch module, tied ones once, and metadata that says what was left out."""
+    state_dict = getattr(module, "state_dict", None)
+    if not callable(state_dict):
+        raise InvalidError(f"a {type(module).__name__} is neither a mapping of names to tensors nor a torch module")
+    from ._shared import duplicates
+
+    state = dict(state_dict())
+    found = {left: kept for kept, group in duplicates(state).items() for left in group}
+    # transformers asks for the format
+    return {name: tensor for name, tensor in state.items() if name not in found}, {"format": "pt", **found}

@@ -1,0 +1,58 @@
+"""What ``safetensors.tensorflow`` has, on this engine: change the import, and nothing else.
+
+from penstock.tensorflow import load_file, save_file
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow
+
+from . import _safe_open, _save
+from ._checkpoint import Source
+from ._core import Options
+from ._errors import SafetensorError
+from ._safe_open import safe_open
+from ._via_numpy import arrays_of, tensors_of_bytes
+
+__all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_file"]
+
+
+def load_file(
+    filename: Source, *, backend: str = "mmap", options: Options | Mapping[str, Any] | None = None
+) -> dict[str, tensorflow.Tensor]:
+    """Every tensor of a file (or of several, or of a directory) by name."""
+    return _safe_open.load_file(filename, framework="tf", backend=backend, options=options)
+
+
+def load(data: bytes) -> dict[str, tensorflow.Tensor]:
+    """Every tensor of a file's content by name.
+
+    Raises:
+        HeaderError, TruncatedError: if the bytes are no such file.
+    """
+    return tensors_of_bytes("tf", data)
+
+
+def save_file(
+    tensors: dict[str, tensorflow.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    *,
+    layout: str = "aligned",
+    fsync: bool = False,
+    options: Options | Mapping[str, Any] | None = None,
+) -> None:
+    """Saves tensors to a file, which is there whole or not at all: see `penstock.save_file`."""
+    found = arrays_of("tf", tensors)
+    _save.save_file(found, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
+
+
+def save(
+    tensors: dict[str, tensorflow.Tensor], metadata: dict[str, str] | None = None, *, layout: str = "compact"
+) -> bytes:
+    """The content of a file with these tensors."""
+    return _save.to_bytes(arrays_of("tf", tensors), metadata, layout=layout)

@@ -1,0 +1,83 @@
+"""`penstock convert`: the same tensors in other files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import torch
+from conftest import raw
+
+Command = Callable[..., Any]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(raw(a[name]) == raw(b[name]) and a[name].shape == b[name].shape for name in a)
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--layout", "compact"), ("--order", "layer"), ("--max-shard-size", "3kB")], ids=str
+)
+def test_a_checkpoint_is_written_anew(small: Path, tmp_path: Path, cli: Command, more: tuple[str, ...]):
+    done = cli("convert", small, tmp_path / "new", "--no-fsync", "--json", *more)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["report"]
+    assert report["tensors"] == len(penstock.open(small))
+    assert (len(report["files"]) > 1) is ("3kB" in more)
+    same(dict(penstock.open(tmp_path / "new").load()), dict(penstock.open(small).load()))
+
+
+def test_tensors_are_cast(small: Path, tmp_path: Path, cli: Command):
+    assert cli("convert", small, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
+    same(dict(penstock.open(tmp_path / "half").load()), dict(penstock.open(small).load(dtype="bfloat16")))
+
+
+def test_pickles_become_safetensors(tmp_path: Path, cli: Command):
+    weight = torch.randn(8, 4)
+    parts = [{"embed": weight, "head": weight, "view": weight[2:4]}, {"norm": torch.ones(3, dtype=torch.bfloat16)}]
+    for number, part in enumerate(parts, 1):
+        torch.save(part, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    names = {name: f"pytorch_model-0000{n}-of-00002.bin" for n, part in enumerate(parts, 1) for name in part}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    for source in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
+        done = cli("convert", source, tmp_path / "st")
+        assert done.returncode == 0, done.stderr
+        opened = penstock.open(tmp_path / "st")
+        assert opened.metadata == {"format": "pt", "head": "embed"}
+        found = dict(opened.load())
+        assert sorted(found) == ["embed", "norm", "view"]
+        assert torch.equal(found["embed"], weight)
+        assert torch.equal(found["view"], weight[2:4])
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("ran",))
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, cli: Command):
+    torch.save({"a": Evil()}, tmp_path / "evil.bin")
+    done = cli("convert", tmp_path / "evil.bin", tmp_path / "out")
+    assert done.returncode == 2
+    assert "weights_only" in done.stderr
+    assert "ran" not in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_is_not_converted_into_its_own_directory(small: Path, cli: Command):
+    before = sorted(path.name for path in small.iterdir())
+    done = cli("convert", small, small)
+    assert done.returncode == 2
+    assert "another one" in done.stderr
+    assert sorted(path.name for path in small.iterdir()) == before
+
+
+def test_arguments_that_make_no_sense_are_refused(small: Path, tmp_path: Path, cli: Command):
+    for more in (("--max-shard-size", "big"), ("--dtype", "int8")):
+        assert cli("convert", small, tmp_path / "x", *more).returncode == 2
+    assert cli("convert", tmp_path / "nothing", tmp_path / "x").returncode == 3

@@ -1,0 +1,603 @@
+"""Saving: the files are what safetensors reads and writes, and nothing half-made is ever there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import penstock
+import penstock.numpy
+import penstock.torch
+import pytest
+import torch
+from conftest import raw
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from penstock._dtypes import DTYPES
+from penstock._torch import torch_dtype
+
+safetensors = pytest.importorskip("safetensors")
+pytest.importorskip("safetensors.numpy")
+pytest.importorskip("safetensors.torch")
+
+PAGE = 4096
+#: For programs that have the kernel refuse something.
+HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    made = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    return made.view(dtype).reshape(shape)
+
+
+def inside(folder: Path) -> list[str]:
+    """Names of what is in a directory."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def several() -> dict[str, torch.Tensor]:
+    """Odd and even sizes, a scalar, an empty one, names that sort otherwise than they stand."""
+    return {
+        "z.weight": bits((300, 512), torch.float32, 1),
+        "a.bias": bits((7,), torch.float16, 2),
+        "step": bits((), torch.int64, 3),
+        "none": bits((0, 3), torch.bfloat16),
+        "m.norm": bits((64,), torch.float32, 4),
+        "odd": bits((13,), torch.uint8, 5),
+        "b.weight": bits((1024, 1024), torch.bfloat16, 6),
+    }
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(found[name]) == raw(tensor), name
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("layout", ["aligned", "compact"])
+def test_a_file_is_what_safetensors_reads(tmp_path: Path, layout: str, fsync: bool):
+    path = tmp_path / "model.safetensors"
+    report = penstock.save_file(several(), path, {"format": "pt"}, layout=layout, fsync=fsync)
+    same(safetensors.torch.load_file(path), several())
+    same(penstock.load_file(path), several())
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert report.file_bytes == path.stat().st_size
+    assert (report.direct_bytes > 0) is (fsync and not report.fallbacks)
+    assert inside(tmp_path) == ["model.safetensors"]
+
+
+def test_large_tensors_of_the_default_layout_are_aligned(tmp_path: Path):
+    penstock.save_file(several(), tmp_path / "a.safetensors")
+    for info in map(penstock.open(tmp_path / "a.safetensors").__getitem__, several()):
+        size = 4096 if info.nbytes % 4096 == 0 else 256 if info.nbytes % 256 == 0 else 1
+        assert info.offsets[0] % size == 0, info
+
+
+TORCH_DTYPES = [name for name in DTYPES if torch_dtype(name) is not None and name != "F4"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tensors=st.dictionaries(
+        st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(TORCH_DTYPES), st.lists(st.integers(0, 9), max_size=3)),
+        max_size=8,
+    ),
+    metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=1),
+)
+def test_compact_files_are_byte_for_byte_those_of_safetensors(tmp_path: Path, tensors: Any, metadata: Any):
+    assume(tensors or metadata != {})  # of which safetensors 0.8 writes a header that is no JSON
+    state = {
+        name: bits(tuple(shape), torch_dtype(dtype), seed)
+        for seed, (name, (dtype, shape)) in enumerate(tensors.items())
+    }
+    safetensors.torch.save_file(state, tmp_path / "theirs", metadata)
+    for fsync in (True, False):
+        penstock.save_file(state, tmp_path / "ours", metadata, layout="compact", fsync=fsync)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert penstock.torch.save(state, metadata) == (tmp_path / "theirs").read_bytes()
+    same(penstock.torch.load((tmp_path / "theirs").read_bytes()), state)
+
+
+def test_every_dtype_of_torch_is_saved(tmp_path: Path):
+    state = {name: bits((4, 6), torch_dtype(name), i) for i, name in enumerate(TORCH_DTYPES)}
+    four = torch_dtype("F4")
+    if four is not None:
+        state["F4"] = bits((4, 6), four, 99)
+    penstock.save_file(state, tmp_path / "all.safetensors")
+    opened = penstock.open(tmp_path / "all.safetensors")
+    assert {name: opened[name].dtype for name in opened} == {name: name for name in state}
+    assert four is None or opened["F4"].shape == (4, 12)
+    same(opened.load(), state)
+
+
+def test_arrays_of_numpy_are_saved(tmp_path: Path):
+    arrays = {
+        "f": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "t": np.arange(12, dtype=np.int16).reshape(3, 4).T,
+        "b": np.array([1.5, 2.5], ">f8"),
+        "s": np.float16(3),
+        "o": np.array([True, False]),
+    }
+    penstock.numpy.save_file({k: np.asarray(v) for k, v in arrays.items()}, tmp_path / "n.safetensors")
+    for reader in (safetensors.numpy.load_file, penstock.numpy.load_file):
+        found = reader(tmp_path / "n.safetensors")
+        for name, array in arrays.items():
+            assert np.array_equal(found[name], array), name
+    again = penstock.numpy.load(penstock.numpy.save({k: np.asarray(v) for k, v in arrays.items()}))
+    assert all(np.array_equal(again[name], array) for name, array in arrays.items())
+
+
+def test_views_that_are_not_contiguous_are_packed(tmp_path: Path):
+    whole = bits((64, 64), torch.float32, 1)
+    complex_ = torch.randn(5, dtype=torch.complex64)
+    state = {"t": whole.T, "part": whole[3:5, ::2], "conj": complex_.conj(), "neg": torch.randn(4)[1:]}
+    penstock.save_file(state, tmp_path / "v.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "v.safetensors")
+    same(found, {name: tensor.resolve_conj().contiguous() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("order", ["file", "layer"])
+@pytest.mark.parametrize("size", ["1.2MB", 700_000, 1, None])
+def test_a_sharded_checkpoint_is_one_that_everybody_reads(tmp_path: Path, size: Any, order: str):
+    report = penstock.save(several(), tmp_path / "out", {"k": "v"}, max_shard_size=size, order=order, fsync=False)
+    same(dict(penstock.open(tmp_path / "out").load()), several())
+    assert sorted(report.files) == inside(tmp_path / "out")
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found.update(safetensors.torch.load_file(path))
+        limit = {"1.2MB": 1_200_000, None: 1 << 60}.get(size, size)
+        sizes = [tensor.nbytes for tensor in safetensors.torch.load_file(path).values()]
+        assert sum(sizes) <= limit or len([n for n in sizes if n]) == 1
+    same({name: found[name] for name in several()}, several())
+    if size is None:
+        assert report.files == ["model.safetensors"]
+        return
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(several())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in several().values())
+
+
+def test_a_later_save_leaves_nothing_of_an_earlier_one(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter.safetensors").write_bytes(b"somebody else's")
+    for size in (1, 700_000, None, 700_000):
+        report = penstock.save(several(), tmp_path, max_shard_size=size, fsync=False)
+        assert set(inside(tmp_path)) == {*report.files, "config.json", "adapter.safetensors"}
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20, 8)
+        self.head = torch.nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("step", torch.tensor(3))
+
+
+def test_a_modules_tied_tensors_are_saved_once_and_loaded_into_both(tmp_path: Path):
+    torch.manual_seed(0)
+    module = Tied()
+    penstock.save(module, tmp_path / "m", fsync=False)
+    assert sorted(penstock.open(tmp_path / "m")) == ["embed.weight", "step"]
+    penstock.torch.save_model(module, tmp_path / "ours.safetensors")
+    safetensors.torch.save_model(module, tmp_path / "theirs.safetensors")
+    for path in (tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"):
+        for load in (penstock.torch.load_model, safetensors.torch.load_model):
+            other = Tied()
+            assert load(other, path) == (set(), [])
+            assert torch.equal(other.head.weight, module.embed.weight)
+        assert penstock.open(path).metadata == {"head.weight": "embed.weight"}
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*'0\.weight'.*Unexpected.*'embed\.weight'"):
+        penstock.torch.load_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "ours.safetensors")
+    missing, unexpected = penstock.torch.load_model(
+        torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "ours.safetensors", strict=False
+    )
+    assert (missing, set(unexpected)) == ({"0.weight", "0.bias"}, {"embed.weight", "step"})
+
+
+def test_fastsafetensors_reads_the_default_layout(tmp_path: Path):
+    fastsafetensors = pytest.importorskip("fastsafetensors")
+    state = {name: tensor for name, tensor in several().items() if tensor.numel()}  # it reads no empty ones
+    penstock.save(state, tmp_path, max_shard_size=700_000, fsync=False)
+    files = sorted(map(str, tmp_path.glob("*.safetensors")))
+    assert len(files) > 1
+    with fastsafetensors.fastsafe_open(files, device="cpu", nogds=True) as opened:
+        same({name: opened.get_tensor(name).clone() for name in state}, state)
+
+
+def test_transformers_reads_a_saved_module(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=99, **small)
+    model = transformers.BertForMaskedLM(config).eval()  # with tied embeddings
+    penstock.save(model, tmp_path, max_shard_size=20_000, fsync=False)
+    config.save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    same(dict(again.state_dict()), dict(model.state_dict()))
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
+
+
+class Stand(torch.Tensor):
+    """Stands for another tensor, as distributed and quantized ones do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Stand:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+def test_a_tensor_without_memory_is_not_saved_as_something_else(tmp_path: Path):
+    with pytest.raises(penstock.InvalidError, match=r"tensor w is a Stand"):
+        penstock.save_file({"w": Stand(torch.ones(3))}, tmp_path / "x")
+    assert inside(tmp_path) == []
+
+
+WHOLE = torch.zeros(10, 10)
+REFUSED: list[tuple[str, Any, type[Exception]]] = [
+    ("share memory", {"a": WHOLE, "b": WHOLE[2:]}, RuntimeError),
+    ("not contiguous", {"a": torch.zeros(4, 4).T}, ValueError),
+    ("sparse", {"a": torch.zeros(4, 4).to_sparse()}, ValueError),
+    ("no torch.Tensor", {"a": [1, 2]}, ValueError),
+    ("dict", [("a", WHOLE)], ValueError),
+]
+
+
+@pytest.mark.parametrize(("match", "tensors", "error"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_what_safetensors_refuses_is_refused_with_the_same_kind_of_error(
+    tmp_path: Path, match: str, tensors: Any, error: type[Exception]
+):
+    for save in (
+        lambda: penstock.torch.save_file(tensors, tmp_path / "x"),
+        lambda: penstock.torch.save(tensors),
+    ):
+        with pytest.raises(error, match=match):
+            save()
+    with pytest.raises(error):
+        safetensors.torch.save_file(tensors, tmp_path / "x")
+    assert inside(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"metadata": {"a": 1}}, "strings only"),
+        ({"layout": "loose"}, "aligned, compact"),
+        ({"order": "size"}, "file, layer"),
+        ({"fsync": "yes"}, "True or False"),
+        ({"options": {"nonsense": 1}}, "the options are"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, more: dict[str, Any], match: str):
+    with pytest.raises(penstock.InvalidError, match=match):
+        penstock.save_file({"a": torch.zeros(2)}, tmp_path / "x", **more)
+    for tensors in (
+        {"a": object()},
+        {3: torch.zeros(2)},
+        {"__metadata__": torch.zeros(2)},
+        {"a": torch.zeros(2, device="meta")},
+    ):
+        with pytest.raises(penstock.InvalidError):
+            penstock.save_file(tensors, tmp_path / "x")
+    with pytest.raises(penstock.InvalidError, match="max_shard_size"):
+        penstock.save({}, tmp_path, max_shard_size="many")
+    assert inside(tmp_path) == []
+
+
+def test_nothing_is_a_checkpoint_too(tmp_path: Path):
+    penstock.save_file({}, tmp_path / "x.safetensors")
+    assert safetensors.torch.load_file(tmp_path / "x.safetensors") == {}
+
+
+def test_a_file_may_be_saved_over_the_one_that_its_tensors_are_mapped_from(tmp_path: Path):
+    path = tmp_path / "m.safetensors"
+    penstock.save_file(several(), path)
+    for fsync in (True, False):
+        loaded = penstock.load_file(path)
+        penstock.save_file({f"new {name}": tensor for name, tensor in loaded.items()}, path, fsync=fsync)
+        same(loaded, several())
+        penstock.save_file({name.removeprefix("new "): t for name, t in penstock.load_file(path).items()}, path)
+    same(penstock.load_file(path), several())
+
+
+def test_a_symbolic_link_leads_to_the_file_and_modes_are_kept(tmp_path: Path):
+    real = tmp_path / "real.safetensors"
+    penstock.save_file(several(), real)
+    real.chmod(0o640)
+    (tmp_path / "link").symlink_to(real)
+    penstock.save_file({"a": torch.ones(3)}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert list(penstock.open(real)) == ["a"]
+    assert real.stat().st_mode & 0o777 == 0o640
+
+
+# Failures
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a file immutable needs root")
+def test_shards_of_two_saves_never_have_an_index(tmp_path: Path):
+    first = {f"w{i}": torch.full((1000,), float(i)) for i in range(2)}
+    report = penstock.save(first, tmp_path, max_shard_size=4000)
+    assert len(report.files) == 3
+    last = tmp_path / report.files[1]
+    if subprocess.run(["chattr", "+i", last], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no immutable files here")
+    try:
+        with pytest.raises(penstock.AccessError, match=r"00002-of-00002.*its name"):
+            penstock.save({name: tensor + 1 for name, tensor in first.items()}, tmp_path, max_shard_size=4000)
+    finally:
+        subprocess.run(["chattr", "-i", last], check=True)
+    assert inside(tmp_path) == report.files[:2]
+    assert torch.equal(penstock.load_file(last)["w1"], first["w1"])
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    place = tmp_path / "full"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("cannot mount a file system here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_full_disk_is_said_and_leaves_the_old_file(full_disk: Path, fsync: bool):
+    path = full_disk / "m.safetensors"
+    penstock.save_file({"a": torch.ones(10)}, path, fsync=fsync)
+    with pytest.raises(penstock.NoSpaceError, match=r"m\.safetensors.*room for [0-9]+ bytes") as caught:
+        penstock.save_file({"a": torch.zeros(3 << 20)}, path, fsync=fsync)
+    assert isinstance(caught.value, OSError)
+    assert torch.equal(penstock.load_file(path)["a"], torch.ones(10))
+    assert inside(full_disk) == ["m.safetensors"]
+    with pytest.raises(penstock.NoSpaceError):
+        penstock.save({f"w{i}": torch.zeros(1 << 18) for i in range(5)}, full_disk, max_shard_size="1MiB", fsync=fsync)
+    assert inside(full_disk) == ["m.safetensors"]
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[Path]:
+    """A file system on which user 65534 may have 2 MiB, and a directory there that is theirs."""
+    image, place = tmp_path / "image", tmp_path / "quota"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    made = subprocess.run(
+        ["mkfs.ext4", "-q", "-O", "quota", "-E", "quotatype=usrquota", image], capture_output=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip("no file system with quotas can be made here")
+    if subprocess.run(["mount", "-o", "loop,usrquota", image, place], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system with quotas can be mounted here")
+    try:
+        device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(place) in line)
+        # struct if_dqblk: block limits are in KiB, and QIF_BLIMITS says that those alone count
+        limits = struct.pack("8QI4x", 2048, 2048, 0, 0, 0, 0, 0, 0, 1)
+        set_quota = (0x800008 << 8) & 0xFFFFFFFF
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.quotactl(ctypes.c_int(set_quota), device.encode(), 65534, limits) != 0:
+            pytest.skip(f"quotas: {os.strerror(ctypes.get_errno())}")
+        (place / "theirs").mkdir()
+        os.chown(place / "theirs", 65534, 65534)
+        for path in (tmp_path, *tmp_path.parents[:3]):
+            path.chmod(path.stat().st_mode | 0o011)
+        yield place / "theirs"
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+REFUSED_CALLS = [
+    ("fallocate", "EDQUOT", True, "NoSpaceError"),
+    ("fallocate", "EIO", True, "WriteError"),
+    ("pwrite64", "EDQUOT", True, "NoSpaceError"),
+    ("pwrite64", "ENOSPC", True, "NoSpaceError"),
+    ("pwrite64", "EIO", True, "WriteError"),
+    ("pwritev", "EDQUOT", False, "NoSpaceError"),
+    ("pwritev", "EIO", False, "WriteError"),
+    ("fsync", "EIO", True, "WriteError"),
+    ("linkat", "EDQUOT", True, "NoSpaceError"),
+    ("linkat", "EPERM", False, "AccessError"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "fsync", "kind"), REFUSED_CALLS)
+def test_what_the_kernel_refuses_is_a_typed_error_that_leaves_the_old_file(
+    tmp_path: Path, python: Callable[..., Any], call: str, error: str, fsync: bool, kind: str
+):
+    code = """
+import errno, os, sys, torch, penstock, refusals
+path, call, error, fsync = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "True"
+penstock.save_file({"a": torch.ones(10)}, path, fsync=fsync)
+refusals.refuse(refusals.Refusal(call, getattr(errno, error)))
+try:
+    penstock.save_file({"a": torch.zeros(1 << 20)}, path, fsync=fsync)
+except penstock.PenstockError as caught:
+    print(type(caught).__name__, errno.errorcode[caught.errno], path in str(caught), os.listdir(os.path.dirname(path)))
+print(penstock.load_file(path)["a"].sum().item())
+"""
+    done = python(code, tmp_path / "m.safetensors", call, error, fsync, PYTHONPATH=HERE)
+    assert done.stdout.split("\n")[:2] == [f"{kind} {error} True ['m.safetensors']", "10.0"], done.stderr
+
+
+def test_where_o_direct_and_nameless_files_are_refused_the_save_goes_on(tmp_path: Path, python: Callable[..., Any]):
+    code = """
+import errno, os, sys, torch, penstock, refusals
+refusals.refuse(
+    refusals.Refusal("openat", errno.EINVAL, 2, bit=refusals.O_DIRECT),
+    refusals.Refusal("openat", errno.EOPNOTSUPP, 2, bit=os.O_TMPFILE & ~os.O_DIRECTORY),
+    refusals.Refusal("fallocate", errno.EOPNOTSUPP),
+)
+report = penstock.save_file({"a": torch.arange(1 << 20)}, sys.argv[1])
+same = torch.equal(penstock.load_file(sys.argv[1])["a"], torch.arange(1 << 20))
+print(same, report.direct_bytes, [one["to"] for one in report.fallbacks], os.listdir(os.path.dirname(sys.argv[1])))
+"""
+    done = python(code, tmp_path / "m.safetensors", PYTHONPATH=HERE)
+    assert done.stdout.strip() == "True 0 ['page cache'] ['m.safetensors']", done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_quota_is_said_and_leaves_the_old_file(quota: Path, python: Callable[..., Any], fsync: bool):
+    code = """
+import errno, os, sys, torch, penstock
+os.setgid(65534); os.setuid(65534)
+fsync = sys.argv[2] == "True"
+penstock.save_file({"a": torch.ones(10)}, sys.argv[1], fsync=fsync)
+try:
+    penstock.save_file({"a": torch.zeros(1 << 20)}, sys.argv[1], fsync=fsync)
+except penstock.NoSpaceError as error:
+    print(errno.errorcode[error.errno], sys.argv[1] in str(error), os.listdir(os.path.dirname(sys.argv[1])))
+print(penstock.load_file(sys.argv[1])["a"].sum().item())
+"""
+    done = python(code, quota / "m.safetensors", fsync)
+    assert done.stdout.split("\n")[:2] == ["EDQUOT True ['m.safetensors']", "10.0"], done.stderr
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_limit_on_the_size_of_files_is_said(tmp_path: Path, python: Callable[..., Any], fsync: bool):
+    code = """
+import os, resource, sys, torch, penstock
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    penstock.save_file({"a": torch.zeros(1 << 20)}, sys.argv[1], fsync=sys.argv[2] == "True")
+except penstock.NoSpaceError as error:
+    print(error.errno, os.listdir(os.path.dirname(sys.argv[1])))
+"""
+    done = python(code, tmp_path / "big.safetensors", fsync)
+    assert done.stdout.strip() == "27 []", done.stderr
+
+
+def test_places_where_no_file_can_be_are_typed_errors(tmp_path: Path):
+    with pytest.raises(penstock.NotFoundError):
+        penstock.save_file({"a": torch.ones(2)}, tmp_path / "nowhere" / "m.safetensors")
+    with pytest.raises(penstock.InvalidError, match="directory"):
+        penstock.save_file({"a": torch.ones(2)}, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(penstock.InvalidError, match="pipe"):
+        penstock.save_file({"a": torch.ones(2)}, tmp_path / "pipe")
+    with pytest.raises(penstock.InvalidError, match="device"):
+        penstock.save_file({"a": torch.ones(2)}, "/dev/null")
+    (tmp_path / "file").touch()
+    with pytest.raises(penstock.InvalidError, match="is a file"):
+        penstock.save({"a": torch.ones(2)}, tmp_path / "file")
+    with pytest.raises(penstock.NotFoundError):
+        penstock.save_file({"a": torch.ones(2)}, tmp_path / "file" / "m.safetensors")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user to be")
+def test_a_directory_that_may_not_be_written_to_is_an_access_error(tmp_path: Path, python: Callable[..., Any]):
+    (tmp_path / "m.safetensors").write_bytes(b"old")
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        path.chmod(0o755)
+    code = """
+import os, sys, torch, penstock
+os.setuid(65534)
+try:
+    penstock.save_file({"a": torch.ones(2)}, sys.argv[1])
+except penstock.AccessError as error:
+    print(type(error).__name__)
+"""
+    done = python(code, tmp_path / "m.safetensors")
+    assert done.stdout.strip() == "AccessError", done.stderr
+    assert (tmp_path / "m.safetensors").read_bytes() == b"old"
+
+
+ENDLESS = """
+import sys, torch, penstock
+state = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(32)}
+print("ready", flush=True)
+while True:
+    penstock.save_file(state, sys.argv[1], fsync=sys.argv[2] == "True")
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_whoever_is_killed_at_any_moment_leaves_a_whole_file_or_none(tmp_path: Path, fsync: bool):
+    path = tmp_path / "m.safetensors"
+    for delay in (0.0, 0.01, 0.03, 0.08, 0.15):
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, path, str(fsync)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if path.exists():
+            found = penstock.load_file(path)
+            assert all(torch.equal(found[f"w{i}"], torch.full((1 << 20,), float(i))) for i in range(32))
+        # A name is given to the whole file for a moment, on its way to its own
+        assert len(inside(tmp_path)) <= 1 + sum(name.startswith(".penstock-") for name in inside(tmp_path))
+        for left in tmp_path.glob(".penstock-*"):
+            left.unlink()
+
+
+def test_ctrl_c_ends_a_save_at_once_and_leaves_nothing(tmp_path: Path):
+    code = """
+import os, signal, sys, threading, torch, penstock
+state = {"w": torch.zeros(1 << 29)}
+threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    while True:
+        penstock.save_file(state, sys.argv[1])
+except KeyboardInterrupt:
+    print([name for name in os.listdir(os.path.dirname(sys.argv[1])) if name.startswith(".")], threading.active_count())
+"""
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "m.safetensors"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.startswith("[]"), done.stderr
+    assert time.monotonic() - begun < 60
+
+
+def test_memory_stays_within_the_staging(tmp_path: Path, python: Callable[..., Any]):
+    code = """
+import resource, sys, torch, penstock
+state = {f"w{i}": torch.ones(16 << 20) for i in range(8)}
+penstock.save_file({"a": torch.ones(4)}, sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = penstock.save_file(state, sys.argv[1], fsync=sys.argv[2] == "True")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, report.peak_staging)
+"""
+    for fsync in (True, False):
+        done = python(code, tmp_path / "m.safetensors", fsync)
+        grown, staging = map(int, done.stdout.split())
+        assert grown <= staging + (64 << 20), done.stderr
+
+
+def test_a_save_that_is_told_of_its_progress(tmp_path: Path):
+    told: list[tuple[int, int]] = []
+    report = penstock.save_file(several(), tmp_path / "m", progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (report.file_bytes, report.file_bytes)
+    with contextlib.suppress(AttributeError):
+        assert report.gbps > 0
