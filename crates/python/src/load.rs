@@ -10,6 +10,7 @@ use penstock::load::{Load as Core, Memory, Next, Request, Where};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
 use penstock::placement::{AxisSlice, Want};
+use penstock::source::Fallback;
 use penstock::stats::Report;
 use penstock::{Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
@@ -385,6 +386,18 @@ pub(crate) fn patiently<T: PartialEq + Send>(
     }
 }
 
+/// Fallbacks as a report has them.
+pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let one = |f: &Fallback| {
+        let d = PyDict::new(py);
+        d.set_item("from", f.from)?;
+        d.set_item("to", f.to)?;
+        d.set_item("reason", &f.reason)?;
+        Ok(d)
+    };
+    fallbacks.iter().map(one).collect()
+}
+
 fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
     d.set_item("seconds", r.seconds)?;
@@ -409,15 +422,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("residency_probes", r.residency_probes)?;
     d.set_item("first_touch_bytes", r.first_touch_bytes)?;
     d.set_item("peak_staging", r.peak_staging)?;
-    let mut fallbacks = Vec::new();
-    for f in &r.fallbacks {
-        let one = PyDict::new(py);
-        one.set_item("from", f.from)?;
-        one.set_item("to", f.to)?;
-        one.set_item("reason", &f.reason)?;
-        fallbacks.push(one);
-    }
-    d.set_item("fallbacks", fallbacks)?;
+    d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
     let waits = PyDict::new(py);
     let w = &r.waits;
     for (name, time) in [

@@ -1,7 +1,7 @@
 //! `_core.Save`.
 
 use crate::errors::{detached, raise};
-use crate::load::{patiently, Kept};
+use crate::load::{patiently, told, Kept};
 use crate::options::Options;
 use penstock::format::DType;
 use penstock::options::Order;
@@ -133,15 +133,7 @@ impl Save {
         d.set_item("direct_bytes", r.direct_bytes)?;
         d.set_item("threads", r.threads)?;
         d.set_item("peak_staging", r.peak_staging)?;
-        let mut fallbacks = Vec::new();
-        for f in &r.fallbacks {
-            let one = PyDict::new(py);
-            one.set_item("from", f.from)?;
-            one.set_item("to", f.to)?;
-            one.set_item("reason", &f.reason)?;
-            fallbacks.push(one);
-        }
-        d.set_item("fallbacks", fallbacks)?;
+        d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
         Ok(d)
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Where the file system can, it is made without a name (O_TMPFILE), so that nothing is left of a process that was killed;
 //! elsewhere it is `.penstock-PID-N.part` in the same directory. What is written past the page cache has its room allocated
-//! before the first byte, so that a full disk shows at once; for what the page cache takes, [`check_room`] compares, since
-//! file systems place that better, and faster, when they write it out. [`Output::publish`] gives it its name in one step, in the place of the file that had it before.
+//! before the first byte, so that a full disk shows at once; for what the page cache takes, [`check_room`] compares, and the
+//! file system places it when it writes it out. [`Output::publish`] gives it its name in one step, in the place of the file that had it before.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
