@@ -33,6 +33,7 @@ def slow(tmp_path_factory) -> Path:
 
 HEAD = """
 import gc, os, signal, sys, threading, time
+from pathlib import Path
 import ordeal, penstock, penstock._numpy
 from ordeal import same
 SLOW = dict(io="threads", extent=4096, depth=1, threads=1)
@@ -53,15 +54,19 @@ def forked(child):
         finally:
             sys.stdout.flush()
             os._exit(code)
-    until = time.monotonic() + 15
+    until = time.monotonic() + 20
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    where = [[(t / what).read_text().strip() for what in ("comm", "syscall", "wchan")] for t in tasks]
+    os.kill(pid, signal.SIGABRT)  # faulthandler writes the stacks
+    time.sleep(1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return "hung"
+    return f"hung {where}"
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import sys
 import threading
@@ -284,6 +283,8 @@ def begin(
 def write_trace(load: _core.Load, report: Report) -> None:
     """Writes the trace of a load that asked for one. Where that fails the tensors are there all the same: a warning."""
     if load.traced:
+        import json  # one load in a thousand
+
         try:
             load.write_trace(json.dumps(report, default=str))
         except (PenstockError, OSError) as error:

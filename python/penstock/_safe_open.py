@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -67,6 +66,8 @@ def _joined(framework: str, parts: list[Any], axis: int) -> Any:
 
 def _state(file: str) -> tuple[int, ...] | None:
     """What tells whether somebody has changed the file; None where it cannot be looked at."""
+    from pathlib import Path
+
     try:
         now = Path(file).stat()
     except OSError:

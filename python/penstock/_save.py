@@ -8,8 +8,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core, _load
 from ._core import Options
@@ -17,6 +16,9 @@ from ._dtypes import DTYPES
 from ._errors import ArgumentTypeError, InvalidError, MissingDtypeError, NoValuesError
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LAYOUTS = ("aligned", "compact")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -238,6 +240,8 @@ def save_file(
         InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
         NoSpaceError, WriteError, AccessError, NotFoundError: the file system; nothing of the new file is left.
     """
+    from pathlib import Path  # with what it imports a sixth of what importing penstock would cost
+
     path = Path(os.fspath(filename))
     report, _ = _write(tensors, str(path.parent), path.name, metadata, None, layout, order, fsync, progress, options)
     return report
@@ -272,6 +276,8 @@ def save(
 
     The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names.
     """
+    from pathlib import Path
+
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     folder = Path(os.fspath(directory))
     if folder.exists() and not folder.is_dir():

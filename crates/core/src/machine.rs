@@ -3,12 +3,38 @@
 use crate::options::PAGE;
 use std::fs;
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
 /// Cores that this process may run on at once: the affinity mask, cut by the CPU quota of its control groups.
 pub fn cores() -> usize {
     let allowed = std::thread::available_parallelism().map_or(1, usize::from);
     allowed.max(1)
+}
+
+/// The core that the caller runs on, where that can be told.
+pub(crate) fn processor() -> Option<usize> {
+    // SAFETY: it only reads.
+    usize::try_from(unsafe { libc::sched_getcpu() }).ok()
+}
+
+/// Moves the calling thread to a core. It may stay there, and be moved again like any other thread.
+pub(crate) fn go_to(core: usize) {
+    if core >= libc::CPU_SETSIZE as usize {
+        return;
+    }
+    // SAFETY: all zeros are an empty set.
+    let (mut before, mut there): (libc::cpu_set_t, libc::cpu_set_t) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    let size = size_of::<libc::cpu_set_t>();
+    // SAFETY: the sets have this size, the core is in range, and 0 is this thread. Refused, nothing is changed, and the
+    // thread works where it is.
+    unsafe {
+        libc::CPU_SET(core, &mut there);
+        if libc::sched_getaffinity(0, size, &raw mut before) == 0
+            && libc::sched_setaffinity(0, size, &raw const there) == 0
+        {
+            libc::sched_setaffinity(0, size, &raw const before);
+        }
+    }
 }
 
 /// Bytes of memory that this process can still take without pushing anything but clean page cache out: the system's
@@ -20,9 +46,9 @@ pub fn memory_available() -> u64 {
 
 /// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.
 pub(crate) fn page_size() -> u64 {
-    static SIZE: OnceLock<u64> = OnceLock::new();
+    // Asked each time, which costs nothing: a child that was forked while another thread asked would wait for ever.
     // SAFETY: sysconf only reads.
-    *SIZE.get_or_init(|| u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE))
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE)
 }
 
 /// The tightest memory limit of the control groups that this process is in, in bytes.
@@ -100,5 +126,23 @@ mod tests {
         let total = meminfo("MemTotal:").expect("Linux has /proc/meminfo");
         assert!(memory_available() > 0 && memory_available() <= total);
         assert!(cores() >= 1);
+    }
+
+    #[test]
+    fn a_thread_that_was_moved_may_run_where_it_could_before() {
+        let allowed = || {
+            let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+            status.lines().find(|l| l.starts_with("Cpus_allowed_list")).unwrap().to_string()
+        };
+        std::thread::spawn(move || {
+            let before = allowed();
+            let here = processor().expect("Linux tells the core");
+            for core in [here, 0, libc::CPU_SETSIZE as usize, usize::MAX] {
+                go_to(core);
+                assert_eq!(allowed(), before);
+            }
+        })
+        .join()
+        .unwrap();
     }
 }
