@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ordeal
 import penstock
 import pytest
 import torch
@@ -35,6 +36,36 @@ def test_a_checkpoint_is_written_anew(small: Path, tmp_path: Path, cli: Command,
 def test_tensors_are_cast(small: Path, tmp_path: Path, cli: Command):
     assert cli("convert", small, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
     same(dict(penstock.open(tmp_path / "half").load()), dict(penstock.open(small).load(dtype="bfloat16")))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pickle"])
+def test_tensors_are_cast_a_few_at_a_time(tmp_path: Path, kind: str):
+    state = {f"w{i}": torch.full((2048, 2048), float(i)) for i in range(32)}
+    source = tmp_path / "from"
+    source.mkdir()
+    if kind == "pickle":
+        torch.save(state, source / "pytorch_model.bin")
+    else:
+        penstock.save(state, source, fsync=False)
+    code = """
+import sys, threading, time, ordeal, torch
+from penstock._convert import convert
+before, most, over = ordeal.resident(), 0, threading.Event()
+def watch():
+    global most
+    while not over.wait(0.002):
+        most = max(most, ordeal.resident())
+watcher = threading.Thread(target=watch)
+watcher.start()
+report = convert([sys.argv[1]], sys.argv[2], dtype="bfloat16", progress=False)
+over.set()
+watcher.join()
+print(most - before, report.peak_staging, report.threads)
+"""
+    grown, staging, threads = map(int, ordeal.run(code, source, tmp_path / "to").split())
+    # Of 32 tensors, 8 MiB each when they are cast, those that a thread has a part of.
+    assert 0 < grown <= staging + (64 << 20) + threads * (8 << 20) < 32 * (8 << 20)
+    same(dict(penstock.open(tmp_path / "to").load()), {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
 def test_pickles_become_safetensors(tmp_path: Path, cli: Command):

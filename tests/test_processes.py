@@ -184,6 +184,39 @@ print("right")
     assert run(program, file, slow, timeout=60) == "right\n"
 
 
+@pytest.mark.parametrize("way", ["load", "safe_open", "slice"])
+def test_a_fork_waits_for_an_import_that_a_load_has_begun(file, slow, tmp_path, way):
+    # Python's lock of a module belongs to a thread that a child does not have
+    (tmp_path / "ml_dtypes.py").write_text("import time; time.sleep(0.5)\nbfloat16 = float8_e4m3fn = 'uint8'\n")
+    program = (
+        HEAD.replace("import ordeal, penstock, penstock._numpy", "import ordeal, penstock, numpy")
+        + f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import penstock._numpy
+def use():
+    if {way!r} == "load":
+        checkpoint.load(framework="np")
+    else:
+        with penstock.safe_open(path, "np") as handle:
+            name = handle.keys()[0]
+            handle.get_slice(name)[:1] if {way!r} == "slice" else handle.get_tensor(name)
+    penstock._numpy.numpy_dtype("BF16")
+real, begun = penstock._numpy.importlib.import_module, threading.Event()
+def imported(name):
+    begun.set()
+    return real(name)
+penstock._numpy.importlib.import_module = imported
+thread = threading.Thread(target=checkpoint.load, kwargs=dict(framework="np"))
+thread.start()
+begun.wait()
+assert forked(use) == 0
+thread.join()
+print("right")
+"""
+    )
+    assert run(program, file, slow) == "right\n"
+
+
 def work(path: str) -> int:
     """In a process of a pool."""
     checkpoint = penstock.open(path)

@@ -597,6 +597,34 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, repor
         assert grown <= staging + (64 << 20), done.stderr
 
 
+def test_tensors_are_packed_a_few_at_a_time(tmp_path: Path, python: Callable[..., Any]):
+    code = """
+import resource, sys, torch, penstock
+state = {f"w{i}": torch.full((2048, 2048), float(i)).T for i in range(32)}
+penstock.save_file({"a": torch.ones(4)}, sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = penstock.save_file(state, sys.argv[1], fsync=sys.argv[2] == "True")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, report.peak_staging, report.threads)
+"""
+    for fsync in (True, False):
+        done = python(code, tmp_path / "m.safetensors", fsync)
+        grown, staging, threads = map(int, done.stdout.split())
+        # Of 32 tensors of 16 MiB those that a thread has a part of.
+        assert grown <= staging + (64 << 20) + threads * (16 << 20) < 32 * (16 << 20), done.stderr
+        found = dict(penstock.open(tmp_path / "m.safetensors").load())
+        assert all(bool((found[f"w{i}"] == i).all()) for i in range(32))
+
+
+def test_a_tensor_that_cannot_be_packed_is_its_own_error(tmp_path: Path):
+    def fails(memory: memoryview) -> None:
+        raise MemoryError(f"no room to pack {len(memory)} bytes in")
+
+    late = penstock._save.Described("F32", (2,), None, None, None, fails)
+    with pytest.raises(MemoryError, match="pack 8 bytes"):
+        penstock.save_file({"a": torch.ones(2), "late": late}, tmp_path / "m.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_that_is_told_of_its_progress(tmp_path: Path):
     told: list[tuple[int, int]] = []
     report = penstock.save_file(several(), tmp_path / "m", progress=lambda done, total: told.append((done, total)))

@@ -1,7 +1,7 @@
 """`penstock convert`: a checkpoint written anew: in another order, layout, dtype or number of shards, out of pickles.
 
-Tensors are mapped, so that converting takes the staging of the save and no more, however large the checkpoint is. Those
-that are cast are in memory all at once.
+Tensors are mapped, and cast when their turn comes, so that converting takes the staging of the save and a few tensors
+of memory, however large the checkpoint is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         tied = duplicates(tensors)
     except InvalidError:  # parts of one memory: each is saved by itself
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}
+        return tensors, {"format": "pt"}
     left = {name: kept for kept, names in tied.items() for name in names}
     same = {
         name: kept
@@ -89,11 +90,19 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
     return {name: tensor for name, tensor in tensors.items() if name not in same}, {"format": "pt", **same}
 
 
-def _cast(tensor: Any, kind: str) -> Any:
+def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The tensors, of which those that can be cast are when they are asked for."""
     from ._torch import torch_dtype
 
-    castable = tensor.dtype in [torch_dtype(name) for name in CASTABLE]
-    return tensor.to(torch_dtype(kind)) if castable else tensor
+    target = torch_dtype(kind)
+    castable = [torch_dtype(name) for name in CASTABLE if name != kind]
+
+    def cast(tensor: Any) -> Any:
+        if tensor.dtype not in castable:
+            return tensor
+        return _save.Described(kind, tuple(tensor.shape), None, None, tensor, partial(_save.fill_torch, tensor, target))
+
+    return {name: cast(tensor) for name, tensor in tensors.items()}
 
 
 def convert(
@@ -122,13 +131,13 @@ def convert(
     metadata: dict[str, str]
     if pickles:
         tensors, metadata = _unpickled(pickles)
-        if kind is not None:
-            tensors = {name: _cast(tensor, kind) for name, tensor in tensors.items()}
         read_from = [str(path) for path in pickles]
     else:
         checkpoint = open(list(sources) if len(sources) > 1 else sources[0])
-        tensors, metadata = checkpoint.load(dtype=kind, progress=False), checkpoint.metadata
+        tensors, metadata = checkpoint.load(progress=False), checkpoint.metadata
         read_from = checkpoint.files
+    if kind is not None:
+        tensors = _cast(tensors, kind)
     target = Path(os.fspath(directory))
     if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
         raise InvalidError(f"directory={str(target)!r} is where the checkpoint is: convert it to another one")

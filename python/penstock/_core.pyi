@@ -112,7 +112,7 @@ class Save:
     def start(
         folder: str,
         name: str,
-        tensors: Sequence[tuple[str, str, Sequence[int], int | None, int]],
+        tensors: Sequence[tuple[str, str, Sequence[int], int | None, int | None]],
         metadata: dict[str, str] | None,
         options: Options,
         *,
@@ -121,12 +121,14 @@ class Save:
         most: int | None,
         sync: bool,
         keep: object,
+        supply: Callable[[int, memoryview], object] | None = None,
     ) -> Save:
         """Plans, makes the files and starts writing.
 
         tensors: (name, dtype, shape, number of the GPU or None, address) of contiguous memory with no work under way on
-        it; `keep` is held until nothing reads it any more. most: bytes of tensors per shard. sync: wait for stable
-        storage.
+        it; `keep` is held until nothing reads it any more. Where the address is None, `supply` writes all bytes of the
+        tensor of that number to the memory that it is given, when its turn comes, on a thread of the save. most: bytes
+        of tensors per shard. sync: wait for stable storage.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the save; False if `timeout` (seconds) passed first. Raises its error. Ctrl-C raises."""

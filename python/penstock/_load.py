@@ -31,6 +31,7 @@ from ._errors import (
     UnsupportedError,
     raise_if_forked,
 )
+from ._late_imports import importing
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
 from ._selection import Names, Selection, Slices, select
@@ -121,8 +122,8 @@ def device_for(device: Any, framework: str | None) -> Device:
             )
         return where
     if "torch" not in sys.modules:
-        import torch  # noqa: F401
-
+        with importing:
+            import torch  # noqa: F401
         where = any_device(device)
     return where
 
@@ -142,25 +143,26 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
-    if name == "pt" and (device.is_cpu or device.is_gpu):
-        from ._torch import Torch
+    with importing:
+        if name == "pt" and (device.is_cpu or device.is_gpu):
+            from ._torch import Torch
 
-        return Torch(selection, device, target)
-    if name == "pt":
-        from ._torch_devices import Meta, Moved
+            return Torch(selection, device, target)
+        if name == "pt":
+            from ._torch_devices import Meta, Moved
 
-        return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
-    if name == "np":
-        from ._numpy import Numpy
+            return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
+        if name == "np":
+            from ._numpy import Numpy
 
-        return Numpy(selection, target)
-    if name != "dlpack":
-        from ._via_numpy import ViaNumpy
+            return Numpy(selection, target)
+        if name != "dlpack":
+            from ._via_numpy import ViaNumpy
 
-        return ViaNumpy(name, selection, device, target)
-    from ._dlpack import DLPack
+            return ViaNumpy(name, selection, device, target)
+        from ._dlpack import DLPack
 
-    return DLPack(selection, device, target)
+        return DLPack(selection, device, target)
 
 
 def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:

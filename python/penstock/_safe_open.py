@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._indexing import Indexing, Plan, plan
+from ._late_imports import importing
 from ._prefetch import PrefetchLoader
 from ._report import Report
 from ._selection import Names, Selection, unknown
@@ -66,8 +68,6 @@ def _joined(framework: str, parts: list[Any], axis: int) -> Any:
 
 def _state(file: str) -> tuple[int, ...] | None:
     """What tells whether somebody has changed the file; None where it cannot be looked at."""
-    from pathlib import Path
-
     try:
         now = Path(file).stat()
     except OSError:
@@ -164,13 +164,14 @@ class Slice:
     def _indexing(self) -> Indexing:
         """How the framework that makes the handle's slices indexes this tensor."""
         framework = self._opened._sliced_by
-        if framework == "pt":
-            from ._torch import indexing
-        elif framework == "dlpack":
-            from ._dlpack import indexing
-        else:
-            from ._numpy import indexing
-        found = indexing(self._info)
+        with importing:
+            if framework == "pt":
+                from ._torch import indexing
+            elif framework == "dlpack":
+                from ._dlpack import indexing
+            else:
+                from ._numpy import indexing
+            found = indexing(self._info)
         return found._replace(take=lambda tensor, index: tensor[index]) if framework == "jax" else found
 
 
@@ -205,9 +206,10 @@ class safe_open:
         _load.check_device(self._framework, self._device)
         self._sliced_by = self._framework
         if self._framework not in ("pt", "np", "dlpack"):
-            from ._via_numpy import module_of
+            with importing:
+                from ._via_numpy import module_of
 
-            module_of(self._framework)
+                module_of(self._framework)
             self._sliced_by = "np" if self._device.is_cpu else self._framework
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open(filename)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import _core, _load
 from ._core import Options
 from ._dtypes import DTYPES
-from ._errors import ArgumentTypeError, InvalidError, MissingDtypeError, NoValuesError
+from ._errors import ArgumentTypeError, InternalError, InvalidError, MissingDtypeError, NoValuesError
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LAYOUTS = ("aligned", "compact")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -30,9 +29,12 @@ class Described(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     gpu: int | None
-    address: int
+    address: int | None
+    """None of what is written to memory when its turn comes."""
     keep: object
     """Keeps the memory at `address` alive."""
+    fill: Callable[[memoryview], object] | None = None
+    """Where there is no address: writes all bytes to the memory that it is given, and lets go of that."""
 
 
 @cache
@@ -51,7 +53,11 @@ def _of_torch(name: str, tensor: Any) -> Described:
         raise MissingDtypeError(f"tensor {name} is {what}, which the format does not have")
     if tensor.device.type == "meta":
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach()
+    packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    late = not packed and plain.device.type == "cpu"
+    if not late:
+        plain = plain.resolve_conj().resolve_neg().contiguous()
     gpu = plain.device.index if plain.device.type == "cuda" else None
     if gpu is None and plain.device.type != "cpu":
         plain = plain.cpu()
@@ -65,7 +71,33 @@ def _of_torch(name: str, tensor: Any) -> Described:
     shape = tuple(plain.shape)
     if dtype == "F4" and shape:
         shape = (*shape[:-1], 2 * shape[-1])
+    if late:
+        return Described(dtype, shape, None, None, plain, partial(fill_torch, plain, plain.dtype))
     return Described(dtype, shape, gpu, address, plain)
+
+
+def fill_torch(tensor: Any, dtype: Any, memory: memoryview) -> None:
+    """Writes a torch tensor of the CPU, packed and cast to ``dtype``, to memory."""
+    import torch
+
+    if dtype == tensor.dtype and dtype.itemsize == 1:
+        # There are dtypes that torch cannot copy
+        tensor, dtype = tensor.view(torch.uint8), torch.uint8
+    packed = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tensor.shape)
+    try:
+        packed.copy_(tensor)
+    finally:
+        del packed  # an error's traceback would keep it, and the memory goes
+
+
+def _fill_numpy(array: Any, dtype: Any, memory: memoryview) -> None:
+    import numpy as np
+
+    packed = np.frombuffer(memory, dtype).reshape(array.shape)
+    try:
+        packed[...] = array
+    finally:
+        del packed
 
 
 @cache
@@ -75,15 +107,14 @@ def _numpy_names() -> dict[str, str]:
 
 
 def _of_numpy(name: str, array: Any) -> Described:
-    import numpy as np
-
     dtype = _numpy_names().get(array.dtype.name)
     if dtype is None:
         raise MissingDtypeError(f"tensor {name} is an array of {array.dtype}, which the format does not have")
-    if sys.byteorder == "big" or array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    plain = np.require(array, requirements="C")
-    return Described(dtype, tuple(plain.shape), None, plain.__array_interface__["data"][0], plain)
+    swapped = sys.byteorder == "big" or array.dtype.byteorder == ">"
+    if swapped or not array.flags.c_contiguous:
+        little = array.dtype.newbyteorder("<") if swapped else array.dtype
+        return Described(dtype, tuple(array.shape), None, None, array, partial(_fill_numpy, array, little))
+    return Described(dtype, tuple(array.shape), None, array.__array_interface__["data"][0], array)
 
 
 def describe(name: object, value: Any) -> Described:
@@ -141,6 +172,25 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return found
 
 
+class Late:
+    """Tensors that are written to memory when their turn comes, on the threads of the save."""
+
+    def __init__(self, tensors: list[Described]) -> None:
+        self._tensors = tensors
+        self.failure: BaseException | None = None
+
+    def __call__(self, number: int, memory: memoryview) -> None:
+        """Writes all bytes of tensor number ``number`` to ``memory``."""
+        fill = self._tensors[number].fill
+        try:
+            if fill is None:
+                raise InternalError(f"tensor number {number} is in memory already")
+            fill(memory)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
 def _write(
     tensors: Mapping[str, Any],
     folder: str,
@@ -163,6 +213,7 @@ def _write(
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
     keep = [d.keep for d in found.values()]
+    late = Late(list(found.values())) if any(d.fill for d in found.values()) else None
     with Meter(progress, "save") as meter:
         save = _core.Save.start(
             folder,
@@ -175,6 +226,7 @@ def _write(
             most=most,
             sync=fsync,
             keep=keep,
+            supply=late,
         )
         try:
             while not save.wait(INTERVAL if meter.active else None):
@@ -182,6 +234,10 @@ def _write(
             meter.update(*save.progress(), final=True)
             report = Report(save.report(), tensors=len(found), fsync=fsync)
             return report, save.files()
+        except InternalError:
+            if late is not None and late.failure is not None:
+                raise late.failure from None
+            raise
         finally:
             save.close()
 
@@ -196,7 +252,12 @@ def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, 
     return b"".join([head, *(_bytes_of(listed[number][1]) for number in order)])
 
 
-def _bytes_of(tensor: Described) -> memoryview | bytes:
+def _bytes_of(tensor: Described) -> memoryview | bytes | bytearray:
+    if tensor.fill is not None:
+        memory = bytearray(DTYPES[tensor.dtype].bits * prod(tensor.shape) // 8)
+        if memory:
+            tensor.fill(memoryview(memory))
+        return memory
     kept: Any = tensor.keep
     if hasattr(kept, "untyped_storage"):
         import torch
@@ -222,7 +283,7 @@ def save_file(
 
     Args:
         tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, by name. Those that are not contiguous
-            are copied first.
+            are copied when their turn comes, a few at a time; on GPUs all of them first.
         filename: The file. One that is there is replaced when the new one is whole, not before.
         metadata: Strings by name, for the header; None writes none.
         layout: "aligned" begins the data at a page and puts tensors in an order in which large ones are aligned;
@@ -240,8 +301,6 @@ def save_file(
         InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
         NoSpaceError, WriteError, AccessError, NotFoundError: the file system; nothing of the new file is left.
     """
-    from pathlib import Path  # with what it imports a sixth of what importing penstock would cost
-
     path = Path(os.fspath(filename))
     report, _ = _write(tensors, str(path.parent), path.name, metadata, None, layout, order, fsync, progress, options)
     return report
@@ -276,8 +335,6 @@ def save(
 
     The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names.
     """
-    from pathlib import Path
-
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     folder = Path(os.fspath(directory))
     if folder.exists() and not folder.is_dir():

@@ -9,9 +9,9 @@ use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
 use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor};
-use penstock::ErrorKind;
+use penstock::{Error, ErrorKind};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -68,6 +68,7 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
             folder: folder.path().to_path_buf(),
             tensors,
             keep: Arc::new(()),
+            supply: None,
             sync,
             options: options(),
         };
@@ -78,6 +79,63 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
         assert!(report.peak_staging <= if sync { 4 * MIB } else { 0 }, "{report:?}");
         assert_eq!(save.progress(), (report.file_bytes, report.file_bytes));
     }
+}
+
+/// A save of tensors that are made when their turn comes, but for the first one; which ones were.
+fn late(
+    folder: &Path,
+    contents: &Arc<Vec<Vec<u8>>>,
+    sync: bool,
+    fails_at: Option<u32>,
+) -> (Request, Arc<Mutex<Vec<u32>>>) {
+    let made = Arc::<Mutex<Vec<u32>>>::default();
+    let (told, source) = (made.clone(), contents.clone());
+    let supply = move |number: u32, memory: &mut [u8]| {
+        told.lock().unwrap().push(number);
+        if fails_at == Some(number) {
+            return Err(Error::new(ErrorKind::OutOfMemory, "no memory to make it in"));
+        }
+        memory.copy_from_slice(&source[number as usize]);
+        Ok(())
+    };
+    let mut tensors = vec![At::Late; contents.len()];
+    tensors[0] = At::Host(contents[0].as_ptr() as u64);
+    let request = Request {
+        plan: plan(&SIZES),
+        folder: folder.to_path_buf(),
+        tensors,
+        keep: contents.clone(),
+        supply: Some(Box::new(supply)),
+        sync,
+        options: options(),
+    };
+    (request, made)
+}
+
+#[test]
+fn tensors_may_be_made_when_their_turn_comes() {
+    let contents: Arc<Vec<Vec<u8>>> = Arc::new((0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect());
+    for sync in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let (request, made) = late(folder.path(), &contents, sync, None);
+        let save = Save::start(request).unwrap();
+        ended(&save).unwrap();
+        same(folder.path(), &contents);
+        let mut made = made.lock().unwrap().clone();
+        made.sort_unstable();
+        assert_eq!(made, [1, 3, 4, 5], "each once, and not the one that is empty");
+    }
+}
+
+#[test]
+fn a_tensor_that_cannot_be_made_ends_the_save_and_leaves_nothing() {
+    let contents: Arc<Vec<Vec<u8>>> = Arc::new((0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect());
+    let folder = tempfile::tempdir().unwrap();
+    let (request, _) = late(folder.path(), &contents, true, Some(3));
+    let save = Save::start(request).unwrap();
+    assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::OutOfMemory);
+    save.close();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 /// The fake GPU, where loads and saves look for one, and tensors in its memory.
@@ -100,7 +158,8 @@ fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
 
 fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> Request {
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
-    Request { plan: plan(&SIZES), folder: folder.to_path_buf(), tensors, keep: Arc::new(()), sync, options }
+    let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+    Request { plan, folder, tensors, keep: Arc::new(()), supply: None, sync, options }
 }
 
 #[test]

@@ -5,16 +5,19 @@ use crate::load::{patiently, told, Kept};
 use crate::options::Options;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Tensor};
+use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Supply, Tensor};
+use penstock::{Error, ErrorKind};
 use pyo3::exceptions::PyValueError;
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::BTreeMap;
+use std::ffi::c_int;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// (name, dtype, shape, GPU or None, address)
-type Described = (String, String, Vec<u64>, Option<u32>, u64);
+/// (name, dtype, shape, GPU or None, address or None of what `supply` makes)
+type Described = (String, String, Vec<u64>, Option<u32>, Option<u64>);
 
 /// One save, running in the background from the moment it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
@@ -67,10 +70,32 @@ pub(crate) fn head<'py>(
     Ok((PyBytes::new(py, head), places.iter().map(|p| p.0).collect()))
 }
 
+/// PyBUF_WRITE of the stable ABI (memoryobject.h).
+const WRITABLE: c_int = 0x200;
+
+/// Calls back for tensors that are late. What Python raises it keeps itself: here it is one kind of error.
+fn supplier(fill: Py<PyAny>) -> Supply {
+    Box::new(move |number, memory| {
+        let filled = Python::try_attach(|py| {
+            // SAFETY: so many bytes are there and may be written to. The view is released before they are gone.
+            let view = unsafe {
+                let view = ffi::PyMemoryView_FromMemory(memory.as_mut_ptr().cast(), memory.len() as isize, WRITABLE);
+                Bound::from_owned_ptr_or_err(py, view)?
+            };
+            let filled = fill.call1(py, (number, &view)).map(drop);
+            view.call_method0("release")?;
+            filled
+        });
+        let raised = |e: PyErr| Error::new(ErrorKind::Internal, format!("tensor number {number} was not made: {e}"));
+        let over = || Error::new(ErrorKind::Cancelled, "the interpreter is ending");
+        filled.ok_or_else(over)?.map_err(raised)
+    })
+}
+
 #[pymethods]
 impl Save {
     #[staticmethod]
-    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep))]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep, supply = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -84,19 +109,24 @@ impl Save {
         most: Option<u64>,
         sync: bool,
         keep: Py<PyAny>,
+        supply: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (arrangement, order) = arranged(layout, order)?;
         let mut known = Vec::with_capacity(tensors.len());
         let mut places = Vec::with_capacity(tensors.len());
         for (name, dtype, shape, gpu, address) in tensors {
             known.push(tensor(name, &dtype, shape)?);
-            places.push(gpu.map_or(At::Host(address), |gpu| At::Gpu(gpu, address)));
+            places.push(match (gpu, address) {
+                (_, None) => At::Late,
+                (None, Some(address)) => At::Host(address),
+                (Some(gpu), Some(address)) => At::Gpu(gpu, address),
+            });
         }
-        let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
+        let (options, keep, supply) = (options.0.clone(), Arc::new(Kept(keep)), supply.map(supplier));
         let (core, files) = detached(py, || {
             let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
             let files = plan.names();
-            let core = Core::start(Request { plan, folder, tensors: places, keep, sync, options })?;
+            let core = Core::start(Request { plan, folder, tensors: places, keep, supply, sync, options })?;
             Ok((core, files))
         })?;
         Ok(Self { core, files })

@@ -6,7 +6,9 @@
 //! they are. The last one to finish gives the files their names: until then nothing is there that could be taken for a
 //! checkpoint, and the old files are untouched.
 //!
-//! Memory is bounded by the slabs, one for each of the crew; how long a write may hang by the stall timeout.
+//! Memory is bounded by the slabs, one for each of the crew, and the tensors that are made when their turn comes
+//! ([`At::Late`]), of which those are there that chunks under way have parts of; how long a write may hang by the stall
+//! timeout.
 
 mod output;
 mod plan;
@@ -18,11 +20,13 @@ use crate::device::gpu::Fetch;
 use crate::error::{Error, ErrorKind, Result};
 use crate::load::Keep;
 use crate::machine;
-use crate::options::{Options, PAGE};
+use crate::memory::Anonymous;
+use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::source::Fallback;
 use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use output::{check_room, sync_folder, Output};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::RawFd;
@@ -49,7 +53,13 @@ pub enum At {
     Host(u64),
     /// In memory of GPU number `.0`, at device pointer `.1`, with all work on it done.
     Gpu(u32, u64),
+    /// Nowhere yet: [`Request::supply`] writes it to memory when its turn comes.
+    Late,
 }
+
+/// Writes all bytes of tensor number `.0` of the plan to where it is told. Called by the crew's threads, once for each
+/// tensor that is late and not empty.
+pub type Supply = Box<dyn Fn(u32, &mut [u8]) -> Result<()> + Send + Sync>;
 
 /// What to save, where and how.
 pub struct Request {
@@ -61,6 +71,8 @@ pub struct Request {
     pub tensors: Vec<At>,
     /// Keeps the tensors' memory alive.
     pub keep: Keep,
+    /// Where tensors are late.
+    pub supply: Option<Supply>,
     /// Whether to wait until everything is on stable storage; if not, the page cache has it in the end.
     pub sync: bool,
     /// Sizes of chunks and staging, writers (`threads`), the stall timeout.
@@ -113,9 +125,50 @@ struct Chunk {
 }
 
 /// What a part of a chunk is filled from, in order and without gaps.
+#[derive(Clone, Copy)]
 struct Piece {
-    from: At,
+    from: Origin,
     len: u64,
+}
+
+#[derive(Clone, Copy)]
+enum Origin {
+    Host(u64),
+    Gpu(u32, u64),
+    /// From byte `.1` of late tensor number `.0` (of those that are late).
+    Late(usize, u64),
+}
+
+/// A tensor that is there while chunks with parts of it are written.
+struct Late {
+    tensor: u32,
+    nbytes: u64,
+    made: Mutex<Option<Made>>,
+    /// Pieces of it that are not written yet.
+    left: AtomicUsize,
+}
+
+enum Made {
+    Small(Vec<u8>),
+    /// Not the allocator's: that keeps for each thread what was given back to it.
+    Large(Anonymous),
+}
+
+impl Made {
+    fn new(nbytes: u64) -> Result<Made> {
+        Ok(if nbytes < HUGE_PAGE {
+            Made::Small(vec![0; nbytes as usize])
+        } else {
+            Made::Large(Anonymous::new(nbytes)?)
+        })
+    }
+
+    fn at(&mut self) -> *mut u8 {
+        match self {
+            Made::Small(bytes) => bytes.as_mut_ptr(),
+            Made::Large(memory) => memory.at(),
+        }
+    }
 }
 
 struct Work {
@@ -125,6 +178,8 @@ struct Work {
     folder: PathBuf,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
+    late: Vec<Late>,
+    supply: Option<Supply>,
     /// What the files begin with; pieces point into it.
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
@@ -164,7 +219,7 @@ impl Save {
     /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit`, `OutOfMemory`, `Timeout` of staging memory.
     pub fn start(request: Request) -> Result<Save> {
         let began = Instant::now();
-        let Request { plan, folder, tensors, keep, sync, options } = request;
+        let Request { plan, folder, tensors, keep, supply, sync, options } = request;
         let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
@@ -180,9 +235,9 @@ impl Save {
         }
         report.files = outputs.len() + usize::from(plan.index.is_some());
         let ways: Vec<Way> = outputs.iter().map(Way::of).collect();
-        let (chunks, pieces) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
+        let (chunks, pieces, late) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
         let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
-        let on_gpu = pieces.iter().any(|p| matches!(p.from, At::Gpu(..)));
+        let on_gpu = pieces.iter().any(|p| matches!(p.from, Origin::Gpu(..)));
         let staged = on_gpu || ways.iter().any(|w| w.direct.is_some());
         let most = match (options.threads, staged) {
             (0, true) => DIRECT_WRITERS,
@@ -210,6 +265,8 @@ impl Save {
             folder,
             chunks,
             pieces,
+            late,
+            supply,
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
             _keep: keep,
             sync,
@@ -406,7 +463,8 @@ impl Work {
                 return Ok(());
             }
             let begun = Instant::now();
-            let pieces = &self.pieces[chunk.pieces.clone()];
+            let here = self.supplied(&self.pieces[chunk.pieces.clone()])?;
+            let pieces = &here[..];
             let (filled, direct, calls) = match slab {
                 Some(slab) => {
                     fill(slab, pieces, &mut devices)?;
@@ -416,6 +474,7 @@ impl Work {
                 }
                 None => (begun, 0, self.write_from_place(chunk, pieces)?),
             };
+            self.let_go(&self.pieces[chunk.pieces.clone()]);
             let now = Instant::now();
             let mut state = lock(&self.state);
             state.written += chunk.len;
@@ -426,6 +485,50 @@ impl Work {
             state.report.direct_bytes += direct;
         }
         Ok(())
+    }
+
+    /// The pieces, with the addresses of those that were late.
+    fn supplied<'a>(&self, pieces: &'a [Piece]) -> Result<Cow<'a, [Piece]>> {
+        if !pieces.iter().any(|p| matches!(p.from, Origin::Late(..))) {
+            return Ok(Cow::Borrowed(pieces));
+        }
+        let mut here = pieces.to_vec();
+        for piece in &mut here {
+            if let Origin::Late(number, skip) = piece.from {
+                piece.from = Origin::Host(self.make(&self.late[number])? + skip);
+            }
+        }
+        Ok(Cow::Owned(here))
+    }
+
+    /// The address of a late tensor, which whoever needs it first makes.
+    fn make(&self, late: &Late) -> Result<u64> {
+        let mut made = lock(&late.made);
+        if let Some(there) = &mut *made {
+            return Ok(there.at() as u64);
+        }
+        let none = || Error::new(ErrorKind::Invalid, format!("nobody makes tensor number {}", late.tensor));
+        let supply = self.supply.as_ref().ok_or_else(none)?;
+        let mut memory = Made::new(late.nbytes)?;
+        let address = memory.at();
+        // SAFETY: it was made above, has so many bytes, all of them zero, and nobody else knows it.
+        supply(late.tensor, unsafe { std::slice::from_raw_parts_mut(address, late.nbytes as usize) })?;
+        *made = Some(memory);
+        lock(&self.state).moved = Instant::now();
+        Ok(address as u64)
+    }
+
+    /// Pieces were written: late tensors that nothing more is written of are dropped.
+    fn let_go(&self, pieces: &[Piece]) {
+        for piece in pieces {
+            if let Origin::Late(number, _) = piece.from {
+                let late = &self.late[number];
+                if late.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    let dropped = lock(&late.made).take();
+                    drop(dropped);
+                }
+            }
+        }
     }
 
     /// Writes a chunk out of a slab; the bytes that went past the page cache, and the calls that it took.
@@ -480,13 +583,13 @@ impl Work {
             places.clear();
             let mut skip = within;
             for piece in pieces[first..].iter().take(MOST_PIECES) {
-                let At::Host(at) = piece.from else {
+                let Origin::Host(at) = piece.from else {
                     return Err(Error::new(ErrorKind::Internal, "memory of a GPU was to be written from its place"));
                 };
                 places.push(libc::iovec { iov_base: (at + skip) as *mut _, iov_len: (piece.len - skip) as usize });
                 skip = 0;
             }
-            // SAFETY: every place is memory that `_keep` keeps alive.
+            // SAFETY: every place is memory that `_keep` keeps alive, or a late tensor that is let go only afterwards.
             let wrote =
                 unsafe { libc::pwritev(fd, places.as_ptr(), places.len() as i32, (chunk.offset + done) as i64) };
             calls += 1;
@@ -556,9 +659,11 @@ fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Resu
     for piece in pieces {
         let len = piece.len as usize;
         match piece.from {
-            // SAFETY: `_keep` keeps the source alive, the pieces of a chunk fit a slab, and the slab is this thread's alone.
-            At::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
-            At::Gpu(ordinal, from) => fetched.push((ordinal, from, at, len)),
+            // SAFETY: `_keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
+            // slab, and the slab is this thread's alone.
+            Origin::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
+            Origin::Gpu(ordinal, from) => fetched.push((ordinal, from, at, len)),
+            Origin::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
         }
         at += len;
     }
@@ -596,12 +701,13 @@ fn lease(share: &Share, most: usize, patience: Duration) -> Result<Vec<Lease>> {
 }
 
 /// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.
-fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>)> {
-    let mut pieces = Vec::new();
+fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>, Vec<Late>)> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut late: Vec<Late> = Vec::new();
     let mut by_file: Vec<Vec<Chunk>> = Vec::with_capacity(plan.files.len());
     for (number, file) in plan.files.iter().enumerate() {
         let mut chunks: Vec<Chunk> = Vec::new();
-        let mut add = |from: At, mut at: u64, mut len: u64| {
+        let mut add = |from: Origin, mut at: u64, mut len: u64| {
             let mut skip = 0;
             while len > 0 {
                 let room = extent - at % extent;
@@ -611,8 +717,9 @@ fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piec
                     chunks.push(Chunk { file: number, offset: at, len: 0, pieces: from..from });
                 }
                 let from = match from {
-                    At::Host(address) => At::Host(address + skip),
-                    At::Gpu(ordinal, address) => At::Gpu(ordinal, address + skip),
+                    Origin::Host(address) => Origin::Host(address + skip),
+                    Origin::Gpu(ordinal, address) => Origin::Gpu(ordinal, address + skip),
+                    Origin::Late(number, _) => Origin::Late(number, skip),
                 };
                 pieces.push(Piece { from, len: part });
                 if let Some(chunk) = chunks.last_mut() {
@@ -622,10 +729,18 @@ fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piec
                 (at, len, skip) = (at + part, len - part, skip + part);
             }
         };
-        add(At::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
+        add(Origin::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
         for &(tensor, offset, nbytes) in &file.places {
             let none = || Error::new(ErrorKind::Invalid, format!("no address is given for tensor number {tensor}"));
-            add(*tensors.get(tensor as usize).ok_or_else(none)?, offset, nbytes);
+            let from = match *tensors.get(tensor as usize).ok_or_else(none)? {
+                At::Host(address) => Origin::Host(address),
+                At::Gpu(ordinal, address) => Origin::Gpu(ordinal, address),
+                At::Late => {
+                    late.push(Late { tensor, nbytes, made: Mutex::new(None), left: AtomicUsize::new(0) });
+                    Origin::Late(late.len() - 1, 0)
+                }
+            };
+            add(from, offset, nbytes);
         }
         by_file.push(chunks);
     }
@@ -634,7 +749,12 @@ fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piec
     loop {
         let mut side_by_side: Vec<_> = files.by_ref().take(SIDE_BY_SIDE).collect();
         if side_by_side.is_empty() {
-            return Ok((all, pieces));
+            for piece in &pieces {
+                if let Origin::Late(number, _) = piece.from {
+                    late[number].left.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            return Ok((all, pieces, late));
         }
         while !side_by_side.is_empty() {
             side_by_side.retain_mut(|chunks| chunks.next().map(|chunk| all.push(chunk)).is_some());
