@@ -9,6 +9,7 @@ from typing import Any
 
 import ordeal
 import penstock
+import penstock._convert
 import pytest
 import torch
 from conftest import raw
@@ -36,6 +37,28 @@ def test_a_checkpoint_is_written_anew(small: Path, tmp_path: Path, cli: Command,
 def test_tensors_are_cast(small: Path, tmp_path: Path, cli: Command):
     assert cli("convert", small, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
     same(dict(penstock.open(tmp_path / "half").load()), dict(penstock.open(small).load(dtype="bfloat16")))
+
+
+def test_tensors_are_cast_without_torch(tmp_path: Path, python: Callable[..., Any]):
+    state = {"w": torch.randn(33, 7), "half": torch.randn(5).half(), "step": torch.arange(3)}
+    penstock.save_file(state, tmp_path / "m.safetensors", fsync=False)
+    code = """
+import sys
+sys.modules["torch"] = None
+from penstock._convert import convert
+convert([sys.argv[1]], sys.argv[2], dtype="float16", progress=False)
+"""
+    done = python(code, tmp_path / "m.safetensors", tmp_path / "half")
+    assert done.returncode == 0, done.stderr
+    same(dict(penstock.open(tmp_path / "half").load()), state | {"w": state["w"].half()})
+
+
+def test_a_tensor_without_values_is_named_before_anything_is_written(tmp_path: Path):
+    torch.save({"w": torch.ones(3), "empty": torch.ones(3, device="meta")}, tmp_path / "m.bin")
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(penstock.PenstockError, match="empty is on the meta device"):
+            penstock._convert.convert([str(tmp_path / "m.bin")], tmp_path / "to", dtype=dtype)
+    assert not list(tmp_path.glob("to/*"))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])

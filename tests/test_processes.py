@@ -184,22 +184,17 @@ print("right")
     assert run(program, file, slow, timeout=60) == "right\n"
 
 
-@pytest.mark.parametrize("way", ["load", "safe_open", "slice"])
-def test_a_fork_waits_for_an_import_that_a_load_has_begun(file, slow, tmp_path, way):
-    # Python's lock of a module belongs to a thread that a child does not have
-    (tmp_path / "ml_dtypes.py").write_text("import time; time.sleep(0.5)\nbfloat16 = float8_e4m3fn = 'uint8'\n")
-    program = (
-        HEAD.replace("import ordeal, penstock, penstock._numpy", "import ordeal, penstock, numpy")
-        + f"""
-sys.path.insert(0, {str(tmp_path)!r})
+# A module that takes half a second to import, by a thread that has begun to; `use` needs it too. Python's lock of a
+# module belongs to a thread that a child does not have.
+IMPORTING = """
 import penstock._numpy
 def use():
-    if {way!r} == "load":
+    if way == "load":
         checkpoint.load(framework="np")
     else:
         with penstock.safe_open(path, "np") as handle:
             name = handle.keys()[0]
-            handle.get_slice(name)[:1] if {way!r} == "slice" else handle.get_tensor(name)
+            handle.get_slice(name)[:1] if way == "slice" else handle.get_tensor(name)
     penstock._numpy.numpy_dtype("BF16")
 real, begun = penstock._numpy.importlib.import_module, threading.Event()
 def imported(name):
@@ -209,12 +204,25 @@ penstock._numpy.importlib.import_module = imported
 thread = threading.Thread(target=checkpoint.load, kwargs=dict(framework="np"))
 thread.start()
 begun.wait()
-assert forked(use) == 0
-thread.join()
-print("right")
 """
-    )
-    assert run(program, file, slow) == "right\n"
+SLOW_MODULE = "import logging, time; time.sleep(0.5); logging.getLogger('x')\nbfloat16 = float8_e4m3fn = 'uint8'\n"
+
+
+@pytest.mark.parametrize("way", ["load", "safe_open", "slice"])
+def test_a_fork_waits_for_an_import_that_a_load_has_begun(file, slow, tmp_path, way):
+    (tmp_path / "ml_dtypes.py").write_text(SLOW_MODULE)
+    begin = HEAD.replace("penstock._numpy", "numpy") + f"way = {way!r}; sys.path.insert(0, {str(tmp_path)!r})\n"
+    end = "began = time.monotonic()\nassert forked(use) == 0\nthread.join()\nprint(time.monotonic() - began)\n"
+    assert float(run(begin + IMPORTING + end, file, slow)) < 8  # and not because the fork gave up waiting
+
+
+def test_a_fork_that_cannot_wait_any_longer_leaves_the_child_able_to_load(file, slow, tmp_path):
+    (tmp_path / "ml_dtypes.py").write_text(SLOW_MODULE)
+    begin = HEAD.replace("penstock._numpy", "numpy") + f"way = 'load'; sys.path.insert(0, {str(tmp_path)!r})\n"
+    early = "import penstock._late_imports\npenstock._late_imports.PATIENCE = 0.01\n"
+    end = "assert forked(lambda: checkpoint.load(framework='dlpack')) == 0\n"
+    end += "assert forked(lambda: penstock._late_imports.importing.__enter__()) == 0\nthread.join()\nprint('right')\n"
+    assert run(begin + early + IMPORTING + end, file, slow) == "right\n"
 
 
 def work(path: str) -> int:

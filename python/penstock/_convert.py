@@ -17,7 +17,7 @@ from typing import Any
 from . import _save
 from ._checkpoint import open
 from ._dtypes import CASTABLE, cast_target
-from ._errors import InvalidError, NotFoundError, UnsupportedError
+from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
 from ._progress import Progress
 from ._report import Report
 
@@ -91,18 +91,26 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The tensors, of which those that can be cast are when they are asked for."""
-    from ._torch import torch_dtype
+    """The tensors, of which those that can be cast are when their turn comes."""
+    return {name: _cast_later(_save.describe(name, tensor), tensor, kind) for name, tensor in tensors.items()}
 
-    target = torch_dtype(kind)
-    castable = [torch_dtype(name) for name in CASTABLE if name != kind]
 
-    def cast(tensor: Any) -> Any:
-        if tensor.dtype not in castable:
-            return tensor
-        return _save.Described(kind, tuple(tensor.shape), None, None, tensor, partial(_save.fill_torch, tensor, target))
+def _cast_later(found: _save.Described, tensor: Any, kind: str) -> _save.Described:
+    if found.dtype == kind or found.dtype not in CASTABLE:
+        return found
+    fill: Any
+    if hasattr(tensor, "detach"):
+        from ._torch import torch_dtype
 
-    return {name: cast(tensor) for name, tensor in tensors.items()}
+        fill = partial(_save.fill_torch, tensor, torch_dtype(kind))
+    else:
+        from ._numpy import numpy_dtype
+
+        target = numpy_dtype(kind)
+        if target is None:
+            raise MissingDtypeError(f"dtype={kind}: numpy lacks it unless the package ml_dtypes is installed")
+        fill = partial(_save.fill_numpy, tensor, target)
+    return _save.Described(kind, found.shape, None, None, tensor, fill)
 
 
 def convert(

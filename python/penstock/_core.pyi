@@ -121,17 +121,21 @@ class Save:
         most: int | None,
         sync: bool,
         keep: object,
-        supply: Callable[[int, memoryview], object] | None = None,
     ) -> Save:
         """Plans, makes the files and starts writing.
 
         tensors: (name, dtype, shape, number of the GPU or None, address) of contiguous memory with no work under way on
-        it; `keep` is held until nothing reads it any more. Where the address is None, `supply` writes all bytes of the
-        tensor of that number to the memory that it is given, when its turn comes, on a thread of the save. most: bytes
-        of tensors per shard. sync: wait for stable storage.
+        it; `keep` is held until nothing reads it any more. Where the address is None, the tensor is
+        `wanted` when its turn comes. most: bytes of tensors per shard. sync: wait for stable storage.
         """
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of the save; False if `timeout` (seconds) passed first. Raises its error. Ctrl-C raises."""
+        """Waits for the end of the save, or until it wants a tensor; False if `timeout` (seconds) passed first. Raises
+        its error. Ctrl-C raises."""
+    def wanted(self) -> tuple[int, memoryview] | None:
+        """The number of the tensor that is to be written to memory next, and where. That is gone once this is closed,
+        or the tensor `supplied` and written: nothing may refer to it any more by then."""
+    def supplied(self) -> None:
+        """All bytes of the tensor that was wanted are there."""
     def progress(self) -> tuple[int, int]:
         """(bytes written, bytes in all)."""
     def close(self) -> None:

@@ -8,23 +8,58 @@ from __future__ import annotations
 
 import os
 import threading
+from types import TracebackType
 
 #: Seconds that a fork waits. Longer, and it may be that the import waits for whoever forks.
 PATIENCE = 10.0
 
-importing = threading.RLock()
-"""Held while a module is imported that a load or a save is the first to need."""
 
-_of_thread = threading.local()
+class Importing:
+    """Held while a framework is imported that a load is the first to need."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._forks = threading.local()
+        self._known = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._known:
+            try:
+                self._tell_forks()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _tell_forks(self) -> None:
+        # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
+        # imported meanwhile may want
+        import logging  # noqa: F401
+
+        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
+        self._known = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def _before(self) -> None:
+        self._forks.held = None
+        if self._lock.acquire(timeout=PATIENCE):
+            self._forks.held = self._lock
+
+    def _after(self) -> None:
+        held = getattr(self._forks, "held", None)
+        self._forks.held = None
+        if held is not None:
+            held.release()
+
+    def _in_child(self) -> None:
+        if getattr(self._forks, "held", None) is None:
+            # It is held by a thread that is not here
+            self._lock = threading.RLock()
+        self._after()
 
 
-def _before() -> None:
-    _of_thread.held = importing.acquire(timeout=PATIENCE)
-
-
-def _after() -> None:
-    if getattr(_of_thread, "held", False):
-        importing.release()
-
-
-os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after)
+importing = Importing()

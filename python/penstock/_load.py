@@ -143,26 +143,29 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
-    with importing:
-        if name == "pt" and (device.is_cpu or device.is_gpu):
+    if name == "pt":
+        with importing:
+            import torch  # noqa: F401
+
             from ._torch import Torch
-
+        if device.is_cpu or device.is_gpu:
             return Torch(selection, device, target)
-        if name == "pt":
-            from ._torch_devices import Meta, Moved
+        from ._torch_devices import Meta, Moved
 
-            return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
-        if name == "np":
+        return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
+    if name == "np":
+        with importing:
+            import numpy  # noqa: F401
+
             from ._numpy import Numpy
+        return Numpy(selection, target)
+    if name != "dlpack":
+        from ._via_numpy import ViaNumpy
 
-            return Numpy(selection, target)
-        if name != "dlpack":
-            from ._via_numpy import ViaNumpy
+        return ViaNumpy(name, selection, device, target)
+    from ._dlpack import DLPack
 
-            return ViaNumpy(name, selection, device, target)
-        from ._dlpack import DLPack
-
-        return DLPack(selection, device, target)
+    return DLPack(selection, device, target)
 
 
 def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:

@@ -12,6 +12,7 @@ from . import _core
 from ._dtypes import CASTABLE, DTYPES, RAW
 from ._errors import MissingDtypeError, UnsupportedError
 from ._indexing import Arrays, Indexing
+from ._late_imports import importing
 from ._selection import Selection, TensorInfo
 
 
@@ -24,7 +25,8 @@ def numpy_dtype(name: str) -> Any:
     if dtype.numpy is not None:
         return numpy.dtype(dtype.numpy)
     if dtype.ml_dtypes is not None and importlib.util.find_spec("ml_dtypes") is not None:
-        found = getattr(importlib.import_module("ml_dtypes"), dtype.ml_dtypes, None)
+        with importing:
+            found = getattr(importlib.import_module("ml_dtypes"), dtype.ml_dtypes, None)
         return None if found is None else numpy.dtype(found)
     return None
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ def fill_torch(tensor: Any, dtype: Any, memory: memoryview) -> None:
     """Writes a torch tensor of the CPU, packed and cast to ``dtype``, to memory."""
     import torch
 
+    tensor = tensor.as_subclass(torch.Tensor)  # a subclass might keep the destination
     if dtype == tensor.dtype and dtype.itemsize == 1:
         # There are dtypes that torch cannot copy
         tensor, dtype = tensor.view(torch.uint8), torch.uint8
@@ -90,7 +92,8 @@ def fill_torch(tensor: Any, dtype: Any, memory: memoryview) -> None:
         del packed  # an error's traceback would keep it, and the memory goes
 
 
-def _fill_numpy(array: Any, dtype: Any, memory: memoryview) -> None:
+def fill_numpy(array: Any, dtype: Any, memory: memoryview) -> None:
+    """Writes an array, packed and cast to ``dtype``, to memory."""
     import numpy as np
 
     packed = np.frombuffer(memory, dtype).reshape(array.shape)
@@ -113,7 +116,7 @@ def _of_numpy(name: str, array: Any) -> Described:
     swapped = sys.byteorder == "big" or array.dtype.byteorder == ">"
     if swapped or not array.flags.c_contiguous:
         little = array.dtype.newbyteorder("<") if swapped else array.dtype
-        return Described(dtype, tuple(array.shape), None, None, array, partial(_fill_numpy, array, little))
+        return Described(dtype, tuple(array.shape), None, None, array, partial(fill_numpy, array, little))
     return Described(dtype, tuple(array.shape), None, array.__array_interface__["data"][0], array)
 
 
@@ -172,23 +175,13 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return found
 
 
-class Late:
-    """Tensors that are written to memory when their turn comes, on the threads of the save."""
-
-    def __init__(self, tensors: list[Described]) -> None:
-        self._tensors = tensors
-        self.failure: BaseException | None = None
-
-    def __call__(self, number: int, memory: memoryview) -> None:
-        """Writes all bytes of tensor number ``number`` to ``memory``."""
-        fill = self._tensors[number].fill
-        try:
-            if fill is None:
-                raise InternalError(f"tensor number {number} is in memory already")
-            fill(memory)
-        except BaseException as error:
-            self.failure = error
-            raise
+def _fill(number: int, memory: memoryview, found: Mapping[str, Described]) -> None:
+    """Writes a tensor that the save wants to its memory, to which nothing refers afterwards."""
+    tensor = next(islice(found.values(), number, None))
+    if tensor.fill is None:
+        raise InternalError(f"tensor number {number} is in memory already")
+    with memory:
+        tensor.fill(memory)
 
 
 def _write(
@@ -213,7 +206,6 @@ def _write(
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
     keep = [d.keep for d in found.values()]
-    late = Late(list(found.values())) if any(d.fill for d in found.values()) else None
     with Meter(progress, "save") as meter:
         save = _core.Save.start(
             folder,
@@ -226,18 +218,20 @@ def _write(
             most=most,
             sync=fsync,
             keep=keep,
-            supply=late,
         )
         try:
-            while not save.wait(INTERVAL if meter.active else None):
+            while True:
+                over = save.wait(INTERVAL if meter.active else None)
+                wanted = save.wanted()
+                if wanted is not None:
+                    _fill(*wanted, found)
+                    save.supplied()
+                elif over:
+                    break
                 meter.update(*save.progress())
             meter.update(*save.progress(), final=True)
             report = Report(save.report(), tensors=len(found), fsync=fsync)
             return report, save.files()
-        except InternalError:
-            if late is not None and late.failure is not None:
-                raise late.failure from None
-            raise
         finally:
             save.close()
 

@@ -16,6 +16,7 @@ from ._device import Device
 from ._dlpack import DLPack
 from ._dtypes import DTYPES, RAW
 from ._errors import ArgumentTypeError, MissingDtypeError, MissingFrameworkError
+from ._late_imports import importing
 from ._numpy import Numpy, numpy_dtype, of_bytes
 from ._save import Described
 from ._selection import Selection
@@ -66,7 +67,8 @@ def module_of(name: str) -> Any:
     """
     framework = FRAMEWORKS[name]
     try:
-        return importlib.import_module(framework.module)
+        with importing:
+            return importlib.import_module(framework.module)
     except ImportError as error:
         raise MissingFrameworkError(f"framework={name!r} needs {framework.package}: {error}") from None
 

@@ -136,9 +136,24 @@ mod tests {
         };
         std::thread::spawn(move || {
             let before = allowed();
-            let here = processor().expect("Linux tells the core");
-            for core in [here, 0, libc::CPU_SETSIZE as usize, usize::MAX] {
-                go_to(core);
+            // SAFETY: an empty set, which is then written to.
+            let may_run_on = unsafe {
+                let mut set: libc::cpu_set_t = std::mem::zeroed();
+                assert_eq!(libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set), 0);
+                (0..libc::CPU_SETSIZE as usize).filter(move |core| libc::CPU_ISSET(*core, &set))
+            };
+            for core in may_run_on {
+                // It may be moved again at once, but not every time.
+                let there = (0..100).any(|_| {
+                    go_to(core);
+                    assert_eq!(allowed(), before);
+                    go_to(core);
+                    processor() == Some(core)
+                });
+                assert!(there, "never on core {core}");
+            }
+            for nowhere in [libc::CPU_SETSIZE as usize, usize::MAX] {
+                go_to(nowhere);
                 assert_eq!(allowed(), before);
             }
         })

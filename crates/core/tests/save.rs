@@ -8,10 +8,10 @@ use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
 use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
-use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor};
-use penstock::{Error, ErrorKind};
+use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor, Wanted};
+use penstock::ErrorKind;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -68,7 +68,6 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
             folder: folder.path().to_path_buf(),
             tensors,
             keep: Arc::new(()),
-            supply: None,
             sync,
             options: options(),
         };
@@ -81,61 +80,60 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
     }
 }
 
-/// A save of tensors that are made when their turn comes, but for the first one; which ones were.
-fn late(
-    folder: &Path,
-    contents: &Arc<Vec<Vec<u8>>>,
-    sync: bool,
-    fails_at: Option<u32>,
-) -> (Request, Arc<Mutex<Vec<u32>>>) {
-    let made = Arc::<Mutex<Vec<u32>>>::default();
-    let (told, source) = (made.clone(), contents.clone());
-    let supply = move |number: u32, memory: &mut [u8]| {
-        told.lock().unwrap().push(number);
-        if fails_at == Some(number) {
-            return Err(Error::new(ErrorKind::OutOfMemory, "no memory to make it in"));
-        }
-        memory.copy_from_slice(&source[number as usize]);
-        Ok(())
-    };
+/// A save of tensors that are late, but for the first one.
+fn late(folder: &Path, contents: &[Vec<u8>], sync: bool, stall_timeout: Duration) -> Save {
     let mut tensors = vec![At::Late; contents.len()];
     tensors[0] = At::Host(contents[0].as_ptr() as u64);
-    let request = Request {
-        plan: plan(&SIZES),
-        folder: folder.to_path_buf(),
-        tensors,
-        keep: contents.clone(),
-        supply: Some(Box::new(supply)),
-        sync,
-        options: options(),
-    };
-    (request, made)
+    let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+    let options = Options { stall_timeout, ..options() };
+    Save::start(Request { plan, folder, tensors, keep: Arc::new(()), sync, options }).unwrap()
+}
+
+/// Waits until the save wants a tensor; `None` where it ends first.
+fn wants(save: &Save) -> Option<Wanted> {
+    let over = save.wait(Some(PATIENCE)).unwrap();
+    assert!(over || save.wanted().is_some(), "the save neither ends nor wants anything");
+    save.wanted()
 }
 
 #[test]
 fn tensors_may_be_made_when_their_turn_comes() {
-    let contents: Arc<Vec<Vec<u8>>> = Arc::new((0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect());
+    let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
     for sync in [true, false] {
         let folder = tempfile::tempdir().unwrap();
-        let (request, made) = late(folder.path(), &contents, sync, None);
-        let save = Save::start(request).unwrap();
+        // However long that takes, the storage is not what stalls.
+        let save = late(folder.path(), &contents, sync, Duration::from_millis(100));
+        let mut made = Vec::new();
+        while let Some(wanted) = wants(&save) {
+            assert_eq!(save.wanted(), Some(wanted));
+            std::thread::sleep(Duration::from_millis(250));
+            let content = &contents[wanted.tensor as usize];
+            assert_eq!(wanted.nbytes, content.len());
+            // SAFETY: the save's memory for so many bytes, and nobody reads it before they are supplied.
+            unsafe { wanted.at.copy_from_nonoverlapping(content.as_ptr(), wanted.nbytes) };
+            made.push(wanted.tensor);
+            save.supplied();
+        }
         ended(&save).unwrap();
         same(folder.path(), &contents);
-        let mut made = made.lock().unwrap().clone();
         made.sort_unstable();
         assert_eq!(made, [1, 3, 4, 5], "each once, and not the one that is empty");
     }
 }
 
 #[test]
-fn a_tensor_that_cannot_be_made_ends_the_save_and_leaves_nothing() {
-    let contents: Arc<Vec<Vec<u8>>> = Arc::new((0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect());
-    let folder = tempfile::tempdir().unwrap();
-    let (request, _) = late(folder.path(), &contents, true, Some(3));
-    let save = Save::start(request).unwrap();
-    assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::OutOfMemory);
-    save.close();
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+fn a_save_that_waits_for_a_tensor_can_be_given_up() {
+    let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+    for sync in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let save = late(folder.path(), &contents, sync, PATIENCE);
+        assert!(wants(&save).is_some());
+        let begun = Instant::now();
+        save.close();
+        assert!(begun.elapsed() < Duration::from_secs(1), "threads were left behind");
+        assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }
 
 /// The fake GPU, where loads and saves look for one, and tensors in its memory.
@@ -159,7 +157,7 @@ fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
 fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> Request {
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
     let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
-    Request { plan, folder, tensors, keep: Arc::new(()), supply: None, sync, options }
+    Request { plan, folder, tensors, keep: Arc::new(()), sync, options }
 }
 
 #[test]

@@ -5,8 +5,7 @@ use crate::load::{patiently, told, Kept};
 use crate::options::Options;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Supply, Tensor};
-use penstock::{Error, ErrorKind};
+use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -16,7 +15,7 @@ use std::ffi::c_int;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// (name, dtype, shape, GPU or None, address or None of what `supply` makes)
+/// (name, dtype, shape, GPU or None, address or None of what is late)
 type Described = (String, String, Vec<u64>, Option<u32>, Option<u64>);
 
 /// One save, running in the background from the moment it is made.
@@ -73,29 +72,10 @@ pub(crate) fn head<'py>(
 /// PyBUF_WRITE of the stable ABI (memoryobject.h).
 const WRITABLE: c_int = 0x200;
 
-/// Calls back for tensors that are late. What Python raises it keeps itself: here it is one kind of error.
-fn supplier(fill: Py<PyAny>) -> Supply {
-    Box::new(move |number, memory| {
-        let filled = Python::try_attach(|py| {
-            // SAFETY: so many bytes are there and may be written to. The view is released before they are gone.
-            let view = unsafe {
-                let view = ffi::PyMemoryView_FromMemory(memory.as_mut_ptr().cast(), memory.len() as isize, WRITABLE);
-                Bound::from_owned_ptr_or_err(py, view)?
-            };
-            let filled = fill.call1(py, (number, &view)).map(drop);
-            view.call_method0("release")?;
-            filled
-        });
-        let raised = |e: PyErr| Error::new(ErrorKind::Internal, format!("tensor number {number} was not made: {e}"));
-        let over = || Error::new(ErrorKind::Cancelled, "the interpreter is ending");
-        filled.ok_or_else(over)?.map_err(raised)
-    })
-}
-
 #[pymethods]
 impl Save {
     #[staticmethod]
-    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep, supply = None))]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -109,7 +89,6 @@ impl Save {
         most: Option<u64>,
         sync: bool,
         keep: Py<PyAny>,
-        supply: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (arrangement, order) = arranged(layout, order)?;
         let mut known = Vec::with_capacity(tensors.len());
@@ -122,11 +101,11 @@ impl Save {
                 (Some(gpu), Some(address)) => At::Gpu(gpu, address),
             });
         }
-        let (options, keep, supply) = (options.0.clone(), Arc::new(Kept(keep)), supply.map(supplier));
+        let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
         let (core, files) = detached(py, || {
             let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
             let files = plan.names();
-            let core = Core::start(Request { plan, folder, tensors: places, keep, supply, sync, options })?;
+            let core = Core::start(Request { plan, folder, tensors: places, keep, sync, options })?;
             Ok((core, files))
         })?;
         Ok(Self { core, files })
@@ -134,7 +113,21 @@ impl Save {
 
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        patiently(py, timeout, false, |t| self.core.wait(Some(t)))
+        patiently(py, timeout, false, |t| Ok(self.core.wait(Some(t))? || self.core.wanted().is_some()))
+    }
+
+    fn wanted<'py>(&self, py: Python<'py>) -> PyResult<Option<(u32, Bound<'py, PyAny>)>> {
+        let Some(wanted) = self.core.wanted() else { return Ok(None) };
+        // SAFETY: so many bytes are there and may be written to, until this object is closed or told that they are there.
+        let view = unsafe {
+            let view = ffi::PyMemoryView_FromMemory(wanted.at.cast(), wanted.nbytes as isize, WRITABLE);
+            Bound::from_owned_ptr_or_err(py, view)?
+        };
+        Ok(Some((wanted.tensor, view)))
+    }
+
+    fn supplied(&self) {
+        self.core.supplied();
     }
 
     fn progress(&self) -> (u64, u64) {

@@ -6,9 +6,11 @@
 //! they are. The last one to finish gives the files their names: until then nothing is there that could be taken for a
 //! checkpoint, and the old files are untouched.
 //!
-//! Memory is bounded by the slabs, one for each of the crew, and the tensors that are made when their turn comes
-//! ([`At::Late`]), of which those are there that chunks under way have parts of; how long a write may hang by the stall
-//! timeout.
+//! Tensors that are not in memory as the file wants them ([`At::Late`]) are asked for when their turn comes, of whoever
+//! waits for the save: no thread of the crew calls anybody.
+//!
+//! Memory is bounded by the slabs, one for each of the crew, and the late tensors that are written in part; how long a
+//! write may hang by the stall timeout.
 
 mod output;
 mod plan;
@@ -27,7 +29,7 @@ use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use output::{check_room, sync_folder, Output};
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -53,13 +55,21 @@ pub enum At {
     Host(u64),
     /// In memory of GPU number `.0`, at device pointer `.1`, with all work on it done.
     Gpu(u32, u64),
-    /// Nowhere yet: [`Request::supply`] writes it to memory when its turn comes.
+    /// Nowhere yet: [`Save::wanted`] asks for it when its turn comes.
     Late,
 }
 
-/// Writes all bytes of tensor number `.0` of the plan to where it is told. Called by the crew's threads, once for each
-/// tensor that is late and not empty.
-pub type Supply = Box<dyn Fn(u32, &mut [u8]) -> Result<()> + Send + Sync>;
+/// A tensor that is wanted now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// Its number in the plan.
+    pub tensor: u32,
+    /// Where to write all of its bytes: memory of the save's, there until it is closed or, after [`Save::supplied`], the
+    /// tensor is written.
+    pub at: *mut u8,
+    /// Their number.
+    pub nbytes: usize,
+}
 
 /// What to save, where and how.
 pub struct Request {
@@ -71,8 +81,6 @@ pub struct Request {
     pub tensors: Vec<At>,
     /// Keeps the tensors' memory alive.
     pub keep: Keep,
-    /// Where tensors are late.
-    pub supply: Option<Supply>,
     /// Whether to wait until everything is on stable storage; if not, the page cache has it in the end.
     pub sync: bool,
     /// Sizes of chunks and staging, writers (`threads`), the stall timeout.
@@ -143,9 +151,16 @@ enum Origin {
 struct Late {
     tensor: u32,
     nbytes: u64,
-    made: Mutex<Option<Made>>,
     /// Pieces of it that are not written yet.
-    left: AtomicUsize,
+    left: usize,
+    stage: Stage,
+}
+
+enum Stage {
+    /// Not wanted yet, or written.
+    Away,
+    Wanted(Made),
+    There(Made),
 }
 
 enum Made {
@@ -178,8 +193,6 @@ struct Work {
     folder: PathBuf,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
-    late: Vec<Late>,
-    supply: Option<Supply>,
     /// What the files begin with; pieces point into it.
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
@@ -207,6 +220,9 @@ struct State {
     moved: Instant,
     /// The disk is being waited for, which may take as long as it likes.
     syncing: bool,
+    late: Vec<Late>,
+    /// Those that are wanted, in the order in which they were asked for.
+    wanted: VecDeque<usize>,
     failed: Option<Error>,
     outcome: Option<Result<()>>,
     report: Report,
@@ -219,7 +235,7 @@ impl Save {
     /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit`, `OutOfMemory`, `Timeout` of staging memory.
     pub fn start(request: Request) -> Result<Save> {
         let began = Instant::now();
-        let Request { plan, folder, tensors, keep, supply, sync, options } = request;
+        let Request { plan, folder, tensors, keep, sync, options } = request;
         let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
@@ -256,8 +272,17 @@ impl Save {
         }
         let staging = Arc::new(staging);
         report.threads = crew;
-        let state =
-            State { written: 0, working: crew, moved: began, syncing: false, failed: None, outcome: None, report };
+        let state = State {
+            written: 0,
+            working: crew,
+            moved: began,
+            syncing: false,
+            late,
+            wanted: VecDeque::new(),
+            failed: None,
+            outcome: None,
+            report,
+        };
         let work = Arc::new(Work {
             outputs: Mutex::new(outputs),
             ways,
@@ -265,8 +290,6 @@ impl Save {
             folder,
             chunks,
             pieces,
-            late,
-            supply,
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
             _keep: keep,
             sync,
@@ -306,8 +329,8 @@ impl Save {
         Ok(Save { work, threads: Mutex::new(threads), stall: options.stall_timeout, pid: std::process::id() })
     }
 
-    /// Waits for the end of the save, at most `timeout`; `false` where that passed first. An ended save's error is returned
-    /// every time.
+    /// Waits for the end of the save, at most `timeout`; `false` where that passed first or a late tensor is
+    /// [wanted](Self::wanted). An ended save's error is returned every time.
     ///
     /// # Errors
     /// The save's own; `Timeout` once nothing has been written for the stall timeout.
@@ -318,6 +341,9 @@ impl Save {
         loop {
             if let Some(outcome) = &state.outcome {
                 return outcome.clone().map(|()| true);
+            }
+            if !state.wanted.is_empty() {
+                return Ok(false);
             }
             let now = Instant::now();
             if !state.syncing && now.saturating_duration_since(state.moved) >= self.stall {
@@ -334,6 +360,39 @@ impl Save {
             let next = deadline.map_or(self.stall, |d| d - now).min(self.stall);
             state = self.work.changed.wait_timeout(state, next).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// The late tensor that is to be written to memory next, by whoever waits for the save. The same until it is
+    /// [there](Self::supplied).
+    pub fn wanted(&self) -> Option<Wanted> {
+        if self.pid != std::process::id() {
+            return None;
+        }
+        let mut state = lock(&self.work.state);
+        let late = state.wanted.front().copied().map(|number| &mut state.late[number])?;
+        let (tensor, nbytes) = (late.tensor, late.nbytes as usize);
+        match &mut late.stage {
+            Stage::Wanted(made) => Some(Wanted { tensor, at: made.at(), nbytes }),
+            Stage::Away | Stage::There(_) => None,
+        }
+    }
+
+    /// All bytes of the tensor that was wanted are where they were to be.
+    pub fn supplied(&self) {
+        if self.pid != std::process::id() {
+            return;
+        }
+        let mut state = lock(&self.work.state);
+        if let Some(number) = state.wanted.pop_front() {
+            let stage = &mut state.late[number].stage;
+            if let Stage::Wanted(made) = std::mem::replace(stage, Stage::Away) {
+                *stage = Stage::There(made);
+            }
+        }
+        // What took so long was not the storage.
+        state.moved = Instant::now();
+        drop(state);
+        self.work.changed.notify_all();
     }
 
     /// Bytes of the files written so far, and in all.
@@ -364,6 +423,7 @@ impl Save {
         let mut threads = lock(&self.threads);
         let until = Instant::now() + GRACE;
         let mut state = lock(&self.work.state);
+        self.work.changed.notify_all();
         while state.working > 0 {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -425,6 +485,8 @@ impl Work {
         drop(slab);
         if let Err(e) = result {
             lock(&self.state).failed.get_or_insert(e);
+            // Others may wait for a tensor.
+            self.changed.notify_all();
         }
         self.leave(1);
     }
@@ -463,8 +525,8 @@ impl Work {
                 return Ok(());
             }
             let begun = Instant::now();
-            let here = self.supplied(&self.pieces[chunk.pieces.clone()])?;
-            let pieces = &here[..];
+            let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(()) };
+            let (pieces, made) = (&here[..], Instant::now());
             let (filled, direct, calls) = match slab {
                 Some(slab) => {
                     fill(slab, pieces, &mut devices)?;
@@ -472,7 +534,7 @@ impl Work {
                     let (direct, calls) = self.write(chunk, slab.address())?;
                     (filled, direct, calls)
                 }
-                None => (begun, 0, self.write_from_place(chunk, pieces)?),
+                None => (made, 0, self.write_from_place(chunk, pieces)?),
             };
             self.let_go(&self.pieces[chunk.pieces.clone()]);
             let now = Instant::now();
@@ -487,44 +549,52 @@ impl Work {
         Ok(())
     }
 
-    /// The pieces, with the addresses of those that were late.
-    fn supplied<'a>(&self, pieces: &'a [Piece]) -> Result<Cow<'a, [Piece]>> {
+    /// The pieces, with the addresses of those that were late; `None` where the save was given up meanwhile.
+    fn there<'a>(&self, pieces: &'a [Piece]) -> Result<Option<Cow<'a, [Piece]>>> {
         if !pieces.iter().any(|p| matches!(p.from, Origin::Late(..))) {
-            return Ok(Cow::Borrowed(pieces));
+            return Ok(Some(Cow::Borrowed(pieces)));
         }
         let mut here = pieces.to_vec();
         for piece in &mut here {
             if let Origin::Late(number, skip) = piece.from {
-                piece.from = Origin::Host(self.make(&self.late[number])? + skip);
+                let Some(address) = self.ask(number)? else { return Ok(None) };
+                piece.from = Origin::Host(address + skip);
             }
         }
-        Ok(Cow::Owned(here))
+        Ok(Some(Cow::Owned(here)))
     }
 
-    /// The address of a late tensor, which whoever needs it first makes.
-    fn make(&self, late: &Late) -> Result<u64> {
-        let mut made = lock(&late.made);
-        if let Some(there) = &mut *made {
-            return Ok(there.at() as u64);
+    /// The address of a late tensor, for which whoever waits for the save is asked.
+    fn ask(&self, number: usize) -> Result<Option<u64>> {
+        let mut state = lock(&self.state);
+        loop {
+            if self.cancelled.load(Ordering::Relaxed) || state.failed.is_some() || state.outcome.is_some() {
+                return Ok(None);
+            }
+            let late = &mut state.late[number];
+            match &mut late.stage {
+                Stage::There(made) => return Ok(Some(made.at() as u64)),
+                Stage::Wanted(_) => {}
+                Stage::Away => {
+                    late.stage = Stage::Wanted(Made::new(late.nbytes)?);
+                    state.wanted.push_back(number);
+                    self.changed.notify_all();
+                }
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let none = || Error::new(ErrorKind::Invalid, format!("nobody makes tensor number {}", late.tensor));
-        let supply = self.supply.as_ref().ok_or_else(none)?;
-        let mut memory = Made::new(late.nbytes)?;
-        let address = memory.at();
-        // SAFETY: it was made above, has so many bytes, all of them zero, and nobody else knows it.
-        supply(late.tensor, unsafe { std::slice::from_raw_parts_mut(address, late.nbytes as usize) })?;
-        *made = Some(memory);
-        lock(&self.state).moved = Instant::now();
-        Ok(address as u64)
     }
 
     /// Pieces were written: late tensors that nothing more is written of are dropped.
     fn let_go(&self, pieces: &[Piece]) {
         for piece in pieces {
             if let Origin::Late(number, _) = piece.from {
-                let late = &self.late[number];
-                if late.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-                    let dropped = lock(&late.made).take();
+                let mut state = lock(&self.state);
+                let late = &mut state.late[number];
+                late.left -= 1;
+                if late.left == 0 {
+                    let dropped = std::mem::replace(&mut late.stage, Stage::Away);
+                    drop(state);
                     drop(dropped);
                 }
             }
@@ -736,7 +806,7 @@ fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piec
                 At::Host(address) => Origin::Host(address),
                 At::Gpu(ordinal, address) => Origin::Gpu(ordinal, address),
                 At::Late => {
-                    late.push(Late { tensor, nbytes, made: Mutex::new(None), left: AtomicUsize::new(0) });
+                    late.push(Late { tensor, nbytes, left: 0, stage: Stage::Away });
                     Origin::Late(late.len() - 1, 0)
                 }
             };
@@ -751,7 +821,7 @@ fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piec
         if side_by_side.is_empty() {
             for piece in &pieces {
                 if let Origin::Late(number, _) = piece.from {
-                    late[number].left.fetch_add(1, Ordering::Relaxed);
+                    late[number].left += 1;
                 }
             }
             return Ok((all, pieces, late));
