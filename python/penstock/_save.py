@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,11 +174,10 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return found
 
 
-def _fill(number: int, memory: memoryview, found: Mapping[str, Described]) -> None:
+def _fill(tensor: Described, memory: memoryview) -> None:
     """Writes a tensor that the save wants to its memory, to which nothing refers afterwards."""
-    tensor = next(islice(found.values(), number, None))
     if tensor.fill is None:
-        raise InternalError(f"tensor number {number} is in memory already")
+        raise InternalError("a save wants a tensor that it has")
     with memory:
         tensor.fill(memory)
 
@@ -205,7 +203,8 @@ def _write(
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
-    keep = [d.keep for d in found.values()]
+    listed = list(found.values())
+    keep = [d.keep for d in listed]
     with Meter(progress, "save") as meter:
         save = _core.Save.start(
             folder,
@@ -224,7 +223,8 @@ def _write(
                 over = save.wait(INTERVAL if meter.active else None)
                 wanted = save.wanted()
                 if wanted is not None:
-                    _fill(*wanted, found)
+                    number, memory = wanted
+                    _fill(listed[number], memory)
                     save.supplied()
                 elif over:
                     break

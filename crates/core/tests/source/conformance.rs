@@ -10,7 +10,7 @@ use penstock::source::{
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 type Make = fn(Arc<Files>) -> Box<dyn Source>;
 
@@ -188,6 +188,11 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Rou
     };
     for round in 0..20 {
         std::thread::scope(|scope| scope.spawn(|| one(&sample, round)).join().unwrap());
+    }
+    // A thread that was joined may be listed a moment longer.
+    let until = Instant::now() + Duration::from_secs(1);
+    while belongings() != before && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(belongings(), before, "threads, descriptors");
     assert_eq!(penstock::source::quarantined(), 0);
