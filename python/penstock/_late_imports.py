@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from types import TracebackType
 
 #: Seconds that a fork waits. Longer, and it may be that the import waits for whoever forks.
@@ -20,24 +21,22 @@ class Importing:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._forks = threading.local()
-        self._known = False
+        self._after_logging = False
+        self._tell_forks()
+
+    def _tell_forks(self) -> None:
+        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if not self._known:
-            try:
-                self._tell_forks()
-            except BaseException:
-                self._lock.release()
-                raise
-
-    def _tell_forks(self) -> None:
-        # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
-        # imported meanwhile may want
-        import logging  # noqa: F401
-
-        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
-        self._known = True
+        if not self._after_logging:
+            self._after_logging = True
+            # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
+            # imported meanwhile may want: so this comes again after it. Who may not read the standard library any more
+            # goes without
+            with suppress(ImportError, OSError):
+                import logging  # noqa: F401
+            self._tell_forks()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -45,18 +44,20 @@ class Importing:
         self._lock.release()
 
     def _before(self) -> None:
-        self._forks.held = None
+        held = self._forks.__dict__.setdefault("held", [])
+        held.append(None)
         if self._lock.acquire(timeout=PATIENCE):
-            self._forks.held = self._lock
+            held[-1] = self._lock
 
     def _after(self) -> None:
-        held = getattr(self._forks, "held", None)
-        self._forks.held = None
-        if held is not None:
-            held.release()
+        held = self._forks.__dict__.get("held")
+        lock = held.pop() if held else None
+        if lock is not None:
+            lock.release()
 
     def _in_child(self) -> None:
-        if getattr(self._forks, "held", None) is None:
+        held = self._forks.__dict__.get("held")
+        if not held or held[-1] is None:
             # It is held by a thread that is not here
             self._lock = threading.RLock()
         self._after()
