@@ -30,13 +30,20 @@ class Importing:
     def __enter__(self) -> None:
         self._lock.acquire()
         if not self._after_logging:
-            self._after_logging = True
-            # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
-            # imported meanwhile may want: so this comes again after it. Who may not read the standard library any more
-            # goes without
-            with suppress(ImportError, OSError):
-                import logging  # noqa: F401
-            self._tell_forks()
+            try:
+                self._ask_before_logging()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _ask_before_logging(self) -> None:
+        # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
+        # imported meanwhile may want: so this comes again after it. Who may not read the standard library any more goes
+        # without
+        with suppress(ImportError, OSError):
+            import logging  # noqa: F401
+        self._tell_forks()
+        self._after_logging = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
