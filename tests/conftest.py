@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,12 @@ FAKEGPU = os.environ.get("PENSTOCK_TEST_FAKEGPU")
 if FAKEGPU:
     # Before anything in this process asks for a GPU: the core looks for its driver once
     os.environ["PENSTOCK_GPU_LIBRARY"] = f"cuda:{FAKEGPU}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """What is free where tests write: a full disk fails them in a thousand ways."""
+    folders = (config.rootpath, Path(tempfile.gettempdir()))
+    return "free: " + ", ".join(f"{shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}" for folder in folders)
 
 
 def raw(value: Any) -> bytes:
