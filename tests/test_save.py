@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import penstock
@@ -25,6 +27,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from penstock._dtypes import DTYPES
 from penstock._torch import torch_dtype
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 safetensors = pytest.importorskip("safetensors")
 pytest.importorskip("safetensors.numpy")
@@ -180,6 +183,45 @@ def test_a_later_save_leaves_nothing_of_an_earlier_one(tmp_path: Path):
     for size in (1, 700_000, None, 700_000):
         report = penstock.save(several(), tmp_path, max_shard_size=size, fsync=False)
         assert set(inside(tmp_path)) == {*report.files, "config.json", "adapter.safetensors"}
+
+
+def test_a_link_in_the_directory_is_written_through_and_stays(tmp_path: Path):
+    out, blobs = tmp_path / "out", tmp_path / "blobs"
+    out.mkdir()
+    blobs.mkdir()
+    (blobs / "4f2a").write_bytes(b"")
+    (out / "model.safetensors").symlink_to(blobs / "4f2a")
+    (out / "model-00001-of-00001.safetensors").symlink_to(blobs / "4f2a")
+    penstock.save({"a": torch.ones(3)}, out)
+    assert inside(out) == ["model.safetensors"] and (out / "model.safetensors").is_symlink()
+    assert torch.equal(penstock.open(blobs / "4f2a").load()["a"], torch.ones(3))
+
+
+def test_what_is_left_of_an_earlier_save_and_cannot_be_removed_is_an_error(tmp_path: Path):
+    (tmp_path / "model-00001-of-00002.safetensors").mkdir()
+    with pytest.raises(penstock.WriteError, match="earlier save") as caught:
+        penstock.save({"a": torch.ones(3)}, tmp_path)
+    assert caught.value.path == str(tmp_path / "model-00001-of-00002.safetensors")
+    assert torch.equal(penstock.open(tmp_path / "model.safetensors").load()["a"], torch.ones(3))
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(penstock.NotFoundError, match="make the directory"):
+        penstock.save({"a": torch.ones(3)}, tmp_path / "file" / "inside")
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("fsync", [True, False])
+def test_new_names_and_new_directories_reach_the_disk(tmp_path: Path, fsync: bool):
+    code = "import sys, torch, penstock; penstock.save({'a': torch.ones(9)}, sys.argv[1], fsync=sys.argv[2] == 'True')"
+    log = tmp_path / "log"
+    traced = ["strace", "-f", "-y", "-e", "trace=fsync,rename", "-o", log, sys.executable, "-c", code]
+    subprocess.run([*traced, tmp_path / "new" / "out", str(fsync)], check=True, timeout=120)
+    lines = log.read_text().splitlines()
+    renamed = max(number for number, line in enumerate(lines) if "rename(" in line)
+    synced = {line.split("<")[1].split(">")[0] for line in lines[renamed:] if "fsync(" in line}
+    assert synced == ({str(tmp_path / part) for part in ("", "new", "new/out")} if fsync else set())
 
 
 class Tied(torch.nn.Module):
@@ -620,9 +662,20 @@ def test_a_tensor_that_cannot_be_packed_is_its_own_error(tmp_path: Path):
         raise MemoryError(f"no room to pack {len(memory)} bytes in")
 
     late = penstock._save.Described("F32", (2,), None, None, None, fails)
-    with pytest.raises(MemoryError, match="pack 8 bytes"):
+    with pytest.raises(penstock.OutOfMemoryError, match="tensor late cannot be packed: no room to pack 8 bytes"):
         penstock.save_file({"a": torch.ones(2), "late": late}, tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_from_where_it_is_waits_for_its_turn():
+    """GPUs' tensors too, by those of torch that have all but values: there is no GPU here."""
+    with FakeTensorMode():
+        fake = {device: torch.empty(4, 6, device=device) for device in ("cpu", "cuda")}
+    for device, tensor in fake.items():
+        for late, what in ((False, tensor), (True, tensor.t()), (True, torch.complex(tensor, tensor).conj())):
+            with mock.patch.object(type(what), "data_ptr", lambda _: 64):
+                described = penstock._save.describe("a", what)
+            assert (described.fill is not None, described.address is None) == (late, late), device
 
 
 def test_a_save_that_is_told_of_its_progress(tmp_path: Path):

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 from . import _core, _load
 from ._core import Options
 from ._dtypes import DTYPES
-from ._errors import ArgumentTypeError, InternalError, InvalidError, MissingDtypeError, NoValuesError
+from ._errors import (
+    ArgumentTypeError,
+    InternalError,
+    InvalidError,
+    MissingDtypeError,
+    NoValuesError,
+    OutOfMemoryError,
+    PenstockError,
+)
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
@@ -55,12 +63,8 @@ def _of_torch(name: str, tensor: Any) -> Described:
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
     plain = tensor.detach()
     packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    late = not packed and plain.device.type == "cpu"
-    if not late:
-        plain = plain.resolve_conj().resolve_neg().contiguous()
+    late = not packed or plain.device.type not in ("cpu", "cuda")
     gpu = plain.device.index if plain.device.type == "cuda" else None
-    if gpu is None and plain.device.type != "cpu":
-        plain = plain.cpu()
     try:
         address = plain.data_ptr()
     except RuntimeError:  # of tensors that only stand for others
@@ -77,7 +81,7 @@ def _of_torch(name: str, tensor: Any) -> Described:
 
 
 def fill_torch(tensor: Any, dtype: Any, memory: memoryview) -> None:
-    """Writes a torch tensor of the CPU, packed and cast to ``dtype``, to memory."""
+    """Writes a torch tensor of any device, packed and cast to ``dtype``, to memory."""
     import torch
 
     tensor = tensor.as_subclass(torch.Tensor)  # a subclass might keep the destination
@@ -174,12 +178,18 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return found
 
 
-def _fill(tensor: Described, memory: memoryview) -> None:
+def _fill(name: str, tensor: Described, memory: memoryview) -> None:
     """Writes a tensor that the save wants to its memory, to which nothing refers afterwards."""
     if tensor.fill is None:
         raise InternalError("a save wants a tensor that it has")
-    with memory:
-        tensor.fill(memory)
+    try:
+        with memory:
+            tensor.fill(memory)
+    except PenstockError:
+        raise
+    except Exception as cause:
+        kind = OutOfMemoryError if isinstance(cause, MemoryError) else InvalidError
+        raise kind(f"tensor {name} cannot be packed: {cause}") from cause
 
 
 def _write(
@@ -193,6 +203,8 @@ def _write(
     fsync: bool,
     progress: Progress,
     options: Options | Mapping[str, Any] | None,
+    *,
+    checkpoint: bool,
 ) -> tuple[Report, list[str]]:
     if layout not in LAYOUTS:
         raise InvalidError(f"layout={layout!r}: give one of {', '.join(LAYOUTS)}")
@@ -203,8 +215,8 @@ def _write(
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
-    listed = list(found.values())
-    keep = [d.keep for d in listed]
+    listed = list(found.items())
+    keep = [d.keep for d in found.values()]
     with Meter(progress, "save") as meter:
         save = _core.Save.start(
             folder,
@@ -216,6 +228,7 @@ def _write(
             order=order,
             most=most,
             sync=fsync,
+            checkpoint=checkpoint,
             keep=keep,
         )
         try:
@@ -224,7 +237,7 @@ def _write(
                 wanted = save.wanted()
                 if wanted is not None:
                     number, memory = wanted
-                    _fill(listed[number], memory)
+                    _fill(*listed[number], memory)
                     save.supplied()
                 elif over:
                     break
@@ -277,7 +290,7 @@ def save_file(
 
     Args:
         tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, by name. Those that are not contiguous
-            are copied when their turn comes, a few at a time; on GPUs all of them first.
+            are copied when their turn comes, a few at a time, as are those of other devices.
         filename: The file. One that is there is replaced when the new one is whole, not before.
         metadata: Strings by name, for the header; None writes none.
         layout: "aligned" begins the data at a page and puts tensors in an order in which large ones are aligned;
@@ -294,9 +307,22 @@ def save_file(
     Raises:
         InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
         NoSpaceError, WriteError, AccessError, NotFoundError: the file system; nothing of the new file is left.
+        OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
     """
     path = Path(os.fspath(filename))
-    report, _ = _write(tensors, str(path.parent), path.name, metadata, None, layout, order, fsync, progress, options)
+    report, _ = _write(
+        tensors,
+        str(path.parent),
+        path.name,
+        metadata,
+        None,
+        layout,
+        order,
+        fsync,
+        progress,
+        options,
+        checkpoint=False,
+    )
     return report
 
 
@@ -335,7 +361,6 @@ def save(
         raise InvalidError(f"directory={str(folder)!r} is a file: give a directory, or use save_file")
     if Path(name).name != name or not name:
         raise InvalidError(f"name={name!r}: give a file name")
-    folder.mkdir(parents=True, exist_ok=True)
     report, files = _write(
         tensors,
         str(folder),
@@ -347,19 +372,10 @@ def save(
         fsync,
         progress,
         options,
+        checkpoint=True,
     )
     report["files"] = files
-    _remove_earlier(folder, name, files)
     return report
-
-
-def _remove_earlier(folder: Path, name: str, files: list[str]) -> None:
-    """Removes what an earlier save of the same name has left: a reader of the directory would take it for a part."""
-    stem = re.escape(name.removesuffix(".safetensors"))
-    earlier = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-    for path in folder.iterdir():
-        if earlier.fullmatch(path.name) and path.name not in files:
-            path.unlink(missing_ok=True)
 
 
 def _of_module(module: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -66,6 +66,7 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
         let request = Request {
             plan: plan(&SIZES),
             folder: folder.path().to_path_buf(),
+            checkpoint: None,
             tensors,
             keep: Arc::new(()),
             sync,
@@ -86,7 +87,7 @@ fn late(folder: &Path, contents: &[Vec<u8>], sync: bool, stall_timeout: Duration
     tensors[0] = At::Host(contents[0].as_ptr() as u64);
     let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
     let options = Options { stall_timeout, ..options() };
-    Save::start(Request { plan, folder, tensors, keep: Arc::new(()), sync, options }).unwrap()
+    Save::start(Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }).unwrap()
 }
 
 /// Waits until the save wants a tensor; `None` where it ends first.
@@ -157,7 +158,7 @@ fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
 fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> Request {
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
     let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
-    Request { plan, folder, tensors, keep: Arc::new(()), sync, options }
+    Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }
 }
 
 #[test]

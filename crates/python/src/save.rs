@@ -75,7 +75,7 @@ const WRITABLE: c_int = 0x200;
 #[pymethods]
 impl Save {
     #[staticmethod]
-    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, keep))]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, checkpoint, keep))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -88,6 +88,7 @@ impl Save {
         order: &str,
         most: Option<u64>,
         sync: bool,
+        checkpoint: bool,
         keep: Py<PyAny>,
     ) -> PyResult<Self> {
         let (arrangement, order) = arranged(layout, order)?;
@@ -105,7 +106,8 @@ impl Save {
         let (core, files) = detached(py, || {
             let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
             let files = plan.names();
-            let core = Core::start(Request { plan, folder, tensors: places, keep, sync, options })?;
+            let checkpoint = checkpoint.then(|| name.to_owned());
+            let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
             Ok((core, files))
         })?;
         Ok(Self { core, files })

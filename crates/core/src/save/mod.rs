@@ -12,6 +12,7 @@
 //! Memory is bounded by the slabs, one for each of the crew, and the late tensors that are written in part; how long a
 //! write may hang by the stall timeout.
 
+mod folder;
 mod output;
 mod plan;
 
@@ -27,7 +28,7 @@ use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::source::Fallback;
 use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
-use output::{check_room, sync_folder, Output};
+use output::{check_room, Output};
 use std::borrow::Cow;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
@@ -77,6 +78,9 @@ pub struct Request {
     pub plan: Plan,
     /// The directory of the files.
     pub folder: PathBuf,
+    /// Where the directory is that of a checkpoint of this name: it is made if it is not there, and what an earlier save of
+    /// the name has left in it is removed once the new files have their names.
+    pub checkpoint: Option<String>,
     /// For each tensor of the plan where its bytes are, contiguous.
     pub tensors: Vec<At>,
     /// Keeps the tensors' memory alive.
@@ -191,6 +195,11 @@ struct Work {
     ways: Vec<Way>,
     index: Option<(PathBuf, String)>,
     folder: PathBuf,
+    checkpoint: Option<String>,
+    /// Of the files, the index last.
+    names: Vec<String>,
+    /// Directories that others were made in.
+    with_new_names: Vec<PathBuf>,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
     /// What the files begin with; pieces point into it.
@@ -235,8 +244,9 @@ impl Save {
     /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit`, `OutOfMemory`, `Timeout` of staging memory.
     pub fn start(request: Request) -> Result<Save> {
         let began = Instant::now();
-        let Request { plan, folder, tensors, keep, sync, options } = request;
+        let Request { plan, folder, checkpoint, tensors, keep, sync, options } = request;
         let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
+        let with_new_names = if checkpoint.is_some() { folder::make(&folder)? } else { Vec::new() };
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
         }
@@ -288,6 +298,9 @@ impl Save {
             ways,
             index,
             folder,
+            checkpoint,
+            names: plan.names(),
+            with_new_names,
             chunks,
             pieces,
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
@@ -713,10 +726,15 @@ impl Work {
             }
         }
         outputs.iter_mut().try_for_each(Output::publish)?;
+        if let Some(name) = &self.checkpoint {
+            folder::remove_earlier(&self.folder, name, &self.names)?;
+        }
         if self.sync {
             // Symbolic links may have led elsewhere.
-            let folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
-            folders.into_iter().try_for_each(sync_folder)?;
+            let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
+            folders.extend(self.with_new_names.iter().map(PathBuf::as_path));
+            let refused = folders.into_iter().map(folder::sync).collect::<Result<Vec<_>>>()?;
+            lock(&self.state).report.fallbacks.extend(refused.into_iter().flatten());
         }
         Ok(())
     }

@@ -170,16 +170,6 @@ impl Drop for Output {
     }
 }
 
-/// Waits until the names in a directory are on the disk.
-pub(super) fn sync_folder(folder: &Path) -> Result<()> {
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    match synced {
-        // Some file systems have no such thing for directories.
-        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EROFS | libc::EBADF)) => Ok(()),
-        other => other.map_err(|e| Error::write("bring the directory to the disk", &e).at(folder)),
-    }
-}
-
 /// Where to write for `path`: symbolic links lead on, and what is no regular file is not replaced.
 fn destination(path: &Path) -> Result<PathBuf> {
     let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));

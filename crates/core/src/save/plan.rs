@@ -15,7 +15,8 @@ use std::fmt::Write as _;
 
 /// The longest header that readers of the format accept.
 const LONGEST_HEADER: usize = 100_000_000;
-const SUFFIX: &str = ".safetensors";
+pub(super) const SUFFIX: &str = ".safetensors";
+pub(super) const INDEX_SUFFIX: &str = ".index.json";
 /// Sizes that tensors are sorted by: multiples of the first come first.
 const CLASSES: [u64; 8] = [PAGE, 256, 64, 16, 8, 4, 2, 1];
 
@@ -167,7 +168,7 @@ impl Plan {
     pub(super) fn index_name(&self) -> Option<String> {
         let first = self.files.first().filter(|_| self.index.is_some())?;
         let (stem, _) = first.name.rsplit_once("-00001-of-")?;
-        Some(format!("{stem}{SUFFIX}.index.json"))
+        Some(format!("{stem}{SUFFIX}{INDEX_SUFFIX}"))
     }
 }
 
