@@ -185,41 +185,60 @@ def test_a_later_save_leaves_nothing_of_an_earlier_one(tmp_path: Path):
         assert set(inside(tmp_path)) == {*report.files, "config.json", "adapter.safetensors"}
 
 
-def test_a_link_in_the_directory_is_written_through_and_stays(tmp_path: Path):
-    out, blobs = tmp_path / "out", tmp_path / "blobs"
+@pytest.mark.parametrize("leads_to", ["../blobs/4f2a", "model-00001-of-00001.safetensors"])
+def test_a_link_in_the_directory_is_written_through_and_stays(tmp_path: Path, leads_to: str):
+    out = tmp_path / "out"
     out.mkdir()
-    blobs.mkdir()
-    (blobs / "4f2a").write_bytes(b"")
-    (out / "model.safetensors").symlink_to(blobs / "4f2a")
-    (out / "model-00001-of-00001.safetensors").symlink_to(blobs / "4f2a")
+    (tmp_path / "blobs").mkdir()
+    (out / leads_to).write_bytes(b"")
+    (out / "model.safetensors").symlink_to(leads_to)
+    (out / "model-00007-of-00007.safetensors").symlink_to(leads_to)
     penstock.save({"a": torch.ones(3)}, out)
-    assert inside(out) == ["model.safetensors"] and (out / "model.safetensors").is_symlink()
-    assert torch.equal(penstock.open(blobs / "4f2a").load()["a"], torch.ones(3))
+    assert inside(out) == sorted({"model.safetensors", *([] if "/" in leads_to else [leads_to])})
+    assert (out / "model.safetensors").is_symlink()
+    assert torch.equal(penstock.open(out / leads_to).load()["a"], torch.ones(3))
 
 
-def test_what_is_left_of_an_earlier_save_and_cannot_be_removed_is_an_error(tmp_path: Path):
-    (tmp_path / "model-00001-of-00002.safetensors").mkdir()
-    with pytest.raises(penstock.WriteError, match="earlier save") as caught:
-        penstock.save({"a": torch.ones(3)}, tmp_path)
-    assert caught.value.path == str(tmp_path / "model-00001-of-00002.safetensors")
-    assert torch.equal(penstock.open(tmp_path / "model.safetensors").load()["a"], torch.ones(3))
+def test_what_is_left_of_an_earlier_save_and_cannot_be_removed_is_an_error(tmp_path: Path, python: Callable[..., Any]):
+    code = """
+import os, sys, torch, penstock
+os.chdir(sys.argv[1])
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    penstock.save({"a": torch.ones(3)}, ".")
+except penstock.AccessError as error:
+    print(error.path, error)
+"""
+    if os.getuid():
+        pytest.skip("only root can become somebody else")
+    out, theirs = tmp_path / "out", tmp_path / "out" / "model-00001-of-00002.safetensors"
+    out.mkdir()
+    out.chmod(0o1777)
+    theirs.write_bytes(b"root's")
+    done = python(code, out)
+    path, _, message = done.stdout.partition(" ")
+    assert path == f"./{theirs.name}" and "earlier save (the new one is whole)" in message, done.stderr
+    assert torch.equal(penstock.open(out / "model.safetensors").load()["a"], torch.ones(3))
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(penstock.NotFoundError, match="make the directory"):
         penstock.save({"a": torch.ones(3)}, tmp_path / "file" / "inside")
+    with pytest.raises(penstock.InvalidError, match="it is a file"):
+        penstock.save({"a": torch.ones(3)}, tmp_path / "file")
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("fsync", [True, False])
 def test_new_names_and_new_directories_reach_the_disk(tmp_path: Path, fsync: bool):
     code = "import sys, torch, penstock; penstock.save({'a': torch.ones(9)}, sys.argv[1], fsync=sys.argv[2] == 'True')"
+    if shutil.which("strace") is None or subprocess.run(["strace", "-o", os.devnull, "true"], check=False).returncode:
+        pytest.skip("strace is not installed, or may not trace here")
     log = tmp_path / "log"
-    traced = ["strace", "-f", "-y", "-e", "trace=fsync,rename", "-o", log, sys.executable, "-c", code]
+    traced = ["strace", "-f", "-y", "-e", "trace=fsync,/^rename", "-o", log, sys.executable, "-c", code]
     subprocess.run([*traced, tmp_path / "new" / "out", str(fsync)], check=True, timeout=120)
-    lines = log.read_text().splitlines()
-    renamed = max(number for number, line in enumerate(lines) if "rename(" in line)
+    lines = [line for line in log.read_text().splitlines() if str(tmp_path) in line]
+    renamed = max(number for number, line in enumerate(lines) if "rename" in line)
     synced = {line.split("<")[1].split(">")[0] for line in lines[renamed:] if "fsync(" in line}
     assert synced == ({str(tmp_path / part) for part in ("", "new", "new/out")} if fsync else set())
 
@@ -657,13 +676,27 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, repor
         assert all(bool((found[f"w{i}"] == i).all()) for i in range(32))
 
 
-def test_a_tensor_that_cannot_be_packed_is_its_own_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    "cause, error",
+    [
+        (MemoryError("no room"), penstock.OutOfMemoryError),
+        (torch.cuda.OutOfMemoryError("no room"), penstock.OutOfMemoryError),
+        (RuntimeError("illegal memory access"), penstock.WriteError),
+        (penstock.DeviceError("gone"), penstock.DeviceError),
+    ],
+)
+def test_a_tensor_that_cannot_be_packed_is_named(tmp_path: Path, cause: Exception, error: type[Exception]):
     def fails(memory: memoryview) -> None:
-        raise MemoryError(f"no room to pack {len(memory)} bytes in")
+        assert len(memory) == 8
+        raise cause
 
     late = penstock._save.Described("F32", (2,), None, None, None, fails)
-    with pytest.raises(penstock.OutOfMemoryError, match="tensor late cannot be packed: no room to pack 8 bytes"):
-        penstock.save_file({"a": torch.ones(2), "late": late}, tmp_path / "m.safetensors")
+    tensors = {"a": torch.ones(2), "late": late}
+    text = "^gone$" if cause.__class__ is penstock.DeviceError else f"tensor late cannot be packed: {cause}"
+    with pytest.raises(error, match=text):
+        penstock.save_file(tensors, tmp_path / "m.safetensors")
+    with pytest.raises(error, match=text):
+        penstock._save.to_bytes(tensors, None, layout="compact")
     assert list(tmp_path.iterdir()) == []
 
 

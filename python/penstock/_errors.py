@@ -155,7 +155,7 @@ class ReadError(PenstockError, OSError):
 
 
 class WriteError(PenstockError, OSError):
-    """The operating system reported an I/O error while a file was being written."""
+    """A file could not be written: an I/O error, or a tensor that cannot be packed for it."""
 
     kind = "Write"
 

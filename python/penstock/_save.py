@@ -23,6 +23,7 @@ from ._errors import (
     NoValuesError,
     OutOfMemoryError,
     PenstockError,
+    WriteError,
 )
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
@@ -63,13 +64,14 @@ def _of_torch(name: str, tensor: Any) -> Described:
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
     plain = tensor.detach()
     packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    late = not packed or plain.device.type not in ("cpu", "cuda")
+    known = plain.device.type in ("cpu", "cuda")
+    late = not packed or not known
     gpu = plain.device.index if plain.device.type == "cuda" else None
     try:
-        address = plain.data_ptr()
+        address = plain.data_ptr() if known else 0
     except RuntimeError:  # of tensors that only stand for others
         address = 0
-    if not address and plain.numel():
+    if known and not address and plain.numel():
         kind = type(tensor).__name__
         raise InvalidError(f"tensor {name} is a {kind} without memory of its own: save the tensors that it stands for")
     shape = tuple(plain.shape)
@@ -188,7 +190,9 @@ def _fill(name: str, tensor: Described, memory: memoryview) -> None:
     except PenstockError:
         raise
     except Exception as cause:
-        kind = OutOfMemoryError if isinstance(cause, MemoryError) else InvalidError
+        torch = sys.modules.get("torch")
+        full = (MemoryError, torch.cuda.OutOfMemoryError) if torch is not None else MemoryError
+        kind = OutOfMemoryError if isinstance(cause, full) else WriteError
         raise kind(f"tensor {name} cannot be packed: {cause}") from cause
 
 
@@ -256,14 +260,14 @@ def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, 
     listed = list(found.items())
     heads = [(name, d.dtype, d.shape) for name, d in listed]
     head, order = _core.head(heads, _checked(metadata), layout=layout, order="file")
-    return b"".join([head, *(_bytes_of(listed[number][1]) for number in order)])
+    return b"".join([head, *(_bytes_of(*listed[number]) for number in order)])
 
 
-def _bytes_of(tensor: Described) -> memoryview | bytes | bytearray:
+def _bytes_of(name: str, tensor: Described) -> memoryview | bytes | bytearray:
     if tensor.fill is not None:
         memory = bytearray(DTYPES[tensor.dtype].bits * prod(tensor.shape) // 8)
         if memory:
-            tensor.fill(memoryview(memory))
+            _fill(name, tensor, memoryview(memory))
         return memory
     kept: Any = tensor.keep
     if hasattr(kept, "untyped_storage"):
@@ -306,7 +310,8 @@ def save_file(
 
     Raises:
         InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
-        NoSpaceError, WriteError, AccessError, NotFoundError: the file system; nothing of the new file is left.
+        NoSpaceError, WriteError, AccessError, NotFoundError: the file system; the old file is what it was, unless the
+            message says that the directory could not be brought to the disk. WriteError: a tensor cannot be packed.
         OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
     """
     path = Path(os.fspath(filename))
@@ -353,17 +358,15 @@ def save(
             tensor that is larger has a file of its own.
         name: Of the file, and of which the shards' names are made.
 
-    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names.
+    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names. Where a file
+    of an earlier save cannot be removed, the new ones have their names all the same, and the error says so.
     """
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
-    folder = Path(os.fspath(directory))
-    if folder.exists() and not folder.is_dir():
-        raise InvalidError(f"directory={str(folder)!r} is a file: give a directory, or use save_file")
     if Path(name).name != name or not name:
         raise InvalidError(f"name={name!r}: give a file name")
     report, files = _write(
         tensors,
-        str(folder),
+        str(Path(os.fspath(directory))),
         name,
         {**more, **(metadata or {})} if more or metadata is not None else None,
         size_of(max_shard_size),

@@ -1,54 +1,103 @@
 //! Directories of checkpoints: made where they are not there, cleared of earlier saves, brought to the disk.
 
+use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::source::Fallback;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Makes a directory and those that it is in, as far as they are missing. Returns those that have got a new name.
-pub(super) fn make(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut with_new_names = Vec::new();
-    let mut folder_or_above = folder;
-    while !folder_or_above.exists() {
-        folder_or_above = match folder_or_above.parent() {
-            Some(above) if !above.as_os_str().is_empty() => above,
-            _ => Path::new("."),
-        };
-        with_new_names.push(folder_or_above.to_path_buf());
-    }
-    fs::create_dir_all(folder).map_err(|e| Error::write("make the directory", &e).at(folder))?;
-    Ok(with_new_names)
+/// A checkpoint's directory.
+pub(super) struct Folder {
+    path: PathBuf,
+    /// Directories that others were made in.
+    with_new_names: Vec<PathBuf>,
+    /// What an earlier save of the same name has left, when this one began.
+    earlier: Vec<(PathBuf, Identity)>,
 }
 
-/// Removes what an earlier save of the same name has left: a reader of the directory would take it for a part.
-pub(super) fn remove_earlier(folder: &Path, name: &str, kept: &[String]) -> Result<()> {
-    let listed = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-    let failed = |cause: &io::Error| Error::write("look for files of an earlier save", cause).at(folder);
-    for entry in listed.map_err(|e| failed(&e))? {
-        let found = entry.file_name();
-        if !found.to_str().is_some_and(|found| belongs(found, name) && !kept.iter().any(|k| k == found)) {
-            continue;
-        }
-        let path = entry.path();
-        match fs::remove_file(&path) {
-            Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
-                return Err(Error::write("remove this file of an earlier save, the new one is whole", &cause).at(path));
+/// What tells a file from another one that has its name later: device, inode, and when it was written.
+type Identity = (u64, u64, i64, i64);
+
+fn identity(found: &Metadata) -> Identity {
+    (found.dev(), found.ino(), found.mtime(), found.mtime_nsec())
+}
+
+impl Folder {
+    /// Makes the directory and those that it is in, as far as they are missing, and looks at what is there.
+    pub(super) fn new(path: &Path, name: &str) -> Result<Folder> {
+        let mut with_new_names = Vec::new();
+        for missing in path.ancestors().filter(|p| !p.as_os_str().is_empty()) {
+            match fs::metadata(missing) {
+                Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
+                    with_new_names.push(parent(missing).to_path_buf());
+                }
+                Ok(found) if !found.is_dir() && missing == path => {
+                    let text = "it is a file: give a directory, or save to one file";
+                    return Err(Error::new(ErrorKind::Invalid, text).at(path));
+                }
+                _ => break,
             }
-            _ => {}
         }
+        fs::create_dir_all(path).map_err(|e| Error::write("make the directory", &e).at(path))?;
+        let listed = fs::read_dir(path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let mut earlier = Vec::new();
+        for entry in listed.map_err(|e| Error::write("look for files of an earlier save", &e).at(path))? {
+            if entry.file_name().to_str().is_some_and(|found| belongs(found, name)) {
+                match entry.metadata() {
+                    Ok(found) if !found.is_dir() => earlier.push((entry.path(), identity(&found))),
+                    // Nothing that a save has left, or gone by now.
+                    _ => {}
+                }
+            }
+        }
+        Ok(Folder { path: path.to_path_buf(), with_new_names, earlier })
     }
-    Ok(())
+
+    /// Removes what an earlier save has left, a reader of the directory would take it for a part: but for files of these
+    /// names, files that these paths lead to, and what somebody else has put in its place. Whether there was anything.
+    pub(super) fn remove_earlier(&self, names: &[String], outputs: &[&Path]) -> Result<bool> {
+        let files = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+        let written: Vec<_> = outputs.iter().filter_map(|path| files(path).ok()).collect();
+        let mut removed = false;
+        for (path, before) in &self.earlier {
+            let Ok(now) = fs::symlink_metadata(path) else { continue };
+            let ours = names.iter().any(|name| path.file_name() == Some(name.as_ref()))
+                || written.contains(&(now.dev(), now.ino()));
+            if ours || identity(&now) != *before {
+                continue;
+            }
+            match fs::remove_file(path) {
+                Ok(()) => removed = true,
+                Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
+                Err(cause) => {
+                    let doing = "remove this file of an earlier save (the new one is whole)";
+                    return Err(Error::write(doing, &cause).at(path));
+                }
+            }
+        }
+        Ok(removed)
+    }
+
+    /// Directories with new names in them, apart from itself.
+    pub(super) fn above(&self) -> impl Iterator<Item = &Path> {
+        self.with_new_names.iter().map(PathBuf::as_path)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
 }
 
 /// Whether a file is one that a save called `name` may have written.
 fn belongs(found: &str, name: &str) -> bool {
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
     let Some(rest) = found.strip_prefix(name.strip_suffix(SUFFIX).unwrap_or(name)) else { return false };
-    let rest = rest.strip_suffix(INDEX_SUFFIX).unwrap_or(rest);
-    match rest.strip_suffix(SUFFIX) {
-        Some("") => true,
+    let index = rest.strip_suffix(INDEX_SUFFIX);
+    match index.unwrap_or(rest).strip_suffix(SUFFIX) {
+        Some("") => index.is_some() || found == name,
         Some(number) => {
             number.strip_prefix('-').and_then(|n| n.split_once("-of-")).is_some_and(|(n, of)| digits(n) && digits(of))
         }
@@ -61,7 +110,9 @@ fn belongs(found: &str, name: &str) -> bool {
 pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
     let Err(cause) = File::open(folder).and_then(|folder| folder.sync_all()) else { return Ok(None) };
     match cause.raw_os_error() {
-        Some(libc::EINVAL | libc::EROFS | libc::EBADF | libc::EACCES) => {
+        Some(
+            libc::EINVAL | libc::EROFS | libc::EBADF | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS,
+        ) => {
             let reason = format!("{}: {cause}", folder.display());
             Ok(Some(Fallback { from: "fsync of the directory", to: "none", reason }))
         }
@@ -75,39 +126,77 @@ mod tests {
 
     #[test]
     fn only_files_of_the_same_name_belong_to_an_earlier_save() {
-        for name in ["model.safetensors", "model"] {
-            for theirs in [
-                "model.safetensors",
-                "model.safetensors.index.json",
-                "model-00001-of-00002.safetensors",
-                "model-00001-of-00002.safetensors.index.json",
-            ] {
-                assert!(belongs(theirs, name), "{theirs}");
-            }
-            for other in [
-                "model",
-                "model.json",
-                "model.index.json",
-                "model-1-of-2.safetensors",
-                "model-00001-of-000002.safetensors",
-                "model-00001-00002.safetensors",
-                "model-x0001-of-00002.safetensors",
-                "model_adapter.safetensors",
-                "xmodel.safetensors",
-                "model.safetensors.bak",
-            ] {
-                assert!(!belongs(other, name), "{other}");
-            }
+        let theirs = [
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "model-00001-of-00002.safetensors.index.json",
+        ];
+        for found in theirs {
+            assert!(belongs(found, "model.safetensors"), "{found}");
+        }
+        for found in &theirs[1..] {
+            assert!(belongs(found, "model"), "{found}");
+        }
+        assert!(!belongs("model.safetensors", "model"));
+        for other in [
+            "model",
+            "model.json",
+            "model.index.json",
+            "model-1-of-2.safetensors",
+            "model-00001-of-000002.safetensors",
+            "model-00001-00002.safetensors",
+            "model-x0001-of-00002.safetensors",
+            "model_adapter.safetensors",
+            "xmodel.safetensors",
+            "model.safetensors.bak",
+        ] {
+            assert!(!belongs(other, "model.safetensors"), "{other}");
         }
     }
 
     #[test]
-    fn made_directories_are_named_in_those_above() {
+    fn directories_that_others_were_made_in_are_known() {
         let inside = tempfile::tempdir().unwrap();
         let (a, b) = (inside.path().join("a"), inside.path().join("a/b"));
-        assert_eq!(make(&b).unwrap(), [a.clone(), inside.path().to_path_buf()]);
+        let made = Folder::new(&b, "m").unwrap();
+        assert_eq!(made.with_new_names, [a, inside.path().to_path_buf()]);
         assert!(b.is_dir());
-        assert_eq!(make(&b).unwrap(), Vec::<PathBuf>::new());
-        assert_eq!(make(Path::new(".")).unwrap(), Vec::<PathBuf>::new());
+        let round = inside.path().join("c/../d");
+        Folder::new(&round, "m").unwrap();
+        for there in [b, round, PathBuf::from("."), PathBuf::from("..")] {
+            assert_eq!(Folder::new(&there, "m").unwrap().with_new_names, Vec::<PathBuf>::new(), "{}", there.display());
+        }
+        File::create(inside.path().join("file")).unwrap();
+        assert_eq!(Folder::new(&inside.path().join("file"), "m").err().unwrap().kind(), ErrorKind::Invalid);
+        assert_eq!(Folder::new(&inside.path().join("file/in"), "m").err().unwrap().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn what_others_put_there_meanwhile_stays() {
+        let inside = tempfile::tempdir().unwrap();
+        let at = |name: &str| inside.path().join(name);
+        for name in ["m.safetensors", "m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"] {
+            File::create(at(name)).unwrap();
+        }
+        std::fs::create_dir(at("m-00001-of-00001.safetensors")).unwrap();
+        let folder = Folder::new(inside.path(), "m.safetensors").unwrap();
+        std::fs::write(at("new"), "by another save").unwrap();
+        std::fs::rename(at("new"), at("m-00001-of-00002.safetensors")).unwrap();
+        std::fs::write(at("m-00001-of-00003.safetensors"), "by another save").unwrap();
+        assert!(folder.remove_earlier(&["m.safetensors".into()], &[&at("m.safetensors")]).unwrap());
+        assert!(!folder.remove_earlier(&["m.safetensors".into()], &[&at("m.safetensors")]).unwrap());
+        let mut left: Vec<_> =
+            fs::read_dir(inside.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        left.sort();
+        assert_eq!(
+            left,
+            [
+                "m-00001-of-00001.safetensors",
+                "m-00001-of-00002.safetensors",
+                "m-00001-of-00003.safetensors",
+                "m.safetensors"
+            ]
+        );
     }
 }

@@ -28,6 +28,7 @@ use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::source::Fallback;
 use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use folder::Folder;
 use output::{check_room, Output};
 use std::borrow::Cow;
 use std::collections::{BTreeSet, VecDeque};
@@ -195,11 +196,9 @@ struct Work {
     ways: Vec<Way>,
     index: Option<(PathBuf, String)>,
     folder: PathBuf,
-    checkpoint: Option<String>,
+    checkpoint: Option<Folder>,
     /// Of the files, the index last.
     names: Vec<String>,
-    /// Directories that others were made in.
-    with_new_names: Vec<PathBuf>,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
     /// What the files begin with; pieces point into it.
@@ -246,7 +245,7 @@ impl Save {
         let began = Instant::now();
         let Request { plan, folder, checkpoint, tensors, keep, sync, options } = request;
         let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
-        let with_new_names = if checkpoint.is_some() { folder::make(&folder)? } else { Vec::new() };
+        let checkpoint = checkpoint.map(|name| Folder::new(&folder, &name)).transpose()?;
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
         }
@@ -300,7 +299,6 @@ impl Save {
             folder,
             checkpoint,
             names: plan.names(),
-            with_new_names,
             chunks,
             pieces,
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
@@ -726,16 +724,25 @@ impl Work {
             }
         }
         outputs.iter_mut().try_for_each(Output::publish)?;
-        if let Some(name) = &self.checkpoint {
-            folder::remove_earlier(&self.folder, name, &self.names)?;
-        }
         if self.sync {
             // Symbolic links may have led elsewhere.
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
-            folders.extend(self.with_new_names.iter().map(PathBuf::as_path));
-            let refused = folders.into_iter().map(folder::sync).collect::<Result<Vec<_>>>()?;
-            lock(&self.state).report.fallbacks.extend(refused.into_iter().flatten());
+            folders.extend(self.checkpoint.iter().flat_map(Folder::above));
+            folders.into_iter().try_for_each(|folder| self.settle(folder))?;
         }
+        if let Some(folder) = &self.checkpoint {
+            let written: Vec<&Path> = outputs.iter().map(Output::path).collect();
+            if folder.remove_earlier(&self.names, &written)? && self.sync {
+                self.settle(folder.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings names in a directory to the disk.
+    fn settle(&self, folder: &Path) -> Result<()> {
+        let refused = folder::sync(folder)?;
+        lock(&self.state).report.fallbacks.extend(refused);
         Ok(())
     }
 }

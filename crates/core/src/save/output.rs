@@ -190,7 +190,8 @@ fn destination(path: &Path) -> Result<PathBuf> {
     }
 }
 
-fn parent(path: &Path) -> &Path {
+/// The directory that something is in.
+pub(super) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
