@@ -358,8 +358,8 @@ def save(
             tensor that is larger has a file of its own.
         name: Of the file, and of which the shards' names are made.
 
-    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names. Where a file
-    of an earlier save cannot be removed, the new ones have their names all the same, and the error says so.
+    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names. Where a
+    file of an earlier save cannot be removed, the new ones have their names all the same, and the error says so.
     """
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     if Path(name).name != name or not name:
