@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ordeal
+import pagecache
 import penstock
 import pytest
 from ordeal import begin, finish, run
@@ -212,7 +213,7 @@ for _ in range(2):
     print(checkpoint.last_report.resident_bytes)
 """
         )
-        ordeal.evict(mine)
+        pagecache.evict(mine)
         first, second = map(int, run(program, mine, timeout=LIMIT).split())
         # mincore would tell a stranger that all of it was resident; what is asked instead does not
         assert first < mine.stat().st_size / 2
