@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,9 +19,21 @@ def runs(offset: int, shape: tuple[int, ...], size: int, index: Any) -> list[Ran
 
     offset: of the tensor's first byte. size: bytes of an element.
     """
-    places = np.unique(np.arange(int(np.prod(shape))).reshape(shape)[index])
-    found = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-    return [(offset + int(run[0]) * size, offset + (int(run[-1]) + 1) * size) for run in found if run.size]
+    wanted = np.zeros(shape, dtype=bool)
+    wanted[index] = True
+    places = np.flatnonzero(wanted)
+    if not places.size:
+        return []
+    ends = np.flatnonzero(np.diff(places) != 1)
+    first, last = places[[0, *(ends + 1)]], places[[*ends, -1]]
+    return list(zip((offset + first * size).tolist(), (offset + (last + 1) * size).tolist(), strict=True))
+
+
+def within(ranges: list[Range], first: int, past: int) -> Range | None:
+    """From the first to the last byte of ascending ranges that lies between these two; None if none does."""
+    begin = bisect.bisect_right(ranges, first, key=lambda r: r[1])
+    end = bisect.bisect_left(ranges, past, key=lambda r: r[0])
+    return (max(ranges[begin][0], first), min(ranges[end - 1][1], past)) if begin < end else None
 
 
 def down(at: int, unit: int = PAGE) -> int:
@@ -51,9 +64,8 @@ def reads(
         while at < end:
             left, furthest = end - at, down(at + extent, cut)
             past = end if left <= extent else min(up(at + left // 2, cut), furthest) if left < 2 * extent else furthest
-            inside = [(max(a, at), min(b, past)) for a, b in span if a < past and b > at]
-            if inside:
-                first, last = inside[0][0], inside[-1][1]
+            if inside := within(span, at, past):
+                first, last = inside
                 yield (down(first), min(up(last), size)) if pages else (first, last)
             at = past
 
