@@ -41,6 +41,16 @@ def pytest_report_header(config: pytest.Config) -> str:
     return "free: " + ", ".join(f"{shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}" for folder in folders)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What libraries and tests are made of is no garbage, and each of many collections would look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
+
+
 def raw(value: Any) -> bytes:
     """The bytes of a torch tensor, numpy array or DLPack object."""
     if isinstance(value, torch.Tensor):

@@ -6,7 +6,7 @@ Every model is made here, tiny and random. A library that is not installed is sk
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,12 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Iterator[Path]:
+def checkpoint(tmp_path: Path) -> Path:
     """A model of transformers in shards. After each of them accelerate collects garbage: of what is there now, none."""
     llama().save_pretrained(tmp_path / "model", max_shard_size="48KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     gc.freeze()
-    yield tmp_path / "model"
-    gc.unfreeze()
+    return tmp_path / "model"
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["none", "cpu"])
