@@ -34,6 +34,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """A model of transformers in shards. After each of them accelerate collects garbage: of what is there now, none."""
     llama().save_pretrained(tmp_path / "model", max_shard_size="48KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    gc.collect()
     gc.freeze()
     return tmp_path / "model"
 

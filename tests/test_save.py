@@ -185,6 +185,23 @@ def test_a_later_save_leaves_nothing_of_an_earlier_one(tmp_path: Path):
         assert set(inside(tmp_path)) == {*report.files, "config.json", "adapter.safetensors"}
 
 
+def test_links_of_links_and_of_an_index_stay(tmp_path: Path):
+    out, blobs = tmp_path / "out", tmp_path / "blobs"
+    out.mkdir()
+    blobs.mkdir()
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (blobs / name).write_bytes(b"")
+        (out / name).symlink_to(blobs / name)
+    report = penstock.save({"a": torch.ones(3), "b": torch.zeros(4)}, out, max_shard_size=16)
+    assert inside(out) == sorted(report.files) and len(report.files) == 3
+    assert torch.equal(penstock.open(out).load()["b"], torch.zeros(4))
+    assert (out / "model.safetensors.index.json").is_symlink()
+    (out / "model.safetensors").symlink_to("model-00001-of-00002.safetensors")
+    penstock.save({"a": torch.ones(5)}, out)
+    assert inside(out) == ["model-00001-of-00002.safetensors", "model.safetensors"]
+    assert torch.equal(penstock.open(out / "model.safetensors").load()["a"], torch.ones(5))
+
+
 @pytest.mark.parametrize("leads_to", ["../blobs/4f2a", "model-00001-of-00001.safetensors"])
 def test_a_link_in_the_directory_is_written_through_and_stays(tmp_path: Path, leads_to: str):
     out = tmp_path / "out"
@@ -709,6 +726,7 @@ def test_what_cannot_be_written_from_where_it_is_waits_for_its_turn():
             with mock.patch.object(type(what), "data_ptr", lambda _: 64):
                 described = penstock._save.describe("a", what)
             assert (described.fill is not None, described.address is None) == (late, late), device
+            assert described.gpu == (0 if device == "cuda" and not late else None)
 
 
 def test_a_save_that_is_told_of_its_progress(tmp_path: Path):

@@ -353,7 +353,7 @@ def save(
         tensors_or_module: Tensors by name as for `save_file`, or a torch module, of which tied tensors are saved once
             (the metadata says under which name, and "format": "pt").
         directory: Made if it is not there. Shards and indexes of an earlier save there are removed once the new ones
-            have their names.
+            have their names, but for those that somebody has changed meanwhile.
         max_shard_size: Most bytes of tensors in one file, as a number or such as "5GB" or "4.5GiB"; None is no limit. A
             tensor that is larger has a file of its own.
         name: Of the file, and of which the shards' names are made.

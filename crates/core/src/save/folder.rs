@@ -4,6 +4,7 @@ use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::Fallback;
+use std::collections::HashSet;
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -17,6 +18,9 @@ pub(super) struct Folder {
     /// What an earlier save of the same name has left, when this one began.
     earlier: Vec<(PathBuf, Identity)>,
 }
+
+/// Links that lead to one another, as many as Linux follows.
+const MOST_LINKS: usize = 41;
 
 /// What tells a file from another one that has its name later: device, inode, and when it was written.
 type Identity = (u64, u64, i64, i64);
@@ -53,20 +57,20 @@ impl Folder {
                 }
             }
         }
+        // Should one of them stay, better one without an index than an index without shards.
+        earlier.sort_by_key(|(path, _)| path.extension().is_none_or(|e| e != "json"));
         Ok(Folder { path: path.to_path_buf(), with_new_names, earlier })
     }
 
     /// Removes what an earlier save has left, a reader of the directory would take it for a part: but for files of these
-    /// names, files that these paths lead to, and what somebody else has put in its place. Whether there was anything.
-    pub(super) fn remove_earlier(&self, names: &[String], outputs: &[&Path]) -> Result<bool> {
-        let files = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
-        let written: Vec<_> = outputs.iter().filter_map(|path| files(path).ok()).collect();
-        let mut removed = false;
+    /// names, what they lead to, and what somebody else has put in its place. Whether there was anything. Goes on after an
+    /// error, the first of which it returns.
+    pub(super) fn remove_earlier(&self, names: &[String]) -> Result<bool> {
+        let ours: HashSet<_> = names.iter().flat_map(|name| led_to(self.path.join(name))).collect();
+        let (mut removed, mut failed) = (false, None);
         for (path, before) in &self.earlier {
             let Ok(now) = fs::symlink_metadata(path) else { continue };
-            let ours = names.iter().any(|name| path.file_name() == Some(name.as_ref()))
-                || written.contains(&(now.dev(), now.ino()));
-            if ours || identity(&now) != *before {
+            if ours.contains(&(now.dev(), now.ino())) || identity(&now) != *before {
                 continue;
             }
             match fs::remove_file(path) {
@@ -74,11 +78,11 @@ impl Folder {
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
                 Err(cause) => {
                     let doing = "remove this file of an earlier save (the new one is whole)";
-                    return Err(Error::write(doing, &cause).at(path));
+                    failed.get_or_insert(Error::write(doing, &cause).at(path));
                 }
             }
         }
-        Ok(removed)
+        failed.map_or(Ok(removed), Err)
     }
 
     /// Directories with new names in them, apart from itself.
@@ -89,6 +93,19 @@ impl Folder {
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Device and inode of a file, and if it is a link of all that it leads to.
+fn led_to(mut path: PathBuf) -> Vec<(u64, u64)> {
+    let mut found = Vec::new();
+    while let (Ok(file), true) = (fs::symlink_metadata(&path), found.len() < MOST_LINKS) {
+        found.push((file.dev(), file.ino()));
+        match fs::read_link(&path) {
+            Ok(target) => path = parent(&path).join(target),
+            Err(_) => break,
+        }
+    }
+    found
 }
 
 /// Whether a file is one that a save called `name` may have written.
@@ -184,8 +201,8 @@ mod tests {
         std::fs::write(at("new"), "by another save").unwrap();
         std::fs::rename(at("new"), at("m-00001-of-00002.safetensors")).unwrap();
         std::fs::write(at("m-00001-of-00003.safetensors"), "by another save").unwrap();
-        assert!(folder.remove_earlier(&["m.safetensors".into()], &[&at("m.safetensors")]).unwrap());
-        assert!(!folder.remove_earlier(&["m.safetensors".into()], &[&at("m.safetensors")]).unwrap());
+        assert!(folder.remove_earlier(&["m.safetensors".into()]).unwrap());
+        assert!(!folder.remove_earlier(&["m.safetensors".into()]).unwrap());
         let mut left: Vec<_> =
             fs::read_dir(inside.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         left.sort();
@@ -198,5 +215,24 @@ mod tests {
                 "m.safetensors"
             ]
         );
+    }
+    #[test]
+    fn an_index_goes_first() {
+        let inside = tempfile::tempdir().unwrap();
+        let shards: Vec<String> = (1..=9).map(|i| format!("m-{i:05}-of-00009.safetensors")).collect();
+        for name in shards.iter().map(String::as_str).chain(["m.safetensors.index.json"]) {
+            File::create(inside.path().join(name)).unwrap();
+        }
+        let folder = Folder::new(inside.path(), "m.safetensors").unwrap();
+        let first = folder.earlier[0].0.file_name().unwrap();
+        assert_eq!((first.to_str(), folder.earlier.len()), (Some("m.safetensors.index.json"), 10));
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_brought_to_the_disk_is_told() {
+        assert!(sync(Path::new(".")).unwrap().is_none());
+        let told = sync(Path::new("/proc/self")).unwrap().unwrap();
+        assert!(told.reason.starts_with("/proc/self: "), "{}", told.reason);
+        assert_eq!(sync(Path::new("/proc/self/nowhere")).unwrap_err().kind(), ErrorKind::NotFound);
     }
 }

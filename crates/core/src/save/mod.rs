@@ -713,9 +713,10 @@ impl Work {
             output.seal(self.sync)?;
             outputs.push(output);
         }
+        let index = outputs.last().filter(|_| self.index.is_some()).map(Output::path);
         lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
         given_up()?;
-        if let Some((path, _)) = &self.index {
+        if let Some(path) = index {
             // Shards of an earlier save are replaced one by one: with some of them its index must not say that they are one.
             if let Err(cause) = std::fs::remove_file(path) {
                 if cause.kind() != io::ErrorKind::NotFound {
@@ -731,8 +732,7 @@ impl Work {
             folders.into_iter().try_for_each(|folder| self.settle(folder))?;
         }
         if let Some(folder) = &self.checkpoint {
-            let written: Vec<&Path> = outputs.iter().map(Output::path).collect();
-            if folder.remove_earlier(&self.names, &written)? && self.sync {
+            if folder.remove_earlier(&self.names)? && self.sync {
                 self.settle(folder.path())?;
             }
         }
@@ -741,8 +741,12 @@ impl Work {
 
     /// Brings names in a directory to the disk.
     fn settle(&self, folder: &Path) -> Result<()> {
-        let refused = folder::sync(folder)?;
-        lock(&self.state).report.fallbacks.extend(refused);
+        if let Some(refused) = folder::sync(folder)? {
+            let fallbacks = &mut lock(&self.state).report.fallbacks;
+            if fallbacks.iter().all(|known| known.reason != refused.reason) {
+                fallbacks.push(refused);
+            }
+        }
         Ok(())
     }
 }
