@@ -49,7 +49,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_ends_it_within_two_seconds_and_leaves_nothing(slow, tmp_path, way):
+def test_ctrl_c_ends_it_within_half_a_second_and_leaves_nothing(slow, tmp_path, way):
     if way == "safe_open":
         slow = ordeal.write(tmp_path / "one.safetensors", 1, 1 << 30, sparse=True)
     program = (
@@ -66,7 +66,7 @@ with ordeal.Unchanged(1200 << 20 if into else 80 << 20):
         print("not interrupted")
     except KeyboardInterrupt:
         took = time.monotonic() - float(sys.stdin.readline())
-        print("interrupted", took < 2.0, took, flush=True)
+        print("interrupted", took < 0.5, took, flush=True)
 ordeal.same(small.load(framework="np", options=dict(copy=True)), sys.argv[2])
 print("loads again")
 """
@@ -93,7 +93,7 @@ job = checkpoint.start(framework="np", options=SLOW)
 sent = time.monotonic() + 0.3
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 assert not job.wait(1.5)
-print(len(seen), seen[0] - sent < 1.0)
+print(len(seen), seen[0] - sent < 0.5)
 job.cancel()
 """
     )
@@ -161,7 +161,7 @@ def test_a_stream_that_is_dropped_closed_or_never_begun(slow):
             next(stream)
             began = time.monotonic()
             stream.close()
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 0.5
             with pytest.raises(StopIteration):
                 next(stream)
             checkpoint.stream(framework="np", options=SLOW)
@@ -175,7 +175,7 @@ def test_a_job_that_is_dropped_ends(slow):
             began = time.monotonic()
             del job
             gc.collect()
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 1.0
             soon(lambda: not ordeal.threads())
 
 

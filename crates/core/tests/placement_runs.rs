@@ -320,5 +320,5 @@ fn a_pattern_of_many_stars_is_answered_at_once() {
     let c = named(&[&name]);
     let start = std::time::Instant::now();
     assert!(names_matching(&c, &["*a".repeat(60) + "b"]).is_err());
-    assert!(start.elapsed().as_secs() < 10, "backtracking is bounded");
+    assert!(start.elapsed().as_secs() < 2, "backtracking is bounded");
 }

@@ -263,7 +263,7 @@ fn a_slice_of_more_pieces_than_memory_holds_is_refused_by_name() {
     };
     let begun = Instant::now();
     let refused = Layout::new(&c, &[Want::part(0, region(70_000))], &Target::Gpu, Order::File, LIMITS.gap).unwrap_err();
-    assert!(begun.elapsed().as_secs() < 5);
+    assert!(begun.elapsed().as_secs() < 1);
     assert_eq!(refused.kind(), penstock::ErrorKind::Limit);
     let text = refused.to_string();
     assert!(text.contains("`knots`") && text.contains("17920000 pieces") && text.contains("`gap`"), "{text}");

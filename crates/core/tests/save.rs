@@ -131,7 +131,7 @@ fn a_save_that_waits_for_a_tensor_can_be_given_up() {
         assert!(wants(&save).is_some());
         let begun = Instant::now();
         save.close();
-        assert!(begun.elapsed() < Duration::from_millis(1500), "threads were left behind");
+        assert!(begun.elapsed() < Duration::from_secs(1), "threads were left behind");
         assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
