@@ -232,9 +232,13 @@ except penstock.AccessError as error:
     out.mkdir()
     out.chmod(0o1777)
     theirs.write_bytes(b"root's")
+    for end in ("-00001-of-00001.safetensors", "-00002-of-00002.safetensors", ".safetensors.index.json"):
+        (out / f"model{end}").touch()
+        os.chown(out / f"model{end}", 65534, 65534)
     done = python(code, out)
     path, _, message = done.stdout.partition(" ")
     assert path == f"./{theirs.name}" and "earlier save (the new one is whole)" in message, done.stderr
+    assert inside(out) == sorted(["model.safetensors", theirs.name])  # what can be removed is
     assert torch.equal(penstock.open(out / "model.safetensors").load()["a"], torch.ones(3))
 
 

@@ -216,6 +216,7 @@ mod tests {
             ]
         );
     }
+
     #[test]
     fn an_index_goes_first() {
         let inside = tempfile::tempdir().unwrap();
