@@ -30,9 +30,13 @@ print([m for m in ("torch", "numpy") if m in sys.modules])
     assert run.stdout.strip() == "[]", run.stderr
 
 
-def test_importing_takes_less_than_a_tenth_of_a_second(python):
+def test_importing_takes_less_than_a_tenth_of_a_second(python, tmp_path):
     code = "import time; t = time.perf_counter(); import penstock; print(time.perf_counter() - t)"
-    assert any(float(python(code).stdout) < 0.1 for _ in range(10))  # undisturbed once
+    # pip compiles what it installs; this tree may not be compiled, or its environment may ask for no bytecode
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    python(code, **compiled)
+    assert any(tmp_path.rglob("_checkpoint.*.pyc"))
+    assert any(float(python(code, **compiled).stdout) < 0.1 for _ in range(5))  # undisturbed once
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy", "safetensors", "tqdm"])

@@ -115,7 +115,7 @@ class Machine:
             self.slices[more] = part
             return getattr(part, what)() if kind == "ask" else part[what]
         except Exception as error:
-            return error
+            return error.with_traceback(None)  # whose frames would keep this file open until the garbage collector runs
         except BaseException as error:
             if self.package is penstock or kind != "index" or str(error) != "capacity overflow":
                 raise
