@@ -453,7 +453,7 @@ for engine_and_workers in (1, 100):
     assert out.splitlines() == ["[] True"] * 2
 
 
-def test_a_checkpoint_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, cgroup):
+def test_a_copy_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, cgroup):
     group, limit = cgroup
     path = ordeal.write(tmp_path / "model.safetensors", 20, 10_000_000)
     ordeal.evict(path)
@@ -463,7 +463,7 @@ def test_a_checkpoint_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, c
 open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
 open(sys.argv[2] + "/" + sys.argv[3], "w").write(str(350_000_000))
 checkpoint = penstock.open(path)
-tensors = checkpoint.load(framework="np")
+tensors = checkpoint.load(framework="np", options=dict(copy=True))
 r = checkpoint.last_report
 from itertools import islice
 data, header = ordeal.entries(path)
@@ -480,6 +480,60 @@ print(r.cache_reason)
     assert code == 0, f"{code}: killed for its memory? {err}"
     assert out.startswith("bypass True\n"), out
     assert "do not fit" in out
+
+
+def test_a_checkpoint_that_is_larger_than_its_cgroup_is_mapped(tmp_path, cgroup):
+    """The kernel drops pages of a mapping and reads them again, where private memory gets the process killed."""
+    group, limit = cgroup
+    path = ordeal.write(tmp_path / "model.safetensors", 20, 10_000_000)
+    ordeal.evict(path)
+    program = (
+        HEAD
+        + """
+open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
+open(sys.argv[2] + "/" + sys.argv[3], "w").write(str(120_000_000))
+checkpoint = penstock.open(path)
+tensors = checkpoint.load(framework="np")
+data, header = ordeal.entries(path)
+with open(path, "rb", buffering=0) as f:
+    for name, e in header.items():
+        f.seek(data + e["data_offsets"][0])
+        assert ordeal.raw(tensors[name]) == f.read(10_000_000), name
+r = checkpoint.last_report
+print(r.cache, r.cache_reason, r.routes["mapped"]["bytes"] >= r.nbytes)
+"""
+    )
+    child = begin(program, path, group, limit)
+    code, out, err = finish(child, LIMIT)
+    assert code == 0, f"{code}: killed for its memory? {err}"
+    assert out == "keep 200000000 cold bytes are mapped, not copied True\n"
+
+
+def test_copies_larger_than_the_cgroup_are_refused_before_anything_is_read(tmp_path, cgroup):
+    group, limit = cgroup
+    with open("/proc/meminfo", encoding="ascii") as f:
+        swap = next(int(line.split()[1]) for line in f if line.startswith("SwapTotal:")) * 1024
+    path = ordeal.write(tmp_path / "model.safetensors", 16, (swap + (1200 << 20)) // 16, sparse=True)
+    program = (
+        HEAD
+        + """
+open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
+open(sys.argv[2] + "/" + sys.argv[3], "w").write(str(600 << 20))
+checkpoint = penstock.open(path)
+try:
+    checkpoint.load(framework="np", options=dict(copy=True))
+except penstock.OutOfMemoryError as e:
+    print(e)
+streamed = sum(tensor.nbytes for _, tensor in checkpoint.stream(framework="np", options=dict(copy=True, window=64 << 20)))
+print(streamed == checkpoint.nbytes)
+"""
+    )
+    child = begin(program, path, group, limit)
+    code, out, err = finish(child, LIMIT)
+    assert code == 0, f"{code}: killed for its memory? {err}"
+    refusal, streamed = out.splitlines()
+    assert f"{(600 << 20) + swap} of memory and swap" in refusal and "copy=True" in refusal and str(path) in refusal
+    assert streamed == "True"
 
 
 def test_a_checkpoint_that_fits_its_cgroup_stays_in_the_page_cache(tmp_path, cgroup):

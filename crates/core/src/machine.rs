@@ -44,6 +44,13 @@ pub fn memory_available() -> u64 {
     cgroup_memory_left().map_or(system, |left| left.min(system))
 }
 
+/// Bytes of memory and swap that this process could have if nobody else had any.
+pub(crate) fn memory_most() -> u64 {
+    let memory = meminfo("MemTotal:").unwrap_or(u64::MAX);
+    let memory = cgroup_memory_limit().map_or(memory, |limit| limit.min(memory));
+    memory.saturating_add(meminfo("SwapTotal:").unwrap_or(0))
+}
+
 /// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.
 pub(crate) fn page_size() -> u64 {
     // Asked each time, which costs nothing: a child that was forked while another thread asked would wait for ever.
@@ -125,6 +132,7 @@ mod tests {
     fn available_memory_is_within_the_total() {
         let total = meminfo("MemTotal:").expect("Linux has /proc/meminfo");
         assert!(memory_available() > 0 && memory_available() <= total);
+        assert!(memory_most() >= memory_available());
         assert!(cores() >= 1);
     }
 

@@ -43,21 +43,23 @@ impl Plan {
         let device = *device;
         check(options, device, memory)?;
         let past_the_cache = reads_past_the_cache(options.io);
-        let Survey { spans, wanted, cut, facts, mut traits, sampled, cold, direct, mut report } =
-            Survey::new(checkpoint, wants, files, past_the_cache)?;
-
-        let (keep, reason) = keep_in_cache(options, cold);
-        report.cache_reason = reason;
-        report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
         let private = options.copy == Some(true)
             || !matches!(memory, Memory::Ours)
             || device != Where::Cpu
             || !matches!(options.io, Io::Auto | Io::Mapped);
+        let Survey { spans, wanted, cut, facts, mut traits, sampled, cold, copied, direct, mut report } =
+            Survey::new(checkpoint, wants, files, past_the_cache, private)?;
+
+        let (keep, reason) = keep_in_cache(options, cold, copied);
+        report.cache_reason = reason;
+        report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
+        // Also where other files' bytes are too many to stay in the page cache.
+        let maps = keep || options.cache == Cache::Auto;
         let mapped: Vec<bool> = facts
             .iter()
             .map(|facts| {
                 let Some((facts, resident)) = facts else { return false };
-                !private && facts.mappable && (keep || *resident || facts.kind == FsKind::Memory)
+                !private && facts.mappable && (maps || *resident || facts.kind == FsKind::Memory)
             })
             .collect();
         // Between two samples there may be pages that the cache does not hold: all of them are populated then, and none is
@@ -135,6 +137,8 @@ struct Survey {
     sampled: Vec<bool>,
     /// Wanted bytes that the page cache does not hold, at most.
     cold: u64,
+    /// Of these, those that are copied out of it.
+    copied: u64,
     /// Of these, those that can be read past it as well as through it.
     direct: u64,
     /// What the survey found and cost.
@@ -142,7 +146,14 @@ struct Survey {
 }
 
 impl Survey {
-    fn new(checkpoint: &Checkpoint, wants: &[Want], files: &Files, past_the_cache: bool) -> Result<Survey> {
+    /// `private`: whether tensors may not be mappings.
+    fn new(
+        checkpoint: &Checkpoint,
+        wants: &[Want],
+        files: &Files,
+        past_the_cache: bool,
+        private: bool,
+    ) -> Result<Survey> {
         let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
         let mut wanted = vec![0u64; spans.len()];
         let mut cut = vec![false; spans.len()];
@@ -164,7 +175,7 @@ impl Survey {
         let mut traits = vec![FileTraits::default(); spans.len()];
         let mut facts = vec![None; spans.len()];
         let mut sampled = vec![false; spans.len()];
-        let (mut cold, mut direct) = (0u64, 0u64);
+        let (mut cold, mut copied, mut direct) = (0u64, 0u64, 0u64);
         let mut report = Report::default();
         for (f, span) in spans.iter().enumerate() {
             let Some(span) = span else { continue };
@@ -175,6 +186,9 @@ impl Survey {
             sampled[f] = residency.samples > 0;
             let missing = (span.end - span.start).saturating_sub(residency.bytes());
             cold = u64::saturating_add(cold, missing);
+            if private || !found.mappable {
+                copied = u64::saturating_add(copied, missing);
+            }
             traits[f] = FileTraits {
                 storage: found.storage as u32,
                 // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is
@@ -190,7 +204,8 @@ impl Survey {
         }
         // A rank that wants an eighth of every tensor leaves no more than that in the cache.
         let all = wanted.iter().fold(0, |sum: u64, n| sum.saturating_add(*n));
-        Ok(Survey { spans, wanted, cut, facts, traits, sampled, cold: cold.min(all), direct: direct.min(all), report })
+        let [cold, copied, direct] = [cold, copied, direct].map(|n| n.min(all));
+        Ok(Survey { spans, wanted, cut, facts, traits, sampled, cold, copied, direct, report })
     }
 }
 
@@ -203,8 +218,8 @@ fn reads_past_the_cache(io: Io) -> bool {
     matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
 }
 
-/// Whether cold bytes are to stay in the page cache, and why.
-fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
+/// Whether cold bytes, of which so many are `copied`, are to stay in the page cache, and why.
+fn keep_in_cache(options: &Options, cold: u64, copied: u64) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
         // Nothing is kept for its sake, and nothing thrown out.
@@ -215,13 +230,15 @@ fn keep_in_cache(options: &Options, cold: u64) -> (bool, String) {
         Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
         Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
         Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
+        // Private memory would take as much room, and not give it back under pressure.
+        Cache::Auto if copied == 0 => (true, format!("{cold} cold bytes are mapped, not copied")),
         Cache::Auto => {
             // Half: the destination, the rest of the program and the cache of others need room too.
             let room = machine::memory_available() / 2;
-            if cold <= room {
-                (true, format!("{cold} cold bytes fit into half of the memory left ({room})"))
+            if copied <= room {
+                (true, format!("{copied} cold bytes fit into half of the memory left ({room})"))
             } else {
-                (false, format!("{cold} cold bytes do not fit into half of the memory left ({room})"))
+                (false, format!("{copied} cold bytes do not fit into half of the memory left ({room})"))
             }
         }
     }

@@ -25,6 +25,9 @@ use std::sync::Arc;
 
 /// Copy workers where nobody says how many: more saturate no memory bus any better.
 const MOST_WORKERS: usize = 16;
+/// Private memory of which it is asked beforehand whether there can be so much, since the kernel promises any amount and kills
+/// whoever takes it: reading what control groups allow takes twenty system calls, which a smaller load would feel.
+const WORTH_ASKING: u64 = 1 << 30;
 
 /// Puts something around a source.
 pub(super) type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
@@ -73,6 +76,9 @@ fn begin(
         (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
         _ => None,
     };
+    if !stream && matches!((at, &memory), (Where::Cpu, Memory::Ours)) {
+        check_room(&layout)?;
+    }
     let (blocks, fence) = allocate(&layout, &files, &plan.in_part, memory, at)?;
     let (source, workers) =
         source(&files, &options, (plan.cold, &plan.filled, &plan.in_part), here, timeline.as_ref())?;
@@ -196,6 +202,26 @@ fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
     }
 }
 
+/// Refuses what can never be had: of a stream no more than its window is there at once, so it is not asked.
+fn check_room(layout: &Layout) -> Result<()> {
+    let private = |b: &&BlockSpec| matches!(b.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
+    let wanted: u64 = layout.blocks.iter().filter(private).map(|b| b.nbytes).sum();
+    if wanted < WORTH_ASKING {
+        return Ok(());
+    }
+    let most = machine::memory_most();
+    if wanted <= most {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::OutOfMemory,
+        format!(
+            "{wanted} bytes of private memory are asked for, and this process can have no more than {most} of memory and swap; \
+             load without copy=True (mapped files take none), load fewer tensors at once, or stream them"
+        ),
+    ))
+}
+
 /// Blocks in memory of this process: mapped files, and one arena for the rest, in which they start at pages.
 fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Block>> {
     let mut arena_len = 0u64;
@@ -251,7 +277,12 @@ fn source(
     let mut source = Router::new(files.clone(), &options)?;
     match cold {
         Cold::None => {}
-        Cold::Bypass => source.leave_nothing(),
+        Cold::Bypass => {
+            source.leave_nothing();
+            if in_part.contains(&true) {
+                source.fill_first(filled, in_part);
+            }
+        }
         Cold::Keep => source.fill_first(filled, in_part),
         Cold::Try => {
             source.fill_first(filled, in_part);

@@ -50,21 +50,23 @@ const DIRECT: &[Route] = &[Route::Direct];
 const BOTH: &[Route] = &[Route::Buffered, Route::Direct];
 
 const FITS: &str = "fit into half of the memory left";
+const MAPS: &str = "cold bytes are mapped, not copied";
 const THERE: &str = "all of it is there already";
 const ASKED: &str = "asked for";
 const PAST: &str = "the io asked for reads past it";
 const THROUGH: &str = "the io asked for goes through it";
 
 const ROWS: &[Row] = &[
-    // Nothing asked for: kept where that is free, mapped where it is kept.
-    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
-    (At::Half, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    // Nothing asked for: mapped where that can be, whatever the size; what is copied is kept where there is room.
+    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
+    (At::Half, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::Warm, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
-    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
-    (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
+    (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
-    (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
+    (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
     (At::NearlyAll, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Cold, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Half, To::Gpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
@@ -79,7 +81,7 @@ const ROWS: &[Row] = &[
     (At::Large, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((DIRECT, "keep", FITS))),
     (At::Large, To::Cpu, Io::Auto, Cache::Keep, Some(true), Ok((BUFFERED, "keep", ASKED))),
     (At::Large, To::Cpu, Io::Buffered, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THROUGH))),
-    (At::Large, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", FITS))),
+    (At::Large, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::Large, To::Gpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "keep", FITS))),
     (At::Large, To::Into, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Warm, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
