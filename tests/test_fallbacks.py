@@ -524,8 +524,8 @@ try:
     checkpoint.load(framework="np", options=dict(copy=True))
 except penstock.OutOfMemoryError as e:
     print(e)
-streamed = sum(tensor.nbytes for _, tensor in checkpoint.stream(framework="np", options=dict(copy=True, window=64 << 20)))
-print(streamed == checkpoint.nbytes)
+stream = checkpoint.stream(framework="np", options=dict(copy=True, window=64 << 20))
+print(sum(tensor.nbytes for _, tensor in stream) == checkpoint.nbytes)
 """
     )
     child = begin(program, path, group, limit)

@@ -282,8 +282,8 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
         if probe.get("direct_align"):
             past = "are read past it with O_DIRECT, and so are smaller ones where the disk is faster that way"
         said.append(
-            f"cold bytes that are mapped, and copies up to {room} (half of the memory left), stay in the page cache, and "
-            f"the next start is warm; larger copies {past}"
+            f"cold bytes that are mapped, and copies up to {room} (half of the memory left), stay in the page cache, "
+            f"and the next start is warm; larger copies {past}"
         )
     if probe.get("direct_align"):
         way = "io_uring" if not probe.get("io_uring") else "libaio" if not probe.get("libaio") else "a pool of threads"
