@@ -282,15 +282,15 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
         if probe.get("direct_align"):
             past = "are read past it with O_DIRECT, and so are smaller ones where the disk is faster that way"
         said.append(
-            f"cold bytes that are mapped, and copies up to {room} (half of the memory left), stay in the page cache, "
-            f"and the next start is warm; larger copies {past}"
+            f"cold bytes that are mapped, and copies up to {room} (half of the memory left), stay in the page cache as "
+            f"long as there is room, and the next start is warm; larger copies {past}"
         )
     if probe.get("direct_align"):
         way = "io_uring" if not probe.get("io_uring") else "libaio" if not probe.get("libaio") else "a pool of threads"
         said.append(f"direct reads go through {way}")
     limit = system["cgroup"]["limit"]
     if limit is not None:
-        said.append(f"the cgroup allows {size_text(limit)}: page cache and private copies have to fit into it")
+        said.append(f"the cgroup allows {size_text(limit)}: private copies have to fit into it, and what is mapped is dropped and read again where it does not")
     if system["huge_pages"]["transparent"] == "never":
         said.append("transparent huge pages are off: private copies cost 512 times as many page faults")
     if (system["open_files"] or 1 << 20) < 1024:

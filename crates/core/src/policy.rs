@@ -2,7 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
-use crate::layout::{Layout, Target};
+use crate::layout::{BlockKind, Layout, Target};
 use crate::load::{Memory, Request, Where};
 use crate::machine;
 use crate::options::{Cache, Io, Options, PAGE};
@@ -47,14 +47,10 @@ impl Plan {
             || !matches!(memory, Memory::Ours)
             || device != Where::Cpu
             || !matches!(options.io, Io::Auto | Io::Mapped);
-        let Survey { spans, wanted, cut, facts, mut traits, sampled, cold, copied, direct, mut report } =
-            Survey::new(checkpoint, wants, files, past_the_cache, private)?;
+        let Survey { spans, wanted, cut, facts, mut traits, sampled, missing, cold, direct, mut report } =
+            Survey::new(checkpoint, wants, files, past_the_cache)?;
 
-        let (keep, reason) = keep_in_cache(options, cold, copied);
-        report.cache_reason = reason;
-        report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
-        // Also where other files' bytes are too many to stay in the page cache.
-        let maps = keep || options.cache == Cache::Auto;
+        let maps = options.cache != Cache::Bypass;
         let mapped: Vec<bool> = facts
             .iter()
             .map(|facts| {
@@ -62,6 +58,27 @@ impl Plan {
                 !private && facts.mappable && (maps || *resident || facts.kind == FsKind::Memory)
             })
             .collect();
+        if options.io == Io::Mapped {
+            if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of \
+                     a file that another machine truncates kills its reader); use io=\"auto\"",
+                )
+                .at(files.path(f as u32)));
+            }
+        }
+        let target = match (device, memory) {
+            (_, Memory::Into { .. }) => Target::Foreign,
+            (Where::Gpu(_), _) => Target::Gpu,
+            (Where::Cpu, _) => Target::Cpu { mapped: mapped.clone(), misaligned: options.misaligned },
+        };
+        let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
+
+        let copied = if cold == 0 { 0 } else { cold_copies(&layout, &missing) };
+        let (keep, reason) = keep_in_cache(options, cold, copied);
+        report.cache_reason = reason;
+        report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
         // Between two samples there may be pages that the cache does not hold: all of them are populated then, and none is
         // left to a first touch that would have to read the disk.
         (0..mapped.len()).filter(|&f| mapped[f] && sampled[f]).for_each(|f| traits[f].resident.clear());
@@ -73,27 +90,12 @@ impl Plan {
             traits[f].filled = keep && cold && whole && !mapped[f];
             in_part[f] = mapped[f] && cold && !whole;
         }
-        if options.io == Io::Mapped {
-            if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of \
-                     a file that another machine truncates kills its reader); use io=\"auto\"",
-                )
-                .at(files.path(f as u32)));
-            }
-        }
 
-        // What is mapped is kept in any case: nothing is copied then. Into tensors whose pages are in use a copy out of the page
+        // Into tensors whose pages are in use a copy out of the page
         // cache costs no more than what O_DIRECT needs besides. Else it depends.
         let fresh = private && !(device == Where::Cpu && matches!(memory, Memory::Into { .. }));
         let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && direct >= WORTH_A_TRIAL;
 
-        let target = match (device, memory) {
-            (_, Memory::Into { .. }) => Target::Foreign,
-            (Where::Gpu(_), _) => Target::Gpu,
-            (Where::Cpu, _) => Target::Cpu { mapped, misaligned: options.misaligned },
-        };
         let limits = Limits {
             extent: options.extent,
             gap: options.gap,
@@ -101,7 +103,6 @@ impl Plan {
             warm: if past_the_cache { Route::Direct } else { Route::Buffered },
             scatter: (device == Where::Cpu).then_some(PAGE),
         };
-        let layout = Layout::new(checkpoint, wants, &target, options.order, options.gap)?;
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
         report.tensors = wants.len() as u64;
         report.nbytes = layout.places.iter().map(|p| p.nbytes).sum();
@@ -135,10 +136,10 @@ struct Survey {
     traits: Vec<FileTraits>,
     /// Whether what the page cache holds was sampled, not counted.
     sampled: Vec<bool>,
+    /// For each file, bytes of its span that the page cache does not hold.
+    missing: Vec<u64>,
     /// Wanted bytes that the page cache does not hold, at most.
     cold: u64,
-    /// Of these, those that are copied out of it.
-    copied: u64,
     /// Of these, those that can be read past it as well as through it.
     direct: u64,
     /// What the survey found and cost.
@@ -146,14 +147,7 @@ struct Survey {
 }
 
 impl Survey {
-    /// `private`: whether tensors may not be mappings.
-    fn new(
-        checkpoint: &Checkpoint,
-        wants: &[Want],
-        files: &Files,
-        past_the_cache: bool,
-        private: bool,
-    ) -> Result<Survey> {
+    fn new(checkpoint: &Checkpoint, wants: &[Want], files: &Files, past_the_cache: bool) -> Result<Survey> {
         let mut spans: Vec<Option<Range<u64>>> = vec![None; checkpoint.files().len()];
         let mut wanted = vec![0u64; spans.len()];
         let mut cut = vec![false; spans.len()];
@@ -175,7 +169,8 @@ impl Survey {
         let mut traits = vec![FileTraits::default(); spans.len()];
         let mut facts = vec![None; spans.len()];
         let mut sampled = vec![false; spans.len()];
-        let (mut cold, mut copied, mut direct) = (0u64, 0u64, 0u64);
+        let mut missing = vec![0u64; spans.len()];
+        let (mut cold, mut direct) = (0u64, 0u64);
         let mut report = Report::default();
         for (f, span) in spans.iter().enumerate() {
             let Some(span) = span else { continue };
@@ -184,11 +179,8 @@ impl Survey {
             report.resident_bytes += residency.bytes();
             report.residency_probes += u64::from(residency.calls + residency.samples);
             sampled[f] = residency.samples > 0;
-            let missing = (span.end - span.start).saturating_sub(residency.bytes());
-            cold = u64::saturating_add(cold, missing);
-            if private || !found.mappable {
-                copied = u64::saturating_add(copied, missing);
-            }
+            missing[f] = (span.end - span.start).saturating_sub(residency.bytes());
+            cold = u64::saturating_add(cold, missing[f]);
             traits[f] = FileTraits {
                 storage: found.storage as u32,
                 // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is
@@ -198,14 +190,14 @@ impl Survey {
                 filled: false,
             };
             if found.mappable && traits[f].direct_align.is_some() {
-                direct = direct.saturating_add(missing);
+                direct = direct.saturating_add(missing[f]);
             }
-            facts[f] = Some((found, missing == 0));
+            facts[f] = Some((found, missing[f] == 0));
         }
         // A rank that wants an eighth of every tensor leaves no more than that in the cache.
         let all = wanted.iter().fold(0, |sum: u64, n| sum.saturating_add(*n));
-        let [cold, copied, direct] = [cold, copied, direct].map(|n| n.min(all));
-        Ok(Survey { spans, wanted, cut, facts, traits, sampled, cold, copied, direct, report })
+        let (cold, direct) = (cold.min(all), direct.min(all));
+        Ok(Survey { spans, wanted, cut, facts, traits, sampled, missing, cold, direct, report })
     }
 }
 
@@ -216,6 +208,19 @@ fn nearly(wanted: u64, span: u64) -> bool {
 
 fn reads_past_the_cache(io: Io) -> bool {
     matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
+}
+
+/// Cold bytes that are copied, at most: of each file as many as are wanted elsewhere than in its mapping (slices that are no single
+/// run, what is misaligned, what is wanted twice), and no more than are `missing` in the page cache.
+fn cold_copies(layout: &Layout, missing: &[u64]) -> u64 {
+    let mut wanted = vec![0u64; missing.len()];
+    for (place, &file) in layout.places.iter().zip(&layout.files) {
+        if !matches!(layout.blocks[place.block as usize].kind, BlockKind::Mapped { .. }) {
+            let of_file = &mut wanted[file as usize];
+            *of_file = of_file.saturating_add(place.nbytes);
+        }
+    }
+    wanted.iter().zip(missing).fold(0, |sum, (wanted, missing)| sum.saturating_add(*wanted.min(missing)))
 }
 
 /// Whether cold bytes, of which so many are `copied`, are to stay in the page cache, and why.
@@ -235,11 +240,12 @@ fn keep_in_cache(options: &Options, cold: u64, copied: u64) -> (bool, String) {
         Cache::Auto => {
             // Half: the destination, the rest of the program and the cache of others need room too.
             let room = machine::memory_available() / 2;
-            if copied <= room {
-                (true, format!("{copied} cold bytes fit into half of the memory left ({room})"))
-            } else {
-                (false, format!("{copied} cold bytes do not fit into half of the memory left ({room})"))
-            }
+            let (keep, not) = if copied <= room { (true, "") } else { (false, "do not ") };
+            let mapped = match cold.saturating_sub(copied) {
+                0 => String::new(),
+                rest => format!("; {rest} more are mapped, not copied"),
+            };
+            (keep, format!("{copied} cold bytes {not}fit into half of the memory left ({room}){mapped}"))
         }
     }
 }

@@ -217,7 +217,7 @@ fn check_room(layout: &Layout) -> Result<()> {
         ErrorKind::OutOfMemory,
         format!(
             "{wanted} bytes of private memory are asked for, and this process can have no more than {most} of memory and swap; \
-             load without copy=True (mapped files take none), load fewer tensors at once, or stream them"
+             map files of a local disk instead of copying them, load fewer tensors at once, or stream them"
         ),
     ))
 }

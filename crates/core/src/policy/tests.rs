@@ -13,6 +13,7 @@ const MIB: u64 = 1 << 20;
 const NBYTES: u64 = 6 * MIB;
 /// More than any machine has memory: of a sparse file, which takes none of the disk.
 const HUGE: u64 = 1 << 40;
+const ROW: u64 = 64 << 10;
 const LARGE: u64 = WORTH_A_TRIAL + MIB;
 
 /// A checkpoint of one file with one tensor, and what of it the page cache is to hold.
@@ -30,7 +31,19 @@ enum At {
     PartOfHuge,
     /// Cold, and all is wanted but the last page.
     NearlyAll,
+    /// Cold, and misaligned by the file: copied where such a tensor may not be left as it is.
+    Odd,
+    /// The same, larger than memory.
+    OddHuge,
+    /// Cold, and half of every row is wanted, which no mapping is.
+    Columns,
     Tmpfs,
+}
+
+impl At {
+    fn is_copied_from_its_mapping(self) -> bool {
+        matches!(self, At::Odd | At::OddHuge | At::Columns)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +76,10 @@ const ROWS: &[Row] = &[
     (At::Warm, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
     (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
+    // Though the file is mapped, this is copied out of it.
+    (At::Odd, To::Cpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
+    (At::OddHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
+    (At::Columns, To::Cpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
     (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::NearlyAll, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", FITS))),
@@ -136,13 +153,19 @@ const ROWS: &[Row] = &[
 
 /// A file of one vector, sparse where it is huge.
 fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
-    let huge = matches!(at, At::Large | At::Huge | At::PartOfHuge);
+    let huge = matches!(at, At::Large | At::Huge | At::PartOfHuge | At::OddHuge);
     let nbytes = match at {
         At::Large => LARGE,
         _ if huge => HUGE,
         _ => NBYTES,
     };
-    let header = format!(r#"{{"t":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[0,{nbytes}]}}}}"#);
+    let (dtype, shape) = match at {
+        At::Odd | At::OddHuge => ("F32", format!("{}", nbytes / 4)),
+        At::Columns => ("U8", format!("{},{ROW}", nbytes / ROW)),
+        _ => ("U8", format!("{nbytes}")),
+    };
+    let mut header = format!(r#"{{"t":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,{nbytes}]}}}}"#);
+    header.push_str(&" ".repeat((matches!(at, At::Odd | At::OddHuge) && header.len() % 2 == 0) as usize));
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
     let size = bytes.len() as u64 + nbytes;
@@ -165,7 +188,9 @@ fn put(checkpoint: &Checkpoint, at: At) -> bool {
             // A folio that reaches over the start is kept whole; the largest is 2 MiB.
             read && evict(path, Some(half..NBYTES + MIB)).unwrap() <= half + 2 * MIB
         }
-        At::Cold | At::Large | At::Huge | At::PartOfHuge | At::NearlyAll => evict(path, None).unwrap() == 0,
+        At::Cold | At::Large | At::Huge | At::PartOfHuge | At::NearlyAll | At::Odd | At::OddHuge | At::Columns => {
+            evict(path, None).unwrap() == 0
+        }
     }
 }
 
@@ -177,6 +202,7 @@ fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
         wants: vec![match at {
             At::PartOfHuge => Want::part(0, [MIB..2 * MIB]),
             At::NearlyAll => Want::part(0, [0..NBYTES - PAGE]),
+            At::Columns => Want::part(0, [0..NBYTES / ROW, 0..ROW / 2]),
             _ => Want::whole(0),
         }],
         device: if to == To::Gpu { Where::Gpu(0) } else { Where::Cpu },
@@ -226,12 +252,14 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
                 assert_eq!(plan.cold, cold, "{row:?}");
                 let read_through = *routes == BUFFERED || cold == Cold::Try;
                 // Of a slice nothing else is to be brought in.
-                let cut = matches!(row.0, At::PartOfHuge | At::NearlyAll);
-                assert_eq!(plan.filled, [cold != Cold::None && read_through && !cut], "{row:?}");
-                assert_eq!(plan.in_part, [cut && *routes == MAPPED], "{row:?}");
+                let cut = matches!(row.0, At::PartOfHuge | At::NearlyAll | At::Columns);
+                let mapped = *routes == MAPPED || row.0.is_copied_from_its_mapping();
+                assert_eq!(plan.filled, [cold != Cold::None && read_through && !cut && !mapped], "{row:?}");
+                assert_eq!(plan.in_part, [cut && mapped], "{row:?}");
                 let wanted = match row.0 {
                     At::Large => LARGE,
-                    At::Huge => HUGE,
+                    At::Huge | At::OddHuge => HUGE,
+                    At::Columns => NBYTES / 2,
                     At::PartOfHuge => MIB,
                     At::NearlyAll => NBYTES - PAGE,
                     _ => NBYTES,

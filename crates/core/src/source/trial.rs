@@ -3,9 +3,7 @@
 //! To read through the page cache costs the processor two to four times as much as to read past it, and many a disk is
 //! slower that way whatever the processor does. Where it is not, keeping costs nothing and the next start is spared the
 //! storage. So the first reads of a load go past the page cache, the next ones through it, both are timed, and that decides
-//! for the rest; if it is kept, what has gone past is read into the page cache at the end. The pace of a disk that others use
-//! changes from one moment to the next, so that is thought over: past the page cache once, early on, because what has gone
-//! past it would have to be read twice; through it as long as the load goes on, by trying both ways anew.
+//! for the rest; if it is kept, what has gone past is read into the page cache at the end.
 
 use super::{Outcome, Read, Ticket};
 use crate::options::{GB, MIB};
@@ -20,9 +18,6 @@ const AT_MOST: u64 = ENOUGH + ENOUGH / 2;
 /// Bytes after which going past the page cache is thought over, by the pace of these: storage that is rented gives the
 /// first bytes faster than the rest.
 const AT_LAST: u64 = 64 * MIB;
-/// Bytes after which going through the page cache is thought over, again and again: trying anew delays them by a few
-/// milliseconds, a hundredth of what they take.
-const AGAIN: u64 = 256 * MIB;
 /// Loads with fewer cold bytes than this do not try: they keep.
 pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
 /// Of the pace past the page cache, what the pace through it must reach for it to be kept.
@@ -51,8 +46,6 @@ pub(super) struct Trial {
     /// Bytes per second, past the page cache and through it.
     paces: (f64, f64),
     choice: Option<Choice>,
-    /// Whether the choice was to go past the page cache once.
-    was_past: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +56,6 @@ enum Stage {
     Through,
     /// It is decided, but reads past the page cache are timed again.
     Doubtful,
-    /// It is kept as long as reads through it are as fast as was expected of them.
-    Kept,
     Over,
 }
 
@@ -79,7 +70,6 @@ impl Trial {
             past: Vec::new(),
             paces: (0.0, 0.0),
             choice: None,
-            was_past: false,
         }
     }
 
@@ -93,11 +83,7 @@ impl Trial {
 
     /// Whether reads go through the page cache now.
     pub(super) fn is_through(&self) -> bool {
-        match self.stage {
-            Stage::Past | Stage::Doubtful => false,
-            Stage::Through | Stage::Kept => true,
-            Stage::Over => self.keeps(),
-        }
+        self.stage == Stage::Through || self.keeps()
     }
 
     /// Whether `read` is to wait until it is known which way it goes.
@@ -125,7 +111,7 @@ impl Trial {
         }
         self.since.get_or_insert_with(Instant::now);
         self.sent += range.end - range.start;
-        self.out.insert(ticket, (file, range, !self.is_through()));
+        self.out.insert(ticket, (file, range, self.stage != Stage::Through));
     }
 
     /// These came back: goes on to the next stage once that is enough.
@@ -134,7 +120,7 @@ impl Trial {
             let Some((file, range, past)) = self.out.remove(&outcome.ticket()) else { continue };
             match outcome {
                 Outcome::Done(done) if done.result.is_ok() => {
-                    if past != self.is_through() {
+                    if past == (self.stage != Stage::Through) {
                         self.back += range.end - range.start;
                     }
                     if past {
@@ -152,7 +138,6 @@ impl Trial {
         let enough = match self.stage {
             Stage::Past | Stage::Through => ENOUGH,
             Stage::Doubtful => AT_LAST,
-            Stage::Kept => AGAIN,
             Stage::Over => return,
         };
         if self.back >= enough {
@@ -165,23 +150,16 @@ impl Trial {
         let pace = self.back as f64 / seconds.max(1e-9);
         (self.sent, self.back) = (0, 0);
         match self.stage {
-            Stage::Through | Stage::Kept => self.paces.1 = pace,
-            Stage::Past | Stage::Doubtful | Stage::Over => self.paces.0 = pace,
+            Stage::Through => self.paces.1 = pace,
+            _ => self.paces.0 = pace,
+        }
+        if self.stage == Stage::Past {
+            self.stage = Stage::Through;
+            return;
         }
         let (past, through) = self.paces;
         let keep = through >= SHARE * past;
-        self.stage = match self.stage {
-            Stage::Past => Stage::Through,
-            // By what went past it a while ago nothing is decided, but that it be tried anew.
-            Stage::Kept if !keep => Stage::Past,
-            _ if keep => Stage::Kept,
-            Stage::Through if !self.was_past => Stage::Doubtful,
-            _ => Stage::Over,
-        };
-        if matches!(self.stage, Stage::Past | Stage::Through) {
-            return;
-        }
-        self.was_past |= !keep;
+        self.stage = if keep || self.stage == Stage::Doubtful { Stage::Over } else { Stage::Doubtful };
         let reason = format!(
             "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
             past / GB,
@@ -192,7 +170,7 @@ impl Trial {
 
     /// What went past the page cache although it is kept.
     pub(super) fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
-        if self.keeps() && self.is_through() && self.stage != Stage::Through {
+        if self.keeps() {
             std::mem::take(&mut self.past)
         } else {
             Vec::new()
@@ -234,9 +212,9 @@ mod tests {
         at_most
     }
 
-    /// Reads both ways from number `from` on, each in about so many milliseconds; the number of the next read.
-    fn tried(trial: &mut Trial, from: u64, past: u64, through: u64) -> u64 {
-        let mut n = from;
+    /// Reads both ways, each in about so many milliseconds; the number of the next read.
+    fn tried(trial: &mut Trial, past: u64, through: u64) -> u64 {
+        let mut n = 0;
         for ms in [past, through] {
             assert_eq!(send(trial, n, 100), SENT);
             std::thread::sleep(Duration::from_millis(ms));
@@ -253,7 +231,7 @@ mod tests {
     fn storage_that_is_slower_through_the_page_cache_is_read_past_it() {
         let mut trial = Trial::new();
         assert!(!trial.is_through());
-        let n = tried(&mut trial, 0, 20, 60);
+        let n = tried(&mut trial, 20, 60);
         assert!(trial.choice().is_some_and(|c| !c.keep && c.reason.contains("GB/s past the page cache and")));
         assert!(!trial.is_through());
         // And goes on so: 64 MiB at the pace of the first ones or better.
@@ -266,8 +244,8 @@ mod tests {
     #[test]
     fn storage_that_is_as_fast_either_way_is_kept_and_what_went_past_is_told_once() {
         let mut trial = Trial::new();
-        let n = tried(&mut trial, 0, 60, 20);
-        assert!(trial.is_through() && trial.stage == Stage::Kept, "{:?}", trial.choice());
+        let n = tried(&mut trial, 60, 20);
+        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
         assert_eq!(trial.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(trial.take_past().is_empty());
         assert_eq!(send(&mut trial, n, 100), 100);
@@ -276,63 +254,14 @@ mod tests {
     #[test]
     fn storage_that_is_fast_only_at_first_is_kept_after_all() {
         let mut trial = Trial::new();
-        let n = tried(&mut trial, 0, 5, 40);
+        let n = tried(&mut trial, 5, 40);
         assert!(!trial.is_through());
         assert_eq!(send(&mut trial, n, 20), 20);
         // Slower than the page cache was.
         std::thread::sleep(Duration::from_millis(300));
         trial.back(&(n..n + 20).map(done).collect::<Vec<_>>());
-        assert!(trial.is_through() && trial.stage == Stage::Kept, "{:?}", trial.choice());
+        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
         assert_eq!(trial.take_past().len() as u64, SENT + 20);
-    }
-
-    /// Reads on, `AGAIN` bytes in about so many milliseconds, all of which come back; the number of the next read.
-    fn go_on(trial: &mut Trial, from: u64, ms: u64) -> u64 {
-        let count = AGAIN / EACH;
-        assert_eq!(send(trial, from, count), count);
-        std::thread::sleep(Duration::from_millis(ms));
-        trial.back(&(from..from + count).map(done).collect::<Vec<_>>());
-        from + count
-    }
-
-    #[test]
-    fn storage_that_gets_slower_through_the_page_cache_is_read_past_it_after_all() {
-        let mut trial = Trial::new();
-        let n = tried(&mut trial, 0, 30, 15);
-        assert_eq!(trial.take_past().len() as u64, SENT);
-        // At that pace or a better one: 256 MiB where 24 took 15 ms.
-        let n = go_on(&mut trial, n, 40);
-        assert!(trial.stage == Stage::Kept && trial.is_through());
-        // At a sixth of it, and worse than it was past the page cache, which is tried again and is not slow.
-        let n = go_on(&mut trial, n, 1000);
-        assert!(trial.stage == Stage::Past && !trial.is_through() && trial.choice().is_some_and(|c| c.keep));
-        assert!(trial.take_past().is_empty());
-        let n = tried(&mut trial, n, 20, 100);
-        assert!(!trial.is_through() && trial.choice().is_some_and(|c| !c.keep));
-        assert!(trial.take_past().is_empty());
-        assert_eq!(send(&mut trial, n, 100), 100);
-        trial.back(&(n..n + 100).map(done).collect::<Vec<_>>());
-        assert!(trial.stage == Stage::Over && !trial.is_through());
-    }
-
-    #[test]
-    fn storage_that_gets_slower_both_ways_is_kept_on() {
-        let mut trial = Trial::new();
-        let mut n = tried(&mut trial, 0, 30, 15);
-        assert_eq!(trial.take_past().len() as u64, SENT);
-        for _ in 0..2 {
-            n = go_on(&mut trial, n, 1000);
-            assert_eq!(trial.stage, Stage::Past);
-            n = tried(&mut trial, n, 50, 15);
-            assert!(trial.stage == Stage::Kept && trial.is_through() && trial.choice().is_some_and(|c| c.keep));
-            assert_eq!(trial.take_past().len() as u64, SENT);
-        }
-        // And where nothing more comes while it is tried anew, it is as it was.
-        n = go_on(&mut trial, n, 1500);
-        assert_eq!(trial.stage, Stage::Past);
-        assert_eq!(send(&mut trial, n, 2), 2);
-        trial.back(&[done(n), done(n + 1)]);
-        assert!(trial.choice().is_some_and(|c| c.keep));
     }
 
     #[test]
