@@ -290,7 +290,10 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
         said.append(f"direct reads go through {way}")
     limit = system["cgroup"]["limit"]
     if limit is not None:
-        said.append(f"the cgroup allows {size_text(limit)}: private copies have to fit into it, and what is mapped is dropped and read again where it does not")
+        said.append(
+            f"the cgroup allows {size_text(limit)}: private copies have to fit into it, "
+            "and of what is mapped pages are dropped and read again where it does not"
+        )
     if system["huge_pages"]["transparent"] == "never":
         said.append("transparent huge pages are off: private copies cost 512 times as many page faults")
     if (system["open_files"] or 1 << 20) < 1024:
