@@ -47,7 +47,7 @@ pub enum Io {
 /// What a load does to the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cache {
-    /// Keep where keeping costs nothing, else bypass: by the memory left and, for copies, by the pace of the storage.
+    /// Keep what is mapped, and copies where that costs nothing, by the memory left and the pace of the storage; else bypass.
     #[default]
     Auto,
     /// Cold bytes go through the page cache, so that the next start is warm.
