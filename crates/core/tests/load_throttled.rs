@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 const TENSORS: usize = 16;
 const NBYTES: u64 = MIB + 1;
+/// Bytes per second of a slow source: a checkpoint in 1.6 s. A virtual machine may be put aside for 0.2 s at any time, and that is not
+/// to be the greater part of anything.
+const SLOW: u64 = 10 * MIB;
 
 /// A checkpoint of 16 tensors, and loads of it.
 struct Bench {
@@ -108,11 +111,11 @@ fn none_left(prefix: &str) {
 fn a_slow_source_is_what_bounds_the_load() {
     let _alone = alone();
     let bench = Bench::new();
-    let (load, _) = bench.start(bench.request(false), Throttling { rate: Some(40 * MIB), ..Throttling::default() });
+    let (load, _) = bench.start(bench.request(false), Throttling { rate: Some(SLOW), ..Throttling::default() });
     assert!(load.wait(None).unwrap());
     let report = load.report();
     assert_eq!(report.bottleneck, "source", "{report:?}");
-    assert!(report.seconds >= 0.35 && report.waits.source.as_secs_f64() > 0.7 * report.seconds, "{report:?}");
+    assert!(report.seconds >= 1.4 && report.waits.source.as_secs_f64() > 0.7 * report.seconds, "{report:?}");
     bench.check(&load);
 }
 
@@ -122,7 +125,7 @@ fn a_slow_source_of_a_stream_is_not_taken_for_a_slow_consumer() {
     let bench = Bench::new();
     let mut request = bench.request(true);
     request.options.window = 2 * MIB;
-    let (load, _) = bench.start(request, Throttling { rate: Some(40 * MIB), ..Throttling::default() });
+    let (load, _) = bench.start(request, Throttling { rate: Some(SLOW), ..Throttling::default() });
     drain(&load, Duration::ZERO);
     let report = load.report();
     assert_eq!(report.bottleneck, "source", "{report:?}");
@@ -136,7 +139,7 @@ fn a_slow_consumer_is_what_bounds_the_stream() {
     let mut request = bench.request(true);
     request.options.window = 2 * MIB;
     let (load, _) = bench.start(request, Throttling::default());
-    drain(&load, Duration::from_millis(30));
+    drain(&load, Duration::from_millis(100));
     let report = load.report();
     assert_eq!(report.bottleneck, "consumer", "{report:?}");
     assert!(report.waits.consumer.as_secs_f64() > 0.6 * report.seconds, "{report:?}");
@@ -175,7 +178,7 @@ fn the_other_stages_of_a_load_onto_a_gpu() {
     };
 
     // Copies to the device.
-    fake.configure("h2d_bytes_per_s", "40000000");
+    fake.configure("h2d_bytes_per_s", "10000000");
     let (load, _) = bench.start(gpu(Memory::Ours), Throttling::default());
     assert!(load.wait(None).unwrap());
     let report = load.report();
@@ -190,7 +193,7 @@ fn the_other_stages_of_a_load_onto_a_gpu() {
     loop {
         match load.wait_or_grant(None).unwrap() {
             Next::Grant => {
-                std::thread::sleep(Duration::from_millis(60));
+                std::thread::sleep(Duration::from_millis(300));
                 let block = load.wanted_blocks().unwrap()[0];
                 let memory = GpuMemory::new(&context, load.layout().blocks[block as usize].nbytes).unwrap();
                 load.grant(block, memory.address(), Arc::new(memory), None).unwrap();
@@ -204,7 +207,7 @@ fn the_other_stages_of_a_load_onto_a_gpu() {
     drop(load);
 
     // And the source, all the same.
-    let (load, _) = bench.start(gpu(Memory::Ours), Throttling { rate: Some(40 * MIB), ..Throttling::default() });
+    let (load, _) = bench.start(gpu(Memory::Ours), Throttling { rate: Some(SLOW), ..Throttling::default() });
     assert!(load.wait(None).unwrap());
     assert_eq!(load.report().bottleneck, "source", "{:?}", load.report());
     drop(load);
@@ -301,9 +304,9 @@ fn a_consumer_slower_than_the_stall_timeout_is_not_an_error() {
     let bench = Bench::new();
     let mut request = bench.request(true);
     request.options.window = MIB;
-    request.options.stall_timeout = Duration::from_millis(50);
+    request.options.stall_timeout = Duration::from_millis(300);
     let (load, _) = bench.start(request, Throttling::default());
-    drain(&load, Duration::from_millis(120));
+    drain(&load, Duration::from_millis(720));
 }
 
 #[test]
