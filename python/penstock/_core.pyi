@@ -23,6 +23,7 @@ __all__ = [
     "probe",
     "residency",
     "trim",
+    "unwritable",
     "warm",
 ]
 
@@ -265,6 +266,9 @@ def warm(path: str, threads: int = 0) -> int:
 
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
+
+def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+    """Which address ranges (first byte, past the last) of this process cannot be written to, by number, and why."""
 
 def trim() -> None:
     """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""

@@ -16,7 +16,7 @@ def test_destinations_that_were_filled_before_the_failure_count_as_touched(write
     def fails(*_):
         raise penstock.PenstockError("on purpose")
 
-    monkeypatch.setattr(_into, "_copy_through", fails)
+    monkeypatch.setattr(_into._Detour, "run", fails)
     with pytest.raises(penstock.PenstockError) as caught:
         penstock.open(path).load_into({"straight": straight, "roundabout": roundabout})
     assert straight.any()
@@ -35,7 +35,7 @@ def test_after_ctrl_c_too_it_is_known_which_destinations_changed(write, monkeypa
         raise KeyboardInterrupt
 
     # Between the two halves, or before anything has been read
-    monkeypatch.setattr(_into, "_copy_through" if straight_first else "_Part", interrupted)
+    monkeypatch.setattr(*((_into._Detour, "run") if straight_first else (_into, "_Part")), interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         penstock.open(path).load_into(into)
     assert caught.value.touched == [name for name in "ab" if into[name].any()] == (["a"] if straight_first else [])

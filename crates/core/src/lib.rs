@@ -87,6 +87,7 @@ pub mod format;
 pub mod layout;
 pub mod load;
 pub mod machine;
+pub mod mappings;
 pub mod memory;
 pub mod options;
 pub mod placement;

@@ -55,6 +55,14 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>
     Ok(d)
 }
 
+/// Which address ranges (first byte, past the last) cannot be written to, by number, and why.
+#[pyfunction]
+pub(crate) fn unwritable(py: Python<'_>, spans: Vec<(u64, u64)>) -> Vec<(usize, String)> {
+    let spans: Vec<_> = spans.into_iter().map(|(start, end)| start..end).collect();
+    let found = py.detach(|| penstock::mappings::unwritable(&spans));
+    found.into_iter().map(|(span, why)| (span, why.to_string())).collect()
+}
+
 /// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
 #[pyfunction]
 pub(crate) fn trim(py: Python<'_>) {

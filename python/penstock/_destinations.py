@@ -1,0 +1,243 @@
+"""Tensors that are to be filled: where their bytes are, and whether they can be written to.
+
+A write to memory that is read-only, freed or smaller than its tensor kills the process. So it is looked at first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from . import _accelerator, _core
+from ._device import CPU, Device
+from ._dtypes import DTYPES
+from ._errors import InvalidError, UnsupportedError
+
+
+class Destination:
+    """One tensor to be filled, with every name that it goes by."""
+
+    __slots__ = (
+        "address",
+        "contiguous",
+        "device",
+        "dtype",
+        "names",
+        "nbytes",
+        "problem",
+        "shape",
+        "tensor",
+    )
+
+    def __init__(self, tensor: Any) -> None:
+        self.names: list[str] = []
+        self.tensor = tensor
+        self.device: Device = CPU
+        self.address = 0
+        self.nbytes = 0
+        self.dtype = ""
+        self.shape: tuple[int, ...] = ()
+        self.contiguous = True
+        self.problem: str | None = None
+
+    def steps(self) -> tuple[list[tuple[int, int]], int]:
+        """Where its bytes are: (count, step in bytes, maybe negative) per dimension, and the bytes of an element."""
+        tensor = self.tensor
+        if is_numpy(tensor):
+            return list(zip(tensor.shape, tensor.strides, strict=True)), tensor.itemsize
+        size = tensor.element_size()
+        return [(n, size * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)], size
+
+
+def is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+@cache
+def _torch_names() -> dict[Any, str]:
+    """The format's names of torch's dtypes; the first one, where torch has one dtype for several."""
+    from ._torch import torch_dtype
+
+    return {kind: name for name in reversed(list(DTYPES)) if (kind := torch_dtype(name)) is not None}
+
+
+def _torch_destination(tensor: Any) -> Destination:
+    to = Destination(tensor)
+    try:
+        to.problem = _of_torch(to, tensor)
+    except RuntimeError as error:  # a tensor that is none by itself, as inside of torch.func.vmap
+        to.problem = f"has no memory of its own: {str(error).partition('. ')[0]}"
+    return to
+
+
+def _of_torch(to: Destination, tensor: Any) -> str | None:
+    """Fills in what is known of a torch tensor; what is wrong with it."""
+    import torch
+
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)):
+        return f"is a {kind.__name__}, whose memory is not one plain tensor: give the local tensor inside"
+    if tensor.is_nested:
+        return "is nested: several tensors in one"
+    to.shape = tuple(tensor.shape)
+    to.dtype = _torch_names().get(tensor.dtype) or str(tensor.dtype)
+    if to.dtype == "F4" and to.shape:
+        to.shape = (*to.shape[:-1], 2 * to.shape[-1])
+    if tensor.is_meta:
+        return 'is on the "meta" device and has no memory: allocate it first, as with module.to_empty(device=...)'
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}, not the plain strided one"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a conjugated or negated view"
+    try:
+        to.device = _accelerator.device_of(tensor)
+    except UnsupportedError as error:
+        return str(error)
+    to.address = tensor.data_ptr()
+    size = tensor.element_size()
+    to.nbytes = tensor.numel() * size
+    to.contiguous = tensor.is_contiguous()
+    if not to.nbytes:
+        return None
+    if not to.contiguous and _overlaps_itself(to):
+        return "is expanded: several of its elements are the same memory"
+    # A storage can be made smaller under its tensors, as FSDP does to free parameters
+    start, past = (0, to.nbytes) if to.contiguous else _span(to, 0)
+    needed, there = tensor.storage_offset() * size + past - start, tensor.untyped_storage().nbytes()
+    if there < needed:
+        what = "is larger than its memory" if there else "has no memory"
+        return f"{what}: its storage has {there} bytes, and it needs {needed}"
+    return None
+
+
+def _numpy_destination(array: Any) -> Destination:
+    from ._numpy import numpy_dtype
+
+    to = Destination(array)
+    to.shape = tuple(array.shape)
+    # numpy takes None for float64, so what numpy lacks must not be compared
+    known = ((name, numpy_dtype(name)) for name in DTYPES)
+    to.dtype = next((name for name, own in known if own is not None and own == array.dtype), str(array.dtype))
+    to.nbytes = array.nbytes
+    to.address = array.__array_interface__["data"][0]
+    to.contiguous = bool(array.flags.c_contiguous)
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if not array.flags.writeable:
+        to.problem = "is read-only"
+    elif masked is not None and isinstance(array, masked):
+        to.problem = "is a MaskedArray, whose mask says nothing of new bytes: give its .data"
+    elif not to.contiguous and to.nbytes and _overlaps_itself(to):
+        to.problem = "is broadcast: several of its elements are the same memory"
+    return to
+
+
+def destinations(given: Any) -> list[Destination]:
+    """The distinct destinations in a module or mapping. Names of one and the same tensor share one."""
+    state_dict = getattr(given, "state_dict", None)
+    if not isinstance(given, Mapping) and callable(state_dict):
+        values = [(name, t) for name, t in state_dict(keep_vars=True).items() if is_torch(t)]
+    elif isinstance(given, Mapping):
+        values = list(given.items())
+    else:
+        raise InvalidError(
+            f"load_into: {type(given).__name__} is neither a torch module nor a mapping of names to tensors"
+        )
+    found: list[Destination] = []
+    by_memory: dict[Any, Destination] = {}
+    for name, value in values:
+        if not isinstance(name, str):
+            raise InvalidError(f"load_into: {name!r} is no name of a tensor")
+        if is_torch(value):
+            to = _torch_destination(value)
+            strides = value.stride() if to.problem is None and not to.contiguous else ()
+        elif is_numpy(value):
+            to = _numpy_destination(value)
+            strides = () if to.contiguous else value.strides
+        else:
+            raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
+        # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
+        same: Any = (to.device, to.address, to.dtype, to.shape, strides) if to.address and to.nbytes else id(value)
+        to = by_memory.setdefault(same, to)
+        if not to.names:
+            found.append(to)
+        to.names.append(name)
+    return found
+
+
+def _overlaps_itself(to: Destination) -> bool:
+    """Whether several of its elements may be the same memory: steps that are shorter than what they step over."""
+    dimensions, inner = to.steps()
+    for step, n in sorted((abs(step), n) for n, step in dimensions if n > 1):
+        if step < inner:
+            return True
+        inner += (n - 1) * step
+    return False
+
+
+def _span(to: Destination, address: int | None = None) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last; ``address``, if given, counts as that of its first element."""
+    address = to.address if address is None else address
+    if to.contiguous:
+        return address, address + to.nbytes
+    dimensions, size = to.steps()
+    ends = [(n - 1) * step for n, step in dimensions]
+    return address + sum(e for e in ends if e < 0), address + sum(e for e in ends if e > 0) + size
+
+
+def _overlap(a: Destination, b: Destination) -> bool:
+    """Whether two destinations whose spans meet have a byte in common. Columns of one matrix do not, for instance."""
+    if a.contiguous and b.contiguous:
+        return True
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        return True  # for want of anything that knows better
+    # Arrays with the same steps at addresses where nothing is: only addresses are compared
+    start = min(_span(a)[0], _span(b)[0]) - 4096
+    arrays = [numpy.asarray(_Elsewhere(to, to.address - start)) for to in (a, b)]
+    work: Any = 1_000_000  # numpy's own types know of 0 and -1 only
+    try:
+        return bool(numpy.shares_memory(arrays[0], arrays[1], max_work=work))
+    except RuntimeError:  # TooHardError: dimensions and steps that no tensor has
+        return True
+
+
+class _Elsewhere:
+    """What numpy needs to know of an array with the shape and steps of a destination."""
+
+    def __init__(self, to: Destination, address: int) -> None:
+        dimensions, size = to.steps()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(n for n, _ in dimensions),
+            "strides": tuple(step for _, step in dimensions),
+            "data": (address, False),
+        }
+
+
+def memory_problems(found: list[Destination]) -> list[str]:
+    """Destinations that overlap each other, or whose memory may not be written to."""
+    problems = []
+    filled = [(to, *_span(to)) for to in found if to.problem is None and to.nbytes]
+    filled.sort(key=lambda entry: (entry[0].device, entry[1]))
+    near: list[tuple[Destination, int]] = []
+    for b, start, end in filled:
+        near = [(a, past) for a, past in near if a.device == b.device and past > start]
+        for a, _ in near:
+            if _overlap(a, b):
+                problems.append(f"{b.names[0]} overlaps {a.names[0]} in memory without being the same tensor")
+                break
+        near.append((b, end))
+    on_cpu = [(to, start, past) for to, start, past in filled if to.device.is_cpu]
+    for number, why in _core.unwritable([(start, past) for _, start, past in on_cpu]):
+        problems.append(f"{on_cpu[number][0].names[0]} {why}")
+    return problems
