@@ -77,6 +77,8 @@
 //! memory and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test that holds
 //! each.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
 mod aside;
 pub mod ceiling;
 pub mod device;

@@ -1,6 +1,7 @@
 //! What the machine allows: for the benchmark.
 
 use crate::errors::{detached, raise};
+use crate::guard::{guarded, Listed};
 use penstock::ceiling::{Engine, Measure, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 pub(crate) fn ceiling<'py>(
     py: Python<'py>,
     measure: &str,
-    paths: Option<Vec<PathBuf>>,
+    paths: Option<Listed<PathBuf>>,
     engine: &str,
     threads: usize,
     depth: usize,
@@ -24,17 +25,20 @@ pub(crate) fn ceiling<'py>(
     device: u32,
     nbytes: u64,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let named = |e: penstock::Error| raise(py, &e);
-    let (measure, engine) = (Measure::named(measure).map_err(named)?, Engine::named(engine).map_err(named)?);
-    let settings = Settings { measure, engine, threads, depth, block, device, nbytes };
-    let found = detached(py, || penstock::ceiling::measure(&settings, &paths.unwrap_or_default()))?;
-    let d = PyDict::new(py);
-    d.set_item("measure", measure.name())?;
-    d.set_item("engine", engine.name())?;
-    d.set_item("threads", threads)?;
-    d.set_item("depth", depth)?;
-    d.set_item("block", block)?;
-    d.set_item("bytes", found.bytes)?;
-    d.set_item("seconds", found.seconds)?;
-    Ok(d)
+    guarded(py, || {
+        let named = |e: penstock::Error| raise(py, &e);
+        let (measure, engine) = (Measure::named(measure).map_err(named)?, Engine::named(engine).map_err(named)?);
+        let settings = Settings { measure, engine, threads, depth, block, device, nbytes };
+        let found =
+            detached(py, || penstock::ceiling::measure(&settings, &paths.map_or_else(Vec::new, |paths| paths.0)))?;
+        let d = PyDict::new(py);
+        d.set_item("measure", measure.name())?;
+        d.set_item("engine", engine.name())?;
+        d.set_item("threads", threads)?;
+        d.set_item("depth", depth)?;
+        d.set_item("block", block)?;
+        d.set_item("bytes", found.bytes)?;
+        d.set_item("seconds", found.seconds)?;
+        Ok(d)
+    })
 }

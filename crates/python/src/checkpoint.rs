@@ -1,6 +1,7 @@
 //! `_core.Checkpoint`.
 
 use crate::errors::{detached, interruptibly, raise};
+use crate::guard::{answer, guarded, Answer, Held, Listed};
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
@@ -12,102 +13,117 @@ use std::sync::Arc;
 
 /// A validated checkpoint. Tensors are numbered in file order.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Checkpoint(pub(crate) Arc<Core>);
+pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    fn open(py: Python<'_>, sources: Vec<PathBuf>) -> PyResult<Self> {
-        interruptibly(py, |go_on| Core::open_cancellable(sources, go_on)).map(|c| Self(Arc::new(c)))
+    fn open(py: Python<'_>, sources: Listed<PathBuf>) -> PyResult<Self> {
+        guarded(py, || interruptibly(py, |go_on| Core::open_cancellable(sources.0, go_on)).map(Self::of))
     }
 
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-        let core = Core::from_bytes(data, data.len() as u64).map_err(|e| raise(py, &e))?;
-        Ok(Self(Arc::new(core)))
+        guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
     }
 
-    fn __len__(&self) -> usize {
-        self.0.len()
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        guarded(py, || Ok(self.0.len()))
     }
 
-    fn __contains__(&self, name: &Bound<'_, PyAny>) -> bool {
-        name.extract::<&str>().is_ok_and(|name| self.0.find(name).is_some())
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> PyResult<bool> {
+        guarded(name.py(), || Ok(name.extract::<&str>().is_ok_and(|name| self.0.find(name).is_some())))
     }
 
-    fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.0.tensors().map(|t| PyString::new(py, t.name)))
+    fn keys<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyList>> {
+        answer(py, || PyList::new(py, self.0.tensors().map(|t| PyString::new(py, t.name))))
     }
 
-    fn index(&self, name: &str) -> PyResult<u32> {
-        self.0.find(name).map(|t| t.index).ok_or_else(|| PyKeyError::new_err(name.to_owned()))
+    fn index<'py>(&self, py: Python<'py>, name: &str) -> Answer<'py, u32> {
+        answer(py, || self.0.find(name).map(|t| t.index).ok_or_else(|| PyKeyError::new_err(name.to_owned())))
     }
 
-    fn info<'py>(&self, py: Python<'py>, index: u32) -> PyResult<Bound<'py, PyTuple>> {
-        if index as usize >= self.0.len() {
-            return Err(PyIndexError::new_err(format!("tensor {index} of {}", self.0.len())));
-        }
-        let t = self.0.tensor(index);
-        (t.name, t.dtype.name(), PyTuple::new(py, t.shape)?, t.file, t.begin, t.end).into_pyobject(py)
+    fn info<'py>(&self, py: Python<'py>, index: u32) -> Answer<'py, Bound<'py, PyTuple>> {
+        answer(py, || {
+            self.tensor(index)?;
+            let t = self.0.tensor(index);
+            (t.name, t.dtype.name(), PyTuple::new(py, t.shape)?, t.file, t.begin, t.end).into_pyobject(py)
+        })
     }
 
-    fn matching(&self, py: Python<'_>, patterns: Vec<String>) -> PyResult<Vec<u32>> {
-        penstock::placement::names_matching(&self.0, &patterns).map_err(|e| raise(py, &e))
+    fn matching<'py>(&self, py: Python<'py>, patterns: Listed<String>) -> Answer<'py, Vec<u32>> {
+        answer(py, || penstock::placement::names_matching(&self.0, &patterns.0).map_err(|e| raise(py, &e)))
     }
 
     #[pyo3(signature = (wants = None))]
-    fn by_dtype<'py>(&self, py: Python<'py>, wants: Option<Vec<u32>>) -> PyResult<Bound<'py, PyDict>> {
-        let mut groups: BTreeMap<&'static str, Vec<u32>> = BTreeMap::new();
-        let mut add = |position: usize, index: u32| -> PyResult<()> {
-            if index as usize >= self.0.len() {
-                return Err(PyIndexError::new_err(format!("tensor {index} of {}", self.0.len())));
+    fn by_dtype<'py>(&self, py: Python<'py>, wants: Option<Listed<u32>>) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || {
+            let mut groups: BTreeMap<&'static str, Vec<u32>> = BTreeMap::new();
+            let mut add = |position: usize, index: u32| -> PyResult<()> {
+                self.tensor(index)?;
+                groups.entry(self.0.tensor(index).dtype.name()).or_default().push(position as u32);
+                Ok(())
+            };
+            match wants {
+                Some(wants) => wants.0.into_iter().enumerate().try_for_each(|(i, w)| add(i, w))?,
+                None => (0..self.0.len()).try_for_each(|i| add(i, i as u32))?,
             }
-            groups.entry(self.0.tensor(index).dtype.name()).or_default().push(position as u32);
-            Ok(())
-        };
-        match wants {
-            Some(wants) => wants.into_iter().enumerate().try_for_each(|(i, w)| add(i, w))?,
-            None => (0..self.0.len()).try_for_each(|i| add(i, i as u32))?,
-        }
-        groups.into_pyobject(py)
+            groups.into_pyobject(py)
+        })
     }
 
-    fn files(&self) -> Vec<String> {
-        self.0.files().iter().map(|f| f.path.to_string_lossy().into_owned()).collect()
+    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
+        answer(py, || Ok(self.0.files().iter().map(|f| f.path.to_string_lossy().into_owned()).collect::<Vec<_>>()))
     }
 
-    fn metadata(&self) -> Option<BTreeMap<String, String>> {
-        let any = self.0.files().iter().any(|f| f.metadata.is_some());
-        any.then(|| self.0.metadata().clone())
+    fn metadata<'py>(&self, py: Python<'py>) -> Answer<'py, Option<BTreeMap<String, String>>> {
+        answer(py, || {
+            let any = self.0.files().iter().any(|f| f.metadata.is_some());
+            Ok(any.then(|| self.0.metadata().clone()))
+        })
     }
 
-    fn file_metadata(&self, file: usize) -> PyResult<Option<BTreeMap<String, String>>> {
-        self.file(file).map(|f| f.metadata.clone())
+    fn file_metadata<'py>(&self, py: Python<'py>, file: usize) -> Answer<'py, Option<BTreeMap<String, String>>> {
+        answer(py, || self.file(file).map(|f| f.metadata.clone()))
     }
 
-    fn file_tensors(&self, file: usize) -> PyResult<(u32, u32)> {
-        self.file(file).map(|f| (f.tensors.start, f.tensors.end))
+    fn file_tensors<'py>(&self, py: Python<'py>, file: usize) -> Answer<'py, (u32, u32)> {
+        answer(py, || self.file(file).map(|f| (f.tensors.start, f.tensors.end)))
     }
 
-    fn data_start(&self, file: usize) -> PyResult<u64> {
-        self.file(file).map(|f| f.data_start)
+    fn data_start<'py>(&self, py: Python<'py>, file: usize) -> Answer<'py, u64> {
+        answer(py, || self.file(file).map(|f| f.data_start))
     }
 
-    fn nbytes(&self) -> u64 {
-        self.0.nbytes()
+    fn nbytes<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.nbytes()))
     }
 
-    fn warnings(&self) -> Vec<String> {
-        self.0.warnings().to_vec()
+    fn warnings<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
+        answer(py, || Ok(self.0.warnings().to_vec()))
     }
 
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {
-        let files = Files::new(self.0.files());
-        detached(py, || (0..files.len()).try_for_each(|f| files.verify_file(f as u32)))
+        guarded(py, || {
+            let files = Files::new(self.0.files());
+            detached(py, || (0..files.len()).try_for_each(|f| files.verify_file(f as u32)))
+        })
     }
 }
 
 impl Checkpoint {
+    fn of(core: Core) -> Self {
+        Self(Held::new(Arc::new(core)))
+    }
+
+    /// Refuses the number of a tensor that there is not.
+    fn tensor(&self, index: u32) -> PyResult<()> {
+        if index as usize >= self.0.len() {
+            return Err(PyIndexError::new_err(format!("tensor {index} of {}", self.0.len())));
+        }
+        Ok(())
+    }
+
     fn file(&self, file: usize) -> PyResult<&penstock::format::ShardFile> {
         let files = self.0.files();
         files.get(file).ok_or_else(|| PyIndexError::new_err(format!("file {file} of {}", files.len())))

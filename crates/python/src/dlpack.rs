@@ -1,6 +1,7 @@
 //! DLPack capsules over views, by hand: the struct layouts are those of dlpack.h, version 0 ("dltensor", unversioned),
 //! which every consumer takes.
 
+use crate::guard::letting_go;
 use penstock::memory::View;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -99,12 +100,15 @@ struct Owned<T> {
 unsafe extern "C" fn delete<T: Share>(managed: *mut DLManagedTensor) {
     // SAFETY: `managed` is the context's first half made in `capsule`, deleted once, as DLPack asks of its consumers.
     let owned = unsafe { Box::from_raw((*managed).manager_ctx.cast::<Owned<T>>()) };
-    if owned.share.view().is_held() {
-        // torch frees tensors without the GIL. A Python object that is let go so is freed at some later call of ours,
-        // which may never come; here it is a block of GPU memory, and somebody may be waiting for that.
+    letting_go(|| {
         let mut owned = Some(owned);
-        Python::try_attach(|_| drop(owned.take()));
-    }
+        if owned.as_ref().is_some_and(|owned| owned.share.view().is_held()) {
+            // torch frees tensors without the GIL. A Python object that is let go so is freed at some later call of ours,
+            // which may never come; here it is a block of GPU memory, and somebody may be waiting for that.
+            Python::try_attach(|_| drop(owned.take()));
+        }
+        drop(owned);
+    });
 }
 
 unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {

@@ -30,7 +30,9 @@ pub(crate) fn interruptibly<T: Send>(
 ) -> PyResult<T> {
     let mut raised = None;
     let mut go_on = || {
-        raised = Python::attach(|py| py.check_signals()).err();
+        // Where the interpreter is ending there is nobody to go on for.
+        let Some(heard) = Python::try_attach(|py| py.check_signals()) else { return false };
+        raised = heard.err();
         raised.is_none()
     };
     let result = py.detach(|| f(&mut go_on));

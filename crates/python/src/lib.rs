@@ -1,12 +1,15 @@
 //! The Python extension module: thin, and it releases the GIL around every wait.
 //!
 //! `python/penstock/_core.pyi` is its contract. Errors of the core are raised as what
-//! `penstock._errors.from_core(kind, message, path, range, errno)` makes of them.
+//! `penstock._errors.from_core(kind, message, path, range, errno)` makes of them. A panic is an `InternalError`: [`guard`].
+
+#![warn(clippy::disallowed_methods)]
 
 mod ceiling;
 mod checkpoint;
 mod dlpack;
 mod errors;
+mod guard;
 mod load;
 mod machine;
 mod options;
@@ -32,6 +35,6 @@ mod _core {
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
-        m.add("__version__", env!("CARGO_PKG_VERSION"))
+        crate::guard::guarded(m.py(), || m.add("__version__", env!("CARGO_PKG_VERSION")))
     }
 }

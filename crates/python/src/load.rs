@@ -3,6 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
+use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
 use crate::options::Options;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
@@ -32,8 +33,11 @@ static EXITING: AtomicI32 = AtomicI32::new(0);
 
 /// Says that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for one.
 #[pyfunction]
-pub(crate) fn exiting() {
-    EXITING.store(this_thread(), Ordering::Relaxed);
+pub(crate) fn exiting(py: Python<'_>) -> PyResult<()> {
+    guarded(py, || {
+        EXITING.store(this_thread(), Ordering::Relaxed);
+        Ok(())
+    })
 }
 
 fn this_thread() -> i32 {
@@ -66,7 +70,7 @@ fn instant(seconds: f64) -> Instant {
 const AT_ONCE: usize = 1024;
 
 /// One (start, stop, step) per dimension, or None for the whole tensor.
-type Region = Option<Vec<(u64, u64, u64)>>;
+type Region = Option<Listed<(u64, u64, u64)>>;
 
 /// A Python object that keeps memory alive.
 pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
@@ -74,14 +78,16 @@ pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
 /// One load, running in the background from the moment it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Load {
-    core: Core,
+    core: Held<Core>,
     device: (c_int, c_int),
 }
 
 impl Drop for Load {
     fn drop(&mut self) {
         // Waiting for what is in flight may take seconds, in which other threads of Python's go on.
-        Python::try_attach(|py| py.detach(|| self.core.close()));
+        letting_go(|| {
+            Python::try_attach(|py| py.detach(|| self.core.close()));
+        });
     }
 }
 
@@ -96,148 +102,167 @@ impl Load {
         py: Python<'_>,
         checkpoint: &Checkpoint,
         options: &Options,
-        wants: Option<Vec<u32>>,
-        regions: Option<Vec<Region>>,
+        wants: Option<Listed<u32>>,
+        regions: Option<Listed<Region>>,
         device: &str,
         order: &str,
         stream: bool,
         caller_blocks: bool,
-        into: Option<Vec<(u64, u64)>>,
+        into: Option<Listed<(u64, u64)>>,
         keep: Option<Py<PyAny>>,
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
         misaligned: bool,
     ) -> PyResult<Self> {
-        let core = &checkpoint.0;
-        let mut wants: Vec<Want> = match wants {
-            None => Want::all(core),
-            Some(wants) => wants.into_iter().map(Want::whole).collect(),
-        };
-        if let Some(want) = wants.iter().find(|w| w.tensor as usize >= core.len()) {
-            return Err(PyIndexError::new_err(format!("tensor {} of {}", want.tensor, core.len())));
-        }
-        if let Some(regions) = regions {
-            if regions.len() != wants.len() {
-                return Err(PyValueError::new_err("there must be one region (or None) per want"));
-            }
-            for (want, region) in wants.iter_mut().zip(regions) {
-                want.region =
-                    region.map(|r| r.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }).collect());
-            }
-        }
-        let (at, asked) = target(device)?;
-        let mut options = options.0.clone();
-        options.misaligned = misaligned;
-        options.order = match order {
-            "file" => Order::File,
-            "layer" => Order::Layer,
-            _ => return Err(PyValueError::new_err(format!("order={order:?}: must be \"file\" or \"layer\""))),
-        };
-        let memory = match into {
-            Some(tensors) => {
-                Memory::Into { tensors, keep: Arc::new(keep.map(Kept)), fence: (fence != 0).then_some(Fence(fence)) }
-            }
-            None if caller_blocks => Memory::Granted,
-            None => Memory::Ours,
-        };
-        let request = Request { checkpoint: core.clone(), wants, device: at, memory, options, stream };
-        let files = core.files();
-        let (core, own) = interruptibly(py, |go_on| {
-            check_driver(asked, device).map_err(|e| match files.first() {
-                Some(file) => e.at(&file.path),
-                None => e,
-            })?;
-            let core = Core::start_while(request, go_on)?;
-            let own = match at {
-                Where::Cpu => (CPU, 0),
-                Where::Gpu(number) => match Api::load()?.vendor() {
-                    Vendor::Cuda => (CUDA, number as c_int),
-                    Vendor::Hip => (ROCM, number as c_int),
-                },
+        guarded(py, || {
+            let core = &checkpoint.0;
+            let mut wants: Vec<Want> = match wants {
+                None => Want::all(core),
+                Some(wants) => wants.0.into_iter().map(Want::whole).collect(),
             };
-            Ok((core, own))
-        })?;
-        Ok(Self { core, device: dlpack_device.unwrap_or(own) })
+            if let Some(want) = wants.iter().find(|w| w.tensor as usize >= core.len()) {
+                return Err(PyIndexError::new_err(format!("tensor {} of {}", want.tensor, core.len())));
+            }
+            if let Some(regions) = regions {
+                if regions.0.len() != wants.len() {
+                    return Err(PyValueError::new_err("there must be one region (or None) per want"));
+                }
+                for (want, region) in wants.iter_mut().zip(regions.0) {
+                    want.region = region
+                        .map(|r| r.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }).collect());
+                }
+            }
+            let (at, asked) = target(device)?;
+            let mut options = options.0.clone();
+            options.misaligned = misaligned;
+            options.order = match order {
+                "file" => Order::File,
+                "layer" => Order::Layer,
+                _ => return Err(PyValueError::new_err(format!("order={order:?}: must be \"file\" or \"layer\""))),
+            };
+            let memory = match into {
+                Some(tensors) => Memory::Into {
+                    tensors: tensors.0,
+                    keep: Arc::new(keep.map(Kept)),
+                    fence: (fence != 0).then_some(Fence(fence)),
+                },
+                None if caller_blocks => Memory::Granted,
+                None => Memory::Ours,
+            };
+            let request = Request { checkpoint: Arc::clone(core), wants, device: at, memory, options, stream };
+            let files = core.files();
+            let (core, own) = interruptibly(py, |go_on| {
+                check_driver(asked, device).map_err(|e| match files.first() {
+                    Some(file) => e.at(&file.path),
+                    None => e,
+                })?;
+                let core = Core::start_while(request, go_on)?;
+                let own = match at {
+                    Where::Cpu => (CPU, 0),
+                    Where::Gpu(number) => match Api::load()?.vendor() {
+                        Vendor::Cuda => (CUDA, number as c_int),
+                        Vendor::Hip => (ROCM, number as c_int),
+                    },
+                };
+                Ok((core, own))
+            })?;
+            Ok(Self { core: Held::new(core), device: dlpack_device.unwrap_or(own) })
+        })
     }
 
-    fn blocks(&self) -> Vec<u64> {
-        self.core.layout().blocks.iter().map(|b| b.nbytes).collect()
+    fn blocks<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u64>> {
+        answer(py, || Ok(self.core.layout().blocks.iter().map(|b| b.nbytes).collect::<Vec<_>>()))
     }
 
-    fn places(&self) -> Vec<(u32, u64, u64)> {
-        self.core.layout().places.iter().map(|p| (p.block, p.offset, p.nbytes)).collect()
+    fn places<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(u32, u64, u64)>> {
+        answer(py, || Ok(self.core.layout().places.iter().map(|p| (p.block, p.offset, p.nbytes)).collect::<Vec<_>>()))
     }
 
-    fn wanted_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        self.core.wanted_blocks().map_err(|e| raise(py, &e))
+    fn wanted_blocks<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u32>> {
+        answer(py, || self.core.wanted_blocks().map_err(|e| raise(py, &e)))
     }
 
     #[pyo3(signature = (block, address, keep, fence = 0))]
     fn grant(&self, py: Python<'_>, block: u32, address: u64, keep: Py<PyAny>, fence: u64) -> PyResult<()> {
-        let fence = (fence != 0).then_some(Fence(fence));
-        self.core.grant(block, address, Arc::new(Kept(keep)), fence).map_err(|e| raise(py, &e))
+        guarded(py, || {
+            let fence = (fence != 0).then_some(Fence(fence));
+            self.core.grant(block, address, Arc::new(Kept(keep)), fence).map_err(|e| raise(py, &e))
+        })
     }
 
     #[pyo3(signature = (timeout = None))]
-    fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
-        let found = patiently(py, timeout, Next::TimedOut, |t| self.core.next(Some(t)))?;
-        Ok(match found {
-            Next::Ready(want) => PyInt::new(py, want).into_any(),
-            Next::Grant => PyBool::new(py, true).to_owned().into_any(),
-            Next::TimedOut => PyBool::new(py, false).to_owned().into_any(),
-            Next::End => py.None().into_bound(py),
+    fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || {
+            let found = patiently(py, timeout, Next::TimedOut, |t| self.core.next(Some(t)))?;
+            Ok(match found {
+                Next::Ready(want) => PyInt::new(py, want).into_any(),
+                Next::Grant => PyBool::new(py, true).to_owned().into_any(),
+                Next::TimedOut => PyBool::new(py, false).to_owned().into_any(),
+                Next::End => py.None().into_bound(py),
+            })
         })
     }
 
     fn take(&self, py: Python<'_>, want: u32) -> PyResult<()> {
-        self.core.take(want).map_err(|e| raise(py, &e))
+        guarded(py, || self.core.take(want).map_err(|e| raise(py, &e)))
     }
 
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        Ok(patiently(py, timeout, Next::TimedOut, |t| self.core.wait_or_grant(Some(t)))? == Next::End)
+        guarded(py, || Ok(patiently(py, timeout, Next::TimedOut, |t| self.core.wait_or_grant(Some(t)))? == Next::End))
     }
 
-    fn done(&self) -> bool {
-        self.core.is_done()
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        guarded(py, || Ok(self.core.is_done()))
     }
 
-    fn cancel(&self) {
-        self.core.cancel();
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || {
+            self.core.cancel();
+            Ok(())
+        })
     }
 
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.core.close());
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || {
+            py.detach(|| self.core.close());
+            Ok(())
+        })
     }
 
-    fn progress(&self) -> (u64, u64) {
-        self.core.progress()
+    fn progress<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
+        answer(py, || Ok(self.core.progress()))
     }
 
-    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        report(py, &self.core.report())
+    fn report<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || report(py, &self.core.report()))
     }
 
     #[getter]
-    fn traced(&self) -> bool {
-        self.core.is_traced()
+    fn traced(&self, py: Python<'_>) -> PyResult<bool> {
+        guarded(py, || Ok(self.core.is_traced()))
     }
 
-    fn mark(&self, name: String, begun: f64, ended: f64) {
-        self.core.mark(name, instant(begun), instant(ended));
+    fn mark(&self, py: Python<'_>, name: String, begun: f64, ended: f64) -> PyResult<()> {
+        guarded(py, || {
+            self.core.mark(name, instant(begun), instant(ended));
+            Ok(())
+        })
     }
 
     fn write_trace(&self, py: Python<'_>, report: &str) -> PyResult<()> {
-        let report = serde_json::from_str(report).map_err(|e| PyValueError::new_err(e.to_string()))?;
-        py.detach(|| self.core.write_trace(&report)).map_err(|e| raise(py, &e))
+        guarded(py, || {
+            let report = serde_json::from_str(report).map_err(|e| PyValueError::new_err(e.to_string()))?;
+            py.detach(|| self.core.write_trace(&report)).map_err(|e| raise(py, &e))
+        })
     }
 
-    fn touched(&self) -> Vec<u32> {
-        self.core.touched()
+    fn touched<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u32>> {
+        answer(py, || Ok(self.core.touched()))
     }
 
-    fn address(&self, py: Python<'_>, want: u32) -> PyResult<u64> {
-        self.core.address(want).map_err(|e| raise(py, &e))
+    fn address<'py>(&self, py: Python<'py>, want: u32) -> Answer<'py, u64> {
+        answer(py, || self.core.address(want).map_err(|e| raise(py, &e)))
     }
 
     fn capsule<'py>(
@@ -245,17 +270,42 @@ impl Load {
         py: Python<'py>,
         want: u32,
         dtype: (u8, u8),
-        shape: Vec<i64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let view = self.core.view(want).map_err(|e| raise(py, &e))?;
-        fits(&view, dtype, &shape)?;
-        capsule(py, view, self.device, dtype, shape.into_iter().collect())
+        shape: Listed<i64>,
+    ) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || {
+            let view = self.core.view(want).map_err(|e| raise(py, &e))?;
+            fits(&view, dtype, &shape.0)?;
+            capsule(py, view, self.device, dtype, shape.0.into_iter().collect())
+        })
     }
 
     fn capsules<'py>(
         &self,
         py: Python<'py>,
-        wants: Vec<u32>,
+        wants: Listed<u32>,
+        dtypes: &Bound<'py, PyDict>,
+        convert: &Bound<'py, PyAny>,
+    ) -> Answer<'py, Bound<'py, PyList>> {
+        answer(py, || self.converted(py, &wants.0, dtypes, convert))
+    }
+
+    fn views<'py>(&self, py: Python<'py>, wants: Listed<u32>) -> Answer<'py, Vec<View>> {
+        answer(py, || {
+            let views = self.core.views(&wants.0).map_err(|e| raise(py, &e))?;
+            Ok(views
+                .into_iter()
+                .map(|view| View { view: Held::new(Arc::new(view)), device: self.device })
+                .collect::<Vec<_>>())
+        })
+    }
+}
+
+impl Load {
+    /// `convert(capsule)` of these wants.
+    fn converted<'py>(
+        &self,
+        py: Python<'py>,
+        wants: &[u32],
         dtypes: &Bound<'py, PyDict>,
         convert: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
@@ -294,11 +344,6 @@ impl Load {
             }
         }
         PyList::new(py, made)
-    }
-
-    fn views(&self, py: Python<'_>, wants: Vec<u32>) -> PyResult<Vec<View>> {
-        let views = self.core.views(&wants).map_err(|e| raise(py, &e))?;
-        Ok(views.into_iter().map(|view| View { view: Arc::new(view), device: self.device }).collect())
     }
 }
 
@@ -444,38 +489,42 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
 /// Bytes of one ready want, owning a share of its block and nothing else of the load.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct View {
-    view: Arc<CoreView>,
+    view: Held<Arc<CoreView>>,
     device: (c_int, c_int),
 }
 
 #[pymethods]
 impl View {
     #[getter]
-    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if self.device.0 != CPU {
-            return Err(pyo3::exceptions::PyAttributeError::new_err("the bytes are not in CPU memory"));
-        }
-        let d = PyDict::new(py);
-        d.set_item("version", 3)?;
-        d.set_item("typestr", "|u1")?;
-        d.set_item("shape", (self.view.nbytes(),))?;
-        d.set_item("data", (self.view.address(), false))?;
-        Ok(d)
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || {
+            if self.device.0 != CPU {
+                return Err(pyo3::exceptions::PyAttributeError::new_err("the bytes are not in CPU memory"));
+            }
+            let d = PyDict::new(py);
+            d.set_item("version", 3)?;
+            d.set_item("typestr", "|u1")?;
+            d.set_item("shape", (self.view.nbytes(),))?;
+            d.set_item("data", (self.view.address(), false))?;
+            Ok(d)
+        })
     }
 
-    fn capsule<'py>(&self, py: Python<'py>, dtype: (u8, u8), shape: Vec<i64>) -> PyResult<Bound<'py, PyAny>> {
-        fits(&self.view, dtype, &shape)?;
-        capsule(py, self.view.clone(), self.device, dtype, shape.into_iter().collect())
+    fn capsule<'py>(&self, py: Python<'py>, dtype: (u8, u8), shape: Listed<i64>) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || {
+            fits(&self.view, dtype, &shape.0)?;
+            capsule(py, Arc::clone(&self.view), self.device, dtype, shape.0.into_iter().collect())
+        })
     }
 
     #[getter]
-    fn address(&self) -> u64 {
-        self.view.address()
+    fn address<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.view.address()))
     }
 
     #[getter]
-    fn nbytes(&self) -> u64 {
-        self.view.nbytes()
+    fn nbytes<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.view.nbytes()))
     }
 
     #[pyo3(signature = (*, stream = None, **kwargs))]
@@ -484,13 +533,16 @@ impl View {
         py: Python<'py>,
         stream: Option<&Bound<'py, PyAny>>,
         kwargs: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        // The bytes are complete on the host before they are handed out, so no stream needs to wait for anything.
-        let _ = (stream, kwargs);
-        capsule(py, self.view.clone(), self.device, (1, 8), [self.view.nbytes() as i64].into_iter().collect())
+    ) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || {
+            // The bytes are complete on the host before they are handed out, so no stream needs to wait for anything.
+            let _ = (stream, kwargs);
+            let shape = [self.view.nbytes() as i64].into_iter().collect();
+            capsule(py, Arc::clone(&self.view), self.device, (1, 8), shape)
+        })
     }
 
-    fn __dlpack_device__(&self) -> (c_int, c_int) {
-        self.device
+    fn __dlpack_device__<'py>(&self, py: Python<'py>) -> Answer<'py, (c_int, c_int)> {
+        answer(py, || Ok(self.device))
     }
 }

@@ -1,6 +1,7 @@
 //! What the machine, a file and the GPUs offer: for the command line.
 
 use crate::errors::detached;
+use crate::guard::{answer, guarded, Answer, Listed};
 use penstock::device::api::{Api, Attribute};
 use penstock::source as file;
 use pyo3::prelude::*;
@@ -10,98 +11,109 @@ use std::sync::Arc;
 
 /// (resident bytes, size in bytes, number of probes) of one file in the page cache.
 #[pyfunction]
-pub(crate) fn residency(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64, u32)> {
-    detached(py, || {
-        let files = file::Files::from_paths(&[&path])?;
-        let found = files.resident_ranges(0)?;
-        Ok((found.bytes(), files.size(0), found.calls + found.samples))
+pub(crate) fn residency(py: Python<'_>, path: PathBuf) -> Answer<'_, (u64, u64, u32)> {
+    answer(py, || {
+        detached(py, || {
+            let files = file::Files::from_paths(&[&path])?;
+            let found = files.resident_ranges(0)?;
+            Ok((found.bytes(), files.size(0), found.calls + found.samples))
+        })
     })
 }
 
 /// Drops the file's clean pages from the page cache; bytes still resident afterwards.
 #[pyfunction]
-pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
-    detached(py, || file::evict(&path, None))
+pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> Answer<'_, u64> {
+    answer(py, || detached(py, || file::evict(&path, None)))
 }
 
 /// Reads the file into the page cache; bytes resident afterwards.
 #[pyfunction]
 #[pyo3(signature = (path, threads = 0))]
-pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize) -> PyResult<u64> {
-    detached(py, || file::warm(&path, threads))
+pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize) -> Answer<'_, u64> {
+    answer(py, || detached(py, || file::warm(&path, threads)))
 }
 
 /// What the machine and the file system of `path` offer: for `penstock doctor`.
 #[pyfunction]
-pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let facts = detached(py, || file::facts_at(&path))?;
-    // Both interfaces are really set up: only that tells whether a sandbox refuses them.
-    let (uring, aio) = detached(py, || {
-        let none = Arc::new(file::Files::new(&[]));
-        Ok((file::Uring::new(none.clone(), 4).map(drop), file::Aio::new(none, 4).map(drop)))
-    })?;
-    let d = PyDict::new(py);
-    d.set_item("fs", facts.fs)?;
-    d.set_item("kind", format!("{:?}", facts.kind).to_lowercase())?;
-    d.set_item("storage", facts.storage)?;
-    d.set_item("direct_align", facts.direct_align)?;
-    d.set_item("mappable", facts.mappable)?;
-    d.set_item("cores", penstock::machine::cores())?;
-    d.set_item("memory_available", penstock::machine::memory_available())?;
-    d.set_item("cgroup_memory_limit", penstock::machine::cgroup_memory_limit())?;
-    let refusal = |r: penstock::Result<()>| r.err().map(|e| e.to_string());
-    d.set_item("io_uring", refusal(uring))?;
-    d.set_item("libaio", refusal(aio))?;
-    Ok(d)
+pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDict>> {
+    answer(py, || {
+        let facts = detached(py, || file::facts_at(&path))?;
+        // Both interfaces are really set up: only that tells whether a sandbox refuses them.
+        let (uring, aio) = detached(py, || {
+            let none = Arc::new(file::Files::new(&[]));
+            Ok((file::Uring::new(none.clone(), 4).map(drop), file::Aio::new(none, 4).map(drop)))
+        })?;
+        let d = PyDict::new(py);
+        d.set_item("fs", facts.fs)?;
+        d.set_item("kind", format!("{:?}", facts.kind).to_lowercase())?;
+        d.set_item("storage", facts.storage)?;
+        d.set_item("direct_align", facts.direct_align)?;
+        d.set_item("mappable", facts.mappable)?;
+        d.set_item("cores", penstock::machine::cores())?;
+        d.set_item("memory_available", penstock::machine::memory_available())?;
+        d.set_item("cgroup_memory_limit", penstock::machine::cgroup_memory_limit())?;
+        let refusal = |r: penstock::Result<()>| r.err().map(|e| e.to_string());
+        d.set_item("io_uring", refusal(uring))?;
+        d.set_item("libaio", refusal(aio))?;
+        Ok(d)
+    })
 }
 
 /// Which address ranges (first byte, past the last) cannot be written to, by number, and why.
 #[pyfunction]
-pub(crate) fn unwritable(py: Python<'_>, spans: Vec<(u64, u64)>) -> Vec<(usize, String)> {
-    let spans: Vec<_> = spans.into_iter().map(|(start, end)| start..end).collect();
-    let found = py.detach(|| penstock::mappings::unwritable(&spans));
-    found.into_iter().map(|(span, why)| (span, why.to_string())).collect()
+pub(crate) fn unwritable(py: Python<'_>, spans: Listed<(u64, u64)>) -> Answer<'_, Vec<(usize, String)>> {
+    answer(py, || {
+        let spans: Vec<_> = spans.0.into_iter().map(|(start, end)| start..end).collect();
+        let found = py.detach(|| penstock::mappings::unwritable(&spans));
+        Ok(found.into_iter().map(|(span, why)| (span, why.to_string())).collect::<Vec<_>>())
+    })
 }
 
 /// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
 #[pyfunction]
-pub(crate) fn trim(py: Python<'_>) {
-    py.detach(|| penstock::staging::Ring::process().trim());
+pub(crate) fn trim(py: Python<'_>) -> PyResult<()> {
+    guarded(py, || {
+        py.detach(|| penstock::staging::Ring::process().trim());
+        Ok(())
+    })
 }
 
 /// Drivers and GPUs found, or why not.
 #[pyfunction]
-pub(crate) fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let d = PyDict::new(py);
-    let mut found = Vec::new();
-    let mut reason = None;
-    match py.detach(Api::load) {
-        Err(e) => {
-            d.set_item("library", py.None())?;
-            reason = Some(e);
-        }
-        Ok(api) => {
-            d.set_item("library", api.library())?;
-            d.set_item("vendor", format!("{:?}", api.vendor()).to_lowercase())?;
-            match py.detach(|| list(&api)) {
-                Err(e) => reason = Some(e),
-                Ok((version, gpus)) => {
-                    d.set_item("driver_version", version)?;
-                    for gpu in gpus {
-                        let one = PyDict::new(py);
-                        one.set_item("name", gpu.name)?;
-                        one.set_item("pci", gpu.pci)?;
-                        one.set_item("integrated", gpu.integrated)?;
-                        one.set_item("copy_engines", gpu.copy_engines)?;
-                        found.push(one);
+pub(crate) fn gpus(py: Python<'_>) -> Answer<'_, Bound<'_, PyDict>> {
+    answer(py, || {
+        let d = PyDict::new(py);
+        let mut found = Vec::new();
+        let mut reason = None;
+        match py.detach(Api::load) {
+            Err(e) => {
+                d.set_item("library", py.None())?;
+                reason = Some(e);
+            }
+            Ok(api) => {
+                d.set_item("library", api.library())?;
+                d.set_item("vendor", format!("{:?}", api.vendor()).to_lowercase())?;
+                match py.detach(|| list(&api)) {
+                    Err(e) => reason = Some(e),
+                    Ok((version, gpus)) => {
+                        d.set_item("driver_version", version)?;
+                        for gpu in gpus {
+                            let one = PyDict::new(py);
+                            one.set_item("name", gpu.name)?;
+                            one.set_item("pci", gpu.pci)?;
+                            one.set_item("integrated", gpu.integrated)?;
+                            one.set_item("copy_engines", gpu.copy_engines)?;
+                            found.push(one);
+                        }
                     }
                 }
             }
         }
-    }
-    d.set_item("gpus", found)?;
-    d.set_item("reason", reason.map(|e| e.to_string()))?;
-    Ok(d)
+        d.set_item("gpus", found)?;
+        d.set_item("reason", reason.map(|e| e.to_string()))?;
+        Ok(d)
+    })
 }
 
 struct Gpu {

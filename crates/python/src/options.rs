@@ -1,5 +1,6 @@
 //! `penstock.Options`: the core's options with Python's spellings, strict validation and environment overrides.
 
+use crate::guard::{answer, guarded, Answer};
 use penstock::options::{Cache, Io, Options as Core};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -53,7 +54,78 @@ pub(crate) struct Options(pub(crate) Core);
 impl Options {
     #[new]
     #[pyo3(signature = (**values))]
-    fn new(values: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+    fn new(py: Python<'_>, values: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        guarded(py, || Self::of(values))
+    }
+
+    #[getter]
+    fn io<'py>(&self, py: Python<'py>) -> Answer<'py, &'static str> {
+        answer(py, || Ok(spelling(IO, self.0.io)))
+    }
+
+    #[getter]
+    fn cache<'py>(&self, py: Python<'py>) -> Answer<'py, &'static str> {
+        answer(py, || Ok(spelling(CACHE, self.0.cache)))
+    }
+
+    #[getter]
+    fn staging<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.staging))
+    }
+
+    #[getter]
+    fn extent<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.extent))
+    }
+
+    #[getter]
+    fn depth<'py>(&self, py: Python<'py>) -> Answer<'py, u32> {
+        answer(py, || Ok(self.0.depth))
+    }
+
+    #[getter]
+    fn threads<'py>(&self, py: Python<'py>) -> Answer<'py, u32> {
+        answer(py, || Ok(self.0.threads))
+    }
+
+    #[getter]
+    fn copy<'py>(&self, py: Python<'py>) -> Answer<'py, Option<bool>> {
+        answer(py, || Ok(self.0.copy))
+    }
+
+    #[getter]
+    fn gap<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.gap))
+    }
+
+    #[getter]
+    fn window<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.window))
+    }
+
+    #[getter]
+    fn stall_timeout<'py>(&self, py: Python<'py>) -> Answer<'py, f64> {
+        answer(py, || Ok(self.0.stall_timeout.as_secs_f64()))
+    }
+
+    #[getter]
+    fn trace<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, &'a str> {
+        answer(py, || Ok(self.0.trace.as_str()))
+    }
+
+    /// Names of all options.
+    #[staticmethod]
+    fn names(py: Python<'_>) -> Answer<'_, Vec<&'static str>> {
+        answer(py, || Ok(NAMES.to_vec()))
+    }
+
+    fn __repr__<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
+        answer(py, || Ok(self.spelled()))
+    }
+}
+
+impl Options {
+    fn of(values: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut options = Core::default();
         for name in NAMES {
             let variable = format!("PENSTOCK_{}", name.to_uppercase());
@@ -89,68 +161,7 @@ impl Options {
         Ok(Self(options))
     }
 
-    #[getter]
-    fn io(&self) -> &'static str {
-        spelling(IO, self.0.io)
-    }
-
-    #[getter]
-    fn cache(&self) -> &'static str {
-        spelling(CACHE, self.0.cache)
-    }
-
-    #[getter]
-    fn staging(&self) -> u64 {
-        self.0.staging
-    }
-
-    #[getter]
-    fn extent(&self) -> u64 {
-        self.0.extent
-    }
-
-    #[getter]
-    fn depth(&self) -> u32 {
-        self.0.depth
-    }
-
-    #[getter]
-    fn threads(&self) -> u32 {
-        self.0.threads
-    }
-
-    #[getter]
-    fn copy(&self) -> Option<bool> {
-        self.0.copy
-    }
-
-    #[getter]
-    fn gap(&self) -> u64 {
-        self.0.gap
-    }
-
-    #[getter]
-    fn window(&self) -> u64 {
-        self.0.window
-    }
-
-    #[getter]
-    fn stall_timeout(&self) -> f64 {
-        self.0.stall_timeout.as_secs_f64()
-    }
-
-    #[getter]
-    fn trace(&self) -> &str {
-        &self.0.trace
-    }
-
-    /// Names of all options.
-    #[staticmethod]
-    fn names() -> Vec<&'static str> {
-        NAMES.to_vec()
-    }
-
-    fn __repr__(&self) -> String {
+    fn spelled(&self) -> String {
         let copy = match self.0.copy {
             None => "None",
             Some(true) => "True",
@@ -159,15 +170,15 @@ impl Options {
         format!(
             "Options(io={:?}, cache={:?}, staging={}, extent={}, depth={}, threads={}, copy={copy}, gap={}, window={}, \
              stall_timeout={}, trace={:?})",
-            self.io(),
-            self.cache(),
+            spelling(IO, self.0.io),
+            spelling(CACHE, self.0.cache),
             self.0.staging,
             self.0.extent,
             self.0.depth,
             self.0.threads,
             self.0.gap,
             self.0.window,
-            self.stall_timeout(),
+            self.0.stall_timeout.as_secs_f64(),
             self.0.trace,
         )
     }

@@ -1,6 +1,7 @@
 //! `_core.Save`.
 
 use crate::errors::{detached, raise};
+use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
 use crate::load::{patiently, told, Kept};
 use crate::options::Options;
 use penstock::format::DType;
@@ -16,19 +17,21 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// (name, dtype, shape, GPU or None, address or None of what is late)
-type Described = (String, String, Vec<u64>, Option<u32>, Option<u64>);
+type Described = (String, String, Listed<u64>, Option<u32>, Option<u64>);
 
 /// One save, running in the background from the moment it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Save {
-    core: Core,
+    core: Held<Core>,
     /// Names of the files, the index last.
     files: Vec<String>,
 }
 
 impl Drop for Save {
     fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.core.close()));
+        letting_go(|| {
+            Python::try_attach(|py| py.detach(|| self.core.close()));
+        });
     }
 }
 
@@ -57,16 +60,19 @@ fn tensor(name: String, dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
 #[pyo3(signature = (tensors, metadata, *, layout, order))]
 pub(crate) fn head<'py>(
     py: Python<'py>,
-    tensors: Vec<(String, String, Vec<u64>)>,
+    tensors: Listed<(String, String, Listed<u64>)>,
     metadata: Option<BTreeMap<String, String>>,
     layout: &str,
     order: &str,
-) -> PyResult<(Bound<'py, PyBytes>, Vec<u32>)> {
-    let (arrangement, order) = arranged(layout, order)?;
-    let known = tensors.into_iter().map(|(n, d, s)| tensor(n, &d, s)).collect::<PyResult<Vec<_>>>()?;
-    let plan = Plan::new(&known, metadata.as_ref(), "", arrangement, order, None).map_err(|e| raise(py, &e))?;
-    let (head, places) = plan.files.first().map_or((&[][..], &[][..]), |f| (&f.head[..], &f.places[..]));
-    Ok((PyBytes::new(py, head), places.iter().map(|p| p.0).collect()))
+) -> Answer<'py, (Bound<'py, PyBytes>, Vec<u32>)> {
+    answer(py, || {
+        let (arrangement, order) = arranged(layout, order)?;
+        let known = tensors.0.into_iter().map(|(n, d, s)| tensor(n, &d, s.0)).collect::<PyResult<Vec<_>>>()?;
+        let metadata = metadata.as_ref();
+        let plan = Plan::new(&known, metadata, "", arrangement, order, None).map_err(|e| raise(py, &e))?;
+        let (head, places) = plan.files.first().map_or((&[][..], &[][..]), |f| (&f.head[..], &f.places[..]));
+        Ok((PyBytes::new(py, head), places.iter().map(|p| p.0).collect::<Vec<_>>()))
+    })
 }
 
 /// PyBUF_WRITE of the stable ABI (memoryobject.h).
@@ -81,7 +87,7 @@ impl Save {
         py: Python<'_>,
         folder: PathBuf,
         name: &str,
-        tensors: Vec<Described>,
+        tensors: Listed<Described>,
         metadata: Option<BTreeMap<String, String>>,
         options: &Options,
         layout: &str,
@@ -91,74 +97,87 @@ impl Save {
         checkpoint: bool,
         keep: Py<PyAny>,
     ) -> PyResult<Self> {
-        let (arrangement, order) = arranged(layout, order)?;
-        let mut known = Vec::with_capacity(tensors.len());
-        let mut places = Vec::with_capacity(tensors.len());
-        for (name, dtype, shape, gpu, address) in tensors {
-            known.push(tensor(name, &dtype, shape)?);
-            places.push(match (gpu, address) {
-                (_, None) => At::Late,
-                (None, Some(address)) => At::Host(address),
-                (Some(gpu), Some(address)) => At::Gpu(gpu, address),
-            });
-        }
-        let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
-        let (core, files) = detached(py, || {
-            let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
-            let files = plan.names();
-            let checkpoint = checkpoint.then(|| name.to_owned());
-            let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
-            Ok((core, files))
-        })?;
-        Ok(Self { core, files })
+        guarded(py, || {
+            let (arrangement, order) = arranged(layout, order)?;
+            let mut known = Vec::with_capacity(tensors.0.len());
+            let mut places = Vec::with_capacity(tensors.0.len());
+            for (name, dtype, shape, gpu, address) in tensors.0 {
+                known.push(tensor(name, &dtype, shape.0)?);
+                places.push(match (gpu, address) {
+                    (_, None) => At::Late,
+                    (None, Some(address)) => At::Host(address),
+                    (Some(gpu), Some(address)) => At::Gpu(gpu, address),
+                });
+            }
+            let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
+            let (core, files) = detached(py, || {
+                let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
+                let files = plan.names();
+                let checkpoint = checkpoint.then(|| name.to_owned());
+                let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
+                Ok((core, files))
+            })?;
+            Ok(Self { core: Held::new(core), files })
+        })
     }
 
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        patiently(py, timeout, false, |t| Ok(self.core.wait(Some(t))? || self.core.wanted().is_some()))
+        guarded(py, || patiently(py, timeout, false, |t| Ok(self.core.wait(Some(t))? || self.core.wanted().is_some())))
     }
 
-    fn wanted<'py>(&self, py: Python<'py>) -> PyResult<Option<(u32, Bound<'py, PyAny>)>> {
-        let Some(wanted) = self.core.wanted() else { return Ok(None) };
-        // SAFETY: so many bytes are there and may be written to, until this object is closed or told that they are there.
-        let view = unsafe {
-            let view = ffi::PyMemoryView_FromMemory(wanted.at.cast(), wanted.nbytes as isize, WRITABLE);
-            Bound::from_owned_ptr_or_err(py, view)?
-        };
-        Ok(Some((wanted.tensor, view)))
+    fn wanted<'py>(&self, py: Python<'py>) -> Answer<'py, Option<(u32, Bound<'py, PyAny>)>> {
+        answer(py, || {
+            let Some(wanted) = self.core.wanted() else { return Ok(None) };
+            // SAFETY: so many bytes are there and may be written to, until this object is closed or told that they are
+            // there.
+            let view = unsafe {
+                let view = ffi::PyMemoryView_FromMemory(wanted.at.cast(), wanted.nbytes as isize, WRITABLE);
+                Bound::from_owned_ptr_or_err(py, view)?
+            };
+            Ok(Some((wanted.tensor, view)))
+        })
     }
 
-    fn supplied(&self) {
-        self.core.supplied();
+    fn supplied(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || {
+            self.core.supplied();
+            Ok(())
+        })
     }
 
-    fn progress(&self) -> (u64, u64) {
-        self.core.progress()
+    fn progress<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
+        answer(py, || Ok(self.core.progress()))
     }
 
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.core.close());
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || {
+            py.detach(|| self.core.close());
+            Ok(())
+        })
     }
 
-    fn files(&self) -> Vec<String> {
-        self.files.clone()
+    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
+        answer(py, || Ok(self.files.clone()))
     }
 
-    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let r = self.core.report().map_err(|e| raise(py, &e))?;
-        let d = PyDict::new(py);
-        d.set_item("seconds", r.seconds)?;
-        d.set_item("sync_seconds", r.sync_seconds)?;
-        d.set_item("fill_seconds", r.fill_seconds)?;
-        d.set_item("write_seconds", r.write_seconds)?;
-        d.set_item("nbytes", r.nbytes)?;
-        d.set_item("file_bytes", r.file_bytes)?;
-        d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
-        d.set_item("writes", r.writes)?;
-        d.set_item("direct_bytes", r.direct_bytes)?;
-        d.set_item("threads", r.threads)?;
-        d.set_item("peak_staging", r.peak_staging)?;
-        d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
-        Ok(d)
+    fn report<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || {
+            let r = self.core.report().map_err(|e| raise(py, &e))?;
+            let d = PyDict::new(py);
+            d.set_item("seconds", r.seconds)?;
+            d.set_item("sync_seconds", r.sync_seconds)?;
+            d.set_item("fill_seconds", r.fill_seconds)?;
+            d.set_item("write_seconds", r.write_seconds)?;
+            d.set_item("nbytes", r.nbytes)?;
+            d.set_item("file_bytes", r.file_bytes)?;
+            d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
+            d.set_item("writes", r.writes)?;
+            d.set_item("direct_bytes", r.direct_bytes)?;
+            d.set_item("threads", r.threads)?;
+            d.set_item("peak_staging", r.peak_staging)?;
+            d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
+            Ok(d)
+        })
     }
 }

@@ -103,19 +103,30 @@ pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
 fn in_threads(parts: &[Part], threads: usize, work: impl Fn(usize, &Part) -> Result<()> + Sync) -> Result<()> {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|worker| {
-                let (next, work) = (&next, &work);
-                scope.spawn(move || {
-                    while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        work(worker, part)?;
-                    }
-                    Ok(())
-                })
-            })
-            .collect();
+        let mut workers = Vec::new();
+        let mut refused = None;
+        for worker in 0..threads {
+            let (next, work) = (&next, &work);
+            let body = move || {
+                while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    work(worker, part)?;
+                }
+                Ok(())
+            };
+            match std::thread::Builder::new().spawn_scoped(scope, body) {
+                Ok(thread) => workers.push(thread),
+                Err(cause) => {
+                    // With fewer threads something else would be measured.
+                    next.store(parts.len(), Ordering::Relaxed);
+                    let text = format!("cannot start thread {} of {threads}: {cause}", worker + 1);
+                    refused = Some(Error::new(ErrorKind::Limit, text));
+                    break;
+                }
+            }
+        }
         let panicked = |_| Error::new(ErrorKind::Internal, "a worker panicked");
-        workers.into_iter().try_for_each(|worker| worker.join().map_err(panicked)?)
+        let done = workers.into_iter().try_for_each(|worker| worker.join().map_err(panicked)?);
+        refused.map_or(done, Err)
     })
 }
 

@@ -173,6 +173,12 @@ pub fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
     files::measure(&settings, paths)
 }
 
+/// Most threads, and most reads in flight.
+const MOST_AT_ONCE: usize = 65_536;
+
+/// Most bytes of one read, copy or allocation.
+const LARGEST_BLOCK: usize = 1 << 40;
+
 fn checked(settings: &Settings) -> Result<Settings> {
     let engines = settings.measure.engines();
     if !engines.contains(&settings.engine) {
@@ -183,6 +189,11 @@ fn checked(settings: &Settings) -> Result<Settings> {
     }
     if settings.threads == 0 || settings.depth == 0 || settings.block == 0 {
         return Err(Error::new(ErrorKind::Invalid, "threads, depth and block are at least 1"));
+    }
+    // So that no product of them is more than can be counted.
+    if settings.threads > MOST_AT_ONCE || settings.depth > MOST_AT_ONCE || settings.block > LARGEST_BLOCK {
+        let text = format!("threads and depth are at most {MOST_AT_ONCE}, and block at most {LARGEST_BLOCK} bytes");
+        return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(Settings { block: settings.block.next_multiple_of(PAGE as usize), ..settings.clone() })
 }

@@ -390,23 +390,29 @@ pub fn warm(path: &Path, threads: usize) -> Result<u64> {
     let size = files.size(0);
     let next = AtomicU64::new(0);
     let failed: Mutex<Option<Error>> = Mutex::new(None);
-    std::thread::scope(|scope| {
-        for _ in 0..threads.max(1) {
-            scope.spawn(|| {
-                let mut scratch = vec![0u8; MIB as usize];
-                loop {
-                    let at = next.fetch_add(MIB, Ordering::Relaxed);
-                    if at >= size || lock(&failed).is_some() {
-                        return;
-                    }
-                    let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: scratch.len() }];
-                    // SAFETY: `scratch` is MIB bytes long and ours.
-                    if let Err(e) = unsafe { read_fully(fd.as_raw_fd(), at, &mut to, 0, MOST_PER_CALL) } {
-                        *lock(&failed) = Some(Error::io("read", &e).at(path).range(at..(at + MIB).min(size)));
-                    }
-                }
-            });
+    let work = || {
+        let mut scratch = vec![0u8; MIB as usize];
+        loop {
+            let at = next.fetch_add(MIB, Ordering::Relaxed);
+            if at >= size || lock(&failed).is_some() {
+                return;
+            }
+            let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: scratch.len() }];
+            // SAFETY: `scratch` is MIB bytes long and ours.
+            if let Err(e) = unsafe { read_fully(fd.as_raw_fd(), at, &mut to, 0, MOST_PER_CALL) } {
+                *lock(&failed) = Some(Error::io("read", &e).at(path).range(at..(at + MIB).min(size)));
+            }
         }
+    };
+    let useful = usize::try_from(size.div_ceil(MIB)).unwrap_or(usize::MAX);
+    std::thread::scope(|scope| {
+        for _ in 1..threads.min(useful) {
+            // Where no more threads can be had (a process limit), fewer do the work too: this one does it in any case.
+            if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
     });
     match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(e) => Err(e),

@@ -1,0 +1,257 @@
+"""Every entry point of the extension, each with a call of it that means something.
+
+Run as a program it calls them all: where no thread can be started ("threads"), with arguments that mean nothing
+("arguments"), or with one allocation of Python's refused, each in its turn ("memory"). It prints a line for each call
+that let something out that is no `Exception`.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock import _core
+from penstock._core import Checkpoint, Load, Options, Save, View
+
+#: What is Python's own in a class of the extension: comparisons are derived, and compare numbers.
+_GIVEN = {"__doc__", "__module__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
+
+
+def found() -> set[str]:
+    """The names of all that Python can call in the extension, found by looking."""
+    names = set()
+    for name, value in vars(_core).items():
+        if isinstance(value, type):
+            names |= {f"{name}.{member}" for member in vars(value) if member not in _GIVEN}
+        elif callable(value) and not name.startswith("__"):
+            names.add(name)
+    return names
+
+
+class Call:
+    """A call: what makes its object (None: a function), and its arguments."""
+
+    def __init__(self, of: Callable[[], Any] | None, *arguments: Any, **keywords: Any) -> None:
+        self.of, self.arguments, self.keywords = of, arguments, keywords
+
+
+class Lying(collections.abc.Sequence):
+    """A sequence that says that it has more elements than there is memory."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError
+
+
+def calls(file: Path, folder: Path) -> dict[str, Call]:
+    """A call of each, by name. ``file`` has tensors "a" (F32, 8 elements) and "b" (U8, 4); ``folder`` is written to."""
+    options = Options()
+
+    def checkpoint() -> Checkpoint:
+        return Checkpoint.open([str(file)])
+
+    def loading(**how: Any) -> Load:
+        return Load.start(checkpoint(), Options(**how))
+
+    def loaded() -> Load:
+        load = loading()
+        load.wait()
+        return load
+
+    def traced() -> Load:
+        load = loading(trace=folder / "trace.json")
+        load.wait()
+        return load
+
+    def view() -> View:
+        return loaded().views([0])[0]
+
+    arranged: dict[str, Any] = {"layout": "aligned", "order": "file"}
+    tensors = [("a", "U8", [4], None, None)]
+    kept: dict[str, Any] = {"most": None, "sync": False, "checkpoint": False, "keep": None}
+
+    def saving() -> Save:
+        return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
+
+    path = str(file)
+    measured = {"engine": "threads", "threads": 2, "depth": 2, "block": 4096, "device": 0, "nbytes": 4096}
+    floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
+    table = {
+        "ceiling": Call(None, "copy", [path], **measured),
+        "evict": Call(None, path),
+        "exiting": Call(None),
+        "gpus": Call(None),
+        "head": Call(None, [("a", "U8", [4])], {"key": "value"}, **arranged),
+        "probe": Call(None, path),
+        "residency": Call(None, path),
+        "trim": Call(None),
+        "unwritable": Call(None, [(4096, 8192)]),
+        "warm": Call(None, path, 3),
+        "Options.__new__": Call(None, staging="64MiB", threads=2),
+        "Options.__repr__": Call(Options),
+        "Options.names": Call(None),
+        "Checkpoint.open": Call(None, [path]),
+        "Checkpoint.from_bytes": Call(None, file.read_bytes()),
+        "Checkpoint.__len__": Call(checkpoint),
+        "Checkpoint.__contains__": Call(checkpoint, "a"),
+        "Checkpoint.index": Call(checkpoint, "a"),
+        "Checkpoint.info": Call(checkpoint, 0),
+        "Checkpoint.matching": Call(checkpoint, ["*"]),
+        "Checkpoint.by_dtype": Call(checkpoint, [0, 1]),
+        "Checkpoint.file_metadata": Call(checkpoint, 0),
+        "Checkpoint.file_tensors": Call(checkpoint, 0),
+        "Checkpoint.data_start": Call(checkpoint, 0),
+        "Load.start": Call(
+            None,
+            checkpoint(),
+            Options(copy=True, io="buffered"),
+            wants=[0, 1],
+            regions=[[(0, 4, 2)], None],
+            device="cpu",
+            order="file",
+            stream=False,
+            caller_blocks=False,
+            dlpack_device=(1, 0),
+            misaligned=True,
+        ),
+        "Load.grant": Call(loaded, 0, 4096, None, 0),
+        "Load.next": Call(loaded, 1.0),
+        "Load.take": Call(loaded, 0),
+        "Load.wait": Call(loaded, 1.0),
+        "Load.mark": Call(traced, "mark", 0.0, 1.0),
+        "Load.write_trace": Call(traced, "{}"),
+        "Load.address": Call(loaded, 0),
+        "Load.capsule": Call(loaded, 0, (2, 32), [8]),
+        "Load.capsules": Call(loaded, [0, 1], floats, lambda capsule: capsule),
+        "Load.views": Call(loaded, [0]),
+        "View.capsule": Call(view, (2, 32), [8]),
+        "View.__dlpack__": Call(view, stream=None, dl_device=None),
+        "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
+        "Save.wait": Call(saving, 1.0),
+    }
+    objects = {"Options": Options, "Checkpoint": checkpoint, "Load": loaded, "View": view, "Save": saving}
+    for name in found() - set(table):  # those without arguments
+        owner = name.partition(".")[0]
+        if owner in objects:
+            table[name] = Call(objects[owner])
+    return table
+
+
+#: Arguments that mean nothing, or too much.
+HOSTILE = [
+    *(0, 1, -1, 3, 255, 4095, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1, 1 << 64, 1 << 200),
+    *(math.nan, math.inf, -math.inf, 1e308, -0.0, True, None),
+    *("", "\0", "\ud800", "*[", "cuda:4294967295", "direct", "uring", "mapped", "host_to_device", "/proc/self/mem"),
+    *(b"", b"\xff" * 9, bytearray(3), object(), Lying(), Options(), range(1 << 40)),
+    *([], [0], [(1 << 32) - 1], [""], ["["], [None], [[]], [[(0, 0, 0)]], [[(5, 2, 1)], None]),
+    [[(0, 4, 1 << 63)], None],
+    *([(0, 1 << 63)], [((1 << 64) - 1, 0)], [-1, -8], [1 << 62, 1 << 62, 1 << 62], [0, 1 << 62, 4], [1] * 70),
+    *((), (0, 0), (255, 255), {}, {"": ""}, {1: 2}, {"F32": (2, 32, 1)}, {"F32": (0, 0, 0), "U8": (255, 255, 1 << 62)}),
+    *([("a", "F64", [1 << 63, 1 << 63])], [("a", "U8", [])] * 2, [("\0", "F4", [3])], [("a", "X9", [1])]),
+    [("a", "F64", [1 << 63, 1 << 63], None, None)],
+    [("a", "U8", [4], None, None)] * 2,
+    [("__metadata__", "F4", [3], None, None)],
+    lambda *_: 1 // 0,
+]
+
+
+def _target(name: str, call: Call) -> Callable[..., Any]:
+    """What to call, on an object of its own."""
+    *owner, member = name.split(".")
+    if not owner:
+        return getattr(_core, name)
+    kind = getattr(_core, owner[0])
+    if member == "__new__":
+        return kind
+    if call.of is None:
+        return getattr(kind, member)
+    made = call.of()
+    if not callable(getattr(kind, member)):
+        return lambda: getattr(made, member)
+    return getattr(made, member)
+
+
+def _variants(call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    for value in HOSTILE:
+        for place in range(len(call.arguments)):
+            arguments = list(call.arguments)
+            arguments[place] = value
+            yield arguments, call.keywords
+        for key in call.keywords:
+            yield list(call.arguments), {**call.keywords, key: value}
+    yield [*call.arguments, 1], call.keywords
+    yield [], {}
+    yield list(call.arguments), {"nothing of this name": 1}
+
+
+def escaped(name: str, call: Call, arguments: list[Any], keywords: dict[str, Any]) -> str | None:
+    """What a call let out that is no `Exception`."""
+    try:
+        target = _target(name, call)
+        made = target(*arguments, **keywords)
+        if isinstance(made, (Load, Save)):
+            made.close()
+    except Exception as error:
+        if type(error).__name__ == "InternalError" and "panicked" in str(error):
+            print("panicked:", name, str(error)[:200], flush=True)
+        return None
+    except BaseException as error:
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def starved(name: str, call: Call) -> Iterator[str]:
+    """What calls let out in which one allocation of Python's is refused: the first one, then the second one, and so on
+    until none is."""
+    from _testcapi import remove_mem_hooks, set_nomemory
+
+    panics = 0
+    for refused in range(400):
+        target, text, hit = _target(name, call), "", False
+        try:
+            set_nomemory(refused, refused + 1)
+            target(*call.arguments, **call.keywords)
+            remove_mem_hooks()
+        except BaseException as error:
+            remove_mem_hooks()
+            hit, text = True, f"{type(error).__name__}: {error}"
+            panics += "panicked" in text
+            if not isinstance(error, Exception):
+                yield f"{name}: {text}, with allocation {refused} refused"
+        if not hit and refused > 30:
+            break
+    print("panics:", panics, name, flush=True)
+
+
+def main(what: str, file: str, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    table = calls(Path(file), Path(folder))
+    assert set(table) == found(), set(table) ^ found()
+    if what == "threads":
+        from refusals import NO_THREADS, refuse
+
+        refuse(*NO_THREADS)
+    for name, call in sorted(table.items()):
+        if what == "memory":
+            print("entry:", name, flush=True)
+            for out in starved(name, call):
+                print("escaped:", out, flush=True)
+            continue
+        ways = [(list(call.arguments), call.keywords)] if what == "threads" else list(_variants(call))
+        print("entry:", name, len(ways), flush=True)
+        for arguments, keywords in ways:
+            if (out := escaped(name, call, arguments, keywords)) is not None:
+                print("escaped:", out, flush=True)
+                if what == "arguments":
+                    print("        ", repr(arguments)[:200], repr(keywords)[:200], flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
