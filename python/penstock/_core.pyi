@@ -22,6 +22,7 @@ __all__ = [
     "head",
     "probe",
     "residency",
+    "stall_timeout",
     "trim",
     "warm",
 ]
@@ -77,7 +78,8 @@ class Checkpoint:
     """A validated checkpoint. Tensors are numbered in file order."""
 
     @staticmethod
-    def open(sources: Sequence[str]) -> Checkpoint: ...
+    def open(sources: Sequence[str], stall_timeout: float | None = None) -> Checkpoint:
+        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
@@ -90,7 +92,10 @@ class Checkpoint:
     def matching(self, patterns: Sequence[str]) -> list[int]: ...
     def by_dtype(self, wants: Sequence[int] | None = None) -> dict[str, list[int]]:
         """Positions in `wants` (tensor numbers; None: all) by dtype name, each list ascending."""
-    def files(self) -> list[str]: ...
+    def files(self) -> list[str]:
+        """Paths as `os.fsdecode` gives them."""
+    def path(self, file: int) -> str:
+        """One of `files`."""
     def metadata(self) -> dict[str, str] | None: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
     def file_tensors(self, file: int) -> tuple[int, int]: ...
@@ -265,6 +270,10 @@ def warm(path: str, threads: int = 0) -> int:
 
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
+
+def stall_timeout(value: float | None = None) -> float:
+    """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else
+    the default. Raises ValueError for what is no such time."""
 
 def trim() -> None:
     """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""

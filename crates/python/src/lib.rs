@@ -25,7 +25,7 @@ mod _core {
     #[pymodule_export]
     use crate::machine::{evict, gpus, probe, residency, trim, warm};
     #[pymodule_export]
-    use crate::options::Options;
+    use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
     use pyo3::prelude::*;
