@@ -365,6 +365,8 @@ def save(
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     if Path(name).name != name or not name:
         raise InvalidError(f"name={name!r}: give a file name")
+    if os.fsencode(name).decode("utf-8", "replace") != name:
+        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index, which is JSON, could not name such files")
     report, files = _write(
         tensors,
         str(Path(local_path(directory, "directory"))),
