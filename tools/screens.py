@@ -2,9 +2,9 @@
 
     python tools/screens.py [--check]
 
-Runs each command that stands behind a `$` in docs/cli.md, and puts what it printed below it. The commands run in a folder
-with two checkpoints: `gpt2` (GPT-2's exact tensors, 548 MB) and `moe` (a thin Qwen3-30B-A3B). `--check` writes nothing. It
-fails where a screen that does not depend on the machine has changed: `inspect`, `--help`, mistyped words.
+Runs each command that stands behind a `$` in docs/cli.md, and puts what it printed below it. The commands run in a
+folder with two checkpoints: `gpt2` (GPT-2's exact tensors, 548 MB) and `moe` (a thin Qwen3-30B-A3B). `--check` writes
+nothing. It fails where a screen that does not depend on the machine has changed: `inspect`, `--help`, mistyped words.
 """
 
 from __future__ import annotations
