@@ -325,7 +325,7 @@ OPENING = {
     ),
     "inspect": "status = penstock.cli.main(['inspect', path, '--stall-timeout', '1'])",
     "verify on the command line": "status = penstock.cli.main(['verify', path, '--stall-timeout', '1'])",
-    "load on the command line": "status = penstock.cli.main(['load', path, '--framework', 'np', '-o', 'stall_timeout=1'])",
+    "load on the command line": "status = penstock.cli.main(['load', path, '-o', 'stall_timeout=1'])",
 }
 
 

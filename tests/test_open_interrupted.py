@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of `penstock.open`: a large index, thousands of files, large headers, known disks and new ones."""
+"""Ctrl-C at every point of `penstock.open`: a large index, many files, large headers, on known disks and new ones."""
 
 from __future__ import annotations
 
