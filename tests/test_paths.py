@@ -73,7 +73,7 @@ def test_an_error_names_a_file_that_is_not_utf8(odd):
 def test_the_command_line_writes_the_bytes_of_the_name(odd):
     command = [sys.executable, "-m", "penstock.cli"]
     for arguments in (["inspect", odd], ["verify", odd], ["verify", odd, "--json"]):
-        done = subprocess.run([*command, *arguments], capture_output=True)
+        done = subprocess.run([*command, *arguments], capture_output=True, env={**os.environ, "COLUMNS": "500"})
         assert done.returncode == 0, done.stderr
         assert os.fsencode(odd) in done.stdout or b"\\udcff" in done.stdout
 
