@@ -167,6 +167,8 @@ fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -
         bytes.truncate(at + *read.as_ref().unwrap_or(&0));
         match read {
             Ok(0) => break,
+            // One byte more was asked for than there is: this is the end.
+            Ok(n) if n < step && bytes.len() as u64 == expected => break,
             Ok(_) => asking.answered(),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(_) if watch.is_here() => return Err(watch.too_much()),
