@@ -124,31 +124,39 @@ class _Event:
 
     def __init__(self, fake: FakeGpu, enter: Any) -> None:
         self._fake, self._enter, self._handle = fake, enter, ctypes.c_void_p()
-        enter()
-        fake.driver("cuEventCreate", "hipEventCreateWithFlags", ctypes.byref(self._handle), 2)
+        self._device: int | None = None
         _Event.alive += 1
+
+    def _make(self, device: int) -> None:
+        """As torch does: on the device of the stream that it is first recorded on."""
+        self._device = device
+        self._enter(device)
+        self._fake.driver("cuEventCreate", "hipEventCreateWithFlags", ctypes.byref(self._handle), 2)
 
     @property
     def cuda_event(self) -> int:
         return int(self._handle.value or 0)
 
     def record(self, stream: Any) -> None:
-        self._enter()
+        if self._device is None:
+            self._make(stream.device_index)
+        self._enter(stream.device_index)
         self._fake.driver("cuEventRecord", "hipEventRecord", self._handle, ctypes.c_void_p(stream.cuda_stream))
 
     def __del__(self) -> None:
         _Event.alive -= 1
-        self._enter()
-        self._fake.driver("cuEventDestroy_v2", "hipEventDestroy", self._handle)
+        if self._device is not None:
+            self._enter(self._device)
+            self._fake.driver("cuEventDestroy_v2", "hipEventDestroy", self._handle)
 
 
 class Pool:
-    """A caching allocator: freed memory stays with it and is handed out again while work on it is queued."""
+    """The caching allocator of one device: freed memory stays with it and is handed out again while work on it is queued."""
 
     ROUNDING = 512
 
-    def __init__(self, fake: FakeGpu, stream: int) -> None:
-        self._fake, self._stream = fake, stream
+    def __init__(self, fake: FakeGpu, stream: int, device: int = 0) -> None:
+        self._fake, self._stream, self._device = fake, stream, device
         self._memory: dict[int, mmap.mmap] = {}
         self._free: dict[int, list[int]] = {}
         self.limit = 1 << 40
@@ -169,7 +177,7 @@ class Pool:
             memory = mmap.mmap(-1, size)
             address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
             self._memory[address] = memory
-            self._fake.control("adopt", address, size, 0)
+            self._fake.control("adopt", address, size, self._device)
         self.live += size
         self.peak = max(self.peak, self.live)
         self._fake.control("launch_write", self._stream, address, size, 0x55, BUSY_MICROSECONDS)
@@ -193,20 +201,32 @@ class Pool:
         self._free.clear()
 
 
-class FakeTorch:
-    """torch, but that device "cuda" is the fake. `fenced = False`: its events are never recorded."""
+class _Side:
+    """One device as torch sees it: its current stream, another one for whoever consumes, its allocator."""
 
-    def __init__(self, fake: FakeGpu) -> None:
+    def __init__(self, fake: FakeGpu, device: int) -> None:
+        self.stream = fake.control("stream_create", device, 1)
+        self.consumer = fake.control("stream_create", device, 1)
+        self.pool = Pool(fake, self.stream, device)
+
+
+class FakeTorch:
+    """torch, but that its devices "cuda:N" are the fake's. `fenced = False`: its events are never recorded.
+
+    `stream`, `consumer` and `pool` are those of device 0.
+    """
+
+    def __init__(self, fake: FakeGpu, devices: int = 1) -> None:
         self.fake = fake
-        fake.configure(strict=1)
+        fake.configure(strict=1, devices=devices)
+        self._contexts = [ctypes.c_void_p() for _ in range(devices)]
         if fake.vendor == "cuda":
             fake.driver("cuInit", "hipInit", 0)
-            self._context = ctypes.c_void_p()
-            fake.driver("cuDevicePrimaryCtxRetain", "", ctypes.byref(self._context), 0)
-        self._enter()
-        self.stream = fake.control("stream_create", 0, 1)
-        self.consumer = fake.control("stream_create", 0, 1)
-        self.pool = Pool(fake, self.stream)
+            for device, context in enumerate(self._contexts):
+                fake.driver("cuDevicePrimaryCtxRetain", "", ctypes.byref(context), device)
+        self._enter(0)
+        self.sides = [_Side(fake, device) for device in range(devices)]
+        self.stream, self.consumer, self.pool = self.sides[0].stream, self.sides[0].consumer, self.sides[0].pool
         self.closed = False
         self.fenced = UNFENCED not in os.environ
         torch_side = self
@@ -225,17 +245,17 @@ class FakeTorch:
 
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
-            device_count=lambda: 1,
-            current_stream=lambda index: SimpleNamespace(cuda_stream=self.stream),
+            device_count=lambda: devices,
+            current_stream=lambda index: SimpleNamespace(cuda_stream=self.sides[index].stream, device_index=index),
             Event=Event,
             OutOfMemoryError=torch.cuda.OutOfMemoryError,
         )
 
-    def _enter(self) -> None:
+    def _enter(self, device: int) -> None:
         if self.fake.vendor == "cuda":
-            self.fake.driver("cuCtxSetCurrent", "", self._context)
+            self.fake.driver("cuCtxSetCurrent", "", self._contexts[device])
         else:
-            self.fake.driver("", "hipSetDevice", 0)
+            self.fake.driver("", "hipSetDevice", device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -243,38 +263,44 @@ class FakeTorch:
     def empty(self, *shape: int, dtype: Any, device: Any) -> torch.Tensor:
         if str(device).startswith("cuda"):
             assert dtype is torch.uint8
-            return self.pool.empty(*shape)
+            return self.sides[int(str(device).partition(":")[2] or 0)].pool.empty(*shape)
         return torch.empty(*shape, dtype=dtype, device=device)
 
     def device_of(self, tensor: torch.Tensor) -> Device:
-        on_gpu = self.pool.contains(tensor.data_ptr())
-        return Device("cuda" if self.fake.vendor == "cuda" else "rocm", 0) if on_gpu else Device("cpu", 0)
+        for number, side in enumerate(self.sides):
+            if side.pool.contains(tensor.data_ptr()):
+                return Device("cuda" if self.fake.vendor == "cuda" else "rocm", number)
+        return Device("cpu", 0)
 
-    def destination(self, like: torch.Tensor) -> torch.Tensor:
+    def destination(self, like: torch.Tensor, device: int = 0) -> torch.Tensor:
         """A parameter on the GPU that something queued still writes to."""
-        flat = self.pool.empty(like.nbytes)
+        flat = self.sides[device].pool.empty(like.nbytes)
         return flat.view(like.dtype).reshape(like.shape) if like.nbytes else torch.empty_like(like)
 
-    def consume(self, tensor: torch.Tensor, content: bytes, delay: int = 0) -> None:
+    def consume(self, tensor: torch.Tensor, content: bytes, delay: int = 0, device: int = 0) -> None:
         """Queues a kernel on another stream that reads the tensor, with no fence of its own, and checks its bytes."""
         assert tensor.untyped_storage().nbytes() == tensor.nbytes == len(content)
         if content:
             address, expected = tensor.data_ptr(), self.fake.fnv(content)
-            self.fake.control("launch_check", self.consumer, address, len(content), expected, delay)
+            consumer = self.sides[device].consumer
+            self.fake.control("launch_check", consumer, address, len(content), expected, delay)
 
     def close(self) -> None:
         self.closed = True
         gc.collect()
         self.fake.control("drain")
-        self.fake.control("stream_synchronize", self.stream, 0)
-        self.fake.control("stream_synchronize", self.consumer, 0)
-        assert self.pool.live == 0, f"{self.pool.live} bytes of torch's memory are still kept"
+        for device, side in enumerate(self.sides):
+            self.fake.control("stream_synchronize", side.stream, device)
+            self.fake.control("stream_synchronize", side.consumer, device)
+            assert side.pool.live == 0, f"{side.pool.live} bytes of torch's memory on GPU {device} are still kept"
         assert _Event.alive == 0, "events of torch that are still kept"
-        self.pool.close()
-        self.fake.control("stream_destroy", self.stream)
-        self.fake.control("stream_destroy", self.consumer)
+        for device, side in enumerate(self.sides):
+            side.pool.close()
+            self.fake.control("stream_destroy", side.stream)
+            self.fake.control("stream_destroy", side.consumer)
+            if self.fake.vendor == "cuda":
+                self.fake.driver("cuDevicePrimaryCtxRelease_v2", "", device)
         if self.fake.vendor == "cuda":
-            self.fake.driver("cuDevicePrimaryCtxRelease_v2", "", 0)
             self.fake.driver("cuCtxSetCurrent", "", None)
 
 
@@ -313,13 +339,13 @@ def fresh(vendor: str = "cuda", *, checked: bool = True) -> Iterator[FakeGpu]:
     """The fake driver, reset, and on the way out: no misuse, no leak, no thread, no descriptor."""
     fake = FakeGpu(vendor)
     gc.collect()
-    _core.trim()
+    _core.release_staging()
     fake.control("reset")
     fake.configure(strict=1)
     idle, files = threads(), descriptors()
     yield fake
     gc.collect()
-    _core.trim()
+    _core.release_staging()
     if checked:
         assert not fake.misuses, fake.misuses
         assert not fake.leaks, fake.leaks
@@ -329,9 +355,9 @@ def fresh(vendor: str = "cuda", *, checked: bool = True) -> Iterator[FakeGpu]:
 
 
 @contextmanager
-def torch_on(fake: FakeGpu, monkeypatch: Any) -> Iterator[FakeTorch]:
-    """torch with the fake as its GPU, as penstock sees it."""
-    side = FakeTorch(fake)
+def torch_on(fake: FakeGpu, monkeypatch: Any, devices: int = 1) -> Iterator[FakeTorch]:
+    """torch with the fake's devices as its GPUs, as penstock sees it."""
+    side = FakeTorch(fake, devices)
     monkeypatch.setattr(_accelerator, "_torch", lambda: side)
     monkeypatch.setattr(_accelerator, "device_of", side.device_of)
     monkeypatch.setattr(_accelerator.Accelerator, "dlpack_device", (1, 0))

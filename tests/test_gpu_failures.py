@@ -307,7 +307,7 @@ assert fake.counter("registered_bytes") > 0
 fake.control("release_hang")
 assert settle(threads, []) == [], threads()
 gc.collect()
-penstock._core.trim()
+penstock._core.release_staging()
 assert settle(lambda: fake.counter("device_bytes"), 0) == 0
 assert fake.counter("streams") == fake.counter("events") == 0
 assert len(opened.load("cuda:0", framework="dlpack", options=options)) == 24
@@ -372,7 +372,7 @@ del first, rest, running, stream
 fake = fakegpu.FakeGpu()
 import gc
 gc.collect()
-penstock._core.trim()
+penstock._core.release_staging()
 assert (fake.misuses, fake.leaks) == ([], []), (fake.misuses, fake.leaks)
 print("well")
 """
