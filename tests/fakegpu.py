@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import mmap
 import os
 import time
@@ -260,11 +261,11 @@ class FakeTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: int, dtype: Any, device: Any) -> torch.Tensor:
-        if str(device).startswith("cuda"):
-            assert dtype is torch.uint8
-            return self.sides[int(str(device).partition(":")[2] or 0)].pool.empty(*shape)
-        return torch.empty(*shape, dtype=dtype, device=device)
+    def empty(self, shape: Any, *, dtype: Any, device: str) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        flat = self.sides[int(device.removeprefix("cuda:"))].pool.empty(nbytes)
+        # Not a view of it: torch's own would be none either.
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape))
 
     def device_of(self, tensor: torch.Tensor) -> Device:
         for number, side in enumerate(self.sides):
