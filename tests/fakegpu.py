@@ -13,6 +13,7 @@ import gc
 import math
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -63,9 +64,9 @@ _CONTROL: dict[str, tuple[Any, list[Any]]] = {
 class FakeGpu:
     """The fake driver: what it is told to do wrong, and what it saw others do wrong."""
 
-    def __init__(self, vendor: str = "cuda") -> None:
+    def __init__(self, vendor: str = "cuda", library: Path | None = None) -> None:
         self.vendor = vendor
-        self._lib = ctypes.CDLL(str(LIBRARY))
+        self._lib = ctypes.CDLL(str(library or LIBRARY))
         for name, (result, arguments) in _CONTROL.items():
             function = getattr(self._lib, f"fakegpu_{name}")
             function.restype, function.argtypes = result, arguments
@@ -80,6 +81,33 @@ class FakeGpu:
         """A function of the driver, called as a framework would call it."""
         name = cuda if self.vendor == "cuda" else hip
         assert getattr(self._lib, name)(*arguments) == 0, name
+
+    @contextmanager
+    def capturing(self, side: Any) -> Iterator[None]:
+        """Another thread captures a graph in global mode meanwhile, as torch does. It must not be broken."""
+        begun, end, codes = threading.Event(), threading.Event(), []
+        names = {"cuda": ("cuStreamBeginCapture_v2", "cuStreamEndCapture")}
+        begin, finish = names.get(self.vendor, ("hipStreamBeginCapture", "hipStreamEndCapture"))
+
+        def capture() -> None:
+            side._enter(0)
+            graph = ctypes.c_void_p()
+            stream = ctypes.c_void_p(self.control("stream_create", 0, 1))
+            codes.append(getattr(self._lib, begin)(stream, 0))
+            begun.set()
+            end.wait(60)
+            codes.append(getattr(self._lib, finish)(stream, ctypes.byref(graph)))
+            self.control("stream_destroy", stream.value)
+
+        thread = threading.Thread(target=capture)
+        thread.start()
+        try:
+            assert begun.wait(60)
+            yield
+        finally:
+            end.set()
+            thread.join()
+        assert codes == [0, 0], f"beginning and ending the capture gave {codes}"
 
     def configure(self, **settings: object) -> None:
         for key, value in settings.items():
@@ -305,6 +333,20 @@ class FakeTorch:
             self.fake.driver("cuCtxSetCurrent", "", None)
 
 
+def without(path: Path, *names: str) -> Path:
+    """A copy of the fake driver that lacks functions, as older drivers do; it has a state of its own.
+
+    The loader finds a symbol by a hash of its name and then compares the names: one that reads otherwise is not found.
+    """
+    library = Path(str(LIBRARY)).read_bytes()
+    for name in names:
+        entry = b"\0" + name.encode() + b"\0"
+        assert entry in library, name
+        library = library.replace(entry, b"\0-" + entry[2:])
+    path.write_bytes(library)
+    return path
+
+
 def threads() -> list[str]:
     """Names of this process' threads that are penstock's."""
     names = []
@@ -336,9 +378,9 @@ def settle(probe: Any, wanted: Any, seconds: float = 10.0) -> Any:
 
 
 @contextmanager
-def fresh(vendor: str = "cuda", *, checked: bool = True) -> Iterator[FakeGpu]:
+def fresh(vendor: str = "cuda", *, checked: bool = True, library: Path | None = None) -> Iterator[FakeGpu]:
     """The fake driver, reset, and on the way out: no misuse, no leak, no thread, no descriptor."""
-    fake = FakeGpu(vendor)
+    fake = FakeGpu(vendor, library)
     gc.collect()
     _core.release_staging()
     fake.control("reset")
