@@ -180,7 +180,7 @@ class _Event:
 
 
 class Pool:
-    """The caching allocator of one device: freed memory stays with it and is handed out again while work on it is queued."""
+    """The caching allocator of one device: freed memory stays with it and is handed out again while it is in use."""
 
     ROUNDING = 512
 

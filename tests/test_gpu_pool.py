@@ -1,4 +1,4 @@
-"""The pool of registered staging memory: made once for a process, shared by its loads and its GPUs, given back on demand."""
+"""The pool of registered staging memory: made once for a process, shared by its loads and GPUs, given back on demand."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def grown() -> None:
 
 def registered(fake: FakeGpu) -> tuple[int, int]:
     """Calls that registered, and that unregistered, of either vendor."""
-    by_vendor = {"cuda": ("cuMemHostRegister_v2", "cuMemHostUnregister"), "hip": ("hipHostRegister", "hipHostUnregister")}
+    by_vendor = {
+        "cuda": ("cuMemHostRegister_v2", "cuMemHostUnregister"),
+        "hip": ("hipHostRegister", "hipHostUnregister"),
+    }
     first, second = by_vendor[fake.vendor]
     return fake.counter(f"calls.{first}"), fake.counter(f"calls.{second}")
 
@@ -177,9 +180,7 @@ def test_staging_memory_that_a_load_uses_is_not_given_back(fake: FakeGpu, file: 
 
 
 @pytest.mark.parametrize("vendor", ["cuda", "hip"])
-def test_loads_to_two_devices_in_turn_share_the_pool(
-    monkeypatch: pytest.MonkeyPatch, file: Path, vendor: str
-) -> None:
+def test_loads_to_two_devices_in_turn_share_the_pool(monkeypatch: pytest.MonkeyPatch, file: Path, vendor: str) -> None:
     monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"{vendor}:{fakegpu.LIBRARY}")
     content, kind = content_of(file), {"cuda": "cuda", "hip": "rocm"}[vendor]
     with fresh(vendor) as fake, torch_on(fake, monkeypatch, devices=2) as gpu:
@@ -198,9 +199,7 @@ def test_loads_to_two_devices_in_turn_share_the_pool(
 
 
 @pytest.mark.parametrize("vendor", ["cuda", "hip"])
-def test_loads_to_two_devices_at_once_share_the_pool(
-    monkeypatch: pytest.MonkeyPatch, file: Path, vendor: str
-) -> None:
+def test_loads_to_two_devices_at_once_share_the_pool(monkeypatch: pytest.MonkeyPatch, file: Path, vendor: str) -> None:
     monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"{vendor}:{fakegpu.LIBRARY}")
     content, kind = content_of(file), {"cuda": "cuda", "hip": "rocm"}[vendor]
     with fresh(vendor) as fake, torch_on(fake, monkeypatch, devices=2) as gpu:
@@ -259,7 +258,9 @@ def test_the_report_ends_when_the_caller_can_go_on(fake: FakeGpu, file: Path) ->
     assert 0.3 <= told <= took, (told, took)
 
 
-def test_a_registration_that_is_refused_in_the_second_load_is_told_of(fake: FakeGpu, file: Path, gigabyte: Path) -> None:
+def test_a_registration_that_is_refused_in_the_second_load_is_told_of(
+    fake: FakeGpu, file: Path, gigabyte: Path
+) -> None:
     quick(fake)
     penstock.open(file).load("cuda:0", framework="dlpack", names="layers.0.w")
     grown()
@@ -296,9 +297,7 @@ def test_loads_in_many_threads_share_the_pool(fake: FakeGpu, file: Path) -> None
     def work() -> None:
         for _ in range(3):
             tensors = penstock.open(file).load("cuda:0", framework="dlpack", options={"staging": "32MiB"})
-            wrong.extend(
-                name for name, t in tensors.items() if fake.read(t._view.address, t.nbytes) != content[name]
-            )
+            wrong.extend(name for name, t in tensors.items() if fake.read(t._view.address, t.nbytes) != content[name])
 
     workers = [threading.Thread(target=work) for _ in range(4)]
     [w.start() for w in workers]

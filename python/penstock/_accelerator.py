@@ -16,7 +16,6 @@ from . import _core
 from ._device import Device, parse_device
 from ._errors import DeviceError, OutOfMemoryError
 
-
 #: dtype and shape of a want's tensor, by want and size in bytes.
 KindOf = Callable[[int, int], tuple[Any, Sequence[int]]]
 

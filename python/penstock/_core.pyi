@@ -269,9 +269,9 @@ def probe(path: str) -> dict[str, Any]:
 def release_staging() -> int:
     """Gives staging memory that no load uses back to the system, with its registrations and GPU contexts.
 
-    Loads to GPUs keep their registered (pinned) staging memory for the next one, up to half of the `staging` option (128
-    MiB by default), and other loads 64 MiB. Call this when the process loads no more. Returns the number of bytes. The next
-    load makes what it needs anew. Safe at any time: memory that a load uses is not touched.
+    Loads to GPUs keep their registered (pinned) staging memory for the next one, up to half of the `staging` option
+    (128 MiB by default), and other loads 64 MiB. Call this when the process loads no more. Returns the number of bytes.
+    The next load makes what it needs anew. Safe at any time: memory that a load uses is not touched.
     """
 
 def exiting() -> None:
