@@ -1,4 +1,4 @@
-"""The pool of registered staging memory: made once for a process, shared by its loads and GPUs, given back on demand."""
+"""The pool of registered staging memory: shared by its loads and GPUs, given back in one call."""
 
 from __future__ import annotations
 
