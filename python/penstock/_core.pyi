@@ -21,9 +21,9 @@ __all__ = [
     "gpus",
     "head",
     "probe",
+    "release_staging",
     "residency",
     "stall_timeout",
-    "trim",
     "warm",
 ]
 
@@ -275,8 +275,13 @@ def stall_timeout(value: float | None = None) -> float:
     """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else
     the default. Raises ValueError for what is no such time."""
 
-def trim() -> None:
-    """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
+def release_staging() -> int:
+    """Gives staging memory that no load uses back to the system, with its registrations and GPU contexts.
+
+    Loads to GPUs keep their registered (pinned) staging memory for the next one, up to half of the `staging` option
+    (128 MiB by default), and other loads 64 MiB. Call this when the process loads no more. Returns the number of bytes.
+    The next load makes what it needs anew. Safe at any time: memory that a load uses is not touched.
+    """
 
 def exiting() -> None:
     """The calling thread ends the interpreter: others that wait for a cancelled load then go no further."""
