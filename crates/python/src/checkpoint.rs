@@ -2,12 +2,14 @@
 
 use crate::errors::{detached, interruptibly, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::options::stall_timeout_of;
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -18,8 +20,12 @@ pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    fn open(py: Python<'_>, sources: Listed<PathBuf>) -> PyResult<Self> {
-        guarded(py, || interruptibly(py, |go_on| Core::open_cancellable(sources.0, go_on)).map(Self::of))
+    #[pyo3(signature = (sources, stall_timeout = None))]
+    fn open(py: Python<'_>, sources: Listed<PathBuf>, stall_timeout: Option<f64>) -> PyResult<Self> {
+        guarded(py, || {
+            let stall = stall_timeout_of(stall_timeout)?;
+            interruptibly(py, |go_on| Core::open_cancellable(sources.0, stall, go_on)).map(Self::of)
+        })
     }
 
     #[staticmethod]
@@ -72,8 +78,13 @@ impl Checkpoint {
         })
     }
 
-    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
-        answer(py, || Ok(self.0.files().iter().map(|f| f.path.to_string_lossy().into_owned()).collect::<Vec<_>>()))
+    /// Paths as `os.fsdecode` gives them: bytes that are not UTF-8 become surrogates, and the same file is found by them.
+    fn files<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, Vec<&'a OsStr>> {
+        answer(py, || Ok(self.0.files().iter().map(|f| f.path.as_os_str()).collect::<Vec<_>>()))
+    }
+
+    fn path<'a, 'py>(&'a self, py: Python<'py>, file: usize) -> Answer<'py, &'a OsStr> {
+        answer(py, || self.file(file).map(|f| f.path.as_os_str()))
     }
 
     fn metadata<'py>(&self, py: Python<'py>) -> Answer<'py, Option<BTreeMap<String, String>>> {

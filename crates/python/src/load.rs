@@ -36,6 +36,8 @@ static EXITING: AtomicI32 = AtomicI32::new(0);
 pub(crate) fn exiting(py: Python<'_>) -> PyResult<()> {
     guarded(py, || {
         EXITING.store(this_thread(), Ordering::Relaxed);
+        // A driver that is being torn down must not be called.
+        py.detach(penstock::device::gpu::stop_pinning);
         Ok(())
     })
 }

@@ -1,8 +1,9 @@
 //! What the machine, a file and the GPUs offer: for the command line.
 
 use crate::errors::detached;
-use crate::guard::{answer, guarded, Answer, Listed};
+use crate::guard::{answer, Answer, Listed};
 use penstock::device::api::{Api, Attribute};
+use penstock::device::gpu;
 use penstock::source as file;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -72,11 +73,8 @@ pub(crate) fn unwritable(py: Python<'_>, spans: Listed<(u64, u64)>) -> Answer<'_
 
 /// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
 #[pyfunction]
-pub(crate) fn trim(py: Python<'_>) -> PyResult<()> {
-    guarded(py, || {
-        py.detach(|| penstock::staging::Ring::process().trim());
-        Ok(())
-    })
+pub(crate) fn release_staging(py: Python<'_>) -> Answer<'_, u64> {
+    answer(py, || Ok(py.detach(gpu::release_staging)))
 }
 
 /// Drivers and GPUs found, or why not.
@@ -125,7 +123,7 @@ struct Gpu {
 
 /// Driver version and GPUs; creates no context.
 fn list(api: &Api) -> penstock::Result<(i32, Vec<Gpu>)> {
-    api.init()?;
+    gpu::start_driver(api)?;
     let gpus = (0..api.device_count()?).map(|n| {
         Ok(Gpu {
             name: api.device_name(n)?,

@@ -12,7 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::BTreeMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, OsString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ type Described = (String, String, Listed<u64>, Option<u32>, Option<u64>);
 pub(crate) struct Save {
     core: Held<Core>,
     /// Names of the files, the index last.
-    files: Vec<String>,
+    files: Vec<OsString>,
 }
 
 impl Drop for Save {
@@ -86,7 +86,7 @@ impl Save {
     fn start(
         py: Python<'_>,
         folder: PathBuf,
-        name: &str,
+        name: OsString,
         tensors: Listed<Described>,
         metadata: Option<BTreeMap<String, String>>,
         options: &Options,
@@ -111,9 +111,9 @@ impl Save {
             }
             let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
             let (core, files) = detached(py, || {
-                let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
+                let plan = Plan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
                 let files = plan.names();
-                let checkpoint = checkpoint.then(|| name.to_owned());
+                let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
                 let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
                 Ok((core, files))
             })?;
@@ -157,7 +157,7 @@ impl Save {
         })
     }
 
-    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
+    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<OsString>> {
         answer(py, || Ok(self.files.clone()))
     }
 
