@@ -131,6 +131,21 @@ def test_a_checkpoint_is_not_converted_into_its_own_directory(small: Path, cli: 
     assert sorted(path.name for path in small.iterdir()) == before
 
 
+def test_links_in_the_directory_are_replaced_and_not_followed(tmp_path: Path, cli: Command):
+    state = {"w": torch.randn(33, 7)}
+    blob, to = tmp_path / "blob.safetensors", tmp_path / "to"
+    penstock.save_file(state, blob, fsync=False)
+    before = blob.read_bytes()
+    to.mkdir()
+    for name in ("model.safetensors", "model-00001-of-00001.safetensors"):
+        (to / name).symlink_to("../blob.safetensors")
+    assert cli("convert", blob, to, "--dtype", "bfloat16").returncode == 0
+    assert blob.read_bytes() == before
+    assert [path.name for path in to.iterdir() if not path.is_symlink()] == ["model.safetensors"]
+    assert len(list(to.iterdir())) == 1
+    same(dict(penstock.open(to).load()), {"w": state["w"].bfloat16()})
+
+
 def test_arguments_that_make_no_sense_are_refused(small: Path, tmp_path: Path, cli: Command):
     for more in (("--max-shard-size", "big"), ("--dtype", "int8")):
         assert cli("convert", small, tmp_path / "x", *more).returncode == 2

@@ -726,7 +726,6 @@ impl Work {
         }
         outputs.iter_mut().try_for_each(Output::publish)?;
         if self.sync {
-            // Symbolic links may have led elsewhere.
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
             folders.extend(self.checkpoint.iter().flat_map(Folder::above));
             folders.into_iter().try_for_each(|folder| self.settle(folder))?;
