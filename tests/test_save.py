@@ -724,6 +724,25 @@ except KeyboardInterrupt:
     assert time.monotonic() - begun < 60
 
 
+def test_what_makes_a_tensor_may_save_and_load_meanwhile(tmp_path: Path):
+    small: dict[str, Any] = {"staging": "2MiB", "extent": "1MiB", "stall_timeout": 20}
+    content = bits((3 << 20,), torch.uint8)
+    state: dict[str, Any] = {}
+
+    def fill(memory: memoryview) -> None:
+        path = tmp_path / "aside.safetensors"
+        penstock.save_file({"a": content}, path, options=small)
+        target = {"a": torch.empty(len(content), 2, dtype=torch.uint8)[:, 0]}  # strided: by way of slabs
+        penstock.open(path).load_into(target, options=small)
+        memory[:] = target["a"].contiguous().numpy().data
+
+    for i in range(3):
+        state[f"w{i}"] = penstock._save.Described("U8", (len(content),), None, None, None, fill)
+    penstock.save_file(state, tmp_path / "m.safetensors", options=small)
+    found = penstock.open(tmp_path / "m.safetensors").load()
+    assert all(torch.equal(found[name], content) for name in state)
+
+
 def test_memory_stays_within_the_staging(tmp_path: Path, python: Callable[..., Any]):
     code = """
 import resource, sys, torch, penstock

@@ -9,6 +9,7 @@ use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
 use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor, Wanted};
+use penstock::staging::Ring;
 use penstock::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -135,6 +136,86 @@ fn a_save_that_waits_for_a_tensor_can_be_given_up() {
         assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
+}
+
+#[test]
+fn nobody_holds_staging_while_a_tensor_is_being_made() {
+    // Alone, since the ring is the process's.
+    device::alone("nobody_holds_staging_while_a_tensor_is_being_made", || {
+        let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let save = late(folder.path(), &contents, true, PATIENCE);
+        assert!(wants(&save).is_some());
+        let until = Instant::now() + PATIENCE;
+        while Ring::process().staging().in_use > 0 {
+            assert!(Instant::now() < until, "{:?}", Ring::process().staging());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Another save of the process goes on meanwhile.
+        let other = tempfile::tempdir().unwrap();
+        let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
+        let request = Request {
+            plan: plan(&SIZES),
+            folder: other.path().to_path_buf(),
+            checkpoint: None,
+            tensors,
+            keep: Arc::new(()),
+            sync: true,
+            options: options(),
+        };
+        ended(&Save::start(request).unwrap()).unwrap();
+        same(other.path(), &contents);
+        while let Some(wanted) = wants(&save) {
+            // SAFETY: the save's memory for so many bytes, and nobody reads it before they are supplied.
+            unsafe { wanted.at.copy_from_nonoverlapping(contents[wanted.tensor as usize].as_ptr(), wanted.nbytes) };
+            save.supplied();
+        }
+        ended(&save).unwrap();
+        same(folder.path(), &contents);
+    });
+}
+
+#[test]
+fn a_save_waits_for_staging_in_the_background() {
+    device::alone("a_save_waits_for_staging_in_the_background", || {
+        let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+        let start = |folder: &Path, stall_timeout| {
+            let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
+            let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+            let options = Options { stall_timeout, ..options() };
+            Save::start(Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options })
+        };
+        // Another load holds all that these may have.
+        let load = Ring::process().join(MIB, 4 * MIB).unwrap();
+        let held = (load.try_acquire().unwrap().unwrap(), load.try_acquire().unwrap().unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let begun = Instant::now();
+        let save = start(folder.path(), PATIENCE).unwrap();
+        assert!(!save.wait(Some(Duration::from_millis(100))).unwrap());
+        save.close();
+        assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+        assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
+
+        let save = start(folder.path(), Duration::from_millis(200)).unwrap();
+        let error = ended(&save).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert!(error.to_string().contains("other loads hold all of the staging memory"), "{error}");
+        save.close();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+
+        let save = start(folder.path(), PATIENCE).unwrap();
+        assert!(!save.wait(Some(Duration::from_millis(100))).unwrap());
+        drop((held, load));
+        let report = ended(&save).unwrap();
+        assert_eq!((report.threads, report.peak_staging), (2, 4 * MIB));
+        same(folder.path(), &contents);
+        // The save is still there, and its place in the ring is not: a later one has all of the staging.
+        Ring::process().trim();
+        assert_eq!(Ring::process().staging().mapped, 0);
+        let alone = Ring::process().join(MIB, 6 * MIB).unwrap();
+        let three: Vec<_> = (0..3).map(|_| alone.try_acquire().unwrap().unwrap()).collect();
+        drop((three, save));
+    });
 }
 
 /// The fake GPU, where loads and saves look for one, and tensors in its memory.
