@@ -474,6 +474,40 @@ def test_a_file_that_is_replaced_leaves_its_mode_to_the_new_one(tmp_path: Path):
         assert path.stat().st_mode & 0o7777 == mode
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to somebody else needs root")
+@pytest.mark.parametrize(
+    ("owner", "mode", "umask", "expected"),
+    [
+        ((0, 0), 0o6771, 0o022, 0o6771),  # one's own file: as if it had been written over
+        ((0, 0), 0o666, 0o077, 0o666),
+        ((1234, 1234), 0o6755, 0o022, 0o644),
+        ((1234, 1234), 0o4666, 0o022, 0o644),
+        ((1234, 1234), 0o777, 0o077, 0o600),
+        ((1234, 1234), 0o600, 0o022, 0o600),  # never wider than the old file
+        ((1234, 0), 0o2664, 0o022, 0o644),
+        ((0, 1234), 0o6664, 0o022, 0o644),  # the group that could write it is not the new file's
+        ((0, 1234), 0o607, 0o022, 0o607),
+    ],
+)
+def test_a_file_of_somebody_else_leaves_no_more_than_the_umask_allows(
+    tmp_path: Path, owner: tuple[int, int], mode: int, umask: int, expected: int
+):
+    names = ("one.safetensors", "model.safetensors.index.json")
+    for name in names:
+        (tmp_path / name).touch()
+        os.chown(tmp_path / name, *owner)
+        (tmp_path / name).chmod(mode)
+    before = os.umask(umask)
+    try:
+        penstock.save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
+        penstock.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path, max_shard_size=12, fsync=False)
+    finally:
+        os.umask(before)
+    for name in names:
+        found = (tmp_path / name).stat()
+        assert (found.st_uid, found.st_gid, oct(found.st_mode & 0o7777)) == (0, 0, oct(expected)), name
+
+
 # Failures
 
 

@@ -9,11 +9,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
 use crate::source::{file_system, Fallback};
 use std::ffi::CString;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -50,10 +50,9 @@ impl Output {
         };
         let path = path.to_path_buf();
         let mut output = Output { path: path.clone(), size, file, direct: None, temporary, pid: std::process::id() };
-        if let Some(before) = fs::symlink_metadata(&path).ok().filter(|found| found.is_file()) {
-            // As if the old file had been written over.
-            let mode = Permissions::from_mode(before.permissions().mode() & 0o7777);
-            let _kept_as_new = output.file.set_permissions(mode);
+        // Of a link there is nothing to keep: it has no mode, and what it leads to is another file.
+        if let Some(before) = fs::symlink_metadata(&path).ok().filter(Metadata::is_file) {
+            output.take_mode(&before);
         }
         let mut fallback = None;
         if direct {
@@ -75,6 +74,20 @@ impl Output {
             output.allocate(size)?;
         }
         Ok((output, fallback))
+    }
+
+    /// The mode of the file that is replaced, as if that had been written over, as far as its owner and group are those of
+    /// the new file. What they granted to somebody else's file is no more than a limit: bits that a fresh file does not
+    /// have are dropped, setuid and setgid always.
+    fn take_mode(&self, before: &Metadata) {
+        let Ok(fresh) = self.file.metadata() else { return };
+        let (old, new) = (before.mode() & 0o7777, fresh.mode() & 0o777);
+        let mode = match (before.uid() == fresh.uid(), before.gid() == fresh.gid()) {
+            (true, true) => old,
+            (true, false) => old & (new | 0o707) & 0o777,
+            (false, _) => old & new,
+        };
+        let _kept_as_new = self.file.set_permissions(Permissions::from_mode(mode));
     }
 
     fn itself(&self) -> PathBuf {
