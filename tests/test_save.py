@@ -29,6 +29,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from penstock._dtypes import DTYPES
 from penstock._torch import torch_dtype
+from penstock.bench import reference, synth
+from penstock.bench.synth import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 safetensors = pytest.importorskip("safetensors")
@@ -775,6 +777,38 @@ def test_what_makes_a_tensor_may_save_and_load_meanwhile(tmp_path: Path):
     penstock.save_file(state, tmp_path / "m.safetensors", options=small)
     found = penstock.open(tmp_path / "m.safetensors").load()
     assert all(torch.equal(found[name], content) for name in state)
+
+
+def test_tensors_of_dlpack_are_saved_with_the_dtypes_of_their_headers(tmp_path: Path):
+    tensors = [
+        Tensor("f6", "F6_E2M3", (4, 2)),
+        Tensor("odd f4", "F4", (2, 3)),
+        Tensor("w", "F32", (3, 5)),
+        Tensor("none", "F6_E3M2", (0,)),
+        Tensor("u", "U16", ()),
+    ]
+    source = synth.write_file(tmp_path / "m.safetensors", tensors)
+    opened = penstock.open(source)
+    before = {
+        name: (e.dtype, tuple(e.shape), reference.raw(e).tobytes()) for name, e in reference.entries_of(source).items()
+    }
+    for options in ({}, {"copy": True}):
+        loaded = opened.load(framework="dlpack", options=options)
+        assert loaded["f6"].dtype == "U8" and loaded["f6"].shape == (6,)
+        penstock.save_file(loaded, tmp_path / "one.safetensors")
+        found = reference.entries_of(tmp_path / "one.safetensors")
+        assert {name: (e.dtype, tuple(e.shape), reference.raw(e).tobytes()) for name, e in found.items()} == before
+        report = penstock.save(loaded, tmp_path / "shards", max_shard_size=10, fsync=False)
+        assert len(report.files) > 2
+        assert [penstock.open(tmp_path / "shards")[name].dtype for name in before] == [
+            kind for kind, _, _ in before.values()
+        ]
+    part = opened.load(names=["w"], framework="dlpack", slices={"w": slice(1, 2)})
+    penstock.save_file(part, tmp_path / "part.safetensors")
+    assert penstock.open(tmp_path / "part.safetensors")["w"].shape == (1, 5)
+    # Those of dtype="raw" are the bytes that were asked for.
+    penstock.save_file(opened.load(framework="dlpack", dtype="raw"), tmp_path / "raw.safetensors")
+    assert {penstock.open(tmp_path / "raw.safetensors")[name].dtype for name in before} == {"U8"}
 
 
 def test_memory_stays_within_the_staging(tmp_path: Path, python: Callable[..., Any]):

@@ -257,6 +257,103 @@ fn what_is_saved_from_a_gpu_is_what_the_files_hold() {
     gpu.check();
 }
 
+/// Saves so many tensors of such a size from one allocation of the fake GPU, the first byte of each a multiple of `align`.
+/// Gives the copies that this took, the calls that started them, and the bytes.
+fn small_ones(vendor: Vendor, count: usize, nbytes: usize, align: usize, sizes: &[usize]) -> (u64, u64, u64) {
+    let gpu = Gpu::new(vendor);
+    let prefix = if vendor == Vendor::Cuda { "cuda:" } else { "hip:" };
+    std::env::set_var(LIBRARY_VARIABLE, format!("{prefix}{}", gpu.fake.path().display()));
+    let step = nbytes.next_multiple_of(align);
+    let whole = sizes.iter().map(|n| n.next_multiple_of(align)).sum::<usize>() + count * step;
+    let (memory, address) = gpu.memory(whole);
+    gpu.fake.host_access(address, whole as u64, 1);
+    let sizes: Vec<usize> = sizes.iter().copied().chain(std::iter::repeat_n(nbytes, count)).collect();
+    let contents: Vec<Vec<u8>> =
+        (0..).zip(&sizes).map(|(i, n)| (0..*n).map(|b| (i * 7 + b * 31 + b / 251) as u8).collect()).collect();
+    let mut at = address;
+    let mut tensors = Vec::new();
+    for content in &contents {
+        tensors.push(At::Gpu(0, at));
+        // SAFETY: the fake's device memory is host memory, and nothing is under way on it.
+        unsafe { (at as *mut u8).copy_from_nonoverlapping(content.as_ptr(), content.len()) };
+        at += content.len().next_multiple_of(align) as u64;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let named: Vec<Tensor> = (0..)
+        .zip(&sizes)
+        .map(|(i, n)| Tensor { name: format!("w{i}"), dtype: DType::U8, shape: vec![*n as u64] })
+        .collect();
+    let plan = Plan::new(&named, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
+    let folder_path = folder.path().to_path_buf();
+    let options = Options { stall_timeout: Duration::from_secs(30), ..Options::default() };
+    let keep = Arc::new(());
+    let save = Save::start(Request { plan, folder: folder_path, checkpoint: None, tensors, keep, sync: true, options })
+        .unwrap();
+    ended(&save).unwrap();
+    drop(save);
+    same(folder.path(), &contents);
+    let calls = ["cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync", "cuMemcpyBatchAsync", "hipMemcpyBatchAsync"];
+    let calls = calls.iter().map(|name| gpu.fake.counter(&format!("calls.{name}"))).sum();
+    let found = (gpu.fake.counter("copies"), calls, gpu.fake.counter("bytes_d2h"));
+    drop(memory);
+    gpu.check();
+    found
+}
+
+#[test]
+fn neighbours_on_the_gpu_are_saved_by_few_copies() {
+    for vendor in [Vendor::Cuda, Vendor::Hip] {
+        // Without gaps, so that each chunk of 4 MiB is one copy.
+        let (copies, _, bytes) = small_ones(vendor, 9000, 1024, 256, &[]);
+        assert!(copies <= 4, "{vendor}: {copies} copies of 3 chunks");
+        assert_eq!(bytes, 9000 * 1024);
+        // As torch's allocator leaves them, with up to 511 bytes between two: 14 MB in pieces of the scratch buffer.
+        let (copies, _, bytes) = small_ones(vendor, 9000, 1100, 512, &[]);
+        assert!(copies <= 14, "{vendor}: {copies} copies");
+        assert!(bytes <= 9000 * 1536, "{vendor}: {bytes} bytes");
+    }
+}
+
+#[test]
+fn small_tensors_far_from_each_other_are_saved_by_few_calls_where_the_driver_takes_many_copies_at_once() {
+    let (copies, calls, bytes) = small_ones(Vendor::Cuda, 3000, 1000, 4096, &[]);
+    assert_eq!((copies, bytes), (3000, 3_000_000));
+    assert!(calls <= 4, "{calls} calls");
+    let (copies, calls, _) = small_ones(Vendor::Hip, 3000, 1000, 4096, &[]);
+    assert_eq!((copies, calls), (3000, 3000), "HIP's own function for that is slow");
+}
+
+#[test]
+fn large_and_small_tensors_on_the_gpu_mix() {
+    // Large ones in the midst of one chunk and across chunks, at odd places in the file.
+    let sizes = [5 * MIB as usize + 3, 33 << 10, 1, 300_001, 0, 77, 3 * MIB as usize, 511];
+    for (vendor, align) in [(Vendor::Cuda, 1), (Vendor::Cuda, 256), (Vendor::Hip, 512)] {
+        let (copies, _, _) = small_ones(vendor, 500, 333, align, &sizes);
+        assert!(copies <= 24, "{vendor}: {copies} copies");
+    }
+}
+
+#[test]
+fn tensors_of_allocations_that_touch_are_copied_one_by_one() {
+    let gpu = Gpu::new(Vendor::Cuda);
+    std::env::set_var(LIBRARY_VARIABLE, gpu.fake.path());
+    gpu.fake.configure("strict", "0");
+    let nbytes = 4096u64;
+    let host = vec![7u8; 3 * nbytes as usize];
+    let start = host.as_ptr() as u64;
+    let tensors: Vec<At> = (0..3).map(|i| At::Gpu(0, start + i * nbytes)).collect();
+    (0..3).for_each(|i| assert_eq!(gpu.fake.adopt(start + i * nbytes, nbytes, 0), 0));
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options { stall_timeout: Duration::from_secs(30), ..options() };
+    let (plan, path) = (plan(&[nbytes as usize; 3]), folder.path().to_path_buf());
+    let request = Request { plan, folder: path, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options };
+    ended(&Save::start(request).unwrap()).unwrap();
+    same(folder.path(), &[vec![7; 4096], vec![7; 4096], vec![7; 4096]]);
+    assert_eq!(gpu.fake.counter("copies"), 3);
+    (0..3).for_each(|i| assert_eq!(gpu.fake.disown(start + i * nbytes), 0));
+    gpu.check();
+}
+
 #[test]
 fn a_copy_that_fails_ends_the_save_and_leaves_nothing() {
     let (gpu, memory, _) = on_gpu();

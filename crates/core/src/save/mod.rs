@@ -20,7 +20,7 @@ mod plan;
 pub use plan::{Arrangement, FilePlan, Plan, Tensor};
 
 use crate::device::api::Api;
-use crate::device::gpu::Fetch;
+use crate::device::fetch::{Fetch, Range};
 use crate::error::{Error, ErrorKind, Result};
 use crate::load::Keep;
 use crate::machine;
@@ -829,28 +829,28 @@ struct Written {
 /// Fills a slab with pieces, one behind the other.
 fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
     let mut at = 0;
-    let mut fetched: Vec<(u32, u64, usize, usize)> = Vec::new();
+    let mut fetched: Vec<(u32, Range)> = Vec::new();
     for piece in pieces {
         let len = piece.len as usize;
         match piece.from {
             // SAFETY: `_keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
             // slab, and the slab is this thread's alone.
             Origin::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
-            Origin::Gpu(ordinal, from) => fetched.push((ordinal, from, at, len)),
+            Origin::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),
             Origin::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
         }
         at += len;
     }
     while let Some(&(ordinal, ..)) = fetched.first() {
         let device = match devices.iter().position(|d| d.0 == ordinal) {
-            Some(known) => &devices[known].1,
+            Some(known) => known,
             None => {
                 devices.push((ordinal, Fetch::new(&Api::load()?, ordinal)?));
-                &devices[devices.len() - 1].1
+                devices.len() - 1
             }
         };
-        let mine: Vec<_> = fetched.iter().filter(|f| f.0 == ordinal).map(|f| (f.1, f.2, f.3)).collect();
-        device.fetch(slab, &mine)?;
+        let mine: Vec<Range> = fetched.iter().filter(|f| f.0 == ordinal).map(|f| f.1).collect();
+        devices[device].1.fetch(slab, &mine)?;
         fetched.retain(|f| f.0 != ordinal);
     }
     Ok(())
