@@ -46,7 +46,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 def test_a_save_takes_about_as_few_copies_as_the_load(fake: FakeGpu, tmp_path: Path, name: str, layout: str) -> None:
     source = synth.write(LAYOUTS[name](), tmp_path / "source")
     opened = penstock.open(source)
-    state = opened.load("cuda:0", framework="dlpack")
+    state = opened.load("cuda:0" if fake.vendor == "cuda" else "rocm:0", framework="dlpack")
     loaded = fake.counter("copies")
     report = penstock.save(state, tmp_path / "saved", layout=layout, max_shard_size="16MiB")
     copies = fake.counter("copies") - loaded

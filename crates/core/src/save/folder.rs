@@ -5,6 +5,7 @@ use super::plan::{INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::Fallback;
 use std::collections::HashSet;
+use std::ffi::OsString;
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -62,7 +63,7 @@ impl Folder {
     /// Removes what an earlier save has left, since a reader of the directory would take it for a part of this one. The
     /// files called `names` stay, and so does what somebody else has put there meanwhile. Of a link only the link goes.
     /// Says whether there was anything. Goes on after an error and returns the first.
-    pub(super) fn remove_earlier(&self, names: &[String]) -> Result<bool> {
+    pub(super) fn remove_earlier(&self, names: &[OsString]) -> Result<bool> {
         let found = names.iter().filter_map(|name| fs::symlink_metadata(self.path.join(name)).ok());
         let ours: HashSet<_> = found.map(|file| (file.dev(), file.ino())).collect();
         let (mut removed, mut failed) = (false, None);
