@@ -160,8 +160,8 @@ def _synchronize(tensors: list[Described]) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    # Tensors that the core has made were complete when they were handed out. Torch may have written to them since, if it
-    # has begun to use GPUs at all.
+    # Tensors of the core were complete when they were handed out. Torch may have written to them since, where it uses
+    # GPUs at all.
     used = torch.cuda.is_initialized()
     for gpu in {t.gpu for t in tensors if t.gpu is not None and (used or not isinstance(t.keep, DLTensor))}:
         torch.cuda.current_stream(gpu).synchronize()
