@@ -13,6 +13,8 @@ import penstock._convert
 import pytest
 import torch
 from conftest import raw
+from penstock.bench import reference, synth
+from penstock.bench.synth import Tensor
 
 Command = Callable[..., Any]
 
@@ -51,6 +53,55 @@ convert([sys.argv[1]], sys.argv[2], dtype="float16", progress=False)
     done = python(code, tmp_path / "m.safetensors", tmp_path / "half")
     assert done.returncode == 0, done.stderr
     same(dict(penstock.open(tmp_path / "half").load()), state | {"w": state["w"].half()})
+
+
+#: Dtypes of less than a byte, and shapes that no framework can hold.
+NARROW = [
+    Tensor("f6", "F6_E2M3", (4, 2)),
+    Tensor("w", "F32", (3, 5)),
+    Tensor("other f6", "F6_E3M2", (3, 8)),
+    Tensor("odd f4", "F4", (2, 3)),
+    Tensor("f4", "F4", (2, 4)),
+    Tensor("none", "F6_E2M3", (0, 3)),
+    Tensor("half", "F16", (7,)),
+]
+
+
+def entries(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """What the files hold, read without penstock."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found = {name: entry for file in files for name, entry in reference.entries_of(file).items()}
+    return {name: (e.dtype, tuple(e.shape), reference.raw(e).tobytes()) for name, e in found.items()}
+
+
+@pytest.mark.parametrize("size", ["5GB", "20"])
+def test_what_no_framework_has_is_written_anew_as_bytes(tmp_path: Path, cli: Command, size: str):
+    source = synth.write_file(tmp_path / "m.safetensors", NARROW)
+    done = cli("convert", source, tmp_path / "new", "--max-shard-size", size, "--json")
+    assert done.returncode == 0, done.stderr
+    assert (len(json.loads(done.stdout)["report"]["files"]) > 1) is (size == "20")
+    assert entries(tmp_path / "new") == entries(source)
+    same(dict(penstock.open(tmp_path / "new").load(dtype="raw")), dict(penstock.open(source).load(dtype="raw")))
+
+
+def test_what_no_framework_has_stays_where_others_are_cast(tmp_path: Path, cli: Command):
+    source = synth.write_file(tmp_path / "m.safetensors", NARROW)
+    assert cli("convert", source, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
+    found, before = entries(tmp_path / "half"), entries(source)
+    assert {name for name in found if found[name] != before[name]} == {"w", "half"}
+    assert found["w"][:2] == ("BF16", (3, 5)) and found["half"][:2] == ("BF16", (7,))
+
+
+def test_a_plain_copy_needs_no_framework(small: Path, tmp_path: Path, python: Callable[..., Any]):
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None
+from penstock._convert import convert
+convert([sys.argv[1]], sys.argv[2], progress=False)
+"""
+    done = python(code, small, tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert entries(tmp_path / "new") == entries(small)
 
 
 def test_a_tensor_without_values_is_named_before_anything_is_written(tmp_path: Path):
@@ -129,6 +180,21 @@ def test_a_checkpoint_is_not_converted_into_its_own_directory(small: Path, cli: 
     assert done.returncode == 2
     assert "another one" in done.stderr
     assert sorted(path.name for path in small.iterdir()) == before
+
+
+def test_links_in_the_directory_are_replaced_and_not_followed(tmp_path: Path, cli: Command):
+    state = {"w": torch.randn(33, 7)}
+    blob, to = tmp_path / "blob.safetensors", tmp_path / "to"
+    penstock.save_file(state, blob, fsync=False)
+    before = blob.read_bytes()
+    to.mkdir()
+    for name in ("model.safetensors", "model-00001-of-00001.safetensors"):
+        (to / name).symlink_to("../blob.safetensors")
+    assert cli("convert", blob, to, "--dtype", "bfloat16").returncode == 0
+    assert blob.read_bytes() == before
+    assert [path.name for path in to.iterdir() if not path.is_symlink()] == ["model.safetensors"]
+    assert len(list(to.iterdir())) == 1
+    same(dict(penstock.open(to).load()), {"w": state["w"].bfloat16()})
 
 
 def test_arguments_that_make_no_sense_are_refused(small: Path, tmp_path: Path, cli: Command):

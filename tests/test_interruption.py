@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import fakegpu
 import ordeal
 import penstock
 import pytest
@@ -81,6 +82,48 @@ print("loads again")
     assert code == 0, out + err
     assert out.startswith("interrupted True"), out
     assert out.endswith("loads again\n")
+
+
+@pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+def test_ctrl_c_ends_a_save_that_waits_for_staging(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"cuda:{fakegpu.LIBRARY}")
+    program = """
+import os, sys, threading, time
+import fakegpu, numpy, ordeal, penstock
+from penstock._save import Described
+SMALL = dict(staging="2MiB", extent="1MiB", stall_timeout=100)
+nbytes = 8 << 20
+fake = fakegpu.FakeGpu()
+memory = fakegpu.mmap.mmap(-1, nbytes)
+address = numpy.frombuffer(memory, "u1").__array_interface__["data"][0]
+fake.control("adopt", address, nbytes, 0)
+fake.configure(copy_delay_us=100_000_000)
+# Its copies out of the GPU do not end, so that it keeps its slabs.
+held = Described("U8", (nbytes,), 0, address, memory)
+holder = lambda: penstock.save_file({"held": held}, sys.argv[1] + "/held", options=SMALL)
+penstock._save._synchronize = lambda tensors: None  # that is torch's
+threading.Thread(target=holder, daemon=True).start()
+while fake.counter("copies") < 2:
+    time.sleep(0.001)
+print("ready", flush=True)
+try:
+    penstock.save_file({"w": numpy.ones(1 << 20)}, sys.argv[1] + "/w", options=SMALL)
+    print("not interrupted")
+except KeyboardInterrupt:
+    took = time.monotonic() - float(sys.stdin.readline())
+    print("interrupted", took < 2, took, os.listdir(sys.argv[1]), flush=True)
+os._exit(0)
+"""
+    child = begin(program, tmp_path)
+    await_line(child, "ready")
+    time.sleep(0.5)
+    child.stdin.write(f"{time.monotonic()}\n")
+    child.stdin.flush()
+    child.send_signal(signal.SIGINT)
+    code, out, err = finish(child)
+    assert code == 0, out + err
+    assert out.startswith("interrupted True"), out
+    assert out.endswith("[]\n"), out
 
 
 def test_a_signal_handler_of_the_program_runs_while_it_waits(slow):

@@ -5,6 +5,7 @@ Every model but one is made here, tiny and random.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 from pathlib import Path
@@ -85,6 +86,30 @@ def test_mapped_bytes_are_not_copied_and_hardly_mapped_twice(tmp_path, reports):
     assert nbytes_in(tmp_path) <= read(reports) <= nbytes_in(tmp_path) + sum(sizes[-4:])
     assert {route for report in reports for route, way in report.routes.items() if way["bytes"]} == {"mapped"}
     assert len(reports) <= 5
+
+
+@pytest.mark.parametrize("size", ["12KB", "5GB"])
+def test_saving_into_a_snapshot_of_the_hub_leaves_its_blobs_as_they_are(tmp_path, size):
+    llama().save_pretrained(tmp_path / "model", max_shard_size=size)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "4f2a"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for name, content in files_in(tmp_path / "model").items():
+        if name.endswith(".safetensors"):
+            blob = blobs / hashlib.sha256(content).hexdigest()
+            blob.write_bytes(content)
+            (snapshot / name).symlink_to(f"../../blobs/{blob.name}")
+        else:  # transformers itself writes these, through links if they are any
+            (snapshot / name).write_bytes(content)
+    with penstock.patch():
+        tuned = type(llama()).from_pretrained(snapshot)
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                parameter.add_(1)
+        tuned.save_pretrained(snapshot, max_shard_size=size)
+    assert all(hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name for blob in blobs.iterdir())
+    assert not any(path.is_symlink() for path in snapshot.glob("*.safetensors"))
+    same(type(tuned).from_pretrained(snapshot), tuned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

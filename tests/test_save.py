@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from penstock._dtypes import DTYPES
 from penstock._torch import torch_dtype
+from penstock.bench import reference, synth
+from penstock.bench.synth import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 safetensors = pytest.importorskip("safetensors")
@@ -185,35 +189,95 @@ def test_a_later_save_leaves_nothing_of_an_earlier_one(tmp_path: Path):
         assert set(inside(tmp_path)) == {*report.files, "config.json", "adapter.safetensors"}
 
 
-def test_links_of_links_and_of_an_index_stay(tmp_path: Path):
-    out, blobs = tmp_path / "out", tmp_path / "blobs"
-    out.mkdir()
-    blobs.mkdir()
-    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
-        (blobs / name).write_bytes(b"")
-        (out / name).symlink_to(blobs / name)
-    report = penstock.save({"a": torch.ones(3), "b": torch.zeros(4)}, out, max_shard_size=16)
-    assert inside(out) == sorted(report.files) and len(report.files) == 3
-    assert torch.equal(penstock.open(out).load()["b"], torch.zeros(4))
-    assert (out / "model.safetensors.index.json").is_symlink()
-    (out / "model.safetensors").symlink_to("model-00001-of-00002.safetensors")
-    penstock.save({"a": torch.ones(5)}, out)
-    assert inside(out) == ["model-00001-of-00002.safetensors", "model.safetensors"]
-    assert torch.equal(penstock.open(out / "model.safetensors").load()["a"], torch.ones(5))
+def snapshot(folder: Path, files: dict[str, bytes]) -> Path:
+    """A directory of links to blobs that are called what their bytes hash to, as in the cache of the Hub."""
+    out = folder / "snapshots" / "4f2a"
+    (folder / "blobs").mkdir()
+    out.mkdir(parents=True)
+    for name, content in files.items():
+        blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (out / name).symlink_to(os.path.relpath(blob, out))
+    return out
 
 
-@pytest.mark.parametrize("leads_to", ["../blobs/4f2a", "model-00001-of-00001.safetensors"])
-def test_a_link_in_the_directory_is_written_through_and_stays(tmp_path: Path, leads_to: str):
+def is_intact(blobs: Path) -> bool:
+    """Whether each blob still is what its name says."""
+    return all(hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name for blob in blobs.iterdir())
+
+
+SAVERS: dict[str, Callable[[dict[str, torch.Tensor], Path], object]] = {
+    "penstock": penstock.save_file,
+    "penstock, page cache": partial(penstock.save_file, fsync=False),
+    "penstock.torch": penstock.torch.save_file,
+    "safetensors": safetensors.torch.save_file,
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("leads_to", ["../blobs/4f2a", "nowhere", "no/where", "link", "another"])
+def test_a_save_over_a_link_replaces_the_link_as_safetensors_does(tmp_path: Path, leads_to: str, saver: str):
+    (tmp_path / "blobs").mkdir()
+    blob = tmp_path / "blobs" / "4f2a"
+    blob.write_bytes(b"shared")
+    blob.chmod(0o604)
     out = tmp_path / "out"
     out.mkdir()
-    (tmp_path / "blobs").mkdir()
-    (out / leads_to).write_bytes(b"")
-    (out / "model.safetensors").symlink_to(leads_to)
-    (out / "model-00007-of-00007.safetensors").symlink_to(leads_to)
-    penstock.save({"a": torch.ones(3)}, out)
-    assert inside(out) == sorted({"model.safetensors", *([] if "/" in leads_to else [leads_to])})
-    assert (out / "model.safetensors").is_symlink()
-    assert torch.equal(penstock.open(out / leads_to).load()["a"], torch.ones(3))
+    (out / "another").symlink_to("../blobs/4f2a")
+    (out / "link").symlink_to(leads_to)
+    SAVERS[saver]({"a": torch.ones(3)}, out / "link")
+    assert not (out / "link").is_symlink()
+    assert torch.equal(safetensors.torch.load_file(out / "link")["a"], torch.ones(3))
+    assert blob.read_bytes() == b"shared" and (out / "another").is_symlink()
+    assert inside(out) == ["another", "link"] and inside(blob.parent) == ["4f2a"]
+    if saver != "safetensors":  # whose files are their owner's alone, old or new
+        (out / "fresh").touch()
+        assert (out / "link").stat().st_mode == (out / "fresh").stat().st_mode
+
+
+def test_a_save_into_a_snapshot_leaves_the_blobs_as_they_are(tmp_path: Path):
+    names = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    earlier = {name: name.encode() for name in (*names, "model-00007-of-00007.safetensors", "config.json")}
+    for size, count in ((16, 3), (None, 1)):
+        (tmp_path / str(size)).mkdir()
+        out = snapshot(tmp_path / str(size), earlier)
+        report = penstock.save({"a": torch.ones(3), "b": torch.zeros(4)}, out, max_shard_size=size)
+        assert len(report.files) == count and inside(out) == sorted([*report.files, "config.json"])
+        assert [name for name in inside(out) if (out / name).is_symlink()] == ["config.json"]
+        assert torch.equal(penstock.open(out).load()["b"], torch.zeros(4))
+        blobs = out.parents[1] / "blobs"
+        assert len(inside(blobs)) == len(earlier) and is_intact(blobs)
+
+
+def test_a_link_to_a_shard_of_an_earlier_save_goes_with_that_shard(tmp_path: Path):
+    penstock.save({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path, max_shard_size=16)
+    (tmp_path / "model.safetensors").symlink_to("model-00001-of-00002.safetensors")
+    penstock.save({"a": torch.ones(5)}, tmp_path)
+    assert inside(tmp_path) == ["model.safetensors"]
+    assert torch.equal(penstock.open(tmp_path).load()["a"], torch.ones(5))
+
+
+def test_a_linked_directory_stays(tmp_path: Path):
+    real = tmp_path / "real"
+    (real / "shards").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    (real / "model-00003-of-00003.safetensors").symlink_to("shards")
+    penstock.save({"a": torch.ones(3)}, tmp_path / "link")
+    penstock.save_file({"a": torch.ones(3)}, tmp_path / "link" / "one.safetensors")
+    assert (tmp_path / "link").is_symlink()
+    assert inside(real) == ["model-00003-of-00003.safetensors", "model.safetensors", "one.safetensors", "shards"]
+    with pytest.raises(penstock.InvalidError, match=r"link.*it is a directory"):
+        penstock.save_file({"a": torch.ones(3)}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and inside(real / "shards") == []
+
+
+@pytest.mark.parametrize("what", ["/dev/null", "pipe", "/proc/self/fd/1", "/proc/self/fd/99"])
+def test_a_link_to_what_is_no_plain_file_is_refused_and_stays(tmp_path: Path, what: str):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(what)
+    with pytest.raises(penstock.InvalidError, match=r"link.*cannot write to it"):
+        penstock.save_file({"a": torch.ones(3)}, tmp_path / "link")
+    assert inside(tmp_path) == ["link", "pipe"] and (tmp_path / "link").is_symlink()
 
 
 def test_what_is_left_of_an_earlier_save_and_cannot_be_removed_is_an_error(tmp_path: Path, python: Callable[..., Any]):
@@ -403,15 +467,47 @@ def test_a_file_may_be_saved_over_the_one_that_its_tensors_are_mapped_from(tmp_p
     same(penstock.load_file(path), several())
 
 
-def test_a_symbolic_link_leads_to_the_file_and_modes_are_kept(tmp_path: Path):
-    real = tmp_path / "real.safetensors"
-    penstock.save_file(several(), real)
-    real.chmod(0o640)
-    (tmp_path / "link").symlink_to(real)
-    penstock.save_file({"a": torch.ones(3)}, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert list(penstock.open(real)) == ["a"]
-    assert real.stat().st_mode & 0o777 == 0o640
+def test_a_file_that_is_replaced_leaves_its_mode_to_the_new_one(tmp_path: Path):
+    path = tmp_path / "m.safetensors"
+    for mode in (0o640, 0o666, 0o400):
+        penstock.save_file({"a": torch.ones(3)}, path)
+        path.chmod(mode)
+        penstock.save_file({"a": torch.ones(4)}, path)
+        assert path.stat().st_mode & 0o7777 == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to somebody else needs root")
+@pytest.mark.parametrize(
+    ("owner", "mode", "umask", "expected"),
+    [
+        ((0, 0), 0o6771, 0o022, 0o6771),  # one's own file: as if it had been written over
+        ((0, 0), 0o666, 0o077, 0o666),
+        ((1234, 1234), 0o6755, 0o022, 0o644),
+        ((1234, 1234), 0o4666, 0o022, 0o644),
+        ((1234, 1234), 0o777, 0o077, 0o600),
+        ((1234, 1234), 0o600, 0o022, 0o600),  # never wider than the old file
+        ((1234, 0), 0o2664, 0o022, 0o644),
+        ((0, 1234), 0o6664, 0o022, 0o644),  # the group that could write it is not the new file's
+        ((0, 1234), 0o607, 0o022, 0o607),
+    ],
+)
+def test_a_file_of_somebody_else_leaves_no_more_than_the_umask_allows(
+    tmp_path: Path, owner: tuple[int, int], mode: int, umask: int, expected: int
+):
+    names = ("one.safetensors", "model.safetensors.index.json")
+    for name in names:
+        (tmp_path / name).touch()
+        os.chown(tmp_path / name, *owner)
+        (tmp_path / name).chmod(mode)
+    before = os.umask(umask)
+    try:
+        penstock.save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
+        penstock.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path, max_shard_size=12, fsync=False)
+    finally:
+        os.umask(before)
+    for name in names:
+        found = (tmp_path / name).stat()
+        assert (found.st_uid, found.st_gid, oct(found.st_mode & 0o7777)) == (0, 0, oct(expected)), name
 
 
 # Failures
@@ -662,6 +758,57 @@ except KeyboardInterrupt:
     )
     assert done.stdout.startswith("[]"), done.stderr
     assert time.monotonic() - begun < 60
+
+
+def test_what_makes_a_tensor_may_save_and_load_meanwhile(tmp_path: Path):
+    small: dict[str, Any] = {"staging": "2MiB", "extent": "1MiB", "stall_timeout": 20}
+    content = bits((3 << 20,), torch.uint8)
+    state: dict[str, Any] = {}
+
+    def fill(memory: memoryview) -> None:
+        path = tmp_path / "aside.safetensors"
+        penstock.save_file({"a": content}, path, options=small)
+        target = {"a": torch.empty(len(content), 2, dtype=torch.uint8)[:, 0]}  # strided: by way of slabs
+        penstock.open(path).load_into(target, options=small)
+        memory[:] = target["a"].contiguous().numpy().data
+
+    for i in range(3):
+        state[f"w{i}"] = penstock._save.Described("U8", (len(content),), None, None, None, fill)
+    penstock.save_file(state, tmp_path / "m.safetensors", options=small)
+    found = penstock.open(tmp_path / "m.safetensors").load()
+    assert all(torch.equal(found[name], content) for name in state)
+
+
+def test_tensors_of_dlpack_are_saved_with_the_dtypes_of_their_headers(tmp_path: Path):
+    tensors = [
+        Tensor("f6", "F6_E2M3", (4, 2)),
+        Tensor("odd f4", "F4", (2, 3)),
+        Tensor("w", "F32", (3, 5)),
+        Tensor("none", "F6_E3M2", (0,)),
+        Tensor("u", "U16", ()),
+    ]
+    source = synth.write_file(tmp_path / "m.safetensors", tensors)
+    opened = penstock.open(source)
+    before = {
+        name: (e.dtype, tuple(e.shape), reference.raw(e).tobytes()) for name, e in reference.entries_of(source).items()
+    }
+    for options in ({}, {"copy": True}):
+        loaded = opened.load(framework="dlpack", options=options)
+        assert loaded["f6"].dtype == "U8" and loaded["f6"].shape == (6,)
+        penstock.save_file(loaded, tmp_path / "one.safetensors")
+        found = reference.entries_of(tmp_path / "one.safetensors")
+        assert {name: (e.dtype, tuple(e.shape), reference.raw(e).tobytes()) for name, e in found.items()} == before
+        report = penstock.save(loaded, tmp_path / "shards", max_shard_size=10, fsync=False)
+        assert len(report.files) > 2
+        assert [penstock.open(tmp_path / "shards")[name].dtype for name in before] == [
+            kind for kind, _, _ in before.values()
+        ]
+    part = opened.load(names=["w"], framework="dlpack", slices={"w": slice(1, 2)})
+    penstock.save_file(part, tmp_path / "part.safetensors")
+    assert penstock.open(tmp_path / "part.safetensors")["w"].shape == (1, 5)
+    # Those of dtype="raw" are the bytes that were asked for.
+    penstock.save_file(opened.load(framework="dlpack", dtype="raw"), tmp_path / "raw.safetensors")
+    assert {penstock.open(tmp_path / "raw.safetensors")[name].dtype for name in before} == {"U8"}
 
 
 def test_memory_stays_within_the_staging(tmp_path: Path, python: Callable[..., Any]):

@@ -1,7 +1,7 @@
 """`penstock convert`: a checkpoint written anew: in another order, layout, dtype or number of shards, out of pickles.
 
 Tensors are mapped, and cast when their turn comes, so that converting takes the staging of the save and a few tensors
-of memory, however large the checkpoint is.
+of memory, however large the checkpoint is. What is not cast is copied as bytes: no framework has to know its dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from . import _save
-from ._checkpoint import open
-from ._dtypes import CASTABLE, cast_target
+from ._checkpoint import Checkpoint, open
+from ._dlpack import DLTensor
+from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
 from ._paths import local_path
 from ._progress import Progress
@@ -114,6 +115,20 @@ def _cast_later(found: _save.Described, tensor: Any, kind: str) -> _save.Describ
     return _save.Described(kind, found.shape, None, None, tensor, fill)
 
 
+def _tensors(checkpoint: Checkpoint, kind: str | None) -> dict[str, Any]:
+    """The tensors of a checkpoint: those that are to be cast as a framework has them, the others as bytes."""
+    cast = {name for name in checkpoint if kind not in (None, dtype := checkpoint[name].dtype) and dtype in CASTABLE}
+    found = checkpoint.load(names=lambda name: name in cast, progress=False) if cast else {}
+    plain: dict[str, Any] = {}
+    if len(cast) < len(checkpoint):
+        plain = checkpoint.load(names=lambda name: name not in cast, framework="dlpack", dtype=RAW, progress=False)
+    made: dict[str, Any] = {}
+    for name in checkpoint:
+        info = checkpoint[name]
+        made[name] = found[name] if name in cast else DLTensor(plain[name]._view, info.dtype, info.shape)
+    return made
+
+
 def convert(
     sources: Sequence[str],
     directory: str | os.PathLike[str],
@@ -147,7 +162,7 @@ def convert(
         read_from = [str(path) for path in pickles]
     else:
         checkpoint = open(list(sources) if len(sources) > 1 else sources[0])
-        tensors, metadata = checkpoint.load(progress=False), checkpoint.metadata
+        tensors, metadata = _tensors(checkpoint, kind), checkpoint.metadata
         read_from = checkpoint.files
     if kind is not None:
         tensors = _cast(tensors, kind)

@@ -16,15 +16,20 @@ from ._selection import Selection, TensorInfo
 class DLTensor:
     """A loaded tensor that any DLPack consumer can take: ``jax.dlpack.from_dlpack(t)``, ``torch.from_dlpack(t)``, ...
 
+    `penstock.save` and `penstock.save_file` take it too, and write it with the dtype and the shape of its header.
+
     Attributes:
         dtype: As spelled in the header; ``"U8"`` where DLPack lacks the tensor's own dtype (F4, F6), or for bytes.
         shape: In elements of ``dtype``.
         nbytes: Size in bytes.
     """
 
-    __slots__ = ("_view", "dtype", "nbytes", "shape")
+    __slots__ = ("_format", "_view", "dtype", "nbytes", "shape")
 
     def __init__(self, view: _core.View, dtype: str, shape: tuple[int, ...]) -> None:
+        self._format = (dtype, shape)
+        if DTYPES[dtype].dlpack is None:
+            dtype, shape = "U8", (view.nbytes,)
         self.dtype = dtype
         self.shape = shape
         self.nbytes = view.nbytes
@@ -82,7 +87,7 @@ class DLPack:
         made = []
         for want, view in zip(wants, load.views(wants), strict=True):
             dtype, shape = self._selection.describe(want)
-            if self._raw or DTYPES[dtype].dlpack is None:
+            if self._raw:
                 dtype, shape = "U8", (view.nbytes,)
             made.append(DLTensor(view, dtype, shape))
         return made

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from . import _core, _load
 from ._core import Options
+from ._dlpack import DLTensor
 from ._dtypes import DTYPES
 from ._errors import (
     ArgumentTypeError,
@@ -126,6 +127,11 @@ def _of_numpy(name: str, array: Any) -> Described:
     return Described(dtype, tuple(array.shape), None, array.__array_interface__["data"][0], array)
 
 
+def _of_dlpack(tensor: DLTensor) -> Described:
+    kind, number = tensor.__dlpack_device__()
+    return Described(*tensor._format, None if kind == 1 else number, tensor._view.address, tensor)
+
+
 def describe(name: object, value: Any) -> Described:
     """What is to be known of a tensor of any framework.
 
@@ -137,6 +143,8 @@ def describe(name: object, value: Any) -> Described:
         raise ArgumentTypeError(f"tensors are saved by name, and {name!r} is no string")
     if isinstance(value, Described):
         return value
+    if isinstance(value, DLTensor):
+        return _of_dlpack(value)
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(name, value)
@@ -149,9 +157,14 @@ def describe(name: object, value: Any) -> Described:
 
 def _synchronize(tensors: list[Described]) -> None:
     """Waits for what torch still does to tensors on GPUs."""
-    gpus = {tensor.gpu for tensor in tensors if tensor.gpu is not None}
-    for gpu in gpus:
-        sys.modules["torch"].cuda.current_stream(gpu).synchronize()
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    # Tensors of the core were complete when they were handed out. Torch may have written to them since, where it uses
+    # GPUs at all.
+    used = torch.cuda.is_initialized()
+    for gpu in {t.gpu for t in tensors if t.gpu is not None and (used or not isinstance(t.keep, DLTensor))}:
+        torch.cuda.current_stream(gpu).synchronize()
 
 
 def size_of(size: int | str | None) -> int | None:
@@ -294,8 +307,9 @@ def save_file(
     """Saves tensors to one safetensors file, which is there whole or not at all.
 
     Args:
-        tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, by name. Those that are not contiguous
-            are copied when their turn comes, a few at a time, as are those of other devices.
+        tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, and what ``framework="dlpack"`` loads
+            (of any dtype, F4 and F6 included), by name. Those that are not contiguous are copied when their turn comes,
+            a few at a time, as are those of other devices.
         filename: The file. One that is there is replaced when the new one is whole, not before.
         metadata: Strings by name, for the header; None writes none.
         layout: "aligned" begins the data at a page and puts tensors in an order in which large ones are aligned;

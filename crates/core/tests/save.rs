@@ -9,6 +9,7 @@ use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
 use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor, Wanted};
+use penstock::staging::Ring;
 use penstock::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -137,6 +138,86 @@ fn a_save_that_waits_for_a_tensor_can_be_given_up() {
     }
 }
 
+#[test]
+fn nobody_holds_staging_while_a_tensor_is_being_made() {
+    // Alone, since the ring is the process's.
+    device::alone("nobody_holds_staging_while_a_tensor_is_being_made", || {
+        let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let save = late(folder.path(), &contents, true, PATIENCE);
+        assert!(wants(&save).is_some());
+        let until = Instant::now() + PATIENCE;
+        while Ring::process().staging().in_use > 0 {
+            assert!(Instant::now() < until, "{:?}", Ring::process().staging());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Another save of the process goes on meanwhile.
+        let other = tempfile::tempdir().unwrap();
+        let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
+        let request = Request {
+            plan: plan(&SIZES),
+            folder: other.path().to_path_buf(),
+            checkpoint: None,
+            tensors,
+            keep: Arc::new(()),
+            sync: true,
+            options: options(),
+        };
+        ended(&Save::start(request).unwrap()).unwrap();
+        same(other.path(), &contents);
+        while let Some(wanted) = wants(&save) {
+            // SAFETY: the save's memory for so many bytes, and nobody reads it before they are supplied.
+            unsafe { wanted.at.copy_from_nonoverlapping(contents[wanted.tensor as usize].as_ptr(), wanted.nbytes) };
+            save.supplied();
+        }
+        ended(&save).unwrap();
+        same(folder.path(), &contents);
+    });
+}
+
+#[test]
+fn a_save_waits_for_staging_in_the_background() {
+    device::alone("a_save_waits_for_staging_in_the_background", || {
+        let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
+        let start = |folder: &Path, stall_timeout| {
+            let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
+            let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+            let options = Options { stall_timeout, ..options() };
+            Save::start(Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options })
+        };
+        // Another load holds all that these may have.
+        let load = Ring::process().join(MIB, 4 * MIB).unwrap();
+        let held = (load.try_acquire().unwrap().unwrap(), load.try_acquire().unwrap().unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let begun = Instant::now();
+        let save = start(folder.path(), PATIENCE).unwrap();
+        assert!(!save.wait(Some(Duration::from_millis(100))).unwrap());
+        save.close();
+        assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+        assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
+
+        let save = start(folder.path(), Duration::from_millis(200)).unwrap();
+        let error = ended(&save).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert!(error.to_string().contains("other loads hold all of the staging memory"), "{error}");
+        save.close();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+
+        let save = start(folder.path(), PATIENCE).unwrap();
+        assert!(!save.wait(Some(Duration::from_millis(100))).unwrap());
+        drop((held, load));
+        let report = ended(&save).unwrap();
+        assert_eq!((report.threads, report.peak_staging), (2, 4 * MIB));
+        same(folder.path(), &contents);
+        // The save is still there, and its place in the ring is not: a later one has all of the staging.
+        Ring::process().trim();
+        assert_eq!(Ring::process().staging().mapped, 0);
+        let alone = Ring::process().join(MIB, 6 * MIB).unwrap();
+        let three: Vec<_> = (0..3).map(|_| alone.try_acquire().unwrap().unwrap()).collect();
+        drop((three, save));
+    });
+}
+
 /// The fake GPU, where loads and saves look for one, and tensors in its memory.
 fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
     let gpu = Gpu::new(Vendor::Cuda);
@@ -173,6 +254,103 @@ fn what_is_saved_from_a_gpu_is_what_the_files_hold() {
         save.close();
     }
     drop(memory);
+    gpu.check();
+}
+
+/// Saves so many tensors of such a size from one allocation of the fake GPU, the first byte of each a multiple of `align`.
+/// Gives the copies that this took, the calls that started them, and the bytes.
+fn small_ones(vendor: Vendor, count: usize, nbytes: usize, align: usize, sizes: &[usize]) -> (u64, u64, u64) {
+    let gpu = Gpu::new(vendor);
+    let prefix = if vendor == Vendor::Cuda { "cuda:" } else { "hip:" };
+    std::env::set_var(LIBRARY_VARIABLE, format!("{prefix}{}", gpu.fake.path().display()));
+    let step = nbytes.next_multiple_of(align);
+    let whole = sizes.iter().map(|n| n.next_multiple_of(align)).sum::<usize>() + count * step;
+    let (memory, address) = gpu.memory(whole);
+    gpu.fake.host_access(address, whole as u64, 1);
+    let sizes: Vec<usize> = sizes.iter().copied().chain(std::iter::repeat_n(nbytes, count)).collect();
+    let contents: Vec<Vec<u8>> =
+        (0..).zip(&sizes).map(|(i, n)| (0..*n).map(|b| (i * 7 + b * 31 + b / 251) as u8).collect()).collect();
+    let mut at = address;
+    let mut tensors = Vec::new();
+    for content in &contents {
+        tensors.push(At::Gpu(0, at));
+        // SAFETY: the fake's device memory is host memory, and nothing is under way on it.
+        unsafe { (at as *mut u8).copy_from_nonoverlapping(content.as_ptr(), content.len()) };
+        at += content.len().next_multiple_of(align) as u64;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let named: Vec<Tensor> = (0..)
+        .zip(&sizes)
+        .map(|(i, n)| Tensor { name: format!("w{i}"), dtype: DType::U8, shape: vec![*n as u64] })
+        .collect();
+    let plan = Plan::new(&named, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
+    let folder_path = folder.path().to_path_buf();
+    let options = Options { stall_timeout: Duration::from_secs(30), ..Options::default() };
+    let keep = Arc::new(());
+    let save = Save::start(Request { plan, folder: folder_path, checkpoint: None, tensors, keep, sync: true, options })
+        .unwrap();
+    ended(&save).unwrap();
+    drop(save);
+    same(folder.path(), &contents);
+    let calls = ["cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync", "cuMemcpyBatchAsync", "hipMemcpyBatchAsync"];
+    let calls = calls.iter().map(|name| gpu.fake.counter(&format!("calls.{name}"))).sum();
+    let found = (gpu.fake.counter("copies"), calls, gpu.fake.counter("bytes_d2h"));
+    drop(memory);
+    gpu.check();
+    found
+}
+
+#[test]
+fn neighbours_on_the_gpu_are_saved_by_few_copies() {
+    for vendor in [Vendor::Cuda, Vendor::Hip] {
+        // Without gaps, so that each chunk of 4 MiB is one copy.
+        let (copies, _, bytes) = small_ones(vendor, 9000, 1024, 256, &[]);
+        assert!(copies <= 4, "{vendor}: {copies} copies of 3 chunks");
+        assert_eq!(bytes, 9000 * 1024);
+        // As torch's allocator leaves them, with up to 511 bytes between two: 14 MB in pieces of the scratch buffer.
+        let (copies, _, bytes) = small_ones(vendor, 9000, 1100, 512, &[]);
+        assert!(copies <= 14, "{vendor}: {copies} copies");
+        assert!(bytes <= 9000 * 1536, "{vendor}: {bytes} bytes");
+    }
+}
+
+#[test]
+fn small_tensors_far_from_each_other_are_saved_by_few_calls_where_the_driver_takes_many_copies_at_once() {
+    let (copies, calls, bytes) = small_ones(Vendor::Cuda, 3000, 1000, 4096, &[]);
+    assert_eq!((copies, bytes), (3000, 3_000_000));
+    assert!(calls <= 4, "{calls} calls");
+    let (copies, calls, _) = small_ones(Vendor::Hip, 3000, 1000, 4096, &[]);
+    assert_eq!((copies, calls), (3000, 3000), "HIP's own function for that is slow");
+}
+
+#[test]
+fn large_and_small_tensors_on_the_gpu_mix() {
+    // Large ones in the midst of one chunk and across chunks, at odd places in the file.
+    let sizes = [5 * MIB as usize + 3, 33 << 10, 1, 300_001, 0, 77, 3 * MIB as usize, 511];
+    for (vendor, align) in [(Vendor::Cuda, 1), (Vendor::Cuda, 256), (Vendor::Hip, 512)] {
+        let (copies, _, _) = small_ones(vendor, 500, 333, align, &sizes);
+        assert!(copies <= 24, "{vendor}: {copies} copies");
+    }
+}
+
+#[test]
+fn tensors_of_allocations_that_touch_are_copied_one_by_one() {
+    let gpu = Gpu::new(Vendor::Cuda);
+    std::env::set_var(LIBRARY_VARIABLE, gpu.fake.path());
+    gpu.fake.configure("strict", "0");
+    let nbytes = 4096u64;
+    let host = vec![7u8; 3 * nbytes as usize];
+    let start = host.as_ptr() as u64;
+    let tensors: Vec<At> = (0..3).map(|i| At::Gpu(0, start + i * nbytes)).collect();
+    (0..3).for_each(|i| assert_eq!(gpu.fake.adopt(start + i * nbytes, nbytes, 0), 0));
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options { stall_timeout: Duration::from_secs(30), ..options() };
+    let (plan, path) = (plan(&[nbytes as usize; 3]), folder.path().to_path_buf());
+    let request = Request { plan, folder: path, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options };
+    ended(&Save::start(request).unwrap()).unwrap();
+    same(folder.path(), &[vec![7; 4096], vec![7; 4096], vec![7; 4096]]);
+    assert_eq!(gpu.fake.counter("copies"), 3);
+    (0..3).for_each(|i| assert_eq!(gpu.fake.disown(start + i * nbytes), 0));
     gpu.check();
 }
 

@@ -343,6 +343,14 @@ pub(crate) fn host_device_pointer(call: &mut Call, out: *mut u64, pointer: u64, 
     unsafe { give(out, pointer) }
 }
 
+pub(crate) fn address_range(call: &mut Call, start: *mut u64, bytes: *mut usize, pointer: u64) -> Outcome {
+    call.current()?;
+    let found = call.allocation_of(pointer, pointer + 1).map(|a| (a.start, a.len));
+    let Some((at, len)) = found else { return Err(INVALID_VALUE) };
+    // SAFETY: the driver's contract for its out parameters.
+    unsafe { give(start, at).and_then(|()| give(bytes, len as usize)) }
+}
+
 /// The stream behind a handle that the program gave: 0 and 1 are the legacy default stream of the current device.
 pub(crate) fn stream_of(call: &mut Call, handle: usize) -> Result<usize, i32> {
     let d = call.current()?;

@@ -44,6 +44,7 @@ export! {
     cuMemHostUnregister | hipHostUnregister(pointer: u64) = host_unregister;
     cuMemHostGetDevicePointer_v2 | hipHostGetDevicePointer(device: *mut u64, pointer: u64, flags: u32)
         = host_device_pointer;
+    cuMemGetAddressRange_v2 | hipMemGetAddressRange(start: *mut u64, bytes: *mut usize, pointer: u64) = address_range;
     cuMemcpyHtoDAsync_v2 | hipMemcpyHtoDAsync(to: u64, from: u64, bytes: usize, stream: usize) = copy_to_device;
     cuMemcpyDtoHAsync_v2 | hipMemcpyDtoHAsync(to: u64, from: u64, bytes: usize, stream: usize) = copy_to_host;
     cuStreamCreate | hipStreamCreateWithFlags(stream: *mut usize, flags: u32) = stream_create;

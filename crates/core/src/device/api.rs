@@ -14,6 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{c_char, c_void, CStr, CString, OsStr, OsString};
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::ptr;
@@ -239,6 +240,8 @@ tables! {
     optional {
         raw_host_device_pointer(device: *mut u64, host: *mut c_void, flags: u32)
             = "cuMemHostGetDevicePointer_v2" | "hipHostGetDevicePointer";
+        raw_allocation(start: *mut u64, bytes: *mut usize, pointer: u64)
+            = "cuMemGetAddressRange_v2" | "hipMemGetAddressRange";
         raw_primary_state(device: i32, flags: *mut u32, active: *mut i32)
             = "cuDevicePrimaryCtxGetState" | "hipDevicePrimaryCtxGetState";
         raw_capture_mode(mode: *mut i32) = "cuThreadExchangeStreamCaptureMode" | "hipThreadExchangeStreamCaptureMode";
@@ -785,6 +788,14 @@ impl Api {
         Ok(asked.map(|()| pointer))
     }
 
+    /// The allocation that a device address lies in; `None` if the driver cannot tell.
+    pub fn allocation(&self, pointer: u64) -> Option<Range<u64>> {
+        let (mut start, mut bytes) = (0, 0);
+        // SAFETY: valid out parameters; the driver looks the address up and does not follow it.
+        let asked = unsafe { self.raw_allocation(&mut start, &mut bytes, pointer) };
+        matches!(asked, Some(Ok(()))).then(|| start..start + bytes as u64)
+    }
+
     /// Queues a copy of contiguous bytes to the device.
     ///
     /// # Safety
@@ -898,6 +909,32 @@ impl Api {
         bytes: &[usize],
         stream: Stream,
     ) -> Result<bool> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_batch(to, from, bytes, stream, "to the device") }
+    }
+
+    /// Queues many contiguous copies to the host at once, as [`copy_batch_to_device`](Self::copy_batch_to_device) does it
+    /// the other way: the host address `to[i]` gets `bytes[i]` bytes from `from[i]`.
+    ///
+    /// # Safety
+    /// As [`copy_to_host`](Self::copy_to_host) for every copy, and no two overlap: their order is not defined.
+    ///
+    /// # Errors
+    /// As [`copy_batch_to_device`](Self::copy_batch_to_device).
+    pub unsafe fn copy_batch_to_host(&self, to: &[u64], from: &[u64], bytes: &[usize], stream: Stream) -> Result<bool> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_batch(to, from, bytes, stream, "to the host") }
+    }
+
+    /// The driver tells by the addresses which way each copy goes.
+    unsafe fn copy_batch(
+        &self,
+        to: &[u64],
+        from: &[u64],
+        bytes: &[usize],
+        stream: Stream,
+        way: &'static str,
+    ) -> Result<bool> {
         if to.len() != from.len() || to.len() != bytes.len() {
             return Err(Error::new(ErrorKind::Internal, "a batch of copies whose lists differ in length"));
         }
@@ -911,9 +948,9 @@ impl Api {
             let (to, from, sizes, count) = (to.as_ptr(), from.as_ptr(), bytes.as_ptr(), to.len());
             self.raw_batch(to, from, sizes, count, &order, &first, 1, &mut failed_at, stream.0)
         };
-        let done = done.transpose().map_err(|f| {
-            self.error(f, format_args!("copy {} ranges to the device (the culprit is {failed_at})", to.len()))
-        })?;
+        let done = done
+            .transpose()
+            .map_err(|f| self.error(f, format_args!("copy {} ranges {way} (the culprit is {failed_at})", to.len())))?;
         Ok(done.is_some())
     }
 

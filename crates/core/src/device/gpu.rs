@@ -16,13 +16,13 @@
 //! does not end ([`PATIENCE`]), its threads and the slabs and blocks they hold are left to themselves for good, since the
 //! accelerator may yet touch them.
 
-use super::api::{Api, Context, Event, Rows, Stream};
+use super::api::{Api, Context, Current, Event, Rows, Stream};
 use super::join::{self, Transfer};
 use super::{Batch, Copied, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::{HUGE_PAGE, MIB};
 use crate::source::{Fallback, Ticket};
-use crate::staging::{Growth, Lease, Ring, Share, Slab};
+use crate::staging::{Growth, Ring, Share, Slab};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::HashMap;
@@ -129,6 +129,16 @@ impl SharedContext {
     pub fn memory(&self) -> Result<(usize, usize)> {
         refuse_a_forked_child()?;
         self.context.enter()?.memory()
+    }
+
+    /// Makes the context current on this thread until the guard is dropped.
+    pub(super) fn enter(&self) -> Result<Current<'_>> {
+        self.context.enter()
+    }
+
+    /// Whether this is the process that made it, and not a child of that.
+    pub(super) fn is_of_this_process(&self) -> bool {
+        self.pid == std::process::id()
     }
 }
 
@@ -819,63 +829,12 @@ fn pin(context: &Arc<SharedContext>, growth: &Growth) -> Result<()> {
     Ok(())
 }
 
-fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<()> {
+pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<()> {
     slab.register(api.driver_number(), |address, len| {
         // SAFETY: the slab is mapped until it is dropped, and undoes its registrations before that.
         unsafe { api.register(address, len) }?;
         Ok(Box::new(Registered { context: context.clone(), address: address as usize }) as Box<dyn Any + Send>)
     })
-}
-
-/// Copies from an accelerator into slabs, by the thread that waits for them.
-pub(crate) struct Fetch {
-    context: Arc<SharedContext>,
-    stream: Stream,
-}
-
-impl Fetch {
-    /// For accelerator `ordinal` of `api`'s driver.
-    ///
-    /// # Errors
-    /// `Forked` in the child of a process that has used a driver; `Unsupported`, `OutOfMemory`, `Device` from the driver.
-    pub(crate) fn new(api: &Arc<Api>, ordinal: u32) -> Result<Self> {
-        let context = SharedContext::retain(api, ordinal)?;
-        let stream = context.context.enter()?.create_stream()?;
-        Ok(Self { context, stream })
-    }
-
-    /// Copies ranges of device memory (address, place in the slab, bytes), on which nothing is under way, into the slab.
-    ///
-    /// # Errors
-    /// `Device`. Nothing touches the slab any more then, as far as the driver still answers.
-    pub(crate) fn fetch(&self, slab: &Lease, ranges: &[(u64, usize, usize)]) -> Result<()> {
-        let api = self.context.context.enter()?;
-        if let Some(slab) = Ring::process().slab_at(slab.address()) {
-            // Where that is refused the driver bounces the bytes itself.
-            let _refused = register_in(&self.context, &api, &slab);
-        }
-        let queued = ranges.iter().try_for_each(|&(from, to, len)| {
-            assert!(to + len <= slab.len());
-            // SAFETY: inside the slab, which is on lease to this thread; it waits below, whatever happens here.
-            unsafe { api.copy_to_host(slab.address().add(to), from, len, self.stream) }
-        });
-        // SAFETY: our stream.
-        let waited = unsafe { api.synchronize_stream(self.stream) };
-        queued.and(waited)
-    }
-}
-
-impl Drop for Fetch {
-    fn drop(&mut self) {
-        if self.context.pid != std::process::id() {
-            return;
-        }
-        // A failure means that the context is lost, and the stream with it.
-        if let Ok(api) = self.context.context.enter() {
-            // SAFETY: ours, and nothing is queued on it.
-            let _ = unsafe { api.destroy_stream(self.stream) };
-        }
-    }
 }
 
 /// The waiter thread's life.

@@ -6,6 +6,7 @@
 
 pub mod api;
 pub mod cpu;
+pub(crate) mod fetch;
 pub mod gpu;
 mod join;
 

@@ -20,9 +20,6 @@ pub(super) struct Folder {
     earlier: Vec<(PathBuf, Identity)>,
 }
 
-/// Links that lead to one another, as many as Linux follows.
-const MOST_LINKS: usize = 41;
-
 /// What tells a file from another one that has its name later: device, inode, and when it was written.
 type Identity = (u64, u64, i64, i64);
 
@@ -52,8 +49,8 @@ impl Folder {
         for entry in listed.map_err(|e| Error::write("look for files of an earlier save", &e).at(path))? {
             if entry.file_name().to_str().is_some_and(|found| belongs(found, name)) {
                 match entry.metadata() {
-                    Ok(found) if !found.is_dir() => earlier.push((entry.path(), identity(&found))),
-                    // Nothing that a save has left, or gone by now.
+                    // A directory, or a link to one, is nothing that a save has left.
+                    Ok(found) if !entry.path().is_dir() => earlier.push((entry.path(), identity(&found))),
                     _ => {}
                 }
             }
@@ -63,11 +60,12 @@ impl Folder {
         Ok(Folder { path: path.to_path_buf(), with_new_names, earlier })
     }
 
-    /// Removes what an earlier save has left, a reader of the directory would take it for a part: but for files of these
-    /// names, what they lead to, and what somebody else has put in its place. Whether there was anything. Goes on after an
-    /// error, the first of which it returns.
+    /// Removes what an earlier save has left, since a reader of the directory would take it for a part of this one. The
+    /// files called `names` stay, and so does what somebody else has put there meanwhile. Of a link only the link goes.
+    /// Says whether there was anything. Goes on after an error and returns the first.
     pub(super) fn remove_earlier(&self, names: &[OsString]) -> Result<bool> {
-        let ours: HashSet<_> = names.iter().flat_map(|name| led_to(self.path.join(name))).collect();
+        let found = names.iter().filter_map(|name| fs::symlink_metadata(self.path.join(name)).ok());
+        let ours: HashSet<_> = found.map(|file| (file.dev(), file.ino())).collect();
         let (mut removed, mut failed) = (false, None);
         for (path, before) in &self.earlier {
             let Ok(now) = fs::symlink_metadata(path) else { continue };
@@ -94,19 +92,6 @@ impl Folder {
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
-}
-
-/// Device and inode of a file, and if it is a link of all that it leads to.
-fn led_to(mut path: PathBuf) -> Vec<(u64, u64)> {
-    let mut found = Vec::new();
-    while let (Ok(file), true) = (fs::symlink_metadata(&path), found.len() < MOST_LINKS) {
-        found.push((file.dev(), file.ino()));
-        match fs::read_link(&path) {
-            Ok(target) => path = parent(&path).join(target),
-            Err(_) => break,
-        }
-    }
-    found
 }
 
 /// Whether a file is one that a save called `name` may have written.

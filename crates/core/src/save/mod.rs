@@ -1,16 +1,17 @@
 //! Saving: tensors of this process become safetensors files.
 //!
 //! A [`Plan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. On the way to
-//! stable storage each fills a slab of the ring of its own (on the CPU by copying, from a GPU by the driver) and writes it
-//! with O_DIRECT; one fills while others write. On the way to the page cache tensors of this process are written from where
+//! stable storage each takes a slab of the ring for a chunk, fills it (on the CPU by copying, from a GPU by the driver),
+//! writes it with O_DIRECT and gives it back; one fills while others write. On the way to the page cache tensors of this process are written from where
 //! they are. The last one to finish gives the files their names: until then nothing is there that could be taken for a
 //! checkpoint, and the old files are untouched.
 //!
 //! Tensors that are not in memory as the file wants them ([`At::Late`]) are asked for when their turn comes, of whoever
-//! waits for the save: no thread of the crew calls anybody.
+//! waits for the save: no thread of the crew calls anybody. A chunk takes its slab after its late tensors are there. So
+//! nobody holds staging while a tensor is being made, which may take long and may itself load or save.
 //!
 //! Memory is bounded by the slabs, one for each of the crew, and the late tensors that are written in part; how long a
-//! write may hang by the stall timeout.
+//! write may hang, or other loads keep the staging, by the stall timeout.
 
 mod folder;
 mod output;
@@ -19,7 +20,7 @@ mod plan;
 pub use plan::{Arrangement, FilePlan, Plan, Tensor};
 
 use crate::device::api::Api;
-use crate::device::gpu::Fetch;
+use crate::device::fetch::{Fetch, Range};
 use crate::error::{Error, ErrorKind, Result};
 use crate::load::Keep;
 use crate::machine;
@@ -48,6 +49,10 @@ const CACHE_WRITERS: usize = 4;
 const SIDE_BY_SIDE: usize = 4;
 /// Pieces of one call (IOV_MAX).
 const MOST_PIECES: usize = 1024;
+/// Slabs that the ring grants whatever the limit.
+const LEAST_SLABS: u64 = 2;
+/// How long one who waits for a slab goes without looking whether the save was given up.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long dropping a save waits for writes under way.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -153,6 +158,11 @@ enum Origin {
     Late(usize, u64),
 }
 
+/// The save's place in the ring of slabs, until nobody of the crew has anything to write.
+struct Staging {
+    share: Mutex<Option<Share>>,
+}
+
 /// A tensor that is there while chunks with parts of it are written.
 struct Late {
     tensor: u32,
@@ -205,6 +215,8 @@ struct Work {
     /// What the files begin with; pieces point into it.
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
+    /// Where chunks are written out of slabs.
+    staging: Option<Staging>,
     sync: bool,
     next: AtomicUsize,
     cancelled: AtomicBool,
@@ -225,8 +237,11 @@ struct Way {
 struct State {
     written: u64,
     working: usize,
-    /// When a chunk was last written.
+    /// When a chunk was last written, or a slab for one came after a wait.
     moved: Instant,
+    /// Slabs out on lease, and whether one of the crew waits for another.
+    slabs: usize,
+    starved: bool,
     /// The disk is being waited for, which may take as long as it likes.
     syncing: bool,
     late: Vec<Late>,
@@ -241,7 +256,7 @@ impl Save {
     /// Makes the files and starts writing. Fails at once where a file cannot be made or has no room.
     ///
     /// # Errors
-    /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit`, `OutOfMemory`, `Timeout` of staging memory.
+    /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit` where there is no thread or descriptor left.
     pub fn start(request: Request) -> Result<Save> {
         let began = Instant::now();
         let Request { plan, folder, checkpoint, tensors, keep, sync, options } = request;
@@ -272,20 +287,18 @@ impl Save {
         };
         let mut crew = most.clamp(1, chunks.len().max(1));
         let mut staging = None;
-        let mut slabs = Vec::new();
         if staged {
             let share = Ring::process().join(options.extent, options.staging)?;
-            slabs = lease(&share, crew, options.stall_timeout)?;
-            crew = slabs.len();
-            report.peak_staging = share.peak();
-            staging = Some(share);
+            crew = crew.min((options.staging / share.slab_bytes()).max(LEAST_SLABS) as usize);
+            staging = Some(Staging { share: Mutex::new(Some(share)) });
         }
-        let staging = Arc::new(staging);
         report.threads = crew;
         let state = State {
             written: 0,
             working: crew,
             moved: began,
+            slabs: 0,
+            starved: false,
             syncing: false,
             late,
             wanted: VecDeque::new(),
@@ -304,6 +317,7 @@ impl Save {
             pieces,
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
             _keep: keep,
+            staging,
             sync,
             next: AtomicUsize::new(0),
             cancelled: AtomicBool::new(false),
@@ -312,18 +326,16 @@ impl Save {
             changed: Condvar::new(),
         });
         let mut threads = Vec::with_capacity(crew);
-        let mut slabs = slabs.into_iter();
         let here = if crew == 1 { machine::processor() } else { None };
         while threads.len() < crew {
-            let (theirs, slab, staging) = (work.clone(), slabs.next(), staging.clone());
+            let theirs = work.clone();
             let body = move || {
                 // The caller waits from now on, and memory that it has just used and freed is at hand where it ran: one
                 // writer takes a quarter less time there than elsewhere (docs/performance-notes.md).
                 if let Some(core) = here {
                     machine::go_to(core);
                 }
-                theirs.serve(slab);
-                drop(staging);
+                theirs.serve();
             };
             match Builder::new().name("penstock-save".into()).spawn(body) {
                 Ok(thread) => threads.push(thread),
@@ -345,7 +357,8 @@ impl Save {
     /// [wanted](Self::wanted). An ended save's error is returned every time.
     ///
     /// # Errors
-    /// The save's own; `Timeout` once nothing has been written for the stall timeout.
+    /// The save's own; `Timeout` once nothing has been written for the stall timeout, whether the storage does not answer
+    /// or other loads hold all of the staging memory.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
         self.same_process()?;
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
@@ -359,8 +372,11 @@ impl Save {
             }
             let now = Instant::now();
             if !state.syncing && now.saturating_duration_since(state.moved) >= self.stall {
-                let text =
-                    format!("nothing was written for {:.0} s: the storage does not answer", self.stall.as_secs_f64());
+                let why = match state.starved && state.slabs == 0 {
+                    true => "other loads hold all of the staging memory",
+                    false => "the storage does not answer",
+                };
+                let text = format!("nothing was written for {:.0} s: {why}", self.stall.as_secs_f64());
                 let e = Error::new(ErrorKind::Timeout, text).at(&self.work.folder);
                 self.work.cancelled.store(true, Ordering::Relaxed);
                 state.outcome = Some(Err(e.clone()));
@@ -490,11 +506,10 @@ impl Way {
 
 impl Work {
     /// What one of the crew does.
-    fn serve(&self, slab: Option<Lease>) {
-        let work = std::panic::AssertUnwindSafe(|| self.write_chunks(slab.as_ref()));
+    fn serve(&self) {
+        let work = std::panic::AssertUnwindSafe(|| self.write_chunks());
         let result = std::panic::catch_unwind(work)
             .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a writing thread panicked: a bug in penstock")));
-        drop(slab);
         if let Err(e) = result {
             lock(&self.state).failed.get_or_insert(e);
             // Others may wait for a tensor.
@@ -513,6 +528,10 @@ impl Work {
         let failed = state.failed.take();
         state.syncing = true;
         drop(state);
+        if let Some(staging) = &self.staging {
+            // The others' parts of the ring grow now, not when the save is closed.
+            drop(lock(&staging.share).take());
+        }
         let outcome = match failed {
             Some(e) => Err(e),
             None => self.conclude(),
@@ -530,7 +549,7 @@ impl Work {
         self.cancelled.load(Ordering::Relaxed) || lock(&self.state).failed.is_some()
     }
 
-    fn write_chunks(&self, slab: Option<&Lease>) -> Result<()> {
+    fn write_chunks(&self) -> Result<()> {
         let mut devices: Vec<(u32, Fetch)> = Vec::new();
         while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.is_over() {
@@ -539,26 +558,61 @@ impl Work {
             let begun = Instant::now();
             let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(()) };
             let (pieces, made) = (&here[..], Instant::now());
-            let (filled, direct, calls) = match slab {
-                Some(slab) => {
-                    fill(slab, pieces, &mut devices)?;
+            let written = match &self.staging {
+                Some(staging) => {
+                    let Some(slab) = self.slab(staging)? else { return Ok(()) };
+                    let waited = made.elapsed();
+                    fill(&slab.lease, pieces, &mut devices)?;
                     let filled = Instant::now();
-                    let (direct, calls) = self.write(chunk, slab.address())?;
-                    (filled, direct, calls)
+                    let (direct, calls) = self.write(chunk, slab.lease.address())?;
+                    Written { filling: filled - begun - waited, writing: filled.elapsed(), direct, calls }
                 }
-                None => (made, 0, self.write_from_place(chunk, pieces)?),
+                None => {
+                    let calls = self.write_from_place(chunk, pieces)?;
+                    Written { filling: made - begun, writing: made.elapsed(), direct: 0, calls }
+                }
             };
             self.let_go(&self.pieces[chunk.pieces.clone()]);
-            let now = Instant::now();
             let mut state = lock(&self.state);
             state.written += chunk.len;
-            state.moved = now;
-            state.report.fill_seconds += (filled - begun).as_secs_f64();
-            state.report.write_seconds += (now - filled).as_secs_f64();
-            state.report.writes += calls;
-            state.report.direct_bytes += direct;
+            state.moved = Instant::now();
+            state.report.fill_seconds += written.filling.as_secs_f64();
+            state.report.write_seconds += written.writing.as_secs_f64();
+            state.report.writes += written.calls;
+            state.report.direct_bytes += written.direct;
         }
         Ok(())
+    }
+
+    /// A slab for one chunk; `None` where the save was given up meanwhile. One of the crew waits for the ring, which rings
+    /// once for a load; the others wait for that one.
+    fn slab<'a>(&'a self, staging: &Staging) -> Result<Option<Slab<'a>>> {
+        let place = lock(&staging.share);
+        let Some(share) = &*place else { return Ok(None) };
+        let mut waited = false;
+        let found = loop {
+            if self.is_over() {
+                break Ok(None);
+            }
+            share.quiet();
+            match share.try_acquire() {
+                Ok(None) => {}
+                found => break found,
+            }
+            lock(&self.state).starved = true;
+            waited = true;
+            share.wait(ASK_AGAIN);
+        };
+        let mut state = lock(&self.state);
+        state.starved = false;
+        let Some(lease) = found? else { return Ok(None) };
+        state.slabs += 1;
+        state.report.peak_staging = share.peak();
+        if waited {
+            // What took so long was not the storage.
+            state.moved = Instant::now();
+        }
+        Ok(Some(Slab { lease, work: self }))
     }
 
     /// The pieces, with the addresses of those that were late; `None` where the save was given up meanwhile.
@@ -727,7 +781,6 @@ impl Work {
         }
         outputs.iter_mut().try_for_each(Output::publish)?;
         if self.sync {
-            // Symbolic links may have led elsewhere.
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
             folders.extend(self.checkpoint.iter().flat_map(Folder::above));
             folders.into_iter().try_for_each(|folder| self.settle(folder))?;
@@ -752,52 +805,56 @@ impl Work {
     }
 }
 
+/// A slab on lease for one chunk.
+struct Slab<'a> {
+    lease: Lease,
+    work: &'a Work,
+}
+
+impl Drop for Slab<'_> {
+    fn drop(&mut self) {
+        lock(&self.work.state).slabs -= 1;
+    }
+}
+
+/// How a chunk was written.
+struct Written {
+    /// From its tensors to the slab, or until late ones were there.
+    filling: Duration,
+    writing: Duration,
+    /// Bytes past the page cache.
+    direct: u64,
+    calls: u64,
+}
+
 /// Fills a slab with pieces, one behind the other.
 fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
     let mut at = 0;
-    let mut fetched: Vec<(u32, u64, usize, usize)> = Vec::new();
+    let mut fetched: Vec<(u32, Range)> = Vec::new();
     for piece in pieces {
         let len = piece.len as usize;
         match piece.from {
             // SAFETY: `_keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
             // slab, and the slab is this thread's alone.
             Origin::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
-            Origin::Gpu(ordinal, from) => fetched.push((ordinal, from, at, len)),
+            Origin::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),
             Origin::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
         }
         at += len;
     }
     while let Some(&(ordinal, ..)) = fetched.first() {
         let device = match devices.iter().position(|d| d.0 == ordinal) {
-            Some(known) => &devices[known].1,
+            Some(known) => known,
             None => {
                 devices.push((ordinal, Fetch::new(&Api::load()?, ordinal)?));
-                &devices[devices.len() - 1].1
+                devices.len() - 1
             }
         };
-        let mine: Vec<_> = fetched.iter().filter(|f| f.0 == ordinal).map(|f| (f.1, f.2, f.3)).collect();
-        device.fetch(slab, &mine)?;
+        let mine: Vec<Range> = fetched.iter().filter(|f| f.0 == ordinal).map(|f| f.1).collect();
+        devices[device].1.fetch(slab, &mine)?;
         fetched.retain(|f| f.0 != ordinal);
     }
     Ok(())
-}
-
-/// Slabs for a crew of at most `most`: one at least, waited for if other loads have all, and as many as there are.
-fn lease(share: &Share, most: usize, patience: Duration) -> Result<Vec<Lease>> {
-    let until = Instant::now() + patience;
-    let mut slabs = Vec::with_capacity(most);
-    while slabs.len() < most {
-        share.quiet();
-        match share.try_acquire()? {
-            Some(slab) => slabs.push(slab),
-            None if !slabs.is_empty() => break,
-            None if Instant::now() >= until => {
-                return Err(Error::new(ErrorKind::Timeout, "other loads hold all of the staging memory"));
-            }
-            None => share.wait(Duration::from_millis(50)),
-        }
-    }
-    Ok(slabs)
 }
 
 /// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.

@@ -3,17 +3,17 @@
 //! Where the file system can, it is made without a name (O_TMPFILE), so that nothing is left of a process that was killed;
 //! elsewhere it is `.penstock-PID-N.part` in the same directory. What is written past the page cache, or through it to ext4
 //! or XFS, has its room allocated before the first byte, so that a full disk shows at once; elsewhere [`check_room`]
-//! compares. [`Output::publish`] gives it its name in one step, in the place of the file that had it before.
+//! compares. [`Output::publish`] gives it its name in one step, in the place of the file or the link that had it before.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
 use crate::source::{file_system, Fallback};
 use std::ffi::CString;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -37,9 +37,9 @@ impl Output {
     /// A file of `size` bytes that is to be called `path`. With `direct` it can be written past the page cache, unless the
     /// file system refuses: that is told.
     pub(super) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
-        let path = destination(path)?;
-        let folder = parent(&path);
-        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(&path);
+        check_name(path)?;
+        let folder = parent(path);
+        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(path);
         let (file, temporary) = match nameless(folder) {
             Ok(file) => (file, None),
             // Not every file system has them, and none can be given a name where /proc is not there.
@@ -48,11 +48,11 @@ impl Output {
                 (file, Some(name))
             }
         };
+        let path = path.to_path_buf();
         let mut output = Output { path: path.clone(), size, file, direct: None, temporary, pid: std::process::id() };
-        if let Ok(before) = fs::metadata(&path) {
-            // As if the old file had been written over.
-            let mode = Permissions::from_mode(before.permissions().mode() & 0o7777);
-            let _kept_as_new = output.file.set_permissions(mode);
+        // Of a link there is nothing to keep: it has no mode, and what it leads to is another file.
+        if let Some(before) = fs::symlink_metadata(&path).ok().filter(Metadata::is_file) {
+            output.take_mode(&before);
         }
         let mut fallback = None;
         if direct {
@@ -74,6 +74,20 @@ impl Output {
             output.allocate(size)?;
         }
         Ok((output, fallback))
+    }
+
+    /// The mode of the file that is replaced, as if that had been written over, as far as its owner and group are those of
+    /// the new file. What they granted to somebody else's file is no more than a limit: bits that a fresh file does not
+    /// have are dropped, setuid and setgid always.
+    fn take_mode(&self, before: &Metadata) {
+        let Ok(fresh) = self.file.metadata() else { return };
+        let (old, new) = (before.mode() & 0o7777, fresh.mode() & 0o777);
+        let mode = match (before.uid() == fresh.uid(), before.gid() == fresh.gid()) {
+            (true, true) => old,
+            (true, false) => old & (new | 0o707) & 0o777,
+            (false, _) => old & new,
+        };
+        let _kept_as_new = self.file.set_permissions(Permissions::from_mode(mode));
     }
 
     fn itself(&self) -> PathBuf {
@@ -170,23 +184,23 @@ impl Drop for Output {
     }
 }
 
-/// Where to write for `path`: symbolic links lead on, and what is no regular file is not replaced.
-fn destination(path: &Path) -> Result<PathBuf> {
+/// Refuses a name that a save must not take: of a directory, a pipe, a socket or a device, and of a link to one. The name
+/// of any other link is free: the new file replaces the link, and what it leads to stays as it is. That may be a blob of
+/// the Hub cache, which other revisions share and whose name is the hash of its content.
+fn check_name(path: &Path) -> Result<()> {
     let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
-    let path = match fs::symlink_metadata(path) {
-        Ok(found) if found.is_symlink() => match fs::canonicalize(path) {
-            Ok(leads_to) => leads_to,
-            Err(cause) => return Err(Error::write("follow the symbolic link", &cause).at(path)),
-        },
-        _ => path.to_path_buf(),
-    };
-    match fs::metadata(&path) {
-        Ok(found) if found.is_dir() => refused("it is a directory"),
+    match fs::metadata(path) {
+        Ok(found) if found.is_dir() => return refused("it is a directory"),
         Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => {
-            refused("it is a pipe or a socket")
+            return refused("it is a pipe or a socket");
         }
-        Ok(found) if !found.is_file() => refused("it is a device"),
-        _ => Ok(path),
+        Ok(found) if !found.is_file() => return refused("it is a device"),
+        _ => {}
+    }
+    match fs::read_link(path) {
+        // /dev/stdout and its like, which every process needs.
+        Ok(target) if target.starts_with("/proc") => refused("it is a link to a descriptor of this process"),
+        _ => Ok(()),
     }
 }
 

@@ -200,6 +200,13 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
                 d.copy_to_device(to[0], from[0] as *const u8, 50, s).unwrap();
                 d.copy_to_device(to[1], from[1] as *const u8, 60, s).unwrap();
             }
+            let (to, from) = ([back as u64 + 2000, back as u64 + 3000], [memory + 6000, memory + 6100]);
+            let fetched = d.copy_batch_to_host(&to, &from, &[70, 80], s).unwrap();
+            assert_eq!(fetched, vendor == Vendor::Cuda);
+            assert!(!d.copy_batch_to_host(&to, &from, &[70, 80], Stream(0)).unwrap());
+            assert!(d.copy_batch_to_host(&to, &from, &[70], s).is_err());
+            assert_eq!(d.allocation(memory + 9_999), Some(memory..memory + 10_000));
+            assert_eq!((d.allocation(memory + 10_000), d.allocation(at)), (None, None));
             d.record(e, s).unwrap();
             d.synchronize_event(e).unwrap();
             assert!(d.is_reached(e).unwrap());
@@ -212,6 +219,9 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
             assert_eq!(device(5000, 60), &head[..60]);
             assert_eq!(&tail[1000..1300], &head[100..400]);
             assert_eq!((device(7000, 50), device(8000, 60)), (&head[1..51], &head[9..69]));
+            if fetched {
+                assert_eq!((&tail[2000..2070], &tail[3000..3080]), (&head[100..170], &head[200..280]));
+            }
             d.unregister(head.as_mut_ptr()).unwrap();
             d.destroy_event(e).unwrap();
             d.destroy_stream(s).unwrap();
