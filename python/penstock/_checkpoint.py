@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, _load
 from ._core import Options
 from ._device import CPU
-from ._errors import ArgumentTypeError, NotFoundError
+from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
 from ._progress import Progress
 from ._report import Report, report_of
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
@@ -32,6 +32,16 @@ def source_paths(source: Source) -> list[str]:
     if not all(isinstance(path, str) for path in paths):
         raise ArgumentTypeError(f"source={source!r}: give a path (str or PathLike), or a list of paths")
     return paths
+
+
+class OneFile:
+    """The path of one shard file: `open` takes no folder, no index and no repository for it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
 
 
 class Checkpoint:
@@ -311,7 +321,10 @@ def open(source: Source) -> Checkpoint:
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            return Checkpoint(_core.Checkpoint.open(paths))
+            core = _core.Checkpoint.open(paths)
+            if isinstance(source, OneFile) and core.files() != paths:
+                raise NotACheckpointError("a folder or an index, not a shard file", path=source.path)
+            return Checkpoint(core)
         except NotFoundError as error:
             if not isinstance(source, str):
                 raise

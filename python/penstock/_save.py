@@ -315,6 +315,8 @@ def save_file(
         OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
     """
     path = Path(os.fspath(filename))
+    if os.fspath(filename).endswith(("/", "/.")):
+        raise InvalidError(f"filename={os.fspath(filename)!r}: this names a folder: give the name of a file in it")
     report, _ = _write(
         tensors,
         str(path.parent),

@@ -388,7 +388,7 @@ def _place(path: str) -> str:
 
     if os.path.lexists(path) or _hub.parse(path) is None:
         return path
-    return str(_hub.find(path, NotFoundError("no such file or folder", path=path)).path)
+    return str(_hub.find(path, NotFoundError("No such file or directory", path=path)).path)
 
 
 def _doctor(args: argparse.Namespace) -> None:
