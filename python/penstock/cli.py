@@ -16,13 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _core
 from ._checkpoint import Checkpoint, open
 from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
-from ._load import ORDERS, make_options
+from ._load import FRAMEWORKS, ORDERS, make_options
 from ._report import size_text
 from ._save import LAYOUTS
 from .bench import command as bench
@@ -35,6 +35,21 @@ Hub cache: org/name, org/name@revision"""
 
 class _Failed(Exception):
     """A check failed; what there is to say has been said."""
+
+
+class _WrongUsage(Exception):
+    """Arguments that make no sense: the message, and how the command is used."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message)
+        self.usage = usage
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that leaves it to `main` to say what is wrong, in JSON too, and to end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _WrongUsage(f"{self.prog}: error: {message}", self.format_usage())
 
 
 def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
@@ -277,6 +292,18 @@ def _listed(path: str) -> dict[str, str]:
     return listed
 
 
+def _is_there(source: str) -> bool:
+    """Whether this is a path on disk, or the name of a repository that the Hub cache has."""
+    from . import _hub
+
+    if Path(source).exists():
+        return True
+    try:
+        return _hub.parse(source) is not None and bool(_hub.find(source))
+    except NotFoundError:
+        return False
+
+
 def _verify(args: argparse.Namespace) -> None:
     from ._digest import digests
     from ._hub import Expected, expected_digest
@@ -285,6 +312,8 @@ def _verify(args: argparse.Namespace) -> None:
     try:
         checkpoint = _open(args)
     except PenstockError as error:
+        if isinstance(error, NotFoundError) and not all(map(_is_there, args.source)):
+            raise
         document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
         _print(args, document, f"FAILED  {error}")
         raise _Failed from None
@@ -406,11 +435,24 @@ def _trace(args: argparse.Namespace) -> None:
 
     from .bench.page import timeline, write_trace
 
+    wanted = "give the file that `penstock load --trace FILE` wrote"
     try:
-        trace = json.loads(Path(args.file).read_text("utf-8"))
+        with Path(args.file).open("rb") as file:
+            head = file.read(1024)
+            # A zero byte is in the first eight of every safetensors file, and in no text
+            content = b"" if b"\0" in head else head + file.read()
+    except IsADirectoryError:
+        content, head = b"", b"\0"
+    if b"\0" in head:
+        raise InvalidError(f"not a trace: {wanted} (`penstock inspect` shows a checkpoint)", path=args.file)
+    try:
+        trace = json.loads(content.decode("utf-8"))
         summary = timeline.summarise(trace)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidError(f"not a trace as `penstock load --trace` writes it: {error!r}", path=args.file) from error
+        # Not the error itself: one of decoding holds the whole file
+        raise InvalidError(
+            f"not a trace, or not all of one ({type(error).__name__}): {wanted}", path=args.file
+        ) from None
     if args.html:
         write_trace(trace, args.html, f"One load: {Path(args.file).name}")
     _print(args, dataclasses.asdict(summary), summary.sentence())
@@ -515,7 +557,7 @@ def _synth(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints.",
         epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
@@ -539,7 +581,10 @@ def _parser() -> argparse.ArgumentParser:
 
     made = with_source(command("load", _load, "load the checkpoint and report how that went"))
     made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="default: pt where torch is installed")
+    made.add_argument(
+        "--framework", choices=list(FRAMEWORKS), metavar="NAME",
+        help=f"one of {', '.join(FRAMEWORKS)} (default: pt where torch is installed, else np)",
+    )  # fmt: skip
     made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
     made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
     made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
@@ -603,9 +648,27 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s*\n\s*", "; ", str(error).strip()) or type(error).__name__
 
 
+def _print_error(kind: str, path: str | None, message: str) -> None:
+    document = {"ok": False, "error": {"kind": kind, "path": path, "message": message}}
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether arguments that could not be parsed ask for JSON. `bench` takes the name of a file there."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "bench" not in options[:1] and any(len(word) > 2 and "--json".startswith(word) for word in options)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser().parse_args(given)
+    except _WrongUsage as error:
+        if _wants_json(given):
+            _print_error("Invalid", None, str(error))
+        sys.stderr.write(f"{error.usage}{error}\n")
+        return USAGE
     try:
         args.run(args)
         sys.stdout.flush()
@@ -625,9 +688,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         kind = error.kind if isinstance(error, PenstockError) else type(error).__name__
         if args.json is True:  # bench has the name of a file there
-            path = getattr(error, "path", None)
-            document = {"ok": False, "error": {"kind": kind, "path": path, "message": str(error)}}
-            sys.stdout.write(json.dumps(document, indent=2) + "\n")
+            _print_error(kind, getattr(error, "path", None), str(error))
         sys.stderr.write(f"penstock {args.command}: {_one_line(error)}\n")
         return USAGE if isinstance(error, InvalidError) else ERROR
     return OK
