@@ -68,10 +68,16 @@ def test_python_examples_run(here, page):
         "build_the_model": lambda: None,
         "model": {name: torch.empty(t.shape, dtype=torch.bfloat16) for name, t in _tensors("model")},
     }
-    for code in blocks(page, "python"):
-        code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(code, page, "exec"), known)
+    patches = penstock._patch._routing.patches
+    try:
+        for code in blocks(page, "python"):
+            code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, page, "exec"), known)
+    finally:
+        # A program may leave its patch in force for good; the tests after this one are not to have it
+        while penstock._patch._routing.patches > patches:
+            penstock._patch._routing.end()
 
 
 MINILM = "all-MiniLM-L6-v2"
@@ -197,9 +203,7 @@ def test_the_first_example_prints_what_the_readme_says(here):
     with contextlib.redirect_stdout(said):
         exec(compile(blocks("README.md", "python")[0], "README.md", "exec"), {})
     [shown, *_] = blocks("README.md", "text")
-    lines, expected = said.getvalue().splitlines(), shown.splitlines()
-    assert lines[:3] == expected[:3]
-    assert lines[3].split(" in ")[0] == expected[3].split(" in ")[0]
+    assert said.getvalue() == shown
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tuning.md", "docs/troubleshooting.md"])

@@ -431,7 +431,6 @@ class AsBytes:
 NO_FILES: dict[str, Any] = {
     "a cached repository": "org/name",
     "a revision": "org/name@main",
-    "a repository by its scheme": "hf://org/name",
     "a folder": "folder",
     "a folder with a slash": "folder/",
     "the path of a folder": Path("folder"),
@@ -530,6 +529,15 @@ def test_a_file_that_safetensors_alone_opens_is_opened_by_it(tmp_path, loaded):
         assert type(safetensors.safe_open(tmp_path / "twice", "pt")) is THEIRS
         assert torch.equal(safetensors_torch.load_file(tmp_path / "twice")["a"], theirs["a"])
     assert loaded == []
+
+
+def test_a_scheme_is_a_file_that_is_not_found_as_there(around, loaded):
+    for call, open_it in calls().items():
+        with pytest.raises(FileNotFoundError):
+            open_it("hf://org/name")
+        with penstock.patch(), pytest.raises(FileNotFoundError, match="hf://"):
+            open_it("hf://org/name")
+        assert loaded == [], call
 
 
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path):

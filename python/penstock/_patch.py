@@ -32,6 +32,7 @@ from ._errors import (
     NotFoundError,
     PenstockError,
     ReadError,
+    SchemeError,
     TruncatedError,
     UnsupportedError,
 )
@@ -246,6 +247,8 @@ def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]
             raise
         if isinstance(error, NotACheckpointError) and _is_fifo(path):
             raise  # safetensors would wait for somebody who writes to it
+        if isinstance(error, SchemeError):
+            raise  # a FileNotFoundError too, as safetensors', and it says why
         refused = error
     _asking.safetensors = True
     try:
@@ -294,6 +297,8 @@ def _saved(ours: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, A
         return False, None
     try:
         return True, ours(**arguments, layout="compact")
+    except SchemeError:  # safetensors would write to a folder of that name
+        raise
     except (InvalidError, UnsupportedError):  # before anything was written
         return False, None
 

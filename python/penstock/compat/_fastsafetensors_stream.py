@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .._checkpoint import Checkpoint, open
+from .._checkpoint import Checkpoint, open_as
 from .._core import Options
 from .._errors import InvalidError, NotFoundError, UnsupportedError
+from .._paths import local_path
 from ._errors import ClosedError
 from ._fastsafetensors_loader import _BOUNCE_KB, _THREADS, check_framework, check_group, settings_for
 from ._fastsafetensors_types import device_for
@@ -112,7 +113,7 @@ class ParallelLoader:
     def _opened(self) -> Checkpoint | None:
         """The checkpoint, opened once; None where there are no files."""
         if self._checkpoint is None and self._files:
-            checkpoint = open(self._files)
+            checkpoint = open_as("hf_weights_files", self._files)
             if self._filter is not None:
                 self._names = [name for name in checkpoint if self._filter(name)]
             self._checkpoint = checkpoint
@@ -205,6 +206,7 @@ class LoaderConfig:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> LoaderConfig:
         """Of a JSON file."""
+        local_path(path, "path")
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError as error:
