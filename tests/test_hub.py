@@ -591,7 +591,7 @@ def test_verify_on_the_command_line(cached, cli):
     config = cached.snapshot("org/name") / "config.json"
     entry = {"path": str(config), "ok": True, "git_sha1": git_sha1(b"{}"), "compared_with": "blob name"}
     assert entry in found["files"]
-    assert cli("verify", "org/name@nothing").returncode == 1
+    assert cli("verify", "org/name@nothing").returncode == 3  # nothing is there to be checked
 
 
 # The package that writes such caches
