@@ -1,8 +1,10 @@
 """The command line: what it prints, and how it exits."""
 
 import hashlib
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +42,37 @@ def test_wrong_usage_exits_with_2(cli, arguments):
     assert "usage:" in run.stderr
 
 
-@pytest.mark.parametrize("command", ["inspect", "load", "warm", "evict"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--json",),
+        ("nonsense", "--json"),
+        ("inspect", "--json"),
+        ("--json", "inspect", "x"),
+        ("load", "x", "--json", "--order", "random"),
+        ("load", "--js", "x", "-o", "staging"),
+        ("inspect", "x", "--json", "--what"),
+        ("synth", "--json"),
+    ],
+)
+def test_wrong_usage_with_json_is_json(cli, arguments):
+    run = cli(*arguments)
+    assert run.returncode == USAGE
+    found = document(run)
+    assert (found["ok"], found["error"]["kind"], found["error"]["path"]) == (False, "Invalid", None)
+    assert found["error"]["message"]
+    assert found["error"]["message"] in run.stderr
+
+
+@pytest.mark.parametrize("arguments", [("bench", "--json", "x", "--what"), ("inspect", "x", "--what", "--", "--json")])
+def test_wrong_usage_is_no_json_where_nobody_asks_for_it(cli, arguments):
+    run = cli(*arguments)
+    assert run.returncode == USAGE
+    assert run.stdout == ""
+    assert "usage:" in run.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "load", "warm", "evict", "verify"])
 def test_an_error_is_one_line_without_a_traceback(cli, tmp_path, command):
     run = cli(command, tmp_path / "nothing.safetensors")
     assert run.returncode == ERROR
@@ -164,6 +196,43 @@ def test_verify_finds_a_truncated_file(cli, write):
     assert run.stderr == ""
     [problem] = document(cli("verify", path, "--json"))["problems"]
     assert problem["path"].endswith("model.safetensors")
+
+
+@pytest.mark.parametrize("what", ["none.safetensors", "none", "org/none", "hf://org/none", "dangling"])
+def test_verify_of_what_is_not_there_is_an_error_and_no_check_that_failed(cli, tmp_path, what):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    source = tmp_path / what if "org" not in what else what
+    run = cli("verify", source, HF_HUB_CACHE=str(tmp_path / "hub"))
+    assert (run.returncode, run.stdout) == (ERROR, "")
+    assert run.stderr.startswith("penstock verify: ")
+    run = cli("verify", source, "--json", HF_HUB_CACHE=str(tmp_path / "hub"))
+    assert run.returncode == ERROR
+    assert document(run)["error"]["kind"] == "NotFound"
+
+
+def test_verify_of_a_checkpoint_that_lacks_a_file_is_a_check_that_failed(cli, small, tmp_path):
+    shutil.copytree(small, tmp_path / "x")
+    (tmp_path / "x" / LAYOUT.files[1]).unlink()
+    for source in (tmp_path / "x", tmp_path / "x" / "model.safetensors.index.json"):
+        run = cli("verify", source)
+        assert run.returncode == FAILED
+        assert LAYOUT.files[1] in run.stdout
+
+
+@pytest.mark.parametrize("name", ["pt", "torch", "pytorch", "np", "numpy", "jax", "flax", "dlpack"])
+def test_load_takes_every_name_of_a_framework_that_the_api_takes(cli, write, name):
+    run = cli("load", write(Tensor("a", "F32", (4,))), "--framework", name)
+    assert run.returncode == (OK if importlib.util.find_spec(MODULES.get(name, name)) else ERROR), run.stderr
+
+
+def test_load_refuses_a_framework_that_is_none(cli, small):
+    run = cli("load", small, "--framework", "mxnet")
+    assert run.returncode == USAGE
+    assert "tensorflow" in run.stderr
+
+
+#: What a framework's name is short for.
+MODULES = {"pt": "torch", "pytorch": "torch", "np": "numpy", "flax": "jax", "dlpack": "penstock"}
 
 
 def test_verify_compares_blobs_of_a_hub_cache_with_their_names(cli, write, tmp_path):

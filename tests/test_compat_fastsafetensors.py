@@ -321,6 +321,66 @@ def test_a_configuration_that_is_not_there_is_an_error(fst, pair, monkeypatch, t
         fst.AutoLoader(fst.SingleGroup(), pair)
 
 
+def test_loaders_that_iterate_open_their_files_when_they_do(fst, pair):
+    late = ["late.safetensors"]
+    loaders = [fst.AutoLoader(None, late), fst.ParallelLoader(None, late, use_tqdm_on_load=False, nogds=True)]
+    for loader in loaders:
+        with pytest.raises(FileNotFoundError, match="late"):
+            dict(loader.iterate_weights())
+        loader.close()
+    loaders = [fst.AutoLoader(None, late), fst.ParallelLoader(None, late, use_tqdm_on_load=False, nogds=True)]
+    Path("a.safetensors").rename("late.safetensors")
+    for loader in loaders:
+        content(late).same(dict(loader.iterate_weights()))
+        loader.close()
+    # A budget is compared with the files' tensors at once
+    with pytest.raises(FileNotFoundError):
+        fst.ParallelLoader(None, pair, use_tqdm_on_load=False, nogds=True, device_memory_budget=MIB)
+
+
+SETTINGS = {
+    "loader": "base",
+    "base": {"copier_type": "nogds", "max_threads": 3, "framework": "pytorch", "debug_log": True, "set_numa": False},
+    "3fs": {"mount_point": "/mnt", "disable_cache": True},
+    "parallel": {"use_pipeline": True, "queue_size": 2, "max_batch_bytes": 4096, "unknown": 1},
+    "debug": {"debug_log": True},
+}
+
+
+def test_a_configuration_gives_the_settings_of_a_loader_without_those_of_all(fst):
+    config = fst.LoaderConfig.from_dict(SETTINGS)
+    base = config.get_extension_config("base")
+    assert base == {"copier_type": "nogds", "max_threads": 3}
+    assert config.get_extension_config("3fs") == {"mount_point": "/mnt"}
+    assert config.get_extension_config("none") == {}
+    base.clear()
+    assert config.get_extension_config("base") == {"copier_type": "nogds", "max_threads": 3}
+    assert fst.LoaderConfig().get_extension_config("base") == {}
+
+
+def test_a_configuration_gives_the_arguments_of_a_parallel_loader(fst, pair):
+    memory = {"max_batch_bytes": None, "use_chunk_budget_as_allocation_size": False, "device_memory_budget": None}
+    assert fst.LoaderConfig().create_parallel_kwargs() == {"queue_size": -1, **memory}
+    arguments = fst.LoaderConfig.from_dict(SETTINGS).create_parallel_kwargs()
+    assert arguments == {
+        "max_concurrent_producers": 1,
+        "queue_size": 2,
+        "use_tqdm_on_load": True,
+        **memory,
+        "max_batch_bytes": 4096,
+    }
+    loader = fst.ParallelLoader(None, pair, nogds=True, **{**arguments, "use_tqdm_on_load": False})
+    assert len(dict(loader.iterate_weights())) == 4
+    loader.close()
+
+
+def test_a_configuration_of_several_producers_is_refused_when_it_is_made(fst):
+    with pytest.raises(ValueError, match="max_concurrent_producers"):
+        fst.LoaderConfig(max_concurrent_producers=2)
+    with pytest.raises(ValueError, match="max_concurrent_producers"):
+        fst.LoaderConfig.from_dict({"parallel": {"max_concurrent_producers": 2}})
+
+
 def test_what_is_wrong_with_files_is_an_error_as_they_are_added(fst, pair):
     loader = fst.SafeTensorsFileLoader(None, "cpu", nogds=True)
     with pytest.raises(FileNotFoundError):

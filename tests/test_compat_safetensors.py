@@ -777,6 +777,12 @@ def test_torch_load_model(tmp_path: Path):
         alike(lambda m: m.torch.load_model(small, path), phrase, error=RuntimeError)
     wrong = torch.nn.Module()
     wrong.turned = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(RuntimeError) as theirs:
+        safetensors.torch.load_model(small, path)
+    with pytest.raises(RuntimeError) as ours:  # programs parse it
+        penstock.torch.load_model(small, path)
+    assert str(ours.value) == str(theirs.value)
+    assert "Error(s) in loading state_dict for " in str(theirs.value)
     alike(lambda m: m.torch.load_model(wrong, path), "size mismatch for turned", error=RuntimeError)
 
 

@@ -221,3 +221,30 @@ def test_parameters_elsewhere_are_not_filled_by_the_core() -> None:
     for device in ("meta", "xpu:0", torch.device("meta")):
         with pytest.raises(UnsupportedError, match="move the tensors with the framework"):
             parse_device(device)
+
+
+def test_loads_within_a_device_of_torch_stay_where_they_are_asked_for(python, several):
+    code = """
+import sys, torch, penstock, penstock.torch
+from penstock._torch import _native
+path = sys.argv[1]
+lists = [0, 2], [], torch.tensor([1], device="cpu"), (..., [[0, 1], [2, 3]]), (slice(None), [True, False] * 48), 3
+with torch.device("meta"):
+    whole = penstock.open(path).load()
+    of_bytes = penstock.torch.load(open(path, "rb").read())
+    with penstock.safe_open(path) as file:
+        parts = [file.get_slice("w")[index] for index in lists]
+native = dict(_native())
+_native.cache_clear()
+assert native == _native() and "BF16" in native, native
+assert {t.device.type for t in (*whole.values(), *of_bytes.values(), *parts)} == {"cpu"}
+expected = penstock.open(path).load()
+for name in ("w", "f4", "hollow"):
+    for found in (whole, of_bytes):
+        assert torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)), name
+words = expected["w"].view(torch.int16)  # some are no numbers
+assert all(torch.equal(part.view(torch.int16), words[index]) for part, index in zip(parts, lists))
+print("well")
+"""
+    run = python(code, several)
+    assert run.stdout == "well\n", run.stderr

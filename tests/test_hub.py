@@ -253,7 +253,7 @@ def refused(source: str) -> str:
 
 def test_a_repository_that_is_not_there(cached, monkeypatch):
     said = refused("org/nothing@v2")
-    assert "org/nothing@v2: no such file or folder here, and no such repository" in said
+    assert "org/nothing@v2: No such file or directory, and no such repository in the local Hub cache" in said
     assert str(cached.storage("org/nothing")) in said
     assert "`hf download org/nothing --revision v2` fetches" in said
     assert "unset" not in said
@@ -261,7 +261,8 @@ def test_a_repository_that_is_not_there(cached, monkeypatch):
     assert "`hf download org/nothing`, with HF_HUB_OFFLINE unset" in refused("org/nothing")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert "unset" not in refused("org/nothing")
-    assert "no such file or folder" not in refused("hf://org/nothing")
+    assert "No such file or directory" not in refused("hf://org/nothing")
+    assert "nothing: No such file or directory, and no such repository" in refused("nothing")
 
 
 def test_a_name_that_comes_close_is_offered(cached):
@@ -590,7 +591,7 @@ def test_verify_on_the_command_line(cached, cli):
     config = cached.snapshot("org/name") / "config.json"
     entry = {"path": str(config), "ok": True, "git_sha1": git_sha1(b"{}"), "compared_with": "blob name"}
     assert entry in found["files"]
-    assert cli("verify", "org/name@nothing").returncode == 1
+    assert cli("verify", "org/name@nothing").returncode == 3  # nothing is there to be checked
 
 
 # The package that writes such caches

@@ -6,12 +6,15 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import json
+import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import penstock
@@ -391,6 +394,229 @@ def test_what_somebody_has_kept_of_it_is_safetensors_again_afterwards(one, loade
     assert raw(file.get_tensor("b")) == Oracle(one)["b"]  # what was opened meanwhile goes on
     assert raw(part[:1]) == Oracle(one)["a"][:32]
     assert loaded == ["b", "a"]
+
+
+# What safetensors takes, and nothing else
+
+
+@pytest.fixture
+def around(one, tmp_path, monkeypatch) -> Path:
+    """A folder with what penstock opens and safetensors does not: a folder, an index, a cached repository."""
+    (tmp_path / "folder").mkdir()
+    shutil.copy(one, tmp_path / "folder" / "model.safetensors")
+    index = {"weight_map": {"a": one.name, "b": one.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "cut.safetensors").write_bytes(one.read_bytes()[:-1])
+    (tmp_path / "bad.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{nothing")
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "empty").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    storage = tmp_path / "hub" / "models--org--name"
+    (storage / "snapshots" / commit).mkdir(parents=True)
+    shutil.copy(one, storage / "snapshots" / commit / "model.safetensors")
+    (storage / "refs").mkdir()
+    (storage / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class AsBytes:
+    def __fspath__(self) -> bytes:
+        return b"model.safetensors"
+
+
+#: No file of the format each, though penstock itself opens some of them.
+NO_FILES: dict[str, Any] = {
+    "a cached repository": "org/name",
+    "a revision": "org/name@main",
+    "a folder": "folder",
+    "a folder with a slash": "folder/",
+    "the path of a folder": Path("folder"),
+    "an index": "model.safetensors.index.json",
+    "a list": ["model.safetensors"],
+    "a tuple": ("model.safetensors",),
+    "no files": [],
+    "a mapping": {"model.safetensors": 1},
+    "bytes": b"model.safetensors",
+    "a path of bytes": AsBytes(),
+    "nothing": None,
+    "a number": 3,
+    "an empty name": "",
+    "a missing file": "none.safetensors",
+    "a missing bare name": "none",
+    "a dangling link": "dangling",
+    "a file with a slash": "model.safetensors/",
+    "a path through a file": "model.safetensors/x",
+    "a name with a zero": "a\0b",
+    "a long name": "x" * 300,
+    "half a file": "cut.safetensors",
+    "a malformed header": "bad.safetensors",
+    "a pointer of Git LFS": "pointer",
+    "an empty file": "empty",
+    "a device": "/dev/null",
+}
+
+
+def calls() -> dict[str, Callable[[Any], Any]]:
+    """Every function that the patch replaces and that opens a file, in every framework that is installed."""
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.zeros(6, 8))
+    model.register_buffer("b", torch.zeros(10, dtype=torch.bfloat16))
+    found: dict[str, Callable[[Any], Any]] = {
+        "load_model": lambda path: safetensors_torch.load_model(model, path),
+        "torch.load_file": lambda path: safetensors_torch.load_file(path),
+    }
+    for name, module in (("pt", "torch"), ("np", "numpy"), ("jax", "jax"), ("flax", "jax")):
+        if importlib.util.find_spec(module):
+            found[f"safe_open {name}"] = lambda path, name=name: safetensors.safe_open(path, name).keys()
+    for name, module in (("numpy", "numpy"), ("flax", "jax")):
+        if importlib.util.find_spec(module):
+            ours = importlib.import_module(f"safetensors.{name}")
+            found[f"{name}.load_file"] = lambda path, ours=ours: ours.load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_safetensors_does_not_open_is_refused_in_its_words(around, loaded, what):
+    for call, open_it in calls().items():
+        with pytest.raises(Exception, match=r".") as theirs:
+            open_it(NO_FILES[what])
+        with penstock.patch(), pytest.raises(type(theirs.value)) as ours:
+            open_it(NO_FILES[what])
+        assert type(ours.value) is type(theirs.value), call
+        assert str(ours.value) == str(theirs.value), call
+        assert ours.value.args == theirs.value.args, call
+    assert loaded == []
+
+
+def test_every_path_that_safetensors_opens_is_opened_by_penstock(around, loaded):
+    (around / "link").symlink_to("model.safetensors")
+
+    class AsText:
+        def __fspath__(self) -> str:
+            return "model.safetensors"
+
+    for path in ("model.safetensors", "./model.safetensors", around / "model.safetensors", "link", AsText()):
+        for call, open_it in calls().items():
+            if call == "numpy.load_file":  # it has no BF16
+                continue
+            with penstock.patch():
+                open_it(path)
+            assert call.startswith("safe_open") or loaded, call
+            del loaded[:]
+
+
+def test_the_cause_of_a_refusal_is_what_penstock_has_to_say(around):
+    with penstock.patch(), pytest.raises(safetensors.SafetensorError) as caught:
+        safetensors_torch.load_file("pointer")
+    assert type(caught.value) is safetensors.SafetensorError
+    assert isinstance(caught.value.__cause__, penstock.NotACheckpointError)
+    assert "git lfs pull" in str(caught.value.__cause__)
+
+
+def test_a_file_that_safetensors_alone_opens_is_opened_by_it(tmp_path, loaded):
+    # The same name twice: to penstock an error, to safetensors the last one counts
+    header = (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    (tmp_path / "twice").write_bytes(len(header).to_bytes(8, "little") + header + b"\7")
+    theirs = safetensors_torch.load_file(tmp_path / "twice")
+    with pytest.raises(penstock.HeaderError):
+        penstock.open(tmp_path / "twice")
+    with penstock.patch():
+        assert type(safetensors.safe_open(tmp_path / "twice", "pt")) is THEIRS
+        assert torch.equal(safetensors_torch.load_file(tmp_path / "twice")["a"], theirs["a"])
+    assert loaded == []
+
+
+def test_a_scheme_is_a_file_that_is_not_found_as_there(around, loaded):
+    for call, open_it in calls().items():
+        with pytest.raises(FileNotFoundError):
+            open_it("hf://org/name")
+        with penstock.patch(), pytest.raises(FileNotFoundError, match="hf://"):
+            open_it("hf://org/name")
+        assert loaded == [], call
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")  # safetensors would wait for somebody who writes to it
+    with penstock.patch():
+        for call, open_it in calls().items():
+            with pytest.raises(penstock.NotACheckpointError, match="FIFO"):
+                open_it(tmp_path / "fifo")
+            assert call
+
+
+@pytest.mark.parametrize("error", [penstock.StalledError, penstock.ReadError, penstock.LimitError])
+def test_what_the_machine_refuses_is_not_tried_again_by_safetensors(one, monkeypatch, error):
+    def failing(*_: Any) -> Any:
+        raise error("made up", path=str(one))
+
+    with penstock.patch():
+        monkeypatch.setattr(penstock._checkpoint, "_core", SimpleNamespace(Checkpoint=SimpleNamespace(open=failing)))
+        for open_it in calls().values():
+            with pytest.raises(error, match="made up"):
+                open_it(one)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:0", "cpu:1", torch.device("cpu"), torch.device("cuda"), "rocm:0", "gpu:0", "meta", "CPU", b"cpu"],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("framework", ["pt", "np", "jax"])
+def test_devices_that_penstock_alone_understands_are_refused_in_the_words_of_safetensors(one, framework, device):
+    with pytest.raises(safetensors.SafetensorError) as theirs:
+        THEIRS(one, framework, device).get_tensor("a")
+    with penstock.patch(), pytest.raises(safetensors.SafetensorError) as ours:
+        safetensors.safe_open(one, framework, device).get_tensor("a")
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+    if framework == "pt":
+        with penstock.patch(), pytest.raises(safetensors.SafetensorError) as loading:
+            safetensors_torch.load_file(one, device)
+        assert (type(loading.value), str(loading.value)) == (type(theirs.value), str(theirs.value))
+
+
+def test_no_backend_is_a_type_error_as_there(one):
+    for call in (
+        lambda: safetensors.safe_open(one, "pt", backend=None),
+        lambda: safetensors_torch.load_file(one, backend=None),
+    ):
+        with pytest.raises(TypeError) as theirs:
+            call()
+        with penstock.patch(), pytest.raises(TypeError) as ours:
+            call()
+        assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+def test_a_dtype_that_the_framework_lacks_is_refused_in_the_words_of_safetensors(write):
+    path = write(Tensor("a", "F6_E2M3", (8,)))
+    for call, open_it in calls().items():
+        if "load_file" in call:
+            with pytest.raises(Exception, match=r".") as theirs:
+                open_it(path)
+            with penstock.patch(), pytest.raises(type(theirs.value)) as ours:
+                open_it(path)
+            assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value)), call
+
+
+@pytest.mark.parametrize("path", [b"x", None, 3, ["x"], AsBytes(), "x/", "x/."], ids=repr)
+def test_where_safetensors_does_not_save_nothing_is_saved(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    numpy = importlib.import_module("safetensors.numpy")
+    for call in (
+        lambda: safetensors_torch.save_file({"a": torch.ones(2)}, path),
+        lambda: numpy.save_file({"a": torch.ones(2).numpy()}, path),
+        lambda: safetensors_torch.save_model(model, path),
+    ):
+        with pytest.raises((safetensors.SafetensorError, TypeError)) as theirs:
+            call()
+        with penstock.patch(), pytest.raises(type(theirs.value)) as ours:
+            call()
+        assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+    assert list(tmp_path.iterdir()) == []
 
 
 # Models and saving

@@ -350,7 +350,7 @@ def test_a_modules_tied_tensors_are_saved_once_and_loaded_into_both(tmp_path: Pa
             assert load(other, path) == (set(), [])
             assert torch.equal(other.head.weight, module.embed.weight)
         assert penstock.open(path).metadata == {"head.weight": "embed.weight"}
-    with pytest.raises(RuntimeError, match=r"(?s)Missing.*'0\.weight'.*Unexpected.*'embed\.weight'"):
+    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"0\.weight".*Unexpected.*"embed\.weight"'):
         penstock.torch.load_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "ours.safetensors")
     missing, unexpected = penstock.torch.load_model(
         torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "ours.safetensors", strict=False
@@ -666,6 +666,17 @@ except penstock.NoSpaceError as error:
 """
     done = python(code, tmp_path / "big.safetensors", fsync)
     assert done.stdout.strip() == "27 []", done.stderr
+
+
+@pytest.mark.parametrize("end", ["/", "//", "/."])
+def test_a_file_name_that_ends_in_a_slash_is_an_error(tmp_path: Path, end: str):
+    for save in (penstock.save_file, penstock.torch.save_file, safetensors.torch.save_file):
+        with pytest.raises(safetensors.SafetensorError) as caught:
+            save({"a": torch.ones(2)}, f"{tmp_path}/x{end}")
+        if save is not safetensors.torch.save_file:
+            assert isinstance(caught.value, penstock.InvalidError)
+            assert f"x{end}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_places_where_no_file_can_be_are_typed_errors(tmp_path: Path):

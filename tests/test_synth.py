@@ -72,9 +72,9 @@ def test_a_checkpoint_in_place_is_left_alone_and_another_of_ours_replaced(tmp_pa
     synth.write(TWO, folder)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == first
     assert not synth.in_place(TWO, folder, seed=1)
-    (folder / "mine.txt").write_text("kept")
+    (folder / "lost+found").mkdir()
     synth.write(Layout("one", (TWO.shards[0],)), folder)
-    assert set(files(folder)) == {"model.safetensors", ".synth.json", "mine.txt"}
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", ".synth.json", "lost+found"}
 
 
 def test_files_of_somebody_else_are_not_touched(tmp_path):
@@ -82,6 +82,25 @@ def test_files_of_somebody_else_are_not_touched(tmp_path):
     with pytest.raises(penstock.InvalidError, match="not written here"):
         synth.write(TWO, tmp_path)
     assert files(tmp_path) == {"model-00002-of-00002.safetensors": b"precious"}
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "other.safetensors", ".hidden", "config.json"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_nothing_is_written_beside_files_of_somebody_else(tmp_path, cli, name, ours):
+    folder = tmp_path / "x"
+    if ours:
+        synth.write(TWO, folder)
+    else:
+        folder.mkdir()
+    (folder / name).write_text("precious")
+    before = files(folder)
+    with pytest.raises(penstock.InvalidError, match="not written here: choose another folder") as caught:
+        synth.write(Layout("one", (TWO.shards[0],)), folder)
+    assert name in str(caught.value)
+    run = cli("synth", "gpt2", folder, "--layers", "1", "--scale", "0.01")
+    assert run.returncode == 2
+    assert name in run.stderr
+    assert files(folder) == before
 
 
 def test_too_little_space_is_told_before_anything_is_touched(tmp_path, monkeypatch):

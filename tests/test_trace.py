@@ -12,6 +12,7 @@ from typing import Any
 import penstock
 import pytest
 from penstock import cli
+from penstock.bench.synth import Tensor
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -159,3 +160,29 @@ def test_the_command_line_writes_one(gpt2, tmp_path, capsys):
     to = tmp_path / "trace.json"
     assert cli.main(["load", "--no-progress", "--trace", str(to), str(gpt2)]) == 0
     assert of(spans(to), "read")
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "folder", "text", "json", "header", "nothing", "latin"])
+def test_the_command_tells_what_it_wants_in_a_line(cli, write, tmp_path, what):
+    path = tmp_path / "given"
+    if what == "checkpoint":
+        path = write(Tensor("a", "F32", (100_000,)))
+    elif what == "folder":
+        path.mkdir()
+    else:
+        content = {
+            "text": b"no trace at all\n" * 10_000,
+            "json": b'{"a": [' + b"1, " * 10_000 + b"2]}",
+            "header": b"{" + b" " * 7 + b"{" + b"\xff" * 100_000,
+            "nothing": b"",
+            "latin": b'{"traceEvents": "' + b"\xe9" * 100_000 + b'"}',
+        }
+        path.write_bytes(content[what])
+    run = cli("trace", path)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    assert len(run.stderr) < 400 + len(str(path))
+    assert f"{path}: " in run.stderr and "penstock load --trace" in run.stderr
+    assert ("penstock inspect" in run.stderr) == (what in ("checkpoint", "folder"))
+    assert cli("trace", tmp_path / "none.json").returncode == 3

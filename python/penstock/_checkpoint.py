@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, _load
 from ._core import Options
 from ._device import CPU
-from ._errors import ArgumentTypeError, NotFoundError
+from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
 from ._paths import local_path
 from ._progress import Progress
 from ._report import Report, report_of
@@ -36,6 +36,16 @@ def _paths_of(source: Source, argument: str) -> list[str]:
         for path in listed:
             local_path(path, argument)
     return paths
+
+
+class OneFile:
+    """The path of one shard file: `open` takes no folder, no index and no repository for it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
 
 
 class Checkpoint:
@@ -327,7 +337,10 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            return Checkpoint(_core.Checkpoint.open(paths, stall_timeout))
+            core = _core.Checkpoint.open(paths, stall_timeout)
+            if isinstance(source, OneFile) and core.files() != paths:
+                raise NotACheckpointError("a folder or an index, not a shard file", path=source.path)
+            return Checkpoint(core)
         except NotFoundError as error:
             if not isinstance(source, str):
                 raise

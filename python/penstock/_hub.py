@@ -176,7 +176,7 @@ def find(source: str, absent: PenstockError | None = None) -> Snapshot:
 
 
 def _no_repository(source: str, reference: Reference, storage: Path, looked: bool) -> NotFoundError:
-    path = "no such file or folder here, and " if looked else ""
+    path = "No such file or directory, and " if looked else ""
     message = f"{source}: {path}no such repository in the local Hub cache: there is no {storage}"
     if similar := _similar(storage.parent, reference.repository):
         message += f" (but there is {similar})"

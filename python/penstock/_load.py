@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import Checkpoint
 
-_FRAMEWORKS = {
+FRAMEWORKS = {
     "pt": "pt",
     "torch": "pt",
     "pytorch": "pt",
@@ -56,6 +56,7 @@ _FRAMEWORKS = {
     "mlx": "mlx",
     "dlpack": "dlpack",
 }
+"""What people write for a framework, and what it is called here."""
 ORDERS = ("file", "layer")
 
 
@@ -98,14 +99,14 @@ def _torch_is_installed() -> bool:
 
 
 def framework_named(framework: str | None) -> str:
-    """One of the values of `_FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
+    """One of the values of `FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
     if framework is None:
         return "pt" if _torch_is_installed() else "np"
-    found = _FRAMEWORKS.get(framework) if isinstance(framework, str) else None
+    found = FRAMEWORKS.get(framework) if isinstance(framework, str) else None
     if found is None:
         wrong = InvalidError if isinstance(framework, str) else ArgumentTypeError
         raise wrong(
-            f'framework={framework!r}: give one of {", ".join(_FRAMEWORKS)}; "dlpack" serves every other framework'
+            f'framework={framework!r}: give one of {", ".join(FRAMEWORKS)}; "dlpack" serves every other framework'
         )
     return found
 
@@ -130,7 +131,7 @@ def device_for(device: Any, framework: str | None) -> Device:
 
 
 def check_device(framework: str, device: Device) -> None:
-    """Raises UnsupportedError if the framework (one of the values of `_FRAMEWORKS`) has tensors on the CPU alone."""
+    """Raises UnsupportedError if the framework (one of the values of `FRAMEWORKS`) has tensors on the CPU alone."""
     if device.is_cpu or framework in ("pt", "jax", "dlpack"):
         return
     if framework == "np":

@@ -6,19 +6,36 @@ decides with each call whether penstock can do what is asked, and leaves to safe
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
 from _penstock_patch import After
 
 from . import _load, _safe_open
-from ._errors import InvalidError, PenstockError, SchemeError, UnsupportedError
+from ._checkpoint import OneFile
+from ._errors import (
+    AccessError,
+    HeaderError,
+    IndexFileError,
+    InvalidError,
+    NotACheckpointError,
+    NotFoundError,
+    PenstockError,
+    ReadError,
+    SchemeError,
+    TruncatedError,
+    UnsupportedError,
+)
 
 PACKAGES = (
     "safetensors",
@@ -44,6 +61,24 @@ last name has, and the function of transformers that is told where a slice goes.
 _OWN_LOAD_BYTES = 1 << 20
 """Smaller tensors are not worth a load of their own onto a GPU, which takes 0.2 ms whatever its size: they are mapped,
 hundreds at once, and copied by torch."""
+
+
+_BACKENDS = ("mmap", "pread")
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+"""Names of devices that safetensors and penstock both understand."""
+
+_NO_FILE = (
+    AccessError,
+    HeaderError,
+    IndexFileError,
+    InvalidError,
+    NotACheckpointError,
+    NotFoundError,
+    TruncatedError,
+    UnsupportedError,
+)
+"""Errors that say something of the file or the arguments: safetensors is asked too. All others are of the machine (a
+mount that hangs, a failing disk, a limit), and trying again could hang or kill the process."""
 
 
 class _Routing:
@@ -153,7 +188,19 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def _can_open(framework: Any, device: Any, backend: Any) -> bool:
-    """Whether `penstock.safe_open` takes these. What makes no sense is for safetensors to refuse, in its own words."""
+    """Whether `penstock.safe_open` and safetensors both take these.
+
+    What only penstock takes (``torch.device``, "rocm:0", "dlpack") is refused by safetensors, in its own words.
+    """
+    if isinstance(device, str) and not _DEVICE.fullmatch(device):
+        return False
+    if device is not None and (isinstance(device, bool) or not isinstance(device, (str, int))):
+        return False
+    return backend in _BACKENDS and framework is not None and _can_load(framework, device)
+
+
+def _can_load(framework: Any, device: Any) -> bool:
+    """Whether penstock loads tensors of this framework, which safetensors has too, to this device."""
     try:
         name = _load.framework_named(framework)
         where = _load.device_for(device, framework)
@@ -169,8 +216,54 @@ def _can_open(framework: Any, device: Any, backend: Any) -> bool:
         current = None if accelerator is None else accelerator.current_accelerator()
         if current is not None and current.type != "cuda":
             return False
-    usual = framework is not None and name != "dlpack" and backend in _safe_open._BACKENDS
-    return usual and (where.is_cpu or (name == "pt" and where.is_gpu))
+    return name != "dlpack" and (where.is_cpu or (name == "pt" and where.is_gpu))
+
+
+def _path(filename: Any) -> str | None:
+    """The path that was given; None if safetensors takes no such thing for one: bytes, a list."""
+    path = os.fspath(filename) if isinstance(filename, (str, os.PathLike)) else None
+    return path if isinstance(path, str) else None
+
+
+class _Asking(threading.local):
+    """Whether this thread is in a function of safetensors that is to do all of its work itself."""
+
+    safetensors = False
+
+
+_asking = _Asking()
+
+
+def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]) -> Any:
+    """What ``ours`` makes of the file at ``path``; what penstock cannot open is for safetensors to open or refuse.
+
+    So programs get the exceptions that they know, in the words that they match. What penstock has to say is the
+    exception's ``__cause__``.
+    """
+    try:
+        return ours(OneFile(path))
+    except (*_NO_FILE, ReadError) as error:
+        if not isinstance(error, _NO_FILE) and error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        if isinstance(error, NotACheckpointError) and _is_fifo(path):
+            raise  # safetensors would wait for somebody who writes to it
+        if isinstance(error, SchemeError):
+            raise  # a FileNotFoundError too, as safetensors', and it says why
+        refused = error
+    _asking.safetensors = True
+    try:
+        return theirs()
+    except Exception as error:
+        raise error from refused
+    finally:
+        _asking.safetensors = False
+
+
+def _is_fifo(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _can_save(tensors: Any) -> bool:
@@ -200,7 +293,7 @@ def _saved(ours: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, A
         # Asked for once: what hooks it has may gather tensors from other processes
         state = tensors = dict(state_dict())
         arguments = {**arguments, "model": SimpleNamespace(state_dict=lambda: state)}
-    if not _can_save(tensors):
+    if not _can_save(tensors) or ("filename" in arguments and _path(arguments["filename"]) is None):
         return False, None
     try:
         return True, ours(**arguments, layout="compact")
@@ -235,7 +328,11 @@ def _routed(theirs: Callable[..., Any], module: str) -> Callable[..., Any]:
                 if done:
                     return returned
             elif _can_open(framework, arguments.get("device", "cpu"), arguments.get("backend", "mmap")):
-                return ours(**arguments)
+                path = _path(arguments["filename"])
+                if path is not None:
+                    return _opened(
+                        path, lambda file: ours(**{**arguments, "filename": file}), partial(theirs, *args, **kwargs)
+                    )
         return theirs(*args, **kwargs)
 
     return routed
@@ -260,7 +357,7 @@ def _placing(theirs: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             return theirs(*args, **kwargs)
         part, device = bound.arguments.get("tensor"), bound.arguments.get("device")
-        if isinstance(part, _safe_open.Slice) and device is not None and _can_open("pt", device, None):
+        if isinstance(part, _safe_open.Slice) and device is not None and _can_load("pt", device):
             bound.arguments["tensor"] = part._bound_for(device, _OWN_LOAD_BYTES)
         return theirs(*bound.args, **bound.kwargs)
 
@@ -279,17 +376,32 @@ def _theirs() -> Any:
 
 
 class safe_open(_safe_open.safe_open, metaclass=_AnyHandle):
-    """What ``safetensors.safe_open`` is while it is patched: opens files as `penstock.safe_open` does.
+    """What ``safetensors.safe_open`` is while it is patched: opens a file as `penstock.safe_open` does.
 
-    What that does not take (other frameworks, devices, arguments) is opened by safetensors.
+    What that does not take (other frameworks, devices, arguments) is opened by safetensors. What safetensors does not
+    take (a folder, an index, a list, the name of a repository) it refuses.
     """
 
     def __new__(
         cls, filename: Any, framework: Any, device: Any = "cpu", *, backend: Any = "mmap", **others: Any
     ) -> Any:
-        if _routing.patches and not others and _can_open(framework, device, backend):
-            return super().__new__(cls)
-        return _theirs()(filename, framework, device, backend=backend, **others)
+        theirs = partial(_theirs(), filename, framework, device, backend=backend, **others)
+        if _routing.patches and not _asking.safetensors and not others and _can_open(framework, device, backend):
+            path = _path(filename)
+            if path is not None:
+                return _opened(path, lambda file: cls._of(file, framework, device, backend), theirs)
+        return theirs()
+
+    def __init__(
+        self, filename: Any, framework: Any, device: Any = "cpu", *, backend: Any = "mmap", **others: Any
+    ) -> None:
+        """Nothing: `__new__` has opened it, or it is of another class."""
+
+    @classmethod
+    def _of(cls, file: OneFile, framework: Any, device: Any, backend: Any) -> safe_open:
+        made = object.__new__(cls)
+        _safe_open.safe_open.__init__(made, file, framework, device, backend=backend)
+        return made
 
 
 class Patch:
@@ -331,6 +443,7 @@ def patch() -> Patch:
     wherever a module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or
     torch.distributed.checkpoint has them, under whatever name; modules imported later take the replaced ones. What
     penstock cannot do (frameworks and devices that it lacks, tensors of special kinds) is still done by safetensors.
+    What safetensors does not take (folders, indexes, lists, names of repositories) it refuses, with its own exceptions.
     What is saved has the bytes that safetensors writes.
 
         with penstock.patch():

@@ -329,7 +329,10 @@ def save_file(
             message says that the directory could not be brought to the disk. WriteError: a tensor cannot be packed.
         OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
     """
-    path = Path(local_path(filename, "filename"))
+    named = local_path(filename, "filename")
+    if named.endswith(("/", "/.")):
+        raise InvalidError(f"filename={named!r}: this names a folder: give the name of a file in it")
+    path = Path(named)
     report, _ = _write(
         tensors,
         str(path.parent),

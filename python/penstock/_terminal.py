@@ -107,6 +107,14 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+class WrongUsage(Exception):
+    """Arguments that make no sense: the message, and in ``usage`` how the command is used."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message)
+        self.usage = usage
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that says what a mistyped command, option or choice was perhaps meant to be.
 
@@ -114,7 +122,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; exits with 2 on wrong usage."""
+        """As in argparse. Raises WrongUsage."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             chosen = self._chosen(found)
@@ -132,8 +140,8 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def error(self, message: str) -> NoReturn:
-        """Exits with 2 after the usage and ``message``, with a hint for a word that is not among the choices."""
+        """Raises WrongUsage with ``message``, and a hint for a word that is not among the choices."""
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong is not None:
             message += "." * bool(hint := meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))) + hint
-        super().error(message)
+        raise WrongUsage(f"{self.prog}: error: {message}", self.format_usage())

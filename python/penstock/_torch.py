@@ -31,7 +31,7 @@ def _from_dlpack() -> Callable[[object], Any]:
 @cache
 def _native() -> dict[str, tuple[int, int, int]]:
     """The dtypes that this torch imports over DLPack, as (code, bits, 1). They grew from release to release: each is
-    sent round once."""
+    sent round once, on the CPU whatever `torch.device` is in force."""
     import torch
 
     found: dict[str, tuple[int, int, int]] = {}
@@ -40,7 +40,7 @@ def _native() -> dict[str, tuple[int, int, int]]:
         if kind is None or dtype.dlpack is None:
             continue
         try:
-            back = _from_dlpack()(torch.empty(2, dtype=kind).__dlpack__())
+            back = _from_dlpack()(torch.empty(2, dtype=kind, device="cpu").__dlpack__())
         except (RuntimeError, BufferError, TypeError, ValueError):
             continue
         if back.dtype == kind:
@@ -82,7 +82,7 @@ def of_bytes(data: bytes) -> dict[str, Any]:
             raise MissingDtypeError(f"tensor {name} is {dtype}, which torch {torch.__version__} lacks")
         shape = _torch_shape(name, dtype, shape, "bytes")
         if begin == end:
-            made[name] = torch.empty(shape, dtype=kind)
+            made[name] = torch.empty(shape, dtype=kind, device="cpu")
             continue
         made[name] = torch.frombuffer(bytearray(memoryview(data)[begin:end]), dtype=torch.uint8).view(kind).view(shape)
     return made
@@ -91,7 +91,8 @@ def of_bytes(data: bytes) -> dict[str, Any]:
 def _index_array(part: Any) -> Any:
     import torch
 
-    array = torch.as_tensor(part)
+    # On the CPU whatever `torch.device` is in force
+    array = part if isinstance(part, torch.Tensor) else torch.as_tensor(part, device="cpu")
     # torch takes an empty list for numbers although a tensor of it has floats
     return array.long() if isinstance(part, (list, tuple)) and array.numel() == 0 else array
 
@@ -101,7 +102,9 @@ def indexing(info: TensorInfo) -> Indexing:
     import torch
 
     shape = _torch_shape(info.name, info.dtype, info.shape, info.file)
-    arrays = Arrays(_index_array, lambda numbers: torch.tensor(numbers, dtype=torch.long), reversible=False)
+    arrays = Arrays(
+        _index_array, lambda numbers: torch.tensor(numbers, dtype=torch.long, device="cpu"), reversible=False
+    )
     pairs = info.dtype == "F4"
 
     def take(tensor: Any, index: Any) -> Any:
@@ -109,7 +112,7 @@ def indexing(info: TensorInfo) -> Indexing:
         return tensor.view(torch.uint8)[index].view(tensor.dtype) if pairs else tensor[index]
 
     # Not on the meta device, whose errors are of other classes
-    nothing = torch.empty((), dtype=torch.uint8).expand(shape)
+    nothing = torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)
     return Indexing(arrays, shape, 2 if pairs else 1, nothing.__getitem__, take)
 
 

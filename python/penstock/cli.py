@@ -26,12 +26,12 @@ from ._checkpoint import Checkpoint, open
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
-from ._load import ORDERS, load, make_options
+from ._load import FRAMEWORKS, ORDERS, load, make_options
 from ._paths import local_path
 from ._report import Report, size_text
 from ._save import LAYOUTS
 from ._selection import info_of
-from ._terminal import Parser, styled, table, wrapped
+from ._terminal import Parser, WrongUsage, styled, table, wrapped
 from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -319,6 +319,18 @@ def _listed(path: str) -> dict[str, str]:
     return listed
 
 
+def _is_there(source: str) -> bool:
+    """Whether this is a path on disk, or the name of a repository that the Hub cache has."""
+    from . import _hub
+
+    if Path(source).exists():
+        return True
+    try:
+        return _hub.parse(source) is not None and bool(_hub.find(source))
+    except NotFoundError:
+        return False
+
+
 def _verify(args: argparse.Namespace) -> None:
     from ._digest import digests
     from ._hub import Expected, expected_digest
@@ -330,6 +342,8 @@ def _verify(args: argparse.Namespace) -> None:
     except (StalledError, SchemeError):  # nothing was checked
         raise
     except PenstockError as error:
+        if isinstance(error, NotFoundError) and not all(map(_is_there, args.source)):
+            raise
         document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
         _print(args, document, f"FAILED  {error}")
         raise _Failed from None
@@ -385,12 +399,14 @@ def _verify(args: argparse.Namespace) -> None:
         lines += [f"{styled('warning', 'yellow')} {w}" for w in checkpoint.warnings]
         state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
         lines.append(f"headers, bounds and index of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
+        said = ""
         if uncompared:
-            lines.append("contents were compared with nothing: no digest of these files is known. --digests gives them")
+            said = "contents were compared with nothing: no digest of these files is known. --digests gives them"
         elif digested:
-            lines.append(f"contents of {compared} of {len(files)} files were compared with their digests")
+            said = f"contents of {compared} of {len(files)} files were compared with their digests"
         elif comparable:
-            lines.append("contents were not compared with the digests that the Hub cache has of them: --sha256 does")
+            said = "contents were not compared with the digests that the Hub cache has of them: --sha256 does"
+        lines += [wrapped(said)] if said else []
         return "\n".join(lines)
 
     _print(args, document, text)
@@ -447,7 +463,7 @@ def _place(path: str) -> str:
 
     if os.path.lexists(path) or _hub.parse(path) is None:
         return path
-    return str(_hub.find(path, NotFoundError("no such file or folder", path=path)).path)
+    return str(_hub.find(path, NotFoundError("No such file or directory", path=path)).path)
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -465,11 +481,24 @@ def _trace(args: argparse.Namespace) -> None:
 
     from .bench.page import timeline, write_trace
 
+    wanted = "give the file that `penstock load --trace FILE` wrote"
     try:
-        trace = json.loads(Path(args.file).read_text("utf-8"))
+        with Path(args.file).open("rb") as file:
+            head = file.read(1024)
+            # A zero byte is in the first eight of every safetensors file, and in no text
+            content = b"" if b"\0" in head else head + file.read()
+    except IsADirectoryError:
+        content, head = b"", b"\0"
+    if b"\0" in head:
+        raise InvalidError(f"not a trace: {wanted} (`penstock inspect` shows a checkpoint)", path=args.file)
+    try:
+        trace = json.loads(content.decode("utf-8"))
         summary = timeline.summarise(trace)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidError(f"not a trace as `penstock load --trace` writes it: {error!r}", path=args.file) from error
+        # Not the error itself: one of decoding holds the whole file
+        raise InvalidError(
+            f"not a trace, or not all of one ({type(error).__name__}): {wanted}", path=args.file
+        ) from None
     if args.html:
         write_trace(trace, args.html, f"One load: {Path(args.file).name}")
     _print(args, dataclasses.asdict(summary), summary.sentence())
@@ -603,7 +632,8 @@ def _parser() -> argparse.ArgumentParser:
 
     made = with_source(command("load", _load, "load the checkpoint and report how that went"))
     made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="also make its tensors")
+    names = ", ".join(FRAMEWORKS)
+    made.add_argument("--framework", choices=list(FRAMEWORKS), metavar="NAME", help=f"also make its tensors: {names}")
     made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
     made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
     made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
@@ -669,6 +699,17 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s*\n\s*", "; ", str(error).strip()) or type(error).__name__
 
 
+def _print_error(kind: str, path: str | None, message: str) -> None:
+    document = {"ok": False, "error": {"kind": kind, "path": path, "message": message}}
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether arguments that could not be parsed ask for JSON. `bench` takes the name of a file there."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "bench" not in options[:1] and any(len(word) > 2 and "--json".startswith(word) for word in options)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
     parser = _parser()
@@ -676,7 +717,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    args = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = parser.parse_args(given)
+    except WrongUsage as error:
+        if _wants_json(given):
+            _print_error("Invalid", None, str(error))
+        sys.stderr.write(f"{error.usage}{error}\n")
+        return USAGE
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be UTF-8; they are written as the bytes that they are
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -700,9 +748,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         kind = error.kind if isinstance(error, PenstockError) else type(error).__name__
         if args.json is True:  # bench has the name of a file there
-            path = getattr(error, "path", None)
-            document = {"ok": False, "error": {"kind": kind, "path": path, "message": str(error)}}
-            sys.stdout.write(json.dumps(document, indent=2) + "\n")
+            _print_error(kind, getattr(error, "path", None), str(error))
         sys.stderr.write(f"penstock {args.command}: {_one_line(error)}\n")
         return USAGE if isinstance(error, InvalidError) else ERROR
     return OK

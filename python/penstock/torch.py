@@ -159,10 +159,10 @@ def load_model(
             else:  # loaded twice: the file has both
                 unexpected.append(name)
     if strict and (missing or unexpected):
-        said = f"{type(model).__name__} and the file do not go together:"
-        if missing:
-            said += f"\n    Missing key(s) in state_dict: {', '.join(map(repr, sorted(missing)))}"
-        if unexpected:
-            said += f"\n    Unexpected key(s) in state_dict: {', '.join(map(repr, sorted(unexpected)))}"
+        # torch's own form: programs parse it
+        said = f"Error(s) in loading state_dict for {type(model).__name__}:"
+        for what, names in (("Missing", sorted(missing)), ("Unexpected", sorted(unexpected))):
+            if names:
+                said += f"\n    {what} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in names)
         raise RuntimeError(said)
     return missing, unexpected

@@ -138,6 +138,11 @@ def header_bytes(tensors: Iterable[Tensor], metadata: Any = _ABSENT, align: int 
     return len(text).to_bytes(8, "little") + text
 
 
+def _partial(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
 def write_file(
     path: str | os.PathLike[str],
     tensors: Sequence[Tensor],
@@ -153,7 +158,7 @@ def write_file(
     """
     path = Path(path)
     header = header_bytes(tensors, metadata, align, spaces)
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     try:
         with partial.open("wb", buffering=0) as file:
             file.write(header)
@@ -250,7 +255,7 @@ def write(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, alig
     is replaced. After a failure or an interruption nothing of it is left.
 
     Raises:
-        InvalidError: Files that were not written here stand in the way.
+        InvalidError: The folder holds files that were not written here. Folders in it do not count.
         LimitError: Too little space (errno ENOSPC); nothing was touched.
     """
     folder = Path(folder)
@@ -262,12 +267,15 @@ def write(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, alig
     if record.exists():
         before = [folder / name for name in (*json.loads(record.read_text())["sizes"], _INDEX)]
     names = [*layout.files, *([_INDEX] if len(layout.shards) > 1 else [])]
-    for name in names:
-        if (folder / name).exists() and folder / name not in before:
-            raise InvalidError(f"holds {name}, which was not written here: choose another folder", path=str(folder))
+    if foreign := _foreign(folder, before):
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise InvalidError(
+            f"holds {foreign[0]}{more}, not written here: choose another folder, or an empty one", path=str(folder)
+        )
     _check_space(layout, folder, before)
     for path in before:
         path.unlink(missing_ok=True)
+        _partial(path).unlink(missing_ok=True)
 
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -298,6 +306,13 @@ def write(layout: Layout, folder: str | os.PathLike[str], *, seed: int = 0, alig
                 folder.rmdir()
         raise
     return folder
+
+
+def _foreign(folder: Path, ours: Iterable[Path]) -> list[str]:
+    """The files of a folder that are not among ``ours``, nor what a killed write leaves of those."""
+    known = {_RECORD, *(path.name for path in ours), *(_partial(path).name for path in ours)}
+    there = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path.name for path in there if path.name not in known and not path.is_dir())
 
 
 def _check_space(layout: Layout, folder: Path, before: Iterable[Path]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .._checkpoint import open_as
+from .._checkpoint import Checkpoint, open_as
 from .._core import Options
 from .._errors import InvalidError, NotFoundError, UnsupportedError
 from .._paths import local_path
@@ -18,6 +18,8 @@ from ._fastsafetensors_loader import _BOUNCE_KB, _THREADS, check_framework, chec
 from ._fastsafetensors_types import device_for
 
 CONFIG_ENV_VAR, DEFAULT_CONFIG_PATH = "FASTSAFETENSORS_CONFIG", "fastsafetensors.json"
+# Settings that all loaders share, which are not handed on to a single one
+_OF_ALL_LOADERS = ("framework", "debug_log", "set_numa", "disable_cache")
 _COPIERS = ("gds", "nogds", "fgds", "unified", "dstorage")
 
 
@@ -27,6 +29,8 @@ class BudgetInfeasibleError(InvalidError):
 
 class ParallelLoader:
     """Yields every tensor of some files while the next ones are being read.
+
+    `iterate_weights` opens the files. With ``device_memory_budget`` they are opened at once, to be compared with it.
 
     Args:
         pg: None, `SingleGroup`, or a group of one rank; any group with ``all_local``.
@@ -94,10 +98,9 @@ class ParallelLoader:
         self._settings = settings_for(device, bbuf_size_kb, max_threads)
         if borrowed_tensors:
             self._settings.pop("copy", None)
-        self._checkpoint = open_as("hf_weights_files", list(hf_weights_files)) if hf_weights_files else None
-        self._names = None
-        if self._checkpoint is not None and tensor_filter is not None:
-            self._names = [name for name in self._checkpoint if tensor_filter(name)]
+        self._files, self._filter = list(hf_weights_files), tensor_filter
+        self._checkpoint: Checkpoint | None = None
+        self._names: list[str] | None = None
         window = max_batch_bytes
         if device_memory_budget is not None:
             kept = (resident_tensor or (lambda name: True)) if accumulate_resident else (lambda name: False)
@@ -107,9 +110,18 @@ class ParallelLoader:
             self._settings["window"] = min(window, Options().window) if max_batch_bytes is None else window
         self._closed = False
 
+    def _opened(self) -> Checkpoint | None:
+        """The checkpoint, opened once; None where there are no files."""
+        if self._checkpoint is None and self._files:
+            checkpoint = open_as("hf_weights_files", self._files)
+            if self._filter is not None:
+                self._names = [name for name in checkpoint if self._filter(name)]
+            self._checkpoint = checkpoint
+        return self._checkpoint
+
     def _spare(self, budget: int, kept: Callable[[str], bool]) -> int:
         """What the budget leaves for reading ahead once what is kept, and the largest of the rest, is on the device."""
-        checkpoint, resident, passing = self._checkpoint, 0, 0
+        checkpoint, resident, passing = self._opened(), 0, 0
         if checkpoint is not None:
             for name in checkpoint if self._names is None else self._names:
                 nbytes = checkpoint[name].nbytes
@@ -124,15 +136,16 @@ class ParallelLoader:
         return budget - resident - passing
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) in file order. Tensors own their memory and may be kept.
+        """Opens the files, and yields (name, tensor) in file order. Tensors own their memory and may be kept.
 
-        Closing the iterator stops the reading. Raises ClosedError after `close`.
+        Closing the iterator stops the reading. Raises ClosedError after `close`, and what `penstock.open` raises.
         """
         if self._closed:
             raise ClosedError("the loader has been closed")
-        if self._checkpoint is None:
+        checkpoint = self._opened()
+        if checkpoint is None:
             return iter(())
-        return self._checkpoint.stream(
+        return checkpoint.stream(
             self._device, self._names, framework="pt", progress=self._progress, options=self._settings
         )
 
@@ -159,6 +172,23 @@ class LoaderConfig:
     device_memory_budget: int | None = None
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of single loaders by the loader's name, such as {"base": {"max_threads": 8}}."""
+
+    def __post_init__(self) -> None:
+        if self.max_concurrent_producers != 1:
+            raise InvalidError(f"max_concurrent_producers={self.max_concurrent_producers!r}: give 1")
+
+    def get_extension_config(self, name: str) -> dict[str, Any]:
+        """The settings of the loader called ``name``, without those that all loaders share; a copy."""
+        section = self.sections.get(name, {})
+        return {key: value for key, value in section.items() if key not in _OF_ALL_LOADERS}
+
+    def create_parallel_kwargs(self) -> dict[str, Any]:
+        """The keywords of `ParallelLoader` that this configuration sets. ``queue_size`` is -1 without a pipeline."""
+        names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
+        if self.use_pipeline:
+            names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
+        settings = {name: getattr(self, name) for name in names}
+        return settings if self.use_pipeline else {**settings, "queue_size": -1}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
@@ -210,7 +240,7 @@ class AutoLoader:
             raise UnsupportedError('loader "3fs": only "base" is supported here; mount the file system instead')
         if config.loader != "base":
             raise InvalidError(f'loader {config.loader!r}: give "base"')
-        base = config.sections.get("base", {})
+        base = config.get_extension_config("base")
         if base.get("copier_type", "gds") not in _COPIERS:
             raise InvalidError(f"copier_type {base['copier_type']!r}: give one of {', '.join(_COPIERS)}")
         self._loader = ParallelLoader(
