@@ -6,6 +6,7 @@
 
 use super::file::{read_fully, Files};
 use super::fill::Fill;
+use super::touch::{Left, Touch, Touches, Untouched};
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
@@ -18,7 +19,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -57,8 +58,8 @@ struct Shared {
     no_uncached: AtomicBool,
     /// MADV_POPULATE_READ was refused once.
     no_populate: AtomicBool,
-    /// Bytes of resident pages left to their first touch.
-    left: AtomicU64,
+    /// Touches the pages that were populated.
+    touch: Touch,
     /// What brings cold bytes into the page cache before they are read through it, if anything does.
     fill: OnceLock<Fill>,
     /// Where reads are recorded, if they are.
@@ -72,6 +73,8 @@ struct State {
     last: Vec<(u32, Range<u64>)>,
     done: Vec<Outcome>,
     fallbacks: Vec<Fallback>,
+    /// Resident pages that are left to their first touch.
+    left: Vec<Left>,
     /// `wake` was raised and not lowered since: one write for however many completions.
     raised: bool,
     /// Threads alive, waiting for work, reading.
@@ -115,7 +118,7 @@ impl Threads {
             wake: Wake::new()?,
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
-            left: AtomicU64::new(0),
+            touch: Touch::new(),
             fill: OnceLock::new(),
             timeline: OnceLock::new(),
             files,
@@ -254,8 +257,9 @@ impl Source for Threads {
         self.in_flight
     }
 
-    fn take_left(&mut self) -> u64 {
-        self.shared.left.swap(0, Ordering::Relaxed)
+    fn take_touches(&mut self) -> Touches {
+        let left = std::mem::take(&mut lock(&self.shared.state).left);
+        self.shared.touch.take(&left)
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
@@ -501,25 +505,51 @@ impl Shared {
         let got = read.len.min(self.files.size(read.file).saturating_sub(read.offset));
         read.ended(got)?;
         if resident {
-            self.left.fetch_add(got, Ordering::Relaxed);
+            let mapping = Arc::downgrade(&read.keep);
+            lock(&self.state).left.push(Left { at: at as usize, len: got as usize, mapping });
         } else if got > 0 {
             let page = page_size() as usize;
             let pages = at as usize / page * page..(at as usize + got as usize).next_multiple_of(page);
             if let Some(fill) = self.fill.get() {
                 fill.fetch_ends(&self.files, read, got);
             }
-            self.populate(read, pages, tools)?;
+            if self.populate(read, pages.clone(), tools)? {
+                self.touch(read, pages, tools)?;
+            }
         }
         Ok(got)
     }
 
-    /// Populates pages of the mapping of `read`; where this kernel cannot, all of the read is in the page cache afterwards.
-    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<(), Failure> {
+    /// Touches pages that were populated: see `touch`.
+    fn touch(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<(), Failure> {
+        match self.touch.populated(pages, &mut tools.places) {
+            Ok(()) => Ok(()),
+            Err(Untouched::Refused(e)) => {
+                let reason = format!("process_vm_readv: {e}");
+                self.fell_back(Fallback { from: "touching populated pages", to: "first use", reason });
+                Ok(())
+            }
+            Err(Untouched::Lost(e)) => Err(self.lost(read, &e, tools)),
+        }
+    }
+
+    /// A page of a mapping could not be had: the file shrank, or the disk failed. Reading tells which.
+    fn lost(&self, read: &Read, cause: &io::Error, tools: &mut Tools) -> Failure {
+        let looked = self.files.verify_file(read.file).map_err(Failure::from);
+        match looked.and_then(|()| self.read_through(read, tools)) {
+            Err(failure) => failure,
+            Ok(_) => Error::io("populate the mapping of the file", cause).into(),
+        }
+    }
+
+    /// Populates pages of the mapping of `read`. Where this kernel cannot, all of the read is in the page cache afterwards,
+    /// and the answer is false.
+    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<bool, Failure> {
         while !self.no_populate.load(Ordering::Relaxed) {
             // SAFETY: populating neither moves nor changes memory; the caller says that the range is mapped, and a
             // range that is not is ENOMEM.
             if unsafe { libc::madvise(pages.start as *mut libc::c_void, pages.len(), libc::MADV_POPULATE_READ) } == 0 {
-                return Ok(());
+                return Ok(true);
             }
             let e = io::Error::last_os_error();
             match e.raw_os_error() {
@@ -531,19 +561,14 @@ impl Shared {
                         self.fell_back(Fallback { from: "MADV_POPULATE_READ", to: "pread", reason });
                     }
                 }
-                // A page could not be had: the file shrank, or the disk failed. Reading tells which.
-                Some(libc::EFAULT) => {
-                    self.files.verify_file(read.file)?;
-                    self.read_through(read, tools)?;
-                    return Err(Error::io("populate the mapping of the file", &e).into());
-                }
+                Some(libc::EFAULT) => return Err(self.lost(read, &e, tools)),
                 _ => return Err(Error::io("populate the mapping of the file", &e).into()),
             }
         }
         // The page cache holds the bytes then and a first touch is a minor fault; touching the pages here instead could
         // kill the process (SIGBUS).
         self.read_through(read, tools)?;
-        Ok(())
+        Ok(false)
     }
 
     fn read_through(&self, read: &Read, tools: &mut Tools) -> Result<u64, Failure> {
