@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
-	numpy "safetensors>=0.6" tqdm "plotly>=6"
+	numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
 # What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
 # torch, which is there.
 LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" psutil humanize,--wanted $(p)) \
@@ -40,6 +40,7 @@ help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
@@ -92,6 +93,10 @@ bench: peers
 FOLDER ?= $(CURDIR)/.bench/saved
 bench-save: peers
 	$(BENCH_VENV)/bin/python benches/save.py $(FOLDER) --json .bench/save.json $(BENCH)
+
+# What the command line prints, into docs/cli.md
+screens: develop
+	$(RUN) tools/screens.py
 
 bench-quick: peers
 	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH_OUTPUT) $(BENCH)

@@ -127,7 +127,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(small):
 def test_load_prints_the_report(cli, small, more):
     run = cli("load", small, *more)
     assert run.returncode == OK, run.stderr
-    assert "GB/s" in run.stdout
+    assert "GB/s" in run.stdout or "no byte moved" in run.stdout
     assert run.stderr == ""  # no bar where there is no terminal
 
 

@@ -379,7 +379,8 @@ def describe(found: dict[str, Any]) -> str:
     if found["gpus"].get("gpus"):
         rows += [("GPU", _say(gpu)) for gpu in found["gpus"]["gpus"]]
     else:
-        rows.append(("GPU", "none: " + (found["gpus"].get("reason") or "no driver found").partition(". ")[0]))
+        reason = found["gpus"].get("reason") or "no driver found"
+        rows.append(("GPU", "none: " + reason.partition(". ")[0].partition(";")[0]))
     rows.append(("with", ", ".join(f"{k} {v}" for k, v in found["frameworks"].items() if v)))
     names = {"copy": "memory copy", "direct": "O_DIRECT read", "cached": "cached read"}
     for key, rate in found["rates"].items():

@@ -183,9 +183,13 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     given.update(changes)
     unknown = [str(name) for name in given if name not in Options.names()]
     if unknown:
+        import difflib
+
+        close = [name for word in unknown for name in difflib.get_close_matches(word, Options.names(), 1)]
         raise InvalidError(
-            f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}: the options are "
-            + ", ".join(Options.names())
+            f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+            + f" (did you mean {', '.join(close)}?)" * bool(close)
+            + f": the options are {', '.join(Options.names())}"
         )
     return Options(**given)
 
@@ -427,7 +431,7 @@ class Job:
                 tensors = adapter.tensors(self._load, range(len(names)))
                 made = None if adapter.casts else dict(zip(names, tensors, strict=True))
             self._report = self._checkpoint._ended(self._load)
-            self._report.handed_out(time.perf_counter() - start)
+            self._report.handed_out(time.perf_counter() - start, cast=self._adapter.casts)
             self._load.mark("hand-out", start, time.perf_counter())
             write_trace(self._load, self._report)
         finally:
@@ -456,7 +460,7 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
         arrived = dict(stream(request, adapter, progress))
         report = request.checkpoint.last_report
         if report is not None:
-            report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]))
+            report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]), cast=adapter.casts)
         return {name: arrived[name] for name in request.selection.names}
     with Meter(progress, "load") as meter, Job(request, adapter) as job:
         await_load(job._load, meter)

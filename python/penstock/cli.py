@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert |
 synth``.
 
@@ -20,11 +21,13 @@ from typing import Any
 
 from . import _core
 from ._checkpoint import Checkpoint, open
+from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
-from ._load import ORDERS, make_options
-from ._report import size_text
+from ._load import ORDERS, load, make_options
+from ._report import Report, size_text
 from ._save import LAYOUTS
+from ._terminal import Parser, styled, table, wrapped
 from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
@@ -47,18 +50,6 @@ def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Calla
 def _open(args: argparse.Namespace) -> Checkpoint:
     sources: list[str] = args.source
     return open(sources[0] if len(sources) == 1 else sources)
-
-
-def _table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns two spaces apart; those in ``right`` are aligned to the right."""
-    rows = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return "\n".join(
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 # inspect
@@ -147,7 +138,15 @@ def _tree(folded: list[dict[str, Any]], depth: int | None) -> str:
                 walk(child, indent + 1)
 
     walk(root, 0)
-    return _table(rows, right=(3, 4))
+    return table(rows, right=(3, 4))
+
+
+def _count(number: int) -> str:
+    """A number for people: 137.02 M."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -191,31 +190,31 @@ def _inspect(args: argparse.Namespace) -> None:
         ]
 
     def text() -> str:
-        parts = []
-        if args.tensors:
-            rows = [[t.name, t.dtype, str(list(t.shape)), size_text(t.nbytes)] for t in infos]
-            parts.append(_table(rows, right=(3,)))
-        else:
-            parts.append(_tree(_folded(checkpoint), args.depth))
+        summary = (
+            f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, {_count(document['parameters'])} elements in "
+            f"{len(files)} file{'s' * (len(files) != 1)}"
+        )
+        parts = [styled(summary, "bold")]
         parts.append(
-            _table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
+            table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
         )
         parts.append(
-            _table(
+            table(
                 [
-                    [d, f"{v['tensors']} tensors", f"{v['parameters'] / 1e6:,.2f} M elements", size_text(v["nbytes"])]
+                    [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
                     for d, v in by_dtype.items()
                 ],
                 right=(1, 2, 3),
             )
         )
         if checkpoint.metadata:
-            parts.append("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items()))
-        parts.extend(f"warning: {w}" for w in checkpoint.warnings)
-        parts.append(
-            f"{len(checkpoint)} tensors, {document['parameters'] / 1e9:.3f} G elements, {size_text(checkpoint.nbytes)} "
-            f"in {len(files)} file{'s' * (len(files) != 1)}"
-        )
+            parts.append(wrapped("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items())))
+        parts.extend(wrapped(f"{styled('warning', 'yellow')}: {w}") for w in checkpoint.warnings)
+        if args.tensors:
+            rows = [[t.name, t.dtype, str(list(t.shape)), size_text(t.nbytes)] for t in infos]
+            parts.append(table(rows, right=(3,)))
+        else:
+            parts.append(_tree(_folded(checkpoint), args.depth))
         return "\n\n".join(part for part in parts if part)
 
     _print(args, document, text)
@@ -240,25 +239,37 @@ def _option(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def _shown(report: Report) -> str:
+    """A report that fits the terminal, its first line bold."""
+    first, *rest = wrapped(str(report)).split("\n")
+    return "\n".join([styled(first, "bold"), *rest])
+
+
 def _load(args: argparse.Namespace) -> None:
     try:
         options = make_options(dict(args.option) | ({"trace": args.trace} if args.trace else {}))
     except (TypeError, ValueError) as error:  # wrong usage here, whatever it is in a program
         raise InvalidError(str(error)) from error
     checkpoint = _open(args)
-    state = checkpoint.load(
+    # No framework is needed to move bytes, and importing one takes seconds. Casts and torch's own devices need one.
+    where = any_device(args.device)
+    bytes_alone = args.framework is None and args.dtype in (None, "raw") and (where.is_cpu or where.is_gpu)
+    request, adapter = checkpoint._prepare(
         args.device,
         args.names or None,
         args.dtype,
-        args.framework,
-        False if args.no_progress or args.json else None,
+        "dlpack" if bytes_alone else args.framework,
         options,
-        order=args.order,
+        None,
+        args.order,
     )
+    if bytes_alone:
+        adapter.misaligned = True  # as for torch: a tensor that the file misaligns stays in the mapping
+    state = load(request, adapter, False if args.no_progress or args.json else None)
     report = checkpoint.last_report
     assert report is not None
     del state
-    _print(args, dict(report), str(report))
+    _print(args, dict(report), lambda: _shown(report))
 
 
 # verify
@@ -325,9 +336,10 @@ def _verify(args: argparse.Namespace) -> None:
                 for name, key in (("sha256", "sha256"), ("git-sha1", "git_sha1"))
                 if key in file
             ]
-            lines.append(f"{'ok' if file['ok'] else 'FAILED':8}{file['path']}{''.join(seen)}")
-        lines += [f"FAILED  {p['message']}" for p in problems]
-        lines += [f"warning {w}" for w in checkpoint.warnings]
+            mark = styled(f"{'ok':8}", "green") if file["ok"] else styled(f"{'FAILED':8}", "bold red")
+            lines.append(f"{mark}{file['path']}{''.join(seen)}")
+        lines += [f"{styled('FAILED', 'bold red')}  {p['message']}" for p in problems]
+        lines += [f"{styled('warning', 'yellow')} {w}" for w in checkpoint.warnings]
         digested = args.sha256 or args.digests
         checked = "headers, bounds and index" + (" and digests" if digested else "")
         state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
@@ -365,7 +377,7 @@ def _page_cache(args: argparse.Namespace) -> None:
             ]
             for f in files
         ]
-        lines = [_table(rows, right=(1, 2, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
+        lines = [table(rows, right=(1, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
         if not ok and evict:
             lines.append("what is left is mapped, dirty or in use by another process: only its user can let go of it")
         elif not ok:
@@ -395,7 +407,7 @@ def _doctor(args: argparse.Namespace) -> None:
     from . import _doctor as doctor
 
     found = doctor.examine(_place(args.path), measure=not args.no_measure)
-    _print(args, found, lambda: doctor.describe(found))
+    _print(args, found, lambda: wrapped(doctor.describe(found)))
 
 
 # trace
@@ -477,7 +489,7 @@ def _synth(args: argparse.Namespace) -> None:
             listed.append({"name": name, "repository": repository, **about})
         head = ["name", "of", "files", "tensors", "bytes"]
         rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
-        _print(args, {"layouts": listed}, _table([head, *rows], right=(2, 3, 4)))
+        _print(args, {"layouts": listed}, table([head, *rows], right=(2, 3, 4)))
         return
     if args.name is None or args.folder is None:
         raise InvalidError("synth takes the NAME of a layout and a FOLDER, or --list")
@@ -515,7 +527,7 @@ def _synth(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints.",
         epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
@@ -539,7 +551,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = with_source(command("load", _load, "load the checkpoint and report how that went"))
     made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="default: pt where torch is installed")
+    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="also make its tensors")
     made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
     made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
     made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
@@ -605,7 +617,12 @@ def _one_line(error: BaseException) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next: `penstock[cli]` brings what answers
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
     try:
         args.run(args)
         sys.stdout.flush()

@@ -109,7 +109,7 @@ fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
     } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
         format!("no safetensors file in this directory, but {n}: a download that has not ended?")
     } else if let Some(n) = ends(&[".bin", ".pt", ".pth", ".ckpt"]) {
-        format!("no safetensors file in this directory, but {n}, a torch.save file: convert it to safetensors first")
+        format!("no safetensors file in this directory, but {n}, a torch.save file: `penstock convert` writes it as safetensors")
     } else if let Some(n) = ends(&[".gguf"]) {
         format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
     } else {

@@ -195,9 +195,9 @@ pub(super) fn recognise(start: &[u8]) -> Option<Error> {
         "a web page (HTML or XML), not a safetensors file: the download got an error or login page; fetch it again with \
          the right address and credentials"
     } else if start.starts_with(b"PK\x03\x04") {
-        "a zip archive, which is how torch.save writes .bin and .pt files: convert it to safetensors first"
+        "a zip archive, which is how torch.save writes .bin and .pt files: `penstock convert FILE DIRECTORY` writes it as safetensors"
     } else if start.len() > 1 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
-        "a Python pickle, which is how old torch.save wrote .bin and .pt files: convert it to safetensors first"
+        "a Python pickle, which is how old torch.save wrote .bin and .pt files: `penstock convert FILE DIRECTORY` writes it as safetensors"
     } else if start.starts_with(b"GGUF") || start.starts_with(b"GGML") || start.starts_with(b"lmgg") {
         "a GGUF file (llama.cpp), not safetensors"
     } else if start.starts_with(b"\x89HDF\r\n\x1a\n") {
