@@ -655,6 +655,41 @@ fn block_signals() {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::memory::Mapping;
+    use crate::source::Ticket;
+
+    /// Populated, then cut short, then touched: by itself that is a race that nobody wins twice.
+    #[test]
+    fn a_file_that_shrinks_between_populating_and_touching_is_changed_and_no_signal() {
+        const LEN: u64 = 64 * 4096;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(LEN).unwrap();
+        let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
+        let pool = Threads::new(files, 1, 1).unwrap();
+        let mapping = Arc::new(Mapping::new(file.as_file(), LEN).unwrap());
+        let at = mapping.at();
+        let into = Destination::Mapping { at, resident: false };
+        let (ticket, route) = (Ticket(0), Route::Mapped);
+        let read = Read { ticket, file: 0, offset: 0, len: LEN, need: LEN, route, into, fresh: false, keep: mapping };
+        let pages = at as usize..at as usize + LEN as usize;
+        let mut tools = Tools::default();
+        let populated = pool.shared.populate(&read, pages.clone(), &mut tools);
+        if !matches!(populated, Ok(true)) {
+            return; // before Linux 5.14
+        }
+        assert!(pool.shared.touch(&read, pages.clone(), &mut tools).is_ok());
+        file.as_file().set_len(LEN / 2).unwrap();
+        match pool.shared.touch(&read, pages, &mut tools) {
+            Err(Failure::Error(e)) => assert_eq!(e.kind(), ErrorKind::Changed),
+            Err(Failure::Refused(e)) => panic!("refused: {e}"),
+            Ok(()) => panic!("pages that are gone were touched"),
+        }
+    }
+}
+
 #[cfg(all(test, loom))]
 mod models {
     use super::*;
