@@ -9,7 +9,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
 use crate::load::{somewhere, Keep, Message, Shared};
-use crate::machine::{process_cpu, thread_cpu};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
 use crate::schedule::{Extent, Landing, Piece, Schedule};
@@ -125,7 +124,7 @@ pub(crate) struct Began {
 
 impl Began {
     pub(crate) fn now() -> Self {
-        Self { wall: Instant::now(), cpu: process_cpu() }
+        Self { wall: Instant::now(), cpu: clock(libc::CLOCK_PROCESS_CPUTIME_ID) }
     }
 
     /// Since then, by the wall clock.
@@ -135,7 +134,7 @@ impl Began {
 
     /// CPU time of the whole process since then.
     fn cpu_seconds(&self) -> f64 {
-        process_cpu().saturating_sub(self.cpu).as_secs_f64()
+        clock(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(self.cpu).as_secs_f64()
     }
 }
 
@@ -642,4 +641,15 @@ fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
     let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
     // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
     unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
+}
+
+fn thread_cpu() -> Duration {
+    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+fn clock(id: libc::clockid_t) -> Duration {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: one writable timespec; both clocks exist on every Linux.
+    unsafe { libc::clock_gettime(id, &mut t) };
+    Duration::new(t.tv_sec.unsigned_abs(), t.tv_nsec as u32)
 }

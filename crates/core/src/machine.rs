@@ -3,7 +3,6 @@
 use crate::options::PAGE;
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
 
 /// Cores that this process may run on at once: the affinity mask, cut by the CPU quota of its control groups.
 pub fn cores() -> usize {
@@ -57,23 +56,6 @@ pub(crate) fn page_size() -> u64 {
     // Asked each time, which costs nothing: a child that was forked while another thread asked would wait for ever.
     // SAFETY: sysconf only reads.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE)
-}
-
-/// Processor time of the calling thread so far.
-pub(crate) fn thread_cpu() -> Duration {
-    clock(libc::CLOCK_THREAD_CPUTIME_ID)
-}
-
-/// Processor time of this process so far.
-pub(crate) fn process_cpu() -> Duration {
-    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
-}
-
-fn clock(id: libc::clockid_t) -> Duration {
-    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: one writable timespec; both clocks exist on every Linux.
-    unsafe { libc::clock_gettime(id, &raw mut t) };
-    Duration::new(t.tv_sec.unsigned_abs(), t.tv_nsec as u32)
 }
 
 /// The tightest memory limit of the control groups that this process is in, in bytes.
