@@ -34,7 +34,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -46,7 +46,7 @@ help:
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers: each is a target too (docs/checks.md)"
+	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -144,7 +144,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: loom asan tsan valgrind miri fuzz
+checks: loom asan tsan valgrind miri fuzz nfs
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
@@ -193,6 +193,13 @@ fuzz-%:
 	mkdir -p fuzz/corpus/$*
 	cargo +$(NIGHTLY) fuzz run $* fuzz/corpus/$* fuzz/seeds/$* -- \
 		-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 $(LIMITS)
+
+# Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
+NFS_KERNELS ?= 6.1 6.12
+nfs: develop
+	for kernel in $(NFS_KERNELS); do \
+		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
+	done
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

@@ -32,6 +32,7 @@ from ._errors import (
     raise_if_forked,
 )
 from ._late_imports import importing
+from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
 from ._selection import Names, Selection, Slices, select
@@ -172,7 +173,7 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
     if isinstance(options, Options):
         if not changes:
-            return options
+            return _checked(options)
         given = {name: getattr(options, name) for name in Options.names()}
     elif options is None:
         given = {}
@@ -191,7 +192,15 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
             + f" (did you mean {', '.join(close)}?)" * bool(close)
             + f": the options are {', '.join(Options.names())}"
         )
-    return Options(**given)
+    if isinstance(given.get("trace"), os.PathLike):
+        given["trace"] = local_path(given["trace"], "trace")
+    return _checked(Options(**given))
+
+
+def _checked(options: Options) -> Options:
+    if options.trace:
+        local_path(options.trace, "trace")
+    return options
 
 
 class Request(NamedTuple):

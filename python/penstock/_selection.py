@@ -79,7 +79,7 @@ class Selection:
 
     def file(self, want: int) -> str:
         """Path of the file that the want's bytes are in."""
-        return self.core.files()[self.core.info(self.tensor(want))[3]]
+        return self.core.path(self.core.info(self.tensor(want))[3])
 
     def part(self, wants: Sequence[int]) -> Selection:
         """The selection of these wants alone."""
@@ -180,10 +180,10 @@ def _region(info: TensorInfo, cut: Any) -> Region:
     return region
 
 
-def info_of(core: _core.Checkpoint, index: int, files: Sequence[str]) -> TensorInfo:
-    """What the checkpoint says of tensor number ``index``; ``files`` are its files."""
+def info_of(core: _core.Checkpoint, index: int, files: Sequence[str] | None = None) -> TensorInfo:
+    """What the checkpoint says of tensor number ``index``; for many, ``files`` are its files, listed once."""
     name, dtype, shape, file, begin, end = core.info(index)
-    return TensorInfo(name, dtype, shape, end - begin, files[file], (begin, end))
+    return TensorInfo(name, dtype, shape, end - begin, core.path(file) if files is None else files[file], (begin, end))
 
 
 def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -> Selection:

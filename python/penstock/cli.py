@@ -2,7 +2,8 @@
 """The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert |
 synth``.
 
-Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
+Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` knows no digest to compare with, 130
+interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -23,14 +25,16 @@ from . import _core
 from ._checkpoint import Checkpoint, open
 from ._device import any_device
 from ._dtypes import DTYPES
-from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
+from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
 from ._load import ORDERS, load, make_options
+from ._paths import local_path
 from ._report import Report, size_text
 from ._save import LAYOUTS
+from ._selection import info_of
 from ._terminal import Parser, styled, table, wrapped
 from .bench import command as bench
 
-OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 _SOURCE = """a safetensors file, several, a directory, an index file, or a repository of the local Hugging Face
 Hub cache: org/name, org/name@revision"""
@@ -38,6 +42,14 @@ Hub cache: org/name, org/name@revision"""
 
 class _Failed(Exception):
     """A check failed; what there is to say has been said."""
+
+    status = FAILED
+
+
+class _Uncompared(_Failed):
+    """Digests were to be compared, and none of them is known."""
+
+    status = UNCOMPARED
 
 
 def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
@@ -47,9 +59,20 @@ def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Calla
         sys.stdout.write((text if isinstance(text, str) else text()) + "\n")
 
 
-def _open(args: argparse.Namespace) -> Checkpoint:
+def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Checkpoint:
     sources: list[str] = args.source
-    return open(sources[0] if len(sources) == 1 else sources)
+    return open(sources[0] if len(sources) == 1 else sources, stall_timeout=stall_timeout)
+
+
+def _refuse_schemes(args: argparse.Namespace) -> None:
+    """Refuses paths that begin with a scheme, such as s3://, before anything is done."""
+    for argument in ("source", "path", "file", "folder", "into", "trace", "html", "digests", "json"):
+        value = getattr(args, argument, None)
+        listed = value if isinstance(value, list) else [value]
+        for path in listed:
+            repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
+            if isinstance(path, str) and not repository:
+                local_path(path, argument)
 
 
 # inspect
@@ -150,7 +173,7 @@ def _count(number: int) -> str:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    checkpoint = _open(args)
+    checkpoint = _open(args, args.stall_timeout)
     core = checkpoint._core
     by_dtype: dict[str, dict[str, int]] = {}
     for dtype, wants in sorted(core.by_dtype().items()):
@@ -176,7 +199,8 @@ def _inspect(args: argparse.Namespace) -> None:
         "warnings": checkpoint.warnings,
     }
     if args.tensors or args.json:
-        infos = [checkpoint._info(i) for i in range(len(checkpoint))]
+        paths = checkpoint.files
+        infos = [info_of(core, i, paths) for i in range(len(checkpoint))]
         document["entries"] = [
             {
                 "name": t.name,
@@ -239,6 +263,13 @@ def _option(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def _seconds(text: str) -> float:
+    try:
+        return _core.stall_timeout(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds") from None
+
+
 def _shown(report: Report) -> str:
     """A report that fits the terminal, its first line bold."""
     first, *rest = wrapped(str(report)).split("\n")
@@ -250,7 +281,7 @@ def _load(args: argparse.Namespace) -> None:
         options = make_options(dict(args.option) | ({"trace": args.trace} if args.trace else {}))
     except (TypeError, ValueError) as error:  # wrong usage here, whatever it is in a program
         raise InvalidError(str(error)) from error
-    checkpoint = _open(args)
+    checkpoint = _open(args, options.stall_timeout)
     # No framework is needed to move bytes, and importing one takes seconds. Casts and torch's own devices need one.
     where = any_device(args.device)
     bytes_alone = args.framework is None and args.dtype in (None, "raw") and (where.is_cpu or where.is_gpu)
@@ -278,7 +309,7 @@ def _load(args: argparse.Namespace) -> None:
 def _listed(path: str) -> dict[str, str]:
     """Digests by file name from the output of sha256sum."""
     listed = {}
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = re.fullmatch(r"\\?([0-9a-fA-F]{64})[ \t]+\*?(.+)", line.strip())
@@ -291,10 +322,13 @@ def _listed(path: str) -> dict[str, str]:
 def _verify(args: argparse.Namespace) -> None:
     from ._digest import digests
     from ._hub import Expected, expected_digest
+    from ._patience import patiently
 
     listed = _listed(args.digests) if args.digests else {}
     try:
-        checkpoint = _open(args)
+        checkpoint = _open(args, args.stall_timeout)
+    except (StalledError, SchemeError):  # nothing was checked
+        raise
     except PenstockError as error:
         document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
         _print(args, document, f"FAILED  {error}")
@@ -303,13 +337,13 @@ def _verify(args: argparse.Namespace) -> None:
     problems = []
     unused = set(listed)
     if args.sha256 or args.digests:
-        paths = checkpoint._all_files()
+        paths = checkpoint._all_files(args.stall_timeout)
         unused -= {Path(path).name for path in paths}
         known = {
             path: Expected("sha256", listed[Path(path).name], "list") for path in paths if Path(path).name in listed
         }
         files = []
-        for found in digests(paths, known, False if args.json else None):
+        for found in digests(paths, known, False if args.json else None, args.stall_timeout):
             source = found.expected.source if found.expected else None
             named = {found.algorithm.replace("-", "_"): found.digest, "compared_with": source}
             files.append({"path": found.path, "ok": found.error is None, **named})
@@ -319,14 +353,22 @@ def _verify(args: argparse.Namespace) -> None:
     for name in sorted(unused):
         message = f"{args.digests}: lists {name}, which is not a file of this checkpoint"
         problems.append({"kind": "Digest", "path": name, "message": message})
+    digested = bool(args.sha256 or args.digests)
+    compared = sum(bool(file.get("compared_with")) for file in files)
+    uncompared = digested and compared == 0
     document = {
-        "ok": not problems,
+        "ok": not problems and not uncompared,
         "files": files,
+        "compared": compared if digested else None,
         "tensors": len(checkpoint),
         "nbytes": checkpoint.nbytes,
         "warnings": checkpoint.warnings,
         "problems": problems,
     }
+    # Asked beforehand: a file system may hang
+    comparable = not digested and patiently(
+        lambda: all(expected_digest(path) for path in checkpoint.files), args.stall_timeout
+    )
 
     def text() -> str:
         lines = []
@@ -336,28 +378,33 @@ def _verify(args: argparse.Namespace) -> None:
                 for name, key in (("sha256", "sha256"), ("git-sha1", "git_sha1"))
                 if key in file
             ]
-            mark = styled(f"{'ok':8}", "green") if file["ok"] else styled(f"{'FAILED':8}", "bold red")
+            well = "hashed" if digested and not file["compared_with"] else "ok"
+            mark = styled(f"{well:8}", "green") if file["ok"] else styled(f"{'FAILED':8}", "bold red")
             lines.append(f"{mark}{file['path']}{''.join(seen)}")
         lines += [f"{styled('FAILED', 'bold red')}  {p['message']}" for p in problems]
         lines += [f"{styled('warning', 'yellow')} {w}" for w in checkpoint.warnings]
-        digested = args.sha256 or args.digests
-        checked = "headers, bounds and index" + (" and digests" if digested else "")
         state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
-        lines.append(f"{checked} of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
-        if not digested and all(expected_digest(path) for path in checkpoint.files):
+        lines.append(f"headers, bounds and index of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
+        if uncompared:
+            lines.append("contents were compared with nothing: no digest of these files is known. --digests gives them")
+        elif digested:
+            lines.append(f"contents of {compared} of {len(files)} files were compared with their digests")
+        elif comparable:
             lines.append("contents were not compared with the digests that the Hub cache has of them: --sha256 does")
         return "\n".join(lines)
 
     _print(args, document, text)
     if problems:
         raise _Failed
+    if uncompared:
+        raise _Uncompared
 
 
 # warm, evict
 
 
 def _page_cache(args: argparse.Namespace) -> None:
-    paths = _open(args).files
+    paths = _open(args, args.stall_timeout).files
     evict = args.command == "evict"
     files: list[dict[str, Any]] = []
     for path in paths:
@@ -460,7 +507,7 @@ def _convert(args: argparse.Namespace) -> None:
         f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
         f"file{'s' * (len(report.files) != 1)} in {report.seconds:.2f} s: {report.gbps:.2f} GB/s"
     )
-    _print(args, {"ok": True, "into": str(args.into), "report": report}, text)
+    _print(args, {"ok": True, "into": str(Path(args.into)), "report": report}, text)
 
 
 def _size(text: str) -> float:
@@ -494,13 +541,14 @@ def _synth(args: argparse.Namespace) -> None:
     if args.name is None or args.folder is None:
         raise InvalidError("synth takes the NAME of a layout and a FOLDER, or --list")
 
+    folder = Path(args.folder)
     layout = layouts.build(args.name, layers=args.layers, nbytes=args.nbytes, scale=args.scale, align=args.align)
-    there = synth.in_place(layout, args.folder, seed=args.seed)
+    there = synth.in_place(layout, folder, seed=args.seed)
     start = time.perf_counter()
-    synth.write(layout, args.folder, seed=args.seed)
+    synth.write(layout, folder, seed=args.seed)
     seconds = time.perf_counter() - start
     document = {
-        "folder": str(args.folder),
+        "folder": str(folder),
         "name": layout.name,
         "files": layout.files,
         "tensors": len(layout.tensors),
@@ -514,9 +562,7 @@ def _synth(args: argparse.Namespace) -> None:
     def text() -> str:
         count = len(layout.shards)
         files = f"{count} file{'s' * (count != 1)}"
-        lines = [
-            f"{args.folder}: {layout.name}, {len(layout.tensors):,} tensors, {size_text(layout.nbytes)} in {files}"
-        ]
+        lines = [f"{folder}: {layout.name}, {len(layout.tensors):,} tensors, {size_text(layout.nbytes)} in {files}"]
         if layout.cut:
             lines.append(f"cut to {layout.cut}")
         rate = f"{layout.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
@@ -530,7 +576,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints.",
-        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
+        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, "
+        "4 verify knows no digest to compare with, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -545,7 +592,12 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("source", nargs="+", help=_SOURCE)
         return made
 
-    made = with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes"))
+    def with_patience(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        help = "fail when the file system answers nothing for so long (default: PENSTOCK_STALL_TIMEOUT, or 120)"
+        made.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help=help)
+        return made
+
+    made = with_patience(with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes")))
     made.add_argument("--tensors", action="store_true", help="list every tensor instead of folding layers together")
     made.add_argument("--depth", type=int, metavar="N", help="show the tree down to N levels")
 
@@ -562,16 +614,18 @@ def _parser() -> argparse.ArgumentParser:
         help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",
     )  # fmt: skip
 
-    made = with_source(command("verify", _verify, "check headers, bounds and index, and on request every byte"))
+    help = "check headers, bounds and index, and on request every byte"
+    made = with_patience(with_source(command("verify", _verify, help)))
     made.add_argument(
         "--sha256", action="store_true", help="digest every file; compare where a Hub cache knows the digest"
     )
     made.add_argument("--digests", metavar="FILE", help="compare digests with this list, as sha256sum writes it")
 
-    made = with_source(command("warm", _page_cache, "read the files into the page cache"))
+    made = with_patience(with_source(command("warm", _page_cache, "read the files into the page cache")))
     made.add_argument("--threads", type=int, default=0, metavar="N", help="readers (default: as the machine suggests)")
 
-    with_source(command("evict", _page_cache, "drop the files from the page cache; needs no privileges"))
+    help = "drop the files from the page cache; needs no privileges"
+    with_patience(with_source(command("evict", _page_cache, help)))
 
     made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
     made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
@@ -587,7 +641,7 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run=_bench)
 
     made = with_source(command("convert", _convert, "write a checkpoint anew: layout, shards, dtype; pickles too"))
-    made.add_argument("into", type=Path, metavar="DIRECTORY", help="where to")
+    made.add_argument("into", metavar="DIRECTORY", help="where to")
     made.add_argument("--dtype", help="cast to this floating dtype")
     made.add_argument(
         "--max-shard-size", default="5GB", metavar="N", help='most bytes of a file, or "none" (default: 5GB)'
@@ -599,7 +653,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
     made.add_argument("name", nargs="?", help="a name that --list shows")
-    made.add_argument("folder", nargs="?", type=Path, help="where to; must hold no files that were not written so")
+    made.add_argument("folder", nargs="?", help="where to; must hold no files that were not written so")
     made.add_argument("--list", action="store_true", help="show the layouts: files, tensors, bytes")
     made.add_argument("--layers", type=int, metavar="L", help="only the first L layers, with embeddings and head")
     made.add_argument("--nbytes", type=_size, metavar="N", help="only as many whole layers as fit: 3GB, 512MiB, 3e9")
@@ -623,11 +677,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names need not be UTF-8; they are written as the bytes that they are
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
+        _refuse_schemes(args)
         args.run(args)
         sys.stdout.flush()
-    except _Failed:
-        return FAILED
+    except _Failed as failed:
+        return failed.status
     except KeyboardInterrupt:
         sys.stderr.write("penstock: interrupted\n")
         return INTERRUPTED
