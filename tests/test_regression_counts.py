@@ -101,7 +101,7 @@ class Traced:
 
 
 def kind_of(name: str, arguments: str) -> str:
-    """What a call is for: to move bytes, to touch pages, to wait or wake, to start a thread, to ask what the machine offers."""
+    """What a call is for: to move bytes, touch pages, wait or wake, start a thread, ask what the machine offers."""
     if name in ("clone", "clone3"):
         return "thread"
     if "/sys/" in arguments or "/proc/" in arguments:
