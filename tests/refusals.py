@@ -37,6 +37,7 @@ _CALLS = {
     "io_uring_register": (427, 427),
     "cachestat": (451, 451),
     "preadv2": (327, 286),
+    "process_vm_readv": (310, 270),
     "seccomp": (317, 277),
 }
 _ARM = platform.machine() == "aarch64"
@@ -88,5 +89,6 @@ NO_URING = Refusal("io_uring_setup")
 NO_AIO = Refusal("io_setup", errno.ENOSYS)
 NO_DIRECT = Refusal("openat", errno.EINVAL, argument=2, bit=O_DIRECT)
 NO_POPULATE = Refusal("madvise", errno.EINVAL, argument=2, value=MADV_POPULATE_READ)
+NO_TOUCH = Refusal("process_vm_readv")
 NO_CACHESTAT = Refusal("cachestat")
 NO_THREADS = (Refusal("clone3", errno.EAGAIN), Refusal("clone", errno.EAGAIN))

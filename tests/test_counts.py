@@ -88,7 +88,8 @@ def test_mapped_pages_are_there_or_counted_as_left_to_their_first_touch(llama: M
     absent = unmapped_bytes(tensors.values())
     assert report.routes["mapped"]["bytes"] >= llama.nbytes
     if state == "warm":
-        assert abs(report.first_touch_bytes - absent) <= len(llama.files) * FINEST
+        # The pages that were touched to estimate the cost are mapped with their folios: of 2 MiB, four at most
+        assert abs(report.first_touch_bytes - absent) <= len(llama.files) * FINEST + 4 * (2 << 20)
     else:  # a first touch might have to wait for the disk, or be killed where the file has shrunk meanwhile
         assert report.first_touch_bytes == 0
         assert absent == 0

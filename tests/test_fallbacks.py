@@ -176,6 +176,37 @@ def test_populating_refused_in_the_middle_of_a_stream(cold):
     assert out == '[["MADV_POPULATE_READ", "pread"]]\n'
 
 
+TOUCH = "[('touching populated pages', 'first use')]"
+
+
+@pytest.mark.parametrize("error", ["errno.EPERM", "errno.ENOSYS"])
+def test_touching_refused_leaves_the_pages_to_their_first_use_and_is_told_once(cold, error):
+    program = (
+        HEAD
+        + f"""
+checkpoint = penstock.open(path)
+refuse(Refusal("process_vm_readv", {error}))
+same(checkpoint.load(framework="np", options={{"io": "mapped", "cache": "keep"}}), path)
+report = checkpoint.last_report
+print(told(report) == {TOUCH}, "process_vm_readv" in report.fallbacks[0]["reason"], report.touched_pages)
+# Of a warm load it is not known then what the first touch will cost
+same(checkpoint.load(framework="np"), path)
+report = checkpoint.last_report
+print(told(report), report.first_touch_bytes > 23_000_000, report.first_touch_seconds, "about" in str(report))
+"""
+    )
+    assert run(program, cold, timeout=LIMIT).splitlines() == ["True True 0", "[] True None False"]
+
+
+def test_touching_refused_in_the_middle_of_a_stream(cold):
+    out = run(
+        HEAD + f"print(told(stream(dict(io='mapped', cache='keep'), lambda: refuse(NO_TOUCH))) == {TOUCH})",
+        cold,
+        timeout=LIMIT,
+    )
+    assert out == "True\n"
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_cachestat_refused_is_sampled_instead(cold, warm):
     if warm:

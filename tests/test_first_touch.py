@@ -1,4 +1,4 @@
-"""Resident files: what a load maps at once, what it leaves to the first touch, and what the report says of it."""
+"""First touches: which pages a load leaves to them, which it touches itself, and what the report says of both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_resident_pages_are_left_to_their_first_touch_and_reported(file, read):
     report = checkpoint.last_report
     assert report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes
     assert checkpoint.nbytes <= report["first_touch_bytes"] <= file.stat().st_size
-    assert "first touch" in str(report)
+    # An estimate from few pages. They are in memory, and no disk is waited for.
+    assert 0 <= report["first_touch_seconds"] < 10
+    assert "first touch" in str(report) and ": about" in str(report)
+    assert report["touched_pages"] == report["touch_calls"] == 0
     Oracle(file).same(tensors)
 
 
@@ -56,6 +59,7 @@ def test_private_memory_leaves_nothing(file, options):
     checkpoint = penstock.open(file)
     checkpoint.load(options=options)
     assert checkpoint.last_report["first_touch_bytes"] == 0
+    assert checkpoint.last_report["first_touch_seconds"] == 0
     assert "first touch" not in str(checkpoint.last_report)
 
 
@@ -71,6 +75,41 @@ def test_of_a_file_that_is_not_all_resident_every_page_is_populated(file, wanted
     checkpoint.load(options={"cache": "keep"})
     assert checkpoint.last_report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes
     assert checkpoint.last_report["first_touch_bytes"] == 0
+
+
+#: Pages of each 2 MiB that are touched to learn what touching costs, at least.
+SAMPLED = 16
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture
+def cold(file: Path) -> Path:
+    pagecache.evict(file)
+    return file
+
+
+def test_cold_pages_are_sampled_and_touched_at_most_once(cold):
+    checkpoint = penstock.open(cold)
+    tensors = checkpoint.load(options={"cache": "keep"})
+    report = checkpoint.last_report
+    pages = -(-cold.stat().st_size // PAGE) + 1
+    assert report.routes["mapped"]["bytes"] >= checkpoint.nbytes
+    # How many of them depends on what a touch costs here: the samples, or all
+    assert SAMPLED * (checkpoint.nbytes // (2 * MIB)) <= report.touched_pages <= pages
+    # A call for the samples of each 2 MiB, and one for the rest
+    stretches = checkpoint.nbytes // (2 * MIB) + 2
+    assert stretches - 2 <= report.touch_calls <= 2 * (stretches + report.routes["mapped"]["extents"])
+    assert f"{report.touched_pages} pages in {report.touch_calls} calls" in str(report)
+    assert report.fallbacks == []
+    assert (report.first_touch_bytes, report.first_touch_seconds) == (0, 0)
+    Oracle(cold).same(tensors)
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}])
+def test_copied_bytes_are_not_touched(cold, options):
+    checkpoint = penstock.open(cold)
+    checkpoint.load(options=options)
+    assert checkpoint.last_report["touched_pages"] == checkpoint.last_report["touch_calls"] == 0
 
 
 STRANGER = """

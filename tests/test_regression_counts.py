@@ -101,11 +101,13 @@ class Traced:
 
 
 def kind_of(name: str, arguments: str) -> str:
-    """What a call is for: to move bytes, to wait or wake, to start a thread, to ask what the machine offers."""
+    """What a call is for: to move bytes, touch pages, wait or wake, start a thread, ask what the machine offers."""
     if name in ("clone", "clone3"):
         return "thread"
     if "/sys/" in arguments or "/proc/" in arguments:
         return "machine"
+    if name == "process_vm_readv":
+        return "touch"
     if name.startswith(("pread", "io_")) or "MADV_POPULATE" in arguments:
         return "bytes"
     if name in ("futex", "poll", "ppoll", "epoll_wait", "epoll_pwait") or "eventfd" in arguments:
@@ -194,6 +196,8 @@ class Route:
     cold: bool = False
     #: To ask what the machine offers.
     machine: int = 60
+    #: To touch pages: samples of each 2 MiB, whether they take as long once more, and the rest; of warm ones a few.
+    touches: int = 0
 
 
 #: The file is read in 65 extents of 4 MiB, or, where it is mapped and resident, in 5. Two threads wherever there are
@@ -201,8 +205,28 @@ class Route:
 #: 43, 0; 65, 390 to 530, 165, 3; 65, 240 to 480, 84, 3; 65, 240 to 580, 223, 5; 32 to 68, 73 to 137, 72, 1; 10, 35 to
 #: 51, 77, 1; 66, 160 to 475, 87, 3.
 SYSTEM_CALLS = (
-    Route("mapped", {}, 30, 20, 55, 0, "the caller's thread, in steps of 2 to 16 MiB while they are fast", machine=0),
-    Route("mapped, cold", {"cache": "keep", "threads": 2}, 65, 1000, 200, 3, "a madvise for each extent", cold=True),
+    Route(
+        "mapped",
+        {},
+        30,
+        20,
+        55,
+        0,
+        "the caller's thread, in steps of 2 to 16 MiB while they are fast",
+        machine=0,
+        touches=10,
+    ),
+    Route(
+        "mapped, cold",
+        {"cache": "keep", "threads": 2},
+        65,
+        1000,
+        200,
+        3,
+        "a madvise for each extent",
+        cold=True,
+        touches=3 * 130,
+    ),
     Route("buffered", {"copy": True, "threads": 2}, 65, 1000, 105, 3, "a pread for each extent"),
     Route("into tensors", {"into": True, "threads": 2}, 65, 1000, 290, 5, "a pread for each extent"),
     Route("io_uring", {"io": "uring"}, 100, 250, 90, 1, "to submit some reads, and to hear of some"),
@@ -228,6 +252,7 @@ def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], firs
     hold(
         Bound("calls per GB to move bytes", kinds["bytes"] * per_gb, route.bytes * per_gb, route.why),
         Bound("calls per GB to wait and wake", kinds["waiting"] * per_gb, route.waiting * per_gb, WAITING),
+        Bound("calls per load to touch pages", kinds["touch"], route.touches, "1,024 pages a call, of 2 MiB at a time"),
         Bound("other calls per load", kinds["other"], route.other, OTHER),
         Bound("calls per load to ask what the machine offers", kinds["machine"], route.machine, MACHINE),
         Bound("threads started per load", kinds["thread"], route.threads, THREADS),
@@ -247,6 +272,7 @@ def test_a_small_warm_load_starts_no_thread_and_leaves_no_descriptor(trace: Call
             20,
             "descriptors made and closed, for which nobody waits; found: 15",
         ),
+        Bound("calls to touch pages", kinds["touch"], 2, "of what is left to a first touch: 0.4 us a page"),
         Bound("other calls", kinds["other"], 40, "0.1 to 0.5 us each, and a small load takes 200 us; found: 33"),
         Bound("calls to ask what the machine offers", kinds["machine"], 0, "no other thread, so no question how many"),
         Bound("descriptors left", traced.report["descriptors"], 0, "a load leaves none"),

@@ -81,10 +81,14 @@ class Report(dict[str, Any]):
                 extents = way["extents"]
                 line(route, f"{size_text(way.get('bytes', 0))} in {extents} extent{'s' * (extents != 1)}")
         if get("first_touch_bytes"):
+            cost = get("first_touch_seconds")
             line(
                 "first touch",
-                f"{size_text(get('first_touch_bytes', 0))} of that are mapped when they are first touched",
+                f"{size_text(get('first_touch_bytes', 0))} of that are mapped when they are first touched"
+                + (f": about {_time(cost)}" if cost is not None else ""),
             )
+        if get("touched_pages"):
+            line("touched", f"{get('touched_pages')} pages in {get('touch_calls')} calls, while the disk worked")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
@@ -144,6 +148,8 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return {k: _merge(k, a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}
     if isinstance(a, list) and isinstance(b, list):
         return a + [item for item in b if item not in a]
+    if key == "first_touch_seconds" and (a is None or b is None):
+        return None  # of a part it is not known
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return a
     return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging",) else a + b

@@ -174,6 +174,8 @@ impl Driver {
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
+        // Before the files are compared: looking at what is left touches some of it.
+        let touches = self.source.take_touches();
         // A file that changed while it was read gives a mixture of old and new bytes: no tensor of it may be believed.
         let outcome = outcome.and_then(|()| self.unchanged(None));
         let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
@@ -182,7 +184,10 @@ impl Driver {
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
         report.waits = self.tally.waits();
-        report.first_touch_bytes = self.source.take_left();
+        report.first_touch_bytes = touches.left;
+        report.first_touch_seconds = touches.left_seconds;
+        report.touched_pages = touches.pages;
+        report.touch_calls = touches.calls;
         if let Some(choice) = self.source.choice() {
             report.cache = if choice.keep { "keep" } else { "bypass" };
             report.cache_reason = choice.reason;

@@ -123,6 +123,13 @@ pub struct Report {
     /// Bytes that were in the page cache and are mapped, gaps included, but have no page table entries yet: the first touch of
     /// each page is a minor fault, as with any mapping.
     pub first_touch_bytes: u64,
+    /// Seconds that the first touch of all of these will take one thread: an estimate from at most 128 pages. `None` where
+    /// none could be made.
+    pub first_touch_seconds: Option<f64>,
+    /// Pages that the load has touched after the disk had filled them.
+    pub touched_pages: u64,
+    /// System calls for that.
+    pub touch_calls: u64,
     /// Most staging memory in use by this process during the load, in bytes.
     pub peak_staging: u64,
     /// Routes that were refused, and what took their place.

@@ -468,6 +468,9 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("resident_bytes", r.resident_bytes)?;
     d.set_item("residency_probes", r.residency_probes)?;
     d.set_item("first_touch_bytes", r.first_touch_bytes)?;
+    d.set_item("first_touch_seconds", r.first_touch_seconds)?;
+    d.set_item("touched_pages", r.touched_pages)?;
+    d.set_item("touch_calls", r.touch_calls)?;
     d.set_item("peak_staging", r.peak_staging)?;
     d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
     let waits = PyDict::new(py);

@@ -43,6 +43,7 @@ mod flight;
 mod router;
 mod threads;
 mod throttle;
+mod touch;
 mod trial;
 mod uring;
 
@@ -53,6 +54,7 @@ pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residen
 pub use router::Router;
 pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
+pub use touch::Touches;
 pub use trial::Choice;
 pub(crate) use trial::WORTH_A_TRIAL;
 pub use uring::{RingMode, Uring};
@@ -152,9 +154,9 @@ pub trait Source: Send {
     /// Reads submitted and not yet polled.
     fn in_flight(&self) -> usize;
 
-    /// Bytes of resident pages since the last call that are mapped but left to their first touch (a minor fault).
-    fn take_left(&mut self) -> u64 {
-        0
+    /// Since the last call: pages of mappings that were touched, and those that are left to their first touch.
+    fn take_touches(&mut self) -> Touches {
+        Touches::default()
     }
 
     /// What became of the page cache, where that was left to the source to decide.

@@ -15,7 +15,7 @@
 use super::file::{Files, FsKind};
 use super::threads::Way;
 use super::trial::Trial;
-use super::{epoll, watch, Aio, Choice, Done, Fallback, Outcome, Read, Source, Threads, Uring};
+use super::{epoll, watch, Aio, Choice, Done, Fallback, Outcome, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::options::{Io, Options};
 use crate::schedule::Route;
@@ -377,8 +377,8 @@ impl Source for Router {
         direct + self.threads.in_flight() + self.back.len() + self.over.len()
     }
 
-    fn take_left(&mut self) -> u64 {
-        self.threads.take_left()
+    fn take_touches(&mut self) -> Touches {
+        self.threads.take_touches()
     }
 
     fn choice(&self) -> Option<Choice> {

@@ -6,6 +6,7 @@
 
 use super::file::{read_fully, Files};
 use super::fill::Fill;
+use super::touch::{Left, Touch, Touches, Untouched};
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
@@ -18,7 +19,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -57,8 +58,8 @@ struct Shared {
     no_uncached: AtomicBool,
     /// MADV_POPULATE_READ was refused once.
     no_populate: AtomicBool,
-    /// Bytes of resident pages left to their first touch.
-    left: AtomicU64,
+    /// Touches the pages that were populated.
+    touch: Touch,
     /// What brings cold bytes into the page cache before they are read through it, if anything does.
     fill: OnceLock<Fill>,
     /// Where reads are recorded, if they are.
@@ -72,6 +73,8 @@ struct State {
     last: Vec<(u32, Range<u64>)>,
     done: Vec<Outcome>,
     fallbacks: Vec<Fallback>,
+    /// Resident pages that are left to their first touch.
+    left: Vec<Left>,
     /// `wake` was raised and not lowered since: one write for however many completions.
     raised: bool,
     /// Threads alive, waiting for work, reading.
@@ -115,7 +118,7 @@ impl Threads {
             wake: Wake::new()?,
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
-            left: AtomicU64::new(0),
+            touch: Touch::new(),
             fill: OnceLock::new(),
             timeline: OnceLock::new(),
             files,
@@ -254,8 +257,9 @@ impl Source for Threads {
         self.in_flight
     }
 
-    fn take_left(&mut self) -> u64 {
-        self.shared.left.swap(0, Ordering::Relaxed)
+    fn take_touches(&mut self) -> Touches {
+        let left = std::mem::take(&mut lock(&self.shared.state).left);
+        self.shared.touch.take(&left)
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
@@ -501,25 +505,51 @@ impl Shared {
         let got = read.len.min(self.files.size(read.file).saturating_sub(read.offset));
         read.ended(got)?;
         if resident {
-            self.left.fetch_add(got, Ordering::Relaxed);
+            let mapping = Arc::downgrade(&read.keep);
+            lock(&self.state).left.push(Left { at: at as usize, len: got as usize, mapping });
         } else if got > 0 {
             let page = page_size() as usize;
             let pages = at as usize / page * page..(at as usize + got as usize).next_multiple_of(page);
             if let Some(fill) = self.fill.get() {
                 fill.fetch_ends(&self.files, read, got);
             }
-            self.populate(read, pages, tools)?;
+            if self.populate(read, pages.clone(), tools)? {
+                self.touch(read, pages, tools)?;
+            }
         }
         Ok(got)
     }
 
-    /// Populates pages of the mapping of `read`; where this kernel cannot, all of the read is in the page cache afterwards.
-    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<(), Failure> {
+    /// Touches pages that were populated: see `touch`.
+    fn touch(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<(), Failure> {
+        match self.touch.populated(pages, &mut tools.places) {
+            Ok(()) => Ok(()),
+            Err(Untouched::Refused(e)) => {
+                let reason = format!("process_vm_readv: {e}");
+                self.fell_back(Fallback { from: "touching populated pages", to: "first use", reason });
+                Ok(())
+            }
+            Err(Untouched::Lost(e)) => Err(self.lost(read, &e, tools)),
+        }
+    }
+
+    /// A page of a mapping could not be had: the file shrank, or the disk failed. Reading tells which.
+    fn lost(&self, read: &Read, cause: &io::Error, tools: &mut Tools) -> Failure {
+        let looked = self.files.verify_file(read.file).map_err(Failure::from);
+        match looked.and_then(|()| self.read_through(read, tools)) {
+            Err(failure) => failure,
+            Ok(_) => Error::io("populate the mapping of the file", cause).into(),
+        }
+    }
+
+    /// Populates pages of the mapping of `read`. Where this kernel cannot, all of the read is in the page cache afterwards,
+    /// and the answer is false.
+    fn populate(&self, read: &Read, pages: Range<usize>, tools: &mut Tools) -> Result<bool, Failure> {
         while !self.no_populate.load(Ordering::Relaxed) {
             // SAFETY: populating neither moves nor changes memory; the caller says that the range is mapped, and a
             // range that is not is ENOMEM.
             if unsafe { libc::madvise(pages.start as *mut libc::c_void, pages.len(), libc::MADV_POPULATE_READ) } == 0 {
-                return Ok(());
+                return Ok(true);
             }
             let e = io::Error::last_os_error();
             match e.raw_os_error() {
@@ -531,19 +561,14 @@ impl Shared {
                         self.fell_back(Fallback { from: "MADV_POPULATE_READ", to: "pread", reason });
                     }
                 }
-                // A page could not be had: the file shrank, or the disk failed. Reading tells which.
-                Some(libc::EFAULT) => {
-                    self.files.verify_file(read.file)?;
-                    self.read_through(read, tools)?;
-                    return Err(Error::io("populate the mapping of the file", &e).into());
-                }
+                Some(libc::EFAULT) => return Err(self.lost(read, &e, tools)),
                 _ => return Err(Error::io("populate the mapping of the file", &e).into()),
             }
         }
         // The page cache holds the bytes then and a first touch is a minor fault; touching the pages here instead could
         // kill the process (SIGBUS).
         self.read_through(read, tools)?;
-        Ok(())
+        Ok(false)
     }
 
     fn read_through(&self, read: &Read, tools: &mut Tools) -> Result<u64, Failure> {
@@ -627,6 +652,41 @@ fn block_signals() {
         let mut all = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut());
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::memory::Mapping;
+    use crate::source::Ticket;
+
+    /// Populated, then cut short, then touched: by itself that is a race that nobody wins twice.
+    #[test]
+    fn a_file_that_shrinks_between_populating_and_touching_is_changed_and_no_signal() {
+        const LEN: u64 = 64 * 4096;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(LEN).unwrap();
+        let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
+        let pool = Threads::new(files, 1, 1).unwrap();
+        let mapping = Arc::new(Mapping::new(file.as_file(), LEN).unwrap());
+        let at = mapping.at();
+        let into = Destination::Mapping { at, resident: false };
+        let (ticket, route) = (Ticket(0), Route::Mapped);
+        let read = Read { ticket, file: 0, offset: 0, len: LEN, need: LEN, route, into, fresh: false, keep: mapping };
+        let pages = at as usize..at as usize + LEN as usize;
+        let mut tools = Tools::default();
+        let populated = pool.shared.populate(&read, pages.clone(), &mut tools);
+        if !matches!(populated, Ok(true)) {
+            return; // before Linux 5.14
+        }
+        assert!(pool.shared.touch(&read, pages.clone(), &mut tools).is_ok());
+        file.as_file().set_len(LEN / 2).unwrap();
+        match pool.shared.touch(&read, pages, &mut tools) {
+            Err(Failure::Error(e)) => assert_eq!(e.kind(), ErrorKind::Changed),
+            Err(Failure::Refused(e)) => panic!("refused: {e}"),
+            Ok(()) => panic!("pages that are gone were touched"),
+        }
     }
 }
 

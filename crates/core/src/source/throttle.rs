@@ -1,7 +1,7 @@
 //! A source made slower or made to fail, to see what the rest then does. For tests: no option leads here.
 
 use super::file::Files;
-use super::{epoll, watch, Choice, Done, Fallback, Read, Source};
+use super::{epoll, watch, Choice, Done, Fallback, Read, Source, Touches};
 use crate::error::{Error, Result};
 use crate::wake::Wake;
 use std::collections::HashMap;
@@ -204,8 +204,8 @@ impl Source for Throttle {
         self.inner.in_flight() + self.held.len() + self.hanging.len()
     }
 
-    fn take_left(&mut self) -> u64 {
-        self.inner.take_left()
+    fn take_touches(&mut self) -> Touches {
+        self.inner.take_touches()
     }
 
     fn choice(&self) -> Option<Choice> {

@@ -1,0 +1,342 @@
+//! The first touch of pages that a disk has filled.
+//!
+//! In a virtual machine whose host takes back free memory, the processor's first access to a page that the disk has filled
+//! can cost 5 to 11 us. The host has the page then, and the tables by which the processor finds it do not. No fault counter
+//! of the guest shows that. Populating a mapping does not touch its pages, so the caller would pay for each of them after
+//! the load, on one core. The threads that populate therefore touch the pages at once. The disk works meanwhile, and the
+//! cores have little else to do.
+//!
+//! `process_vm_readv` reads one byte of each page of the own process. A page that the file has lost is an error there
+//! (EFAULT) and not SIGBUS. The call takes 0.4 us a page also where nothing is gained, so a few pages of each 2 MiB are
+//! touched and timed first, and the others only if these were slow. 548 MB, cold, where nothing is gained: 72 to 105 ms of
+//! processor time for every page, 9 to 13 ms for the samples. One page of each 2 MiB is not enough where something is
+//! gained: the host maps its memory in small pages.
+
+use crate::machine::page_size;
+use crate::options::HUGE_PAGE;
+use std::any::Any;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Weak;
+use std::time::{Duration, Instant};
+
+/// Most places of one call: IOV_MAX.
+const PLACES: usize = 1024;
+/// Pages of each 2 MiB that are touched to learn what touching costs there.
+const SAMPLE: usize = 16;
+/// The first touch of a page has to take this long to be worth the call.
+const WORTH: Duration = Duration::from_micros(1);
+
+/// Pages that one minor fault maps where the page cache has small pages (`fault_around_bytes`, 64 KiB by default).
+const AROUND: usize = 16;
+/// Stretches of 2 MiB that are looked at to estimate the cost of what is left: two groups of [`AROUND`] pages in each.
+const LOOKS: u64 = 4;
+/// Bytes that are left for each such stretch.
+const BYTES_PER_LOOK: u64 = 64 << 20;
+
+/// First touches of the pages of mappings.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Touches {
+    /// Bytes of resident pages that are mapped but left to their first touch (a minor fault).
+    pub left: u64,
+    /// Seconds that the first touch of all of these will take one thread: an estimate. `None` where none could be made.
+    pub left_seconds: Option<f64>,
+    /// Pages that the source touched after the disk had filled them.
+    pub pages: u64,
+    /// System calls for that.
+    pub calls: u64,
+}
+
+/// Mapped memory that is left to its first touch.
+pub(super) struct Left {
+    pub(super) at: usize,
+    pub(super) len: usize,
+    /// The mapping, as long as anybody has it.
+    pub(super) mapping: Weak<dyn Any + Send + Sync>,
+}
+
+/// Touches pages for the threads of one load.
+#[derive(Debug)]
+pub(super) struct Touch {
+    worth: Duration,
+    /// This process: asked once, since each question is a system call.
+    process: libc::pid_t,
+    refused: AtomicBool,
+    pages: AtomicU64,
+    calls: AtomicU64,
+}
+
+/// Why pages were not touched.
+#[derive(Debug)]
+pub(super) enum Untouched {
+    /// The call was refused for the first time.
+    Refused(io::Error),
+    /// A page could not be had.
+    Lost(io::Error),
+}
+
+impl Touch {
+    pub(super) fn new() -> Touch {
+        Touch::worth(WORTH)
+    }
+
+    /// Touches all pages of those 2 MiB where a first touch takes at least so long.
+    fn worth(worth: Duration) -> Touch {
+        // SAFETY: it only asks.
+        let process = unsafe { libc::getpid() };
+        Touch { worth, process, refused: AtomicBool::new(false), pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
+    }
+
+    /// Touches populated pages, from the address of the first to the end of the last, where that is worth it. `places` is
+    /// the thread's own.
+    pub(super) fn populated(&self, pages: Range<usize>, places: &mut Vec<libc::iovec>) -> Result<(), Untouched> {
+        if self.refused.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let (page, huge) = (page_size() as usize, HUGE_PAGE as usize);
+        for start in pages.clone().step_by(huge) {
+            let count = (pages.end.min(start + huge) - start).div_ceil(page);
+            let step = (count / SAMPLE).max(1);
+            let at = |i: usize| start + i * page;
+            let sample = || (0..count).step_by(step).map(at);
+            let result = timed(self.process, sample(), places).and_then(|(sampled, calls, time)| {
+                self.count(sampled, calls);
+                // Where touching takes as long once more, the processor is slow and nothing is gained.
+                let slow = time >= self.worth * sampled as u32;
+                let gained = slow && (self.worth.is_zero() || timed(self.process, sample(), places)?.2 * 2 < time);
+                if gained && step > 1 {
+                    let (touched, calls) = touch(self.process, (0..count).filter(|i| i % step != 0).map(at), places)?;
+                    self.count(touched, calls);
+                }
+                Ok(())
+            });
+            match result {
+                Ok(()) => {}
+                // A kernel without the call, or a sandbox.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ENOSYS | libc::EPERM | libc::EACCES)) => {
+                    let told = self.refused.swap(true, Ordering::Relaxed);
+                    return if told { Ok(()) } else { Err(Untouched::Refused(e)) };
+                }
+                Err(e) => return Err(Untouched::Lost(e)),
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&self, pages: usize, calls: usize) {
+        self.pages.fetch_add(pages as u64, Ordering::Relaxed);
+        self.calls.fetch_add(calls as u64, Ordering::Relaxed);
+    }
+
+    /// What was touched since the last call of this, and what the first touch of the rest will cost.
+    pub(super) fn take(&self, left: &[Left]) -> Touches {
+        let bytes = left.iter().map(|left| left.len as u64).sum();
+        Touches {
+            left: bytes,
+            left_seconds: if bytes == 0 { Some(0.0) } else { cost(self.process, left, bytes) },
+            pages: self.pages.swap(0, Ordering::Relaxed),
+            calls: self.calls.swap(0, Ordering::Relaxed),
+        }
+    }
+}
+
+/// Seconds for the first touch of `bytes` that are left, by a look at a few pages of them.
+///
+/// In large folios the first page brings all of its 2 MiB into the mapping, in small pages each 16 bring themselves. So the
+/// first group of pages of 2 MiB counts once, and the second one for all others.
+fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
+    let looks = (bytes / BYTES_PER_LOOK).clamp(1, LOOKS);
+    let (page, huge) = (page_size() as usize, HUGE_PAGE as usize);
+    let (mut seconds, mut seen) = (0.0, 0);
+    let mut usual = None;
+    let mut places = Vec::with_capacity(AROUND);
+    // Seconds that the first touch of a group of pages takes longer than another one.
+    let mut gained = |start: usize, end: usize| {
+        let group = || (start..end).step_by(page).take(AROUND);
+        let (touched, _, first) = timed(process, group(), &mut places).ok()?;
+        let again = match usual {
+            Some(again) => again,
+            None => *usual.insert(timed(process, group(), &mut places).ok()?.2 / touched as u32),
+        };
+        Some(first.saturating_sub(again * touched as u32).as_secs_f64())
+    };
+    for look in 0..looks {
+        let mut skip = bytes / looks * look;
+        let here = left.iter().find(|left| {
+            let found = skip < left.len as u64;
+            skip -= if found { 0 } else { left.len as u64 };
+            found
+        })?;
+        // The mapping of a stream is gone with its last tensor.
+        let Some(_mapping) = here.mapping.upgrade() else { continue };
+        let (first, end) = (here.at / page * page, here.at + here.len);
+        let start = ((here.at + skip as usize) / huge * huge).max(first);
+        let end = end.min(start + huge);
+        let once = gained(start, end)?;
+        let middle = start + (end - start) / 2 / (AROUND * page) * (AROUND * page);
+        let groups = (end - start).div_ceil(AROUND * page);
+        let others = if middle > start { gained(middle, end)? * (groups - 1) as f64 } else { 0.0 };
+        seconds += once + others;
+        seen += end - start;
+    }
+    (seen > 0).then(|| seconds * bytes as f64 / seen as f64)
+}
+
+/// Touches pages of this process; how many, by how many calls, and the time that took.
+///
+/// By the wall clock, since the processor time of a thread takes a system call to ask. Where the thread was put aside meanwhile,
+/// pages seem slow and are touched in vain: 0.2 ms.
+fn timed(
+    process: libc::pid_t,
+    pages: impl Iterator<Item = usize>,
+    places: &mut Vec<libc::iovec>,
+) -> io::Result<(usize, usize, Duration)> {
+    let begun = Instant::now();
+    let (touched, calls) = touch(process, pages, places)?;
+    Ok((touched, calls, begun.elapsed()))
+}
+
+/// Reads the byte at each of these addresses; how many, and by how many calls.
+fn touch(
+    process: libc::pid_t,
+    mut pages: impl Iterator<Item = usize>,
+    places: &mut Vec<libc::iovec>,
+) -> io::Result<(usize, usize)> {
+    let mut bytes = [0u8; PLACES];
+    let (mut touched, mut calls) = (0, 0);
+    loop {
+        places.clear();
+        let place = |at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: 1 };
+        places.extend(pages.by_ref().take(PLACES).map(place));
+        let mut from = 0;
+        while from < places.len() {
+            let to = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: places.len() - from };
+            let of = &places[from..];
+            calls += 1;
+            // SAFETY: it writes to `bytes` alone, which is as long as there are places; what cannot be read is an error.
+            let read =
+                unsafe { libc::process_vm_readv(process, &raw const to, 1, of.as_ptr(), of.len() as libc::c_ulong, 0) };
+            match usize::try_from(read) {
+                Ok(0) => return Err(io::Error::from_raw_os_error(libc::EFAULT)),
+                // After a part the next call tells what is wrong with the rest.
+                Ok(read) => from += read,
+                Err(_) => {
+                    let e = io::Error::last_os_error();
+                    if e.raw_os_error() != Some(libc::EINTR) {
+                        return Err(e);
+                    }
+                }
+            }
+        }
+        touched += places.len();
+        if places.len() < PLACES {
+            return Ok((touched, calls));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Anonymous;
+    use std::sync::Arc;
+
+    const PAGES: usize = 1200;
+
+    /// Memory whose pages are in use, and its addresses.
+    fn memory(pages: usize) -> (Anonymous, Range<usize>) {
+        let memory = Anonymous::new(pages as u64 * page_size()).unwrap();
+        // SAFETY: the memory is as long as that and nobody else knows it.
+        unsafe { std::ptr::write_bytes(memory.at(), 1, memory.len()) };
+        let start = memory.at() as usize;
+        let end = start + memory.len();
+        (memory, start..end)
+    }
+
+    fn touched(worth: Duration, pages: Range<usize>) -> Result<Touches, Untouched> {
+        let touch = Touch::worth(worth);
+        touch.populated(pages, &mut Vec::new()).map(|()| touch.take(&[]))
+    }
+
+    #[test]
+    fn where_it_is_worth_it_every_page_is_touched_once_in_calls_of_up_to_1024() {
+        let (_memory, pages) = memory(PAGES);
+        let found = touched(Duration::ZERO, pages.clone()).unwrap();
+        let chunks = pages.len().div_ceil(HUGE_PAGE as usize) as u64;
+        assert_eq!((found.pages, found.calls), (PAGES as u64, 2 * chunks));
+        let mut places = Vec::new();
+        let all = touch(std::process::id() as i32, pages.step_by(page_size() as usize), &mut places).unwrap();
+        assert_eq!(all, (PAGES, PAGES.div_ceil(PLACES)));
+    }
+
+    #[test]
+    fn where_it_is_not_worth_it_few_pages_are_touched() {
+        let (_memory, pages) = memory(PAGES);
+        let found = touched(Duration::from_secs(1), pages.clone()).unwrap();
+        let chunks = pages.len().div_ceil(HUGE_PAGE as usize) as u64;
+        assert!(found.pages <= chunks * 2 * SAMPLE as u64, "{found:?}");
+        assert_eq!(found.calls, chunks);
+    }
+
+    /// Takes the right to read one page away, and gives it back in the end.
+    struct Closed(usize);
+
+    impl Closed {
+        fn new(at: usize) -> Closed {
+            // SAFETY: the page is the test's own.
+            assert_eq!(unsafe { libc::mprotect(at as *mut libc::c_void, page_size() as usize, libc::PROT_NONE) }, 0);
+            Closed(at)
+        }
+    }
+
+    impl Drop for Closed {
+        fn drop(&mut self) {
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            // SAFETY: as above.
+            unsafe { libc::mprotect(self.0 as *mut libc::c_void, page_size() as usize, rights) };
+        }
+    }
+
+    #[test]
+    fn no_page_is_forgotten_and_one_that_is_lost_is_an_error() {
+        for count in [1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 2 * SAMPLE + 3, 100] {
+            let (_memory, pages) = memory(count);
+            for page in pages.clone().step_by(page_size() as usize) {
+                let _closed = Closed::new(page);
+                let found = touched(Duration::ZERO, pages.clone());
+                assert!(
+                    matches!(&found, Err(Untouched::Lost(e)) if e.raw_os_error() == Some(libc::EFAULT)),
+                    "{found:?}"
+                );
+            }
+            assert_eq!(touched(Duration::ZERO, pages).unwrap().pages, count as u64);
+        }
+    }
+
+    #[test]
+    fn pages_past_the_end_of_a_file_are_an_error_and_no_signal() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(64 * page_size()).unwrap();
+        let mapping = crate::memory::Mapping::new(file.as_file(), 64 * page_size()).unwrap();
+        let start = mapping.at() as usize;
+        file.as_file().set_len(40 * page_size()).unwrap();
+        let found = touched(Duration::from_secs(1), start..start + 64 * page_size() as usize);
+        assert!(matches!(found, Err(Untouched::Lost(_))), "{found:?}");
+    }
+
+    #[test]
+    fn the_cost_of_what_is_left_is_that_of_a_few_pages_for_each_byte() {
+        let (memory, pages) = memory(PAGES);
+        let memory: Arc<dyn Any + Send + Sync> = Arc::new(memory);
+        let left = |at: usize, len: usize| Left { at, len, mapping: Arc::downgrade(&memory) };
+        let halves = [left(pages.start + 5, 300_000), left(pages.start + 300_005, pages.len() - 300_005)];
+        let found = Touch::new().take(&halves);
+        assert_eq!(found.left, pages.len() as u64 - 5);
+        // All of these pages are in use: a second touch takes as long.
+        assert!(found.left_seconds.unwrap() < 0.1, "{found:?}");
+        assert_eq!(Touch::new().take(&[]).left_seconds, Some(0.0));
+        drop(memory);
+        assert_eq!(Touch::new().take(&halves).left_seconds, None, "the mapping is gone");
+    }
+}
