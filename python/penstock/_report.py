@@ -78,6 +78,9 @@ class Report(dict[str, Any]):
             line("read besides", f"{size_text(get('slack_bytes', 0))} slack, {size_text(get('gap_bytes', 0))} gaps")
         if get("cache"):
             line("page cache", ": ".join(str(get(key)) for key in ("cache", "cache_reason") if get(key)))
+        if (fill := get("cache_fill")) is not None:
+            text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {_time(fill.seconds)}"
+            line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
         if get("copied_through"):
@@ -123,6 +126,8 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return {k: _merge(k, a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}
     if isinstance(a, list) and isinstance(b, list):
         return a + [item for item in b if item not in a]
+    if key == "cache_fill":  # one after the other: the last one ends last
+        return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return a
     return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging",) else a + b

@@ -1,6 +1,7 @@
 //! `_core.Checkpoint`.
 
 use crate::errors::{detached, interruptibly, raise};
+use crate::fill::CacheFill;
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
@@ -99,6 +100,11 @@ impl Checkpoint {
 
     fn warnings(&self) -> Vec<String> {
         self.0.warnings().to_vec()
+    }
+
+    /// Fills the page cache with all of it in the background, as a load does that went past it.
+    fn fill(&self) -> Option<CacheFill> {
+        penstock::source::CacheFill::of(&self.0).map(CacheFill)
     }
 
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {

@@ -7,6 +7,7 @@ mod ceiling;
 mod checkpoint;
 mod dlpack;
 mod errors;
+mod fill;
 mod load;
 mod machine;
 mod options;
@@ -20,6 +21,8 @@ mod _core {
     use crate::ceiling::ceiling;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
     use crate::load::{exiting, Load, View};
     #[pymodule_export]

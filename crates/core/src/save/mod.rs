@@ -25,7 +25,7 @@ use crate::load::Keep;
 use crate::machine;
 use crate::memory::Anonymous;
 use crate::options::{Options, HUGE_PAGE, PAGE};
-use crate::source::Fallback;
+use crate::source::{DiskUse, Fallback};
 use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use folder::Folder;
@@ -312,9 +312,11 @@ impl Save {
         });
         let mut threads = Vec::with_capacity(crew);
         let mut slabs = slabs.into_iter();
+        // Until the last of the crew has ended.
+        let disk = Arc::new(DiskUse::begin());
         let here = if crew == 1 { machine::processor() } else { None };
         while threads.len() < crew {
-            let (theirs, slab, staging) = (work.clone(), slabs.next(), staging.clone());
+            let (theirs, slab, held) = (work.clone(), slabs.next(), (staging.clone(), disk.clone()));
             let body = move || {
                 // The caller waits from now on, and memory that it has just used and freed is at hand where it ran: one
                 // writer takes a quarter less time there than elsewhere (docs/performance-notes.md).
@@ -322,7 +324,7 @@ impl Save {
                     machine::go_to(core);
                 }
                 theirs.serve(slab);
-                drop(staging);
+                drop(held);
             };
             match Builder::new().name("penstock-save".into()).spawn(body) {
                 Ok(thread) => threads.push(thread),

@@ -3,7 +3,8 @@
 //! To read through the page cache costs the processor two to four times as much as to read past it, and many a disk is
 //! slower that way whatever the processor does. Where it is not, keeping costs nothing and the next start is spared the
 //! storage. So the first reads of a load go past the page cache, the next ones through it, both are timed, and that decides
-//! for the rest; if it is kept, what has gone past is read into the page cache at the end.
+//! for the rest. If it is kept, what has gone past is read into the page cache at the end. If not, the page cache is filled
+//! after the load (`fill_after`), so that a choice for going past costs the next start nothing either.
 
 use super::{Outcome, Read, Ticket};
 use crate::options::{GB, MIB};
@@ -21,7 +22,7 @@ const AT_LAST: u64 = 64 * MIB;
 /// Loads with fewer cold bytes than this do not try: they keep.
 pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
 /// Of the pace past the page cache, what the pace through it must reach for it to be kept.
-const SHARE: f64 = 0.85;
+const SHARE: f64 = 0.9;
 
 /// What becomes of the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -255,11 +255,13 @@ conformance!(uring_cooperative, Route::Direct, |files| {
     Box::new(Uring::with_modes(files, 8, &[RingMode::Cooperative]).unwrap())
 });
 conformance!(uring_plain, Route::Direct, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
+conformance!(uring_buffered, Route::Buffered, |files| Box::new(Uring::buffered(files, 8).unwrap()));
 conformance!(aio, Route::Direct, |files| Box::new(Aio::new(files, 8).unwrap()));
 conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
 conformance!(router_aio, Route::Direct, |files| router(files, Io::Aio));
 conformance!(router_threads, Route::Direct, |files| router(files, Io::Threads));
 conformance!(router_buffered, Route::Buffered, |files| router(files, Io::Auto));
+conformance!(router_uring_buffered, Route::Buffered, |files| router(files, Io::UringBuffered));
 conformance!(router_mapped, Route::Mapped, |files| router(files, Io::Auto));
 conformance!(throttle, Route::Buffered, |files| {
     let inner = Box::new(Threads::new(files.clone(), 4, 8).unwrap());
@@ -274,10 +276,13 @@ fn router(files: Arc<Files>, io: Io) -> Box<dyn Source> {
 #[test]
 fn a_scattered_read_fills_its_places_and_discards_the_rest() {
     let sample = Sample::new();
-    for cap in [u64::MAX, PAGE] {
+    let threads: Make = |files| Box::new(Threads::new(files, 2, 8).unwrap());
+    let uring: Make = |files| Box::new(Uring::buffered(files, 8).unwrap());
+    // Less than a piece of a gap at a time, too. Each call of io_uring wakes whoever waits.
+    for (make, cap) in [(threads, u64::MAX), (threads, PAGE), (uring, u64::MAX), (uring, 12 * PAGE)] {
         let files = sample.files();
         files.cap_calls(cap);
-        let mut source = Threads::new(files, 2, 8).unwrap();
+        let mut source = make(files);
         let memory = Memory::new(1 << 20);
         let mut random = Random(3);
         // More places than one call takes, and gaps longer than the scratch they go to.
@@ -308,7 +313,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             fresh: true,
             keep: keep(&memory),
         };
-        assert_eq!(*submit_all(&mut source, vec![read])[0].result.as_ref().unwrap(), len);
+        assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         assert!(memory.bytes()[..to] == expected);
     }
 }
