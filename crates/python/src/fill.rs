@@ -17,7 +17,7 @@ use std::time::Duration;
 /// - nbytes, total: bytes that are there by now, and that are to be there.
 /// - seconds: since the load ended, until the fill did; pauses included.
 /// - wait(timeout=None): waits until it has ended, well or not; False if `timeout` seconds passed first. Ctrl-C raises.
-/// - stop(): ends it, within a step of 1 MiB.
+/// - stop(): ends it, within a step of 2 MiB.
 #[pyclass(frozen, module = "penstock")]
 pub(crate) struct CacheFill(pub(crate) source::CacheFill);
 

@@ -15,19 +15,23 @@ use super::threads::block_signals;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Checkpoint, ShardFile};
 use crate::machine::{self, page_size};
-use crate::options::MIB;
+use crate::memory::Mapping;
+use crate::options::{HUGE_PAGE, MIB};
 use crate::sync::{lock, Builder, Condvar, Mutex};
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes of one step: 1 ms of a fast disk, and a buffer that stays in the processor's cache.
-const STEP: u64 = MIB;
+/// Bytes of one step: 1 ms of a fast disk. A huge page: the page cache holds it as one folio then, which later starts copy and
+/// map faster than small pages.
+const STEP: u64 = HUGE_PAGE;
+/// Bytes that are read at once where huge pages cannot be populated: a buffer that stays in the processor's cache.
+const SCRATCH: u64 = 256 << 10;
 /// The memory left is asked for once in so many bytes: to learn it takes some twenty system calls.
 const LOOK_EVERY: u64 = 64 * MIB;
 /// The thread needs no stack to speak of.
@@ -332,7 +336,7 @@ impl Fills {
     fn work(&self) {
         block_signals();
         be_idle();
-        let mut scratch = vec![0u8; STEP as usize];
+        let mut scratch = vec![0u8; SCRATCH as usize];
         let mut state = lock(&self.state);
         loop {
             state.current = None;
@@ -387,6 +391,8 @@ impl Fill {
             let how = if whole { libc::POSIX_FADV_SEQUENTIAL } else { libc::POSIX_FADV_RANDOM };
             // SAFETY: a plain system call on a descriptor we hold. It is advice.
             unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
+            // Pages of a file that is wanted in part may not be wanted: those are read one by one.
+            let mapping = if whole { Mapping::new(&*fd, self.files.size(*file)).ok() } else { None };
             let mut at = range.start + std::mem::take(&mut skip);
             while at < range.end {
                 if pause.load(Ordering::Relaxed) || self.over.load(Ordering::Relaxed) {
@@ -405,7 +411,10 @@ impl Fill {
                 }
                 look = look.saturating_sub(end - at);
                 self.files.verify_file(*file)?;
-                self.fill(*file, fd.as_raw_fd(), at..end, scratch)?;
+                let step = at..end;
+                if !is_there(fd.as_raw_fd(), &step) && !mapping.as_ref().is_some_and(|m| populate(m, &step)) {
+                    self.read(*file, fd.as_raw_fd(), step, scratch)?;
+                }
                 self.nbytes.fetch_add(end - at, Ordering::Relaxed);
                 at = end;
             }
@@ -413,21 +422,43 @@ impl Fill {
         Ok(true)
     }
 
-    fn fill(&self, file: u32, fd: i32, step: Range<u64>, scratch: &mut [u8]) -> Result<()> {
-        let pages = step.end.div_ceil(page_size()) - step.start / page_size();
-        if cached_pages(fd, &step).is_ok_and(|cached| cached >= pages) {
-            return Ok(());
+    /// Reads bytes of a file, which brings them into the page cache.
+    fn read(&self, file: u32, fd: RawFd, step: Range<u64>, scratch: &mut [u8]) -> Result<()> {
+        let mut at = step.start;
+        while at < step.end {
+            let len = (step.end - at).min(scratch.len() as u64);
+            let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: len as usize }];
+            // SAFETY: one place, within `scratch`.
+            let got = unsafe { read_fully(fd, at, &mut to, 0, self.files.most_per_call()) };
+            let got = got.map_err(|e| Error::io("read", &e).at(self.files.path(file)).range(at..at + len))?;
+            if got < len {
+                // The file is shorter than it was.
+                return self.files.verify_file(file);
+            }
+            at += len;
         }
-        let len = (step.end - step.start) as usize;
-        let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: len.min(scratch.len()) }];
-        // SAFETY: one place, within `scratch`.
-        let got = unsafe { read_fully(fd, step.start, &mut to, 0, self.files.most_per_call()) };
-        match got {
-            Ok(got) if got as usize == len => Ok(()),
-            // The file is shorter than it was.
-            Ok(_) => self.files.verify_file(file),
-            Err(e) => Err(Error::io("read", &e).at(self.files.path(file)).range(step)),
-        }
+        Ok(())
+    }
+}
+
+/// Whether the page cache holds all of these bytes of a file.
+fn is_there(fd: RawFd, step: &Range<u64>) -> bool {
+    let pages = step.end.div_ceil(page_size()) - step.start / page_size();
+    cached_pages(fd, step).is_ok_and(|cached| cached >= pages)
+}
+
+/// Brings pages of a mapped file into the page cache, and takes them out of the mapping again. False where this kernel or
+/// the file refuses: reading them then tells why.
+fn populate(mapping: &Mapping, step: &Range<u64>) -> bool {
+    let start = step.start / page_size() * page_size();
+    let len = (step.end.next_multiple_of(page_size()) - start) as usize;
+    // SAFETY: the range lies in the mapping, which is as long as the file was. Populating changes no memory, and pages that
+    // the file has lost since are an error. Nobody has written to the mapping, so nothing is lost when its pages are dropped.
+    unsafe {
+        let at = mapping.at().add(start as usize).cast();
+        let populated = libc::madvise(at, len, libc::MADV_POPULATE_READ) == 0;
+        libc::madvise(at, len, libc::MADV_DONTNEED);
+        populated
     }
 }
 

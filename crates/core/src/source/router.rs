@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
 //! | buffered, where `io` asks for it by io_uring | io_uring without O_DIRECT | pool of threads |
-//! | direct, after the pace of the storage was tried (`trial`) and the page cache keeps it | io_uring without O_DIRECT | pool of threads, through the page cache |
+//! | direct, after the pace of the storage was tried (`trial`) and is slow | pool of threads, through the page cache | |
 //! | buffered, and nothing is to stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
@@ -177,9 +177,6 @@ impl Router {
     /// The first direct reads decide by their pace whether the others go through the page cache: see `Trial`.
     pub(crate) fn try_first(&mut self) {
         self.trial = Some(Trial::new());
-        if matches!(self.ring, Ring::None) {
-            self.ring = Ring::Later;
-        }
     }
 
     /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
@@ -267,9 +264,9 @@ impl Router {
         match read.route {
             Route::Mapped => By::Pool(Way::Mapped),
             Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => By::Pool(Way::Uncached),
-            Route::Buffered if self.io == Io::UringBuffered => self.through(),
-            Route::Buffered => By::Pool(Way::Buffered),
-            Route::Direct if self.trial.as_ref().is_some_and(Trial::is_through) => self.through(),
+            Route::Buffered => self.through(),
+            // The pool fills files that are wanted whole by huge pages (`fill`), which io_uring does not.
+            Route::Direct if self.trial.as_ref().is_some_and(Trial::is_through) => By::Pool(Way::Buffered),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => By::Pool(Way::Uncached),
             Route::Direct if matches!(self.direct, Direct::Threads) => By::Pool(Way::Direct),
             Route::Direct if !self.insists && self.is_network(read.file) => By::Pool(Way::Direct),
@@ -277,7 +274,7 @@ impl Router {
         }
     }
 
-    /// Who reads cold bytes through the page cache.
+    /// Who reads through the page cache.
     fn through(&self) -> By {
         match self.ring {
             Ring::None | Ring::Leaving(_) => By::Pool(Way::Buffered),

@@ -23,6 +23,10 @@ const AT_LAST: u64 = 64 * MIB;
 pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
 /// Of the pace past the page cache, what the pace through it must reach for it to be kept.
 const SHARE: f64 = 0.9;
+/// Storage that gives fewer bytes per second than this past the page cache is slower than what the processor does either way:
+/// the two ways then differ by chance, and to read everything once more afterwards would cost most. So less is asked of it.
+const SLOW: f64 = 0.25 * GB;
+const SHARE_IF_SLOW: f64 = 0.6;
 
 /// What becomes of the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,7 +163,7 @@ impl Trial {
             return;
         }
         let (past, through) = self.paces;
-        let keep = through >= SHARE * past;
+        let keep = through >= if past < SLOW { SHARE_IF_SLOW } else { SHARE } * past;
         self.stage = if keep || self.stage == Stage::Doubtful { Stage::Over } else { Stage::Doubtful };
         let reason = format!(
             "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
@@ -250,6 +254,16 @@ mod tests {
         assert_eq!(trial.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(trial.take_past().is_empty());
         assert_eq!(send(&mut trial, n, 100), 100);
+    }
+
+    #[test]
+    fn slow_storage_is_kept_unless_it_is_much_slower_through_the_page_cache() {
+        // 36 MiB in 300 ms are 0.13 GB/s.
+        for (through, keep) in [(375, true), (900, false)] {
+            let mut trial = Trial::new();
+            tried(&mut trial, 300, through);
+            assert_eq!(trial.choice().map(|c| c.keep), Some(keep), "{:?}", trial.choice());
+        }
     }
 
     #[test]

@@ -278,18 +278,20 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
     let sample = Sample::new();
     let threads: Make = |files| Box::new(Threads::new(files, 2, 8).unwrap());
     let uring: Make = |files| Box::new(Uring::buffered(files, 8).unwrap());
-    // Less than a piece of a gap at a time, too. Each call of io_uring wakes whoever waits.
-    for (make, cap) in [(threads, u64::MAX), (threads, PAGE), (uring, u64::MAX), (uring, 12 * PAGE)] {
+    // More places than one call takes; and less than a piece of a gap at a time. Each call of io_uring wakes its caller once.
+    for (make, cap, count) in
+        [(threads, u64::MAX, 3000), (threads, PAGE, 3000), (uring, u64::MAX, 3000), (uring, 12 * PAGE, 300)]
+    {
         let files = sample.files();
         files.cap_calls(cap);
         let mut source = make(files);
         let memory = Memory::new(1 << 20);
         let mut random = Random(3);
-        // More places than one call takes, and gaps longer than the scratch they go to.
+        // Gaps are longer than the scratch they go to.
         let mut places: Vec<(*mut u8, usize)> = Vec::new();
         let (mut at, mut to) = (777usize, 0usize);
         let mut expected = Vec::new();
-        for i in 0..3000 {
+        for i in 0..count {
             let len = if i % 100 == 1 { 150_000 } else { random.below(200) as usize };
             if i % 2 == 1 {
                 places.push((std::ptr::null_mut(), len));
