@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
-	numpy "safetensors>=0.6" tqdm "plotly>=6"
+	numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
 # What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
 # torch, which is there.
 LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" psutil humanize,--wanted $(p)) \
@@ -34,18 +34,19 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers: each is a target too (docs/checks.md)"
+	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -93,6 +94,10 @@ FOLDER ?= $(CURDIR)/.bench/saved
 bench-save: peers
 	$(BENCH_VENV)/bin/python benches/save.py $(FOLDER) --json .bench/save.json $(BENCH)
 
+# What the command line prints, into docs/cli.md
+screens: develop
+	$(RUN) tools/screens.py
+
 bench-quick: peers
 	$(BENCH_VENV)/bin/python -m penstock.cli bench --quick $(BENCH_OUTPUT) $(BENCH)
 
@@ -139,7 +144,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: loom asan tsan valgrind miri fuzz
+checks: loom asan tsan valgrind miri fuzz nfs
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
@@ -188,6 +193,13 @@ fuzz-%:
 	mkdir -p fuzz/corpus/$*
 	cargo +$(NIGHTLY) fuzz run $* fuzz/corpus/$* fuzz/seeds/$* -- \
 		-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 $(LIMITS)
+
+# Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
+NFS_KERNELS ?= 6.1 6.12
+nfs: develop
+	for kernel in $(NFS_KERNELS); do \
+		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
+	done
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -62,9 +64,9 @@ _CONTROL: dict[str, tuple[Any, list[Any]]] = {
 class FakeGpu:
     """The fake driver: what it is told to do wrong, and what it saw others do wrong."""
 
-    def __init__(self, vendor: str = "cuda") -> None:
+    def __init__(self, vendor: str = "cuda", library: Path | None = None) -> None:
         self.vendor = vendor
-        self._lib = ctypes.CDLL(str(LIBRARY))
+        self._lib = ctypes.CDLL(str(library or LIBRARY))
         for name, (result, arguments) in _CONTROL.items():
             function = getattr(self._lib, f"fakegpu_{name}")
             function.restype, function.argtypes = result, arguments
@@ -79,6 +81,33 @@ class FakeGpu:
         """A function of the driver, called as a framework would call it."""
         name = cuda if self.vendor == "cuda" else hip
         assert getattr(self._lib, name)(*arguments) == 0, name
+
+    @contextmanager
+    def capturing(self, side: Any) -> Iterator[None]:
+        """Another thread captures a graph in global mode meanwhile, as torch does. It must not be broken."""
+        begun, end, codes = threading.Event(), threading.Event(), []
+        names = {"cuda": ("cuStreamBeginCapture_v2", "cuStreamEndCapture")}
+        begin, finish = names.get(self.vendor, ("hipStreamBeginCapture", "hipStreamEndCapture"))
+
+        def capture() -> None:
+            side._enter(0)
+            graph = ctypes.c_void_p()
+            stream = ctypes.c_void_p(self.control("stream_create", 0, 1))
+            codes.append(getattr(self._lib, begin)(stream, 0))
+            begun.set()
+            end.wait(60)
+            codes.append(getattr(self._lib, finish)(stream, ctypes.byref(graph)))
+            self.control("stream_destroy", stream.value)
+
+        thread = threading.Thread(target=capture)
+        thread.start()
+        try:
+            assert begun.wait(60)
+            yield
+        finally:
+            end.set()
+            thread.join()
+        assert codes == [0, 0], f"beginning and ending the capture gave {codes}"
 
     def configure(self, **settings: object) -> None:
         for key, value in settings.items():
@@ -124,31 +153,39 @@ class _Event:
 
     def __init__(self, fake: FakeGpu, enter: Any) -> None:
         self._fake, self._enter, self._handle = fake, enter, ctypes.c_void_p()
-        enter()
-        fake.driver("cuEventCreate", "hipEventCreateWithFlags", ctypes.byref(self._handle), 2)
+        self._device: int | None = None
         _Event.alive += 1
+
+    def _make(self, device: int) -> None:
+        """As torch does: on the device of the stream that it is first recorded on."""
+        self._device = device
+        self._enter(device)
+        self._fake.driver("cuEventCreate", "hipEventCreateWithFlags", ctypes.byref(self._handle), 2)
 
     @property
     def cuda_event(self) -> int:
         return int(self._handle.value or 0)
 
     def record(self, stream: Any) -> None:
-        self._enter()
+        if self._device is None:
+            self._make(stream.device_index)
+        self._enter(stream.device_index)
         self._fake.driver("cuEventRecord", "hipEventRecord", self._handle, ctypes.c_void_p(stream.cuda_stream))
 
     def __del__(self) -> None:
         _Event.alive -= 1
-        self._enter()
-        self._fake.driver("cuEventDestroy_v2", "hipEventDestroy", self._handle)
+        if self._device is not None:
+            self._enter(self._device)
+            self._fake.driver("cuEventDestroy_v2", "hipEventDestroy", self._handle)
 
 
 class Pool:
-    """A caching allocator: freed memory stays with it and is handed out again while work on it is queued."""
+    """The caching allocator of one device: freed memory stays with it and is handed out again while it is in use."""
 
     ROUNDING = 512
 
-    def __init__(self, fake: FakeGpu, stream: int) -> None:
-        self._fake, self._stream = fake, stream
+    def __init__(self, fake: FakeGpu, stream: int, device: int = 0) -> None:
+        self._fake, self._stream, self._device = fake, stream, device
         self._memory: dict[int, mmap.mmap] = {}
         self._free: dict[int, list[int]] = {}
         self.limit = 1 << 40
@@ -169,7 +206,7 @@ class Pool:
             memory = mmap.mmap(-1, size)
             address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
             self._memory[address] = memory
-            self._fake.control("adopt", address, size, 0)
+            self._fake.control("adopt", address, size, self._device)
         self.live += size
         self.peak = max(self.peak, self.live)
         self._fake.control("launch_write", self._stream, address, size, 0x55, BUSY_MICROSECONDS)
@@ -193,20 +230,32 @@ class Pool:
         self._free.clear()
 
 
-class FakeTorch:
-    """torch, but that device "cuda" is the fake. `fenced = False`: its events are never recorded."""
+class _Side:
+    """One device as torch sees it: its current stream, another one for whoever consumes, its allocator."""
 
-    def __init__(self, fake: FakeGpu) -> None:
+    def __init__(self, fake: FakeGpu, device: int) -> None:
+        self.stream = fake.control("stream_create", device, 1)
+        self.consumer = fake.control("stream_create", device, 1)
+        self.pool = Pool(fake, self.stream, device)
+
+
+class FakeTorch:
+    """torch, but that its devices "cuda:N" are the fake's. `fenced = False`: its events are never recorded.
+
+    `stream`, `consumer` and `pool` are those of device 0.
+    """
+
+    def __init__(self, fake: FakeGpu, devices: int = 1) -> None:
         self.fake = fake
-        fake.configure(strict=1)
+        fake.configure(strict=1, devices=devices)
+        self._contexts = [ctypes.c_void_p() for _ in range(devices)]
         if fake.vendor == "cuda":
             fake.driver("cuInit", "hipInit", 0)
-            self._context = ctypes.c_void_p()
-            fake.driver("cuDevicePrimaryCtxRetain", "", ctypes.byref(self._context), 0)
-        self._enter()
-        self.stream = fake.control("stream_create", 0, 1)
-        self.consumer = fake.control("stream_create", 0, 1)
-        self.pool = Pool(fake, self.stream)
+            for device, context in enumerate(self._contexts):
+                fake.driver("cuDevicePrimaryCtxRetain", "", ctypes.byref(context), device)
+        self._enter(0)
+        self.sides = [_Side(fake, device) for device in range(devices)]
+        self.stream, self.consumer, self.pool = self.sides[0].stream, self.sides[0].consumer, self.sides[0].pool
         self.closed = False
         self.fenced = UNFENCED not in os.environ
         torch_side = self
@@ -225,57 +274,77 @@ class FakeTorch:
 
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
-            device_count=lambda: 1,
-            current_stream=lambda index: SimpleNamespace(cuda_stream=self.stream),
+            device_count=lambda: devices,
+            current_stream=lambda index: SimpleNamespace(cuda_stream=self.sides[index].stream, device_index=index),
             Event=Event,
             OutOfMemoryError=torch.cuda.OutOfMemoryError,
         )
 
-    def _enter(self) -> None:
+    def _enter(self, device: int) -> None:
         if self.fake.vendor == "cuda":
-            self.fake.driver("cuCtxSetCurrent", "", self._context)
+            self.fake.driver("cuCtxSetCurrent", "", self._contexts[device])
         else:
-            self.fake.driver("", "hipSetDevice", 0)
+            self.fake.driver("", "hipSetDevice", device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: int, dtype: Any, device: Any) -> torch.Tensor:
-        if str(device).startswith("cuda"):
-            assert dtype is torch.uint8
-            return self.pool.empty(*shape)
-        return torch.empty(*shape, dtype=dtype, device=device)
+    def empty(self, shape: Any, *, dtype: Any, device: str) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        flat = self.sides[int(device.removeprefix("cuda:"))].pool.empty(nbytes)
+        # Not a view of it: torch's own would be none either.
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape))
 
     def device_of(self, tensor: torch.Tensor) -> Device:
-        on_gpu = self.pool.contains(tensor.data_ptr())
-        return Device("cuda" if self.fake.vendor == "cuda" else "rocm", 0) if on_gpu else Device("cpu", 0)
+        for number, side in enumerate(self.sides):
+            if side.pool.contains(tensor.data_ptr()):
+                return Device("cuda" if self.fake.vendor == "cuda" else "rocm", number)
+        return Device("cpu", 0)
 
-    def destination(self, like: torch.Tensor) -> torch.Tensor:
+    def destination(self, like: torch.Tensor, device: int = 0) -> torch.Tensor:
         """A parameter on the GPU that something queued still writes to."""
-        flat = self.pool.empty(like.nbytes)
+        flat = self.sides[device].pool.empty(like.nbytes)
         return flat.view(like.dtype).reshape(like.shape) if like.nbytes else torch.empty_like(like)
 
-    def consume(self, tensor: torch.Tensor, content: bytes, delay: int = 0) -> None:
+    def consume(self, tensor: torch.Tensor, content: bytes, delay: int = 0, device: int = 0) -> None:
         """Queues a kernel on another stream that reads the tensor, with no fence of its own, and checks its bytes."""
         assert tensor.untyped_storage().nbytes() == tensor.nbytes == len(content)
         if content:
             address, expected = tensor.data_ptr(), self.fake.fnv(content)
-            self.fake.control("launch_check", self.consumer, address, len(content), expected, delay)
+            consumer = self.sides[device].consumer
+            self.fake.control("launch_check", consumer, address, len(content), expected, delay)
 
     def close(self) -> None:
         self.closed = True
         gc.collect()
         self.fake.control("drain")
-        self.fake.control("stream_synchronize", self.stream, 0)
-        self.fake.control("stream_synchronize", self.consumer, 0)
-        assert self.pool.live == 0, f"{self.pool.live} bytes of torch's memory are still kept"
+        for device, side in enumerate(self.sides):
+            self.fake.control("stream_synchronize", side.stream, device)
+            self.fake.control("stream_synchronize", side.consumer, device)
+            assert side.pool.live == 0, f"{side.pool.live} bytes of torch's memory on GPU {device} are still kept"
         assert _Event.alive == 0, "events of torch that are still kept"
-        self.pool.close()
-        self.fake.control("stream_destroy", self.stream)
-        self.fake.control("stream_destroy", self.consumer)
+        for device, side in enumerate(self.sides):
+            side.pool.close()
+            self.fake.control("stream_destroy", side.stream)
+            self.fake.control("stream_destroy", side.consumer)
+            if self.fake.vendor == "cuda":
+                self.fake.driver("cuDevicePrimaryCtxRelease_v2", "", device)
         if self.fake.vendor == "cuda":
-            self.fake.driver("cuDevicePrimaryCtxRelease_v2", "", 0)
             self.fake.driver("cuCtxSetCurrent", "", None)
+
+
+def without(path: Path, *names: str) -> Path:
+    """A copy of the fake driver that lacks functions, as older drivers do; it has a state of its own.
+
+    The loader finds a symbol by a hash of its name and then compares the names: one that reads otherwise is not found.
+    """
+    library = Path(str(LIBRARY)).read_bytes()
+    for name in names:
+        entry = b"\0" + name.encode() + b"\0"
+        assert entry in library, name
+        library = library.replace(entry, b"\0-" + entry[2:])
+    path.write_bytes(library)
+    return path
 
 
 def threads() -> list[str]:
@@ -309,17 +378,17 @@ def settle(probe: Any, wanted: Any, seconds: float = 10.0) -> Any:
 
 
 @contextmanager
-def fresh(vendor: str = "cuda", *, checked: bool = True) -> Iterator[FakeGpu]:
+def fresh(vendor: str = "cuda", *, checked: bool = True, library: Path | None = None) -> Iterator[FakeGpu]:
     """The fake driver, reset, and on the way out: no misuse, no leak, no thread, no descriptor."""
-    fake = FakeGpu(vendor)
+    fake = FakeGpu(vendor, library)
     gc.collect()
-    _core.trim()
+    _core.release_staging()
     fake.control("reset")
     fake.configure(strict=1)
     idle, files = threads(), descriptors()
     yield fake
     gc.collect()
-    _core.trim()
+    _core.release_staging()
     if checked:
         assert not fake.misuses, fake.misuses
         assert not fake.leaks, fake.leaks
@@ -329,9 +398,9 @@ def fresh(vendor: str = "cuda", *, checked: bool = True) -> Iterator[FakeGpu]:
 
 
 @contextmanager
-def torch_on(fake: FakeGpu, monkeypatch: Any) -> Iterator[FakeTorch]:
-    """torch with the fake as its GPU, as penstock sees it."""
-    side = FakeTorch(fake)
+def torch_on(fake: FakeGpu, monkeypatch: Any, devices: int = 1) -> Iterator[FakeTorch]:
+    """torch with the fake's devices as its GPUs, as penstock sees it."""
+    side = FakeTorch(fake, devices)
     monkeypatch.setattr(_accelerator, "_torch", lambda: side)
     monkeypatch.setattr(_accelerator, "device_of", side.device_of)
     monkeypatch.setattr(_accelerator.Accelerator, "dlpack_device", (1, 0))

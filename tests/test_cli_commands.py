@@ -13,7 +13,7 @@ import pytest
 from conftest import LAYOUT
 from penstock.bench.synth import Tensor
 
-OK, FAILED, USAGE, ERROR = 0, 1, 2, 3
+OK, FAILED, USAGE, ERROR, UNCOMPARED = 0, 1, 2, 3, 4
 
 
 def document(run):
@@ -127,7 +127,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(small):
 def test_load_prints_the_report(cli, small, more):
     run = cli("load", small, *more)
     assert run.returncode == OK, run.stderr
-    assert "GB/s" in run.stdout
+    assert "GB/s" in run.stdout or "no byte moved" in run.stdout
     assert run.stderr == ""  # no bar where there is no terminal
 
 
@@ -205,6 +205,22 @@ def test_verify_compares_with_a_list(cli, small, tmp_path):
     run = cli("verify", small, "--digests", listed)
     assert run.returncode == USAGE
     assert "line 1" in run.stderr
+
+
+def test_verify_that_compared_nothing_says_so_and_has_a_status_of_its_own(cli, small, tmp_path):
+    run = cli("verify", small, "--sha256")
+    assert run.returncode == UNCOMPARED
+    assert "compared with nothing" in run.stdout
+    assert run.stdout.count("hashed ") == 3
+    found = document(cli("verify", small, "--sha256", "--json"))
+    assert (found["ok"], found["compared"]) == (False, 0)
+    first = sorted(small.glob("*.safetensors"))[0]
+    listed = tmp_path / "SHA256SUMS"
+    listed.write_text(f"{hashlib.sha256(first.read_bytes()).hexdigest()}  {first.name}\n")
+    run = cli("verify", small, "--digests", listed)
+    assert run.returncode == OK
+    assert "contents of 1 of 3 files were compared" in run.stdout
+    assert document(cli("verify", small, "--json"))["compared"] is None
 
 
 def test_warm_and_evict_change_what_is_resident(cli, write):

@@ -212,9 +212,7 @@ def test_the_first_example_prints_what_the_readme_says(here):
     with contextlib.redirect_stdout(said):
         exec(compile(blocks("README.md", "python")[0], "README.md", "exec"), {})
     [shown, *_] = blocks("README.md", "text")
-    lines, expected = said.getvalue().splitlines(), shown.splitlines()
-    assert lines[:3] == expected[:3]
-    assert lines[3].split(" in ")[0] == expected[3].split(" in ")[0]
+    assert said.getvalue() == shown
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tuning.md", "docs/troubleshooting.md"])

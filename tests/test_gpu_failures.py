@@ -177,6 +177,15 @@ def test_a_context_lost_in_the_middle(fake: FakeGpu, file: Path) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("code", [214, 700, 702, 710, 714, 715, 716, 717, 718, 719])
+def test_every_error_that_loses_the_context_says_that_the_process_has_to_be_started_anew(
+    fake: FakeGpu, file: Path, code: int
+) -> None:
+    fake.configure(sticky=f"3:{code}")
+    error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
+    assert f"({code})" in str(error) and "started anew" in str(error), error
+
+
 @pytest.mark.parametrize("code", [801, 712, 1, 2])
 def test_a_refused_registration_is_a_fallback_in_the_report(fake: FakeGpu, file: Path, code: int) -> None:
     fake.configure(strict=0, refuse_register=code)
@@ -307,7 +316,7 @@ assert fake.counter("registered_bytes") > 0
 fake.control("release_hang")
 assert settle(threads, []) == [], threads()
 gc.collect()
-penstock._core.trim()
+penstock._core.release_staging()
 assert settle(lambda: fake.counter("device_bytes"), 0) == 0
 assert fake.counter("streams") == fake.counter("events") == 0
 assert len(opened.load("cuda:0", framework="dlpack", options=options)) == 24
@@ -372,8 +381,21 @@ del first, rest, running, stream
 fake = fakegpu.FakeGpu()
 import gc
 gc.collect()
-penstock._core.trim()
+penstock._core.release_staging()
 assert (fake.misuses, fake.leaks) == ([], []), (fake.misuses, fake.leaks)
+print("well")
+"""
+
+
+LOOKED = """
+import os, penstock
+assert len(penstock._core.gpus()["gpus"]) == 1
+child = os.fork()
+if child == 0:
+    found = penstock._core.gpus()
+    os._exit(0 if found["gpus"] == [] and "fork" in found["reason"] else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
 print("well")
 """
 
@@ -402,6 +424,13 @@ def test_a_process_ends_in_the_middle_of_a_load(python: Any, file: Path, tmp_pat
     # Whoever waits for a load in a daemon thread is told that it was cancelled, and may be stopped before saying so.
     assert run.stderr == "" or (how == "thread" and run.stderr.startswith("Exception in thread")), run.stderr
     assert not [line for line in report.read_text().splitlines() if not line.startswith("leak:")]
+
+
+def test_a_child_of_a_process_that_has_looked_for_gpus_is_told_so(python: Any) -> None:
+    run = python(LOOKED, **environment())
+    assert (run.returncode, run.stdout.strip()) == (0, "well"), run.stderr
+    # The driver is not asked in the child: it would answer with odd codes, or hang.
+    assert "used-after-fork" not in run.stderr
 
 
 def test_a_forked_child_is_told_and_the_parent_goes_on(python: Any, file: Path) -> None:

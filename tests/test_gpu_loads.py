@@ -6,6 +6,7 @@ Every test ends with an empty log of misuse, no leak in the driver, and the thre
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import penstock
 import pytest
 import torch
 from conftest import raw
-from fakegpu import FakeGpu, FakeTorch, fresh, torch_on
+from fakegpu import FakeGpu, FakeTorch, fresh, torch_on, without
 from penstock.bench import layouts, reference, synth
 from penstock.bench.synth import Layout, Tensor
 
@@ -389,3 +390,122 @@ def test_gpus_and_doctor_show_the_driver(fake: FakeGpu, capsys: pytest.CaptureFi
     assert cli.main(["doctor"]) == 0
     assert found["gpus"][0]["name"] in capsys.readouterr().out
     assert fake.counter("contexts_made") == 0, "looking makes no context"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """9,000 small parameters."""
+    tensors = [Tensor(f"layers.{i % 36}.w{i}", "F32", (10, 20 + i % 5)) for i in range(9000)]
+    return synth.write_file(tmp_path_factory.mktemp("gpu") / "small.safetensors", tensors)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing writes to memory that the allocator hands out: with 9,000 parameters that would be 18 s of it."""
+    monkeypatch.setattr(fakegpu, "BUSY_MICROSECONDS", 0)
+
+
+def submissions(fake: FakeGpu) -> int:
+    """Calls that submit copies to the device."""
+    names = ("cuMemcpyHtoDAsync_v2", "cuMemcpy2DAsync_v2", "cuMemcpyBatchAsync")
+    return sum(fake.counter(f"calls.{name}") for name in names)
+
+
+@pytest.mark.usefixtures("idle")
+def test_many_small_parameters_are_filled_by_few_calls_of_the_driver(gpu: FakeTorch, small: Path) -> None:
+    opened, content = penstock.open(small), content_of(small)
+    to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
+    opened.load_into(to)
+    assert 1 <= gpu.fake.counter("calls.cuMemcpyBatchAsync") <= submissions(gpu.fake) <= 50
+    assert gpu.fake.counter("bytes_h2d") == opened.nbytes
+    check(gpu, to, content)
+
+
+def test_large_parameters_among_small_ones_go_alone(gpu: FakeTorch, checkpoints: dict[str, Path]) -> None:
+    opened, content = penstock.open(checkpoints["gpt2"]), content_of(checkpoints["gpt2"])
+    to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
+    opened.load_into(to)
+    assert gpu.fake.counter("calls.cuMemcpyHtoDAsync_v2") > 0
+    assert submissions(gpu.fake) < gpu.fake.counter("copies")
+    check(gpu, to, content)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_driver_without_batch_copies_fills_them_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, small: Path, tmp_path: Path
+) -> None:
+    library = without(tmp_path / "libfakegpu.so", "cuMemcpyBatchAsync", "cuThreadExchangeStreamCaptureMode")
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"cuda:{library}")
+    with fresh(library=library) as fake, torch_on(fake, monkeypatch) as gpu:
+        opened, content = penstock.open(small), content_of(small)
+        to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
+        opened.load_into(to)
+        assert submissions(fake) >= len(to)
+        check(gpu, to, content)
+        del to
+        gc.collect()
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_driver_that_has_batch_copies_and_refuses_them_is_asked_once(gpu: FakeTorch, small: Path) -> None:
+    gpu.fake.configure(fail="cuMemcpyBatchAsync:1:801:0")
+    opened, content = penstock.open(small), content_of(small)
+    to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
+    opened.load_into(to)
+    assert gpu.fake.counter("calls.cuMemcpyBatchAsync") == 1
+    check(gpu, to, content)
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_a_load_beside_a_capture_neither_breaks_it_nor_fails(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], vendor: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"{vendor}:{fakegpu.LIBRARY}")
+    name = {"cuda": "cuda:0", "hip": "rocm:0"}[vendor]
+    with fresh(vendor) as fake:
+        opened, content = penstock.open(checkpoints["misaligned"]), content_of(checkpoints["misaligned"])
+        with torch_on(fake, monkeypatch) as side:
+            with fake.capturing(side):
+                # Registers, allocates, waits for events and frees, all on threads that capture nothing.
+                for _ in range(2):
+                    tensors = opened.load(name, framework="dlpack")
+                    assert {n: fake.read(t._view.address, t.nbytes) for n, t in tensors.items()} == content
+                    del tensors
+                dict(opened.stream(name, framework="dlpack"))
+                gc.collect()
+                penstock.release_staging()
+            assert fake.misuses == []
+
+
+def hand_out(opened: penstock.Checkpoint, device: str) -> tuple[float, int]:
+    """Seconds of handing out a load, and calls of Python and C functions made meanwhile."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    job = opened.start(device)
+    job.wait()
+    sys.setprofile(count)
+    try:
+        tensors = job.result()
+    finally:
+        sys.setprofile(None)
+    del job, tensors
+    best = 1.0
+    for _ in range(7):
+        tensors = opened.load(device)
+        best = min(best, opened.last_report["hand_out_seconds"])
+        del tensors
+        gc.collect()
+    return best, calls
+
+
+def test_handing_out_on_a_gpu_costs_hardly_more_than_on_the_cpu(gpu: FakeTorch, small: Path) -> None:
+    gpu.fake.configure(checksum=0, poison=0)
+    opened = penstock.open(small)
+    (on_cpu, few), (on_gpu, calls) = hand_out(opened, "cpu"), hand_out(opened, "cuda:0")
+    # Not a call per tensor: the core makes them all in one.
+    assert calls <= few + 300 < len(opened) / 10, (few, calls)
+    assert on_gpu <= 1.5 * on_cpu + 0.001, (on_cpu, on_gpu)

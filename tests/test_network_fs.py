@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -309,3 +310,129 @@ def test_a_slow_source_is_what_bounds_the_load(fs, remote):
     _, report = load(remote, extent=MIB, threads=2, depth=2)
     assert report.bottleneck == "source"
     assert report.waits["source"] > 0.6 * report.seconds
+
+
+#: What opens the file, given the options of the process: `stall_timeout` as an argument, or as the variable.
+OPENING = {
+    "open": "penstock.open(path, stall_timeout=1.0)",
+    "open a folder": "penstock.open(os.path.dirname(path), stall_timeout=1.0)",
+    "open an index": "penstock.open(path.replace('.safetensors', '.safetensors.index.json'), stall_timeout=1.0)",
+    "safe_open": "penstock.safe_open(path, framework='np', options=dict(stall_timeout=1.0))",
+    "load_file": "penstock.load_file(path, framework='np', options=dict(stall_timeout=1.0))",
+    "the variable": "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); penstock.open(path)",
+    "the variable and numpy": (
+        "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); import penstock.numpy; penstock.numpy.load_file(path)"
+    ),
+    "inspect": "status = penstock.cli.main(['inspect', path, '--stall-timeout', '1'])",
+    "verify on the command line": "status = penstock.cli.main(['verify', path, '--stall-timeout', '1'])",
+    "load on the command line": "status = penstock.cli.main(['load', path, '-o', 'stall_timeout=1'])",
+}
+
+
+@pytest.mark.parametrize("request_", ["lookup", "getattr", "open", "read"])
+@pytest.mark.parametrize("way", OPENING)
+def test_an_open_that_hangs_ends_in_an_error_that_names_the_path(fs, remote, backing, way, request_):
+    names = dict.fromkeys(ordeal.entries(backing / "model.safetensors")[1], "model.safetensors")
+    (backing / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    if way == "open a folder" and request_ == "getattr":
+        pytest.skip("the folder's own attributes are asked for by the lookup of its files")
+    program = f"""
+import contextlib, io, os, sys, time, penstock, penstock._numpy, penstock.cli
+path = sys.argv[1]
+said, status = io.StringIO(), "opened"
+print("ready", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+try:
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        {OPENING[way]}
+except penstock.StalledError as e:
+    status = 3
+    said.write(str(e))
+took = time.monotonic() - began
+print("ended", flush=True)
+print(status, "has not answered for 1.0 s" in said.getvalue(), os.path.dirname(path) in said.getvalue(), flush=True)
+print(took, flush=True)
+"""
+    child = begin(program, remote)
+    try:
+        await_line(child, "ready")
+        fs.tell(hang=[request_])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        await_line(child, "ended")
+        assert child.stdout.readline() == "3 True True\n"
+        assert 1.0 <= float(child.stdout.readline()) < 20.0
+    finally:
+        fs.tell(hang=[])
+        finish(child, 20)
+
+
+def test_an_open_of_a_slow_server_is_no_stall(fs, backing):
+    """Every answer counts, however many files there are: twelve of 0.25 s each, and the limit is 1 s."""
+    folder = backing / "slow"
+    for i in range(12):
+        ordeal.write(folder / f"model-{i}.safetensors", 2, 1000)
+    fs.tell(latency=0.25)
+    assert len(penstock.open(fs.path / "slow", stall_timeout=1.0)) == 24
+
+
+def test_reads_that_hang_end_a_verify(fs, remote):
+    checkpoint = penstock.open(remote)
+    fs.tell(hang=["read"], after=fs.tell()["requests"]["read"] + 4)
+    began = time.monotonic()
+    with pytest.raises(penstock.StalledError, match=r"has not answered for 1\.0 s") as e:
+        checkpoint.verify(progress=False, stall_timeout=1.0)
+    assert time.monotonic() - began < 20.0
+    assert e.value.path == str(remote)
+    fs.tell(hang=[])
+    soon(lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock-hash")])
+
+
+@pytest.mark.parametrize("request_", ["lookup", "open"])
+def test_a_verify_that_hangs_before_its_first_byte_ends(fs, remote, request_):
+    checkpoint = penstock.open(remote)
+    fs.tell(hang=[request_])
+    with pytest.raises(penstock.StalledError) as e:
+        checkpoint.verify(progress=False, stall_timeout=0.5)
+    assert e.value.path == str(remote)
+    fs.tell(hang=[])
+
+
+def test_a_hub_cache_that_hangs_ends_the_open_of_a_repository(fs, backing):
+    program = """
+import os, sys, penstock
+os.environ["HF_HUB_CACHE"] = sys.argv[1]
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    penstock.open("org/name", stall_timeout=1.0)
+    said = "opened"
+except penstock.StalledError as e:
+    said = f"StalledError {e.path.startswith(sys.argv[1])}"
+print("ended", flush=True)
+print(said, flush=True)
+"""
+    child = begin(program, fs.path)
+    try:
+        await_line(child, "ready")
+        fs.tell(hang=["lookup"])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        await_line(child, "ended")
+        assert child.stdout.readline() == "StalledError True\n"
+    finally:
+        fs.tell(hang=[])
+        finish(child, 20)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf")])
+def test_a_stall_timeout_that_is_none_is_refused(backing, wrong):
+    with pytest.raises(ValueError, match="stall_timeout"):
+        penstock.open(backing / "model.safetensors", stall_timeout=wrong)
+
+
+def test_a_variable_that_makes_no_sense_is_told_by_its_name(backing, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STALL_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="PENSTOCK_STALL_TIMEOUT"):
+        penstock.open(backing / "model.safetensors")

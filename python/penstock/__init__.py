@@ -10,7 +10,7 @@ Importing penstock imports neither torch nor numpy.
 """
 
 from ._checkpoint import Checkpoint, open
-from ._core import CacheFill, Options, __version__
+from ._core import CacheFill, Options, __version__, release_staging
 from ._errors import (
     AccessError,
     CancelledError,
@@ -82,6 +82,7 @@ __all__ = [
     "load_file",
     "open",
     "patch",
+    "release_staging",
     "safe_open",
     "save",
     "save_file",

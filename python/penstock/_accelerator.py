@@ -16,6 +16,9 @@ from . import _core
 from ._device import Device, parse_device
 from ._errors import DeviceError, OutOfMemoryError
 
+#: dtype and shape of a want's tensor, by want and size in bytes.
+KindOf = Callable[[int, int], tuple[Any, Sequence[int]]]
+
 
 def _torch() -> Any:
     import torch
@@ -48,9 +51,10 @@ class Accelerator:
         self.index = device.number
         self.check(device)
         self._sizes: list[int] = []
-        self._places: list[tuple[int, int, int]] = []
-        self._sole: set[int] = set()
-        self._blocks: dict[int, Any] = {}
+        # By block: the want that has it to itself
+        self._sole: dict[int, int] = {}
+        # By want: the tensor whose memory is its block
+        self._made: dict[int, Any] = {}
 
     def check(self, device: Device) -> None:
         """Raises DeviceError where torch cannot allocate on the GPU meant."""
@@ -65,10 +69,10 @@ class Accelerator:
         if device.number >= torch.cuda.device_count():
             raise DeviceError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
-    def empty(self, nbytes: int) -> Any:
-        """A new uint8 tensor of ``nbytes`` bytes, for use on the current stream."""
+    def empty(self, shape: Sequence[int], dtype: Any, nbytes: int) -> Any:
+        """A new tensor, ``nbytes`` bytes, for use on the current stream."""
         try:
-            return self._torch.empty(nbytes, dtype=self._torch.uint8, device=f"cuda:{self.index}")
+            return self._torch.empty(shape, dtype=dtype, device=f"cuda:{self.index}")
         except self._torch.cuda.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"cannot allocate {nbytes} bytes on GPU {self.index}: {error}; "
@@ -81,40 +85,37 @@ class Accelerator:
         event.record(self._torch.cuda.current_stream(self.index))
         return int(event.cuda_event), event
 
-    def _learn(self, load: _core.Load) -> None:
-        if not self._sizes:
-            self._sizes, self._places = load.blocks(), load.places()
-            shares = Counter(place[0] for place in self._places)
-            self._sole = {b for b, _, n in self._places if shares[b] == 1 and n == self._sizes[b]}
+    def grant(self, load: _core.Load, blocks: Sequence[int], kind_of: KindOf) -> None:
+        """Allocates these blocks and gives them to the load, behind one fence.
 
-    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
-        """Allocates these blocks and gives them to the load, behind one fence."""
+        A want that has a block to itself gets its tensor now, and that is the block's memory: the allocator's own, so
+        that ``record_stream`` and sharing between processes work as ever.
+        """
         if not blocks:
             return
-        self._learn(load)
-        memory = [self.empty(self._sizes[b]) for b in blocks]
+        if not self._sizes:
+            places = load.places()
+            self._sizes, shares = load.blocks(), Counter(block for block, _, _ in places)
+            alone = ((block, want) for want, (block, _, n) in enumerate(places) if n == self._sizes[block])
+            self._sole = {block: want for block, want in alone if shares[block] == 1}
+        memory = []
+        for block in blocks:
+            nbytes, want = self._sizes[block], self._sole.get(block)
+            dtype, shape = (self._torch.uint8, (nbytes,)) if want is None else kind_of(want, nbytes)
+            memory.append(self.empty(shape, dtype, nbytes))
         handle, event = self.fence()
         for block, tensor in zip(blocks, memory, strict=True):
             load.grant(block, tensor.data_ptr(), (tensor, event), handle)
             if block in self._sole:
-                self._blocks[block] = tensor
+                self._made[self._sole[block]] = tensor
 
-    def nbytes(self, load: _core.Load, want: int) -> int:
-        """Size of a want in bytes."""
-        self._learn(load)
-        return self._places[want][2]
-
-    def tensor(self, load: _core.Load, want: int, dtype: Any, shape: Sequence[int], capsule: Callable[[], Any]) -> Any:
-        """A tensor on a ready want. Alone in its block, it takes over the allocator's own storage, so that
-        ``record_stream`` and sharing between processes work as ever; ``capsule`` makes the tensor otherwise."""
-        self._learn(load)  # a stream may begin with an empty tensor, before any block
-        memory = self._blocks.pop(self._places[want][0], None)
-        if memory is None:
-            return capsule()
-        load.views([want])  # taken and dropped: from here on the tensor alone keeps the memory
-        tensor = self._torch.empty(0, dtype=dtype, device=memory.device)
-        return tensor.set_(memory.untyped_storage(), 0, tuple(shape))
+    def taken(self, load: _core.Load, wants: Sequence[int]) -> dict[int, Any]:
+        """The tensors of those ready wants that have a block to themselves, from here on the caller's."""
+        made = {want: self._made.pop(want) for want in wants if want in self._made} if self._made else {}
+        if made:
+            load.views(list(made))  # taken and dropped: the tensors alone keep the memory
+        return made
 
     def let_go(self) -> None:
         """Lets go of the memory of blocks that no tensor was made of."""
-        self._blocks.clear()
+        self._made.clear()

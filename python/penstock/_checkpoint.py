@@ -11,6 +11,7 @@ from . import _core, _load
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, NotFoundError
+from ._paths import local_path
 from ._progress import Progress
 from ._report import Report, report_of
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
@@ -22,15 +23,18 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A shard file, several, a directory, an index file, or the name of a repository in the local Hub cache."""
 
 
-def source_paths(source: Source) -> list[str]:
+def _paths_of(source: Source, argument: str) -> list[str]:
     """The paths that ``source`` names."""
-    listed = [source] if isinstance(source, (str, os.PathLike)) else source
     try:
+        listed = [source] if isinstance(source, (str, os.PathLike)) else list(source)
         paths = [os.fspath(path) for path in listed]
     except TypeError:
-        paths = [b""]  # type: ignore[list-item]
+        listed, paths = [], [b""]  # type: ignore[list-item]
     if not all(isinstance(path, str) for path in paths):
-        raise ArgumentTypeError(f"source={source!r}: give a path (str or PathLike), or a list of paths")
+        raise ArgumentTypeError(f"{argument}={source!r}: give a path (str or PathLike), or a list of paths")
+    if not isinstance(source, str) or not source.startswith("hf://"):
+        for path in listed:
+            local_path(path, argument)
     return paths
 
 
@@ -74,7 +78,7 @@ class Checkpoint:
         return self._info(self._core.index(name))
 
     def _info(self, index: int) -> TensorInfo:
-        return info_of(self._core, index, self._core.files())
+        return info_of(self._core, index)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -240,7 +244,7 @@ class Checkpoint:
 
     # Checking it
 
-    def verify(self, progress: Progress = None) -> dict[str, str | None]:
+    def verify(self, progress: Progress = None, *, stall_timeout: float | None = None) -> dict[str, str | None]:
         """Reads every byte, several files at once, and compares with the digests that a local Hub cache has of them.
 
         Blobs of such a cache are named by the sha256 of their content, small ones by git's sha1. Of a checkpoint that
@@ -249,6 +253,7 @@ class Checkpoint:
 
         Args:
             progress: As in `load`; counts bytes.
+            stall_timeout: Seconds in which no byte is read before the check fails; None is as in `open`.
 
         Returns:
             What each file was compared with, by path: "blob name", "tree listing" (the cache's copy of the Hub's list
@@ -256,22 +261,25 @@ class Checkpoint:
 
         Raises:
             DigestError: files are damaged; names all of them.
+            StalledError: the file system does not answer; names the file.
             PenstockError: a file cannot be read.
         """
         from . import _digest
 
-        found = _digest.digests(self._all_files(), progress=progress)
+        found = _digest.digests(self._all_files(stall_timeout), progress=progress, stall_timeout=stall_timeout)
         _digest.raise_for(found)
         return {digest.path: digest.expected.source if digest.expected else None for digest in found}
 
-    def _all_files(self) -> list[str]:
+    def _all_files(self, stall_timeout: float | None = None) -> list[str]:
         """The shard files, then the other files of the snapshot that this was opened as."""
         files = self.files
         if self._snapshot is not None:
             from . import _hub
+            from ._patience import patiently
 
-            known = set(files)
-            files += [path for path in _hub.files_of(self._snapshot) if path not in known]
+            known, snapshot = set(files), self._snapshot
+            found = patiently(lambda: _hub.files_of(snapshot), stall_timeout, str(snapshot.path))
+            files += [path for path in found if path not in known]
         return files
 
     # Harmless, so that it can be used like a file
@@ -293,7 +301,7 @@ class Checkpoint:
         return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
 
 
-def open(source: Source) -> Checkpoint:
+def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
     """Opens a safetensors checkpoint: reads and validates the headers, nothing else.
 
     Args:
@@ -301,22 +309,31 @@ def open(source: Source) -> Checkpoint:
             repository of the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (branch, tag or commit
             hash), ``hf://org/name@revision/folder``. What is on disk under such a name comes first, but for ``hf://``.
             Nothing is ever downloaded.
+        stall_timeout: Seconds without an answer of the file system before the open fails. None: PENSTOCK_STALL_TIMEOUT,
+            or 120. A header read or a file opened is an answer, and a long parse is not waited for.
 
     Raises:
         NotFoundError: (a FileNotFoundError) nothing is there, or not all of it.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: something is, but not a whole checkpoint.
-        InvalidError: ``source`` is nothing that could be opened.
+        StalledError: the file system does not answer; names the file.
+        InvalidError: ``source`` is nothing that could be opened. A scheme such as ``s3://`` is a FileNotFoundError too.
     """
-    paths = source_paths(source)
+    return open_as("source", source, stall_timeout)
+
+
+def open_as(argument: str, source: Source, stall_timeout: float | None = None) -> Checkpoint:
+    """`open`, by a function whose callers know ``source`` as ``argument``."""
+    paths = _paths_of(source, argument)
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            return Checkpoint(_core.Checkpoint.open(paths))
+            return Checkpoint(_core.Checkpoint.open(paths, stall_timeout))
         except NotFoundError as error:
             if not isinstance(source, str):
                 raise
             absent = error
     from . import _hub  # nobody pays for it who opens what is on disk
+    from ._patience import patiently
 
-    snapshot = _hub.find(source, absent)
-    return Checkpoint(_hub.open_snapshot(snapshot), snapshot)
+    snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
+    return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)

@@ -18,6 +18,7 @@ from . import _save
 from ._checkpoint import open
 from ._dtypes import CASTABLE, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
+from ._paths import local_path
 from ._progress import Progress
 from ._report import Report
 
@@ -135,6 +136,10 @@ def convert(
     kind = cast_target(dtype)
     if kind is not None and kind not in CASTABLE:
         raise InvalidError(f"dtype={dtype!r}: give one of {', '.join(CASTABLE)}")
+    for source in sources:
+        if len(sources) > 1 or not str(source).startswith("hf://"):
+            local_path(source, "sources")
+    target = Path(local_path(directory, "directory"))
     pickles = _pickles(sources)
     metadata: dict[str, str]
     if pickles:
@@ -146,7 +151,6 @@ def convert(
         read_from = checkpoint.files
     if kind is not None:
         tensors = _cast(tensors, kind)
-    target = Path(os.fspath(directory))
     if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
         raise InvalidError(f"directory={str(target)!r} is where the checkpoint is: convert it to another one")
     return _save.save(

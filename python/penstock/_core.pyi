@@ -22,9 +22,10 @@ __all__ = [
     "gpus",
     "head",
     "probe",
+    "release_staging",
     "residency",
+    "stall_timeout",
     "stop_fills",
-    "trim",
     "warm",
 ]
 
@@ -79,7 +80,8 @@ class Checkpoint:
     """A validated checkpoint. Tensors are numbered in file order."""
 
     @staticmethod
-    def open(sources: Sequence[str]) -> Checkpoint: ...
+    def open(sources: Sequence[str], stall_timeout: float | None = None) -> Checkpoint:
+        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
@@ -92,7 +94,10 @@ class Checkpoint:
     def matching(self, patterns: Sequence[str]) -> list[int]: ...
     def by_dtype(self, wants: Sequence[int] | None = None) -> dict[str, list[int]]:
         """Positions in `wants` (tensor numbers; None: all) by dtype name, each list ascending."""
-    def files(self) -> list[str]: ...
+    def files(self) -> list[str]:
+        """Paths as `os.fsdecode` gives them."""
+    def path(self, file: int) -> str:
+        """One of `files`."""
     def metadata(self) -> dict[str, str] | None: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
     def file_tensors(self, file: int) -> tuple[int, int]: ...
@@ -290,8 +295,17 @@ def warm(path: str, threads: int = 0) -> int:
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
 
-def trim() -> None:
-    """Gives idle staging memory back to the system, with its registrations and the GPU contexts they were made in."""
+def stall_timeout(value: float | None = None) -> float:
+    """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else
+    the default. Raises ValueError for what is no such time."""
+
+def release_staging() -> int:
+    """Gives staging memory that no load uses back to the system, with its registrations and GPU contexts.
+
+    Loads to GPUs keep their registered (pinned) staging memory for the next one, up to half of the `staging` option
+    (128 MiB by default), and other loads 64 MiB. Call this when the process loads no more. Returns the number of bytes.
+    The next load makes what it needs anew. Safe at any time: memory that a load uses is not touched.
+    """
 
 def exiting() -> None:
     """The calling thread ends the interpreter: others that wait for a cancelled load then go no further."""

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from . import _core
 from ._errors import AccessError, DigestError, NotFoundError, PenstockError, ReadError
 from ._hub import Expected, expected_digest
+from ._patience import asking, patiently, stalled
 from ._progress import INTERVAL, Meter, Progress
 
 _CHUNK = 4 << 20
@@ -39,7 +41,10 @@ class Digest(NamedTuple):
 
 
 def digests(
-    paths: Sequence[str], listed: Mapping[str, Expected] | None = None, progress: Progress = False
+    paths: Sequence[str],
+    listed: Mapping[str, Expected] | None = None,
+    progress: Progress = False,
+    stall_timeout: float | None = None,
 ) -> list[Digest]:
     """Hashes files, several at once, and compares each with what is known of it.
 
@@ -47,11 +52,15 @@ def digests(
         paths: The files.
         listed: What they are to hash to, by path; for others the Hub cache they lie in is asked.
         progress: As in `Checkpoint.load`.
+        stall_timeout: Seconds in which the file system answers nothing before it counts as hung; None: as in `open`.
 
     Returns:
         One per path, in their order.
+
+    Raises:
+        StalledError: the file system hangs; names a file that is waited for.
     """
-    return _Hashing(paths, listed or {}).run(progress)
+    return _Hashing(paths, listed or {}).run(progress, _core.stall_timeout(stall_timeout))
 
 
 def raise_for(found: Sequence[Digest]) -> None:
@@ -74,30 +83,42 @@ class _Hashing:
         self._paths = paths
         self._listed = listed
         self._done: dict[int, Digest] = {}
+        # Numbers of the files that are being read, the longest at work first
+        self._at_work: dict[int, None] = {}
         self._failure: BaseException | None = None
         self._bytes = 0
+        self._opened = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._finished = threading.Event()
 
-    def run(self, progress: Progress) -> list[Digest]:
-        sizes = [_size(path) for path in self._paths]
+    def run(self, progress: Progress, stall: float) -> list[Digest]:
+        sizes = patiently(lambda: [_size(path) for path in self._paths], stall) if self._paths else []
         # The largest first: otherwise it may be alone at the end
         self._left = sorted(range(len(sizes)), key=lambda i: sizes[i])
         count = min(len(sizes), len(os.sched_getaffinity(0)), _MOST_THREADS)
         # Daemons: a read that hangs in the kernel must not keep the process from ending
         threads = [threading.Thread(target=self._work, name=f"penstock-hash-{i}", daemon=True) for i in range(count)]
+        patience = _PATIENCE
         with Meter(progress, "verify") as meter:
             try:
                 for thread in threads:
                     thread.start()
+                before, moved = self._moved(), time.monotonic()
                 while len(self._done) < len(self._paths) and self._failure is None:
-                    self._finished.wait(INTERVAL)
+                    self._finished.wait(min(INTERVAL, stall))
                     self._finished.clear()
                     meter.update(self._bytes, sum(sizes))
+                    if (now := self._moved()) != before:
+                        before, moved = now, time.monotonic()
+                    elif time.monotonic() - moved >= stall:
+                        patience = 0.0  # they have been waited for
+                        with self._lock:
+                            waited_for = next(iter(self._at_work), 0)
+                        raise stalled(stall, self._paths[waited_for])
             finally:
                 self._stop.set()
-                until = time.monotonic() + _PATIENCE
+                until = time.monotonic() + patience
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join(max(0.0, until - time.monotonic()))
@@ -106,6 +127,10 @@ class _Hashing:
             raise self._failure
         return [self._done[i] for i in range(len(self._paths))]
 
+    def _moved(self) -> tuple[int, int, int]:
+        """Changes with every answer of the file system."""
+        return self._bytes, self._opened, len(self._done)
+
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
@@ -113,7 +138,11 @@ class _Hashing:
                     if not self._left:
                         return
                     i = self._left.pop()
-                self._done[i] = self._examine(self._paths[i])
+                    self._at_work[i] = None
+                digest = self._examine(self._paths[i])
+                with self._lock:
+                    del self._at_work[i]
+                    self._done[i] = digest
                 self._finished.set()
         except BaseException as failure:
             self._failure = failure
@@ -137,6 +166,8 @@ class _Hashing:
 
     def _hash(self, path: str, algorithm: str) -> str:
         with open(path, "rb", buffering=0) as file:
+            with self._lock:
+                self._opened += 1
             if algorithm == "sha256":
                 digest = hashlib.sha256()
             else:
@@ -152,6 +183,7 @@ class _Hashing:
 
 
 def _size(path: str) -> int:
+    asking(path)
     try:
         return Path(path).stat().st_size
     except OSError:

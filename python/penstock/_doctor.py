@@ -19,6 +19,7 @@ from typing import Any
 
 from . import _core
 from ._dtypes import DTYPES
+from ._paths import local_path
 from ._report import size_text
 
 _MEASURED = 256 << 20
@@ -314,7 +315,7 @@ def examine(path: str, *, measure: bool = True) -> dict[str, Any]:
 
     Measuring reads up to 256 MB three times, from a shard file if there is one, else from a temporary file.
     """
-    path = os.fspath(path)
+    path = local_path(path, "path")
     Path(path).stat()  # raises for what is not there
     found: dict[str, Any] = {
         "penstock": _core.__version__,
@@ -379,7 +380,8 @@ def describe(found: dict[str, Any]) -> str:
     if found["gpus"].get("gpus"):
         rows += [("GPU", _say(gpu)) for gpu in found["gpus"]["gpus"]]
     else:
-        rows.append(("GPU", "none: " + (found["gpus"].get("reason") or "no driver found").partition(". ")[0]))
+        reason = found["gpus"].get("reason") or "no driver found"
+        rows.append(("GPU", "none: " + reason.partition(". ")[0].partition(";")[0]))
     rows.append(("with", ", ".join(f"{k} {v}" for k, v in found["frameworks"].items() if v)))
     names = {"copy": "memory copy", "direct": "O_DIRECT read", "cached": "cached read"}
     for key, rate in found["rates"].items():

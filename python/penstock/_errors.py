@@ -216,6 +216,10 @@ class ArgumentTypeError(InvalidError, TypeError, AttributeError):
     """An argument of a type that makes no sense, such as a name that is a number."""
 
 
+class SchemeError(InvalidError, FileNotFoundError):
+    """A path that begins with a scheme, such as ``s3://``, where paths of mounted file systems are taken."""
+
+
 class SharedMemoryError(InvalidError, RuntimeError):
     """Tensors that share memory were to be saved each by itself, or none of them covers all of it."""
 

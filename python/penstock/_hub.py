@@ -18,6 +18,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from urllib.parse import unquote
 
 from . import _core
 from ._errors import AccessError, InvalidError, NotFoundError, PenstockError, ReadError
+from ._patience import asking, patiently
 from ._report import size_text
 
 SCHEME = "hf://"
@@ -152,6 +154,7 @@ def find(source: str, absent: PenstockError | None = None) -> Snapshot:
         InvalidError: as `parse`.
         AccessError, ReadError: the cache cannot be looked at.
     """
+    asking(source)
     if absent is not None and os.path.lexists(source):
         raise absent
     reference = parse(source)
@@ -186,6 +189,7 @@ def _commit(source: str, reference: Reference, storage: Path) -> str:
     if "/" not in revision and _is_folder(storage / "snapshots" / revision):
         return revision
     ref = storage / "refs" / revision
+    asking(ref)
     try:
         commit = ref.read_text("utf-8").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -213,6 +217,7 @@ def _there(storage: Path) -> str:
     commits = sorted(entry.name for entry in _entries(storage / "snapshots") if entry.is_dir())
     named = {}
     for ref in sorted(path for path in (storage / "refs").rglob("*") if path.is_file()):
+        asking(ref)
         named[str(ref.relative_to(storage / "refs"))] = ref.read_text("utf-8", "replace").strip()
     shown = [f"{name} ({commit[:8]})" for name, commit in named.items() if commit in commits]
     shown += [commit for commit in commits if commit not in named.values()]
@@ -247,6 +252,7 @@ def _unfinished(storage: Path) -> str:
 
 def _is_folder(path: Path) -> bool:
     """Whether it is a folder. `Path.is_dir` hides, from Python 3.14 on, that it may not be looked at."""
+    asking(path)
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -254,6 +260,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    asking(folder)
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)
@@ -269,26 +276,37 @@ def _listed(names: list[str]) -> str:
 # Opening it
 
 
-def open_snapshot(snapshot: Snapshot) -> _core.Checkpoint:
+def open_snapshot(snapshot: Snapshot, stall_timeout: float | None = None) -> _core.Checkpoint:
     """The checkpoint in this snapshot.
 
     Raises:
         NotFoundError: it has none, or files of it have not been downloaded or were removed.
+        StalledError: the file system does not answer.
     """
     try:
-        core = _core.Checkpoint.open([str(snapshot.path)])
+        core = _core.Checkpoint.open([str(snapshot.path)], stall_timeout)
     except NotFoundError as error:
-        raise _incomplete(snapshot, error) from None
+        why = error
+        raise patiently(lambda: _incomplete(snapshot, why), stall_timeout, str(snapshot.path)) from None
     # A folder may hold what somebody has put together; a part of a repository is what an interrupted download leaves
     names = [Path(file).name for file in core.files()]
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
-    whole = any(snapshot.path.glob("*.safetensors.index.json")) or not snapshot.path.is_dir()
-    for shard in shards if not whole else ():
-        count, there = int(shard["count"]), sum(other["set"] == shard["set"] for other in shards)
-        if there < count:
-            message = f"{there} of the {count} shard files of {shard['set']!r} are there, by their names, and no index"
-            raise _incomplete(snapshot, NotFoundError(message, path=str(snapshot.path)))
+    sets = Counter(shard["set"] for shard in shards)
+    parts = {(shard["set"], int(shard["count"])) for shard in shards}
+    for name, count in sorted(part for part in parts if sets[part[0]] < part[1]):
+        message = f"{sets[name]} of the {count} shard files of {name!r} are there, by their names, and no index"
+        lacking = NotFoundError(message, path=str(snapshot.path))
+        found = patiently(lambda e=lacking: _in_part(snapshot, e), stall_timeout, str(snapshot.path))  # type: ignore[misc]
+        if found is not None:
+            raise found
     return core
+
+
+def _in_part(snapshot: Snapshot, error: NotFoundError) -> NotFoundError | None:
+    """The error for shards that are not all there, unless they were chosen by an index or by their names."""
+    if any(snapshot.path.glob("*.safetensors.index.json")) or not snapshot.path.is_dir():
+        return None
+    return _incomplete(snapshot, error)
 
 
 def _incomplete(snapshot: Snapshot, error: NotFoundError) -> NotFoundError:
@@ -325,6 +343,7 @@ def _not_downloaded(storage: Path, commit: str, root: Path, within: str) -> list
 
 def _tree(storage: Path, commit: str) -> dict[str, dict[str, Any]]:
     """What the repository holds at this commit, as far as huggingface_hub has kept that."""
+    asking(storage)
     try:
         listing = json.loads((storage / "trees" / f"{commit}.json").read_text("utf-8"))
         files = listing["files"] if listing["format_version"] == 1 else {}
@@ -372,6 +391,7 @@ def _places(path: str) -> Iterator[str]:
     """``path``, and where each of the links that it goes through leads."""
     yield path
     for _ in range(40):  # as many as Linux follows
+        asking(path)
         try:
             target = os.readlink(path)  # noqa: PTH115
         except OSError:
@@ -384,5 +404,9 @@ def files_of(snapshot: Snapshot) -> list[str]:
     """Paths of all files of the snapshot, or of the part of it that was asked for."""
     if not snapshot.path.is_dir():
         return [str(snapshot.path)]
-    found = snapshot.path.rglob("*")
-    return sorted(str(path) for path in found if path.is_file() or (path.is_symlink() and not path.is_dir()))
+
+    def is_one(path: Path) -> bool:
+        asking(path)
+        return path.is_file() or (path.is_symlink() and not path.is_dir())
+
+    return sorted(str(path) for path in snapshot.path.rglob("*") if is_one(path))

@@ -32,6 +32,7 @@ from ._errors import (
     raise_if_forked,
 )
 from ._late_imports import importing
+from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, report_of
 from ._selection import Names, Selection, Slices, select
@@ -172,7 +173,7 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
     if isinstance(options, Options):
         if not changes:
-            return options
+            return _checked(options)
         given = {name: getattr(options, name) for name in Options.names()}
     elif options is None:
         given = {}
@@ -183,11 +184,23 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     given.update(changes)
     unknown = [str(name) for name in given if name not in Options.names()]
     if unknown:
+        import difflib
+
+        close = [name for word in unknown for name in difflib.get_close_matches(word, Options.names(), 1)]
         raise InvalidError(
-            f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}: the options are "
-            + ", ".join(Options.names())
+            f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+            + f" (did you mean {', '.join(close)}?)" * bool(close)
+            + f": the options are {', '.join(Options.names())}"
         )
-    return Options(**given)
+    if isinstance(given.get("trace"), os.PathLike):
+        given["trace"] = local_path(given["trace"], "trace")
+    return _checked(Options(**given))
+
+
+def _checked(options: Options) -> Options:
+    if options.trace:
+        local_path(options.trace, "trace")
+    return options
 
 
 class Request(NamedTuple):
@@ -436,7 +449,7 @@ class Job:
                 tensors = adapter.tensors(self._load, range(len(names)))
                 made = None if adapter.casts else dict(zip(names, tensors, strict=True))
             self._report = self._checkpoint._ended(self._load)
-            self._report.handed_out(time.perf_counter() - start)
+            self._report.handed_out(time.perf_counter() - start, cast=self._adapter.casts)
             self._load.mark("hand-out", start, time.perf_counter())
             write_trace(self._load, self._report)
         finally:
@@ -465,7 +478,7 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
         arrived = dict(stream(request, adapter, progress))
         report = request.checkpoint.last_report
         if report is not None:
-            report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]))
+            report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]), cast=adapter.casts)
         return {name: arrived[name] for name in request.selection.names}
     with Meter(progress, "load") as meter, Job(request, adapter) as job:
         await_load(job._load, meter)

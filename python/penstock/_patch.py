@@ -18,7 +18,7 @@ from typing import Any
 from _penstock_patch import After
 
 from . import _load, _safe_open
-from ._errors import InvalidError, PenstockError, UnsupportedError
+from ._errors import InvalidError, PenstockError, SchemeError, UnsupportedError
 
 PACKAGES = (
     "safetensors",
@@ -204,6 +204,8 @@ def _saved(ours: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, A
         return False, None
     try:
         return True, ours(**arguments, layout="compact")
+    except SchemeError:  # safetensors would write to a folder of that name
+        raise
     except (InvalidError, UnsupportedError):  # before anything was written
         return False, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -29,17 +30,33 @@ class Report(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"this report has no {key!r}; it has {', '.join(self)}") from None
 
-    def handed_out(self, seconds: float) -> None:
-        """Adds what making (and casting) tensors took after the bytes were there."""
+    _cast = False
+
+    def handed_out(self, seconds: float, *, cast: bool = False) -> None:
+        """Adds what making (and, with ``cast``, casting) tensors took after the bytes were there."""
         self["hand_out_seconds"] = seconds
+        self._cast = cast
         if self["tensors"]:
             self["seconds_per_tensor"] = (self["seconds"] + seconds) / self["tensors"]
 
+    def _moved_nothing(self) -> bool:
+        """Whether all bytes were in the page cache and were mapped: then a rate would be no rate of anything."""
+        if self._cast:
+            return False
+        taken = {route for route, way in self.get("routes", {}).items() if way.get("extents")}
+        return taken == {"mapped"} and self.get("resident_bytes", 0) >= self.get("nbytes", 0) > 0
+
     def __str__(self) -> str:
         get = self.get
+        # A cast is part of what was asked for: its time counts here, though the bytes were there before it
+        seconds = get("seconds", 0.0) + get("hand_out_seconds", 0.0)
+        rate = f"{get('nbytes', 0) / seconds / 1e9:.2f} GB/s" if seconds else ""
+        if self._moved_nothing():
+            rate = "mapped, no byte moved"
+        tensors = get("tensors", 0)
         lines = [
-            f"{get('tensors', 0)} tensors, {size_text(get('nbytes', 0))} in {_time(get('seconds', 0.0))}: "
-            f"{get('gbps', 0.0):.2f} GB/s"
+            f"{tensors} tensor{'s' * (tensors != 1)}, {size_text(get('nbytes', 0))} in {_time(seconds)}"
+            + f": {rate}" * bool(rate)
         ]
 
         def line(label: str, text: str) -> None:
@@ -61,7 +78,8 @@ class Report(dict[str, Any]):
             line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
         for route, way in get("routes", {}).items():
             if way.get("extents"):
-                line(route, f"{size_text(way.get('bytes', 0))} in {way['extents']} extents")
+                extents = way["extents"]
+                line(route, f"{size_text(way.get('bytes', 0))} in {extents} extent{'s' * (extents != 1)}")
         if get("first_touch_bytes"):
             line(
                 "first touch",
@@ -75,9 +93,12 @@ class Report(dict[str, Any]):
         if get("peak_staging"):
             line("staging", f"{size_text(get('peak_staging', 0))} at most")
         if get("slack_bytes") or get("gap_bytes"):
-            line("read besides", f"{size_text(get('slack_bytes', 0))} slack, {size_text(get('gap_bytes', 0))} gaps")
+            slack, gaps = size_text(get("slack_bytes", 0)), size_text(get("gap_bytes", 0))
+            line("extra bytes", f"{slack} for alignment, {gaps} in gaps")
         if get("cache"):
-            line("page cache", ": ".join(str(get(key)) for key in ("cache", "cache_reason") if get(key)))
+            why = re.sub(r"\b\d{4,}\b", lambda number: size_text(int(number[0])), str(get("cache_reason") or ""))
+            why = why.replace("B cold bytes", "B of cold bytes")
+            line("page cache", ": ".join(part for part in (str(get("cache")), why) if part))
         if (fill := get("cache_fill")) is not None:
             text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {_time(fill.seconds)}"
             line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import _load
-from ._checkpoint import Checkpoint, Source, open
+from ._checkpoint import Checkpoint, Source, open_as
 from ._core import Options
 from ._device import Device
 from ._dtypes import DTYPES
@@ -212,7 +212,7 @@ class safe_open:
                 module_of(self._framework)
             self._sliced_by = "np" if self._device.is_cpu else self._framework
         self._options = _load.make_options(options, **_BACKENDS[backend])
-        self._checkpoint: Checkpoint = open(filename)
+        self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
         self._closed = False
         self._lock = threading.Lock()
         self._singles = 0

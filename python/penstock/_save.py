@@ -25,6 +25,7 @@ from ._errors import (
     PenstockError,
     WriteError,
 )
+from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
@@ -314,7 +315,7 @@ def save_file(
             message says that the directory could not be brought to the disk. WriteError: a tensor cannot be packed.
         OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
     """
-    path = Path(os.fspath(filename))
+    path = Path(local_path(filename, "filename"))
     report, _ = _write(
         tensors,
         str(path.parent),
@@ -364,9 +365,11 @@ def save(
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     if Path(name).name != name or not name:
         raise InvalidError(f"name={name!r}: give a file name")
+    if os.fsencode(name).decode("utf-8", "replace") != name:
+        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index, which is JSON, could not name such files")
     report, files = _write(
         tensors,
-        str(Path(os.fspath(directory))),
+        str(Path(local_path(directory, "directory"))),
         name,
         {**more, **(metadata or {})} if more or metadata is not None else None,
         size_of(max_shard_size),

@@ -79,7 +79,7 @@ class Selection:
 
     def file(self, want: int) -> str:
         """Path of the file that the want's bytes are in."""
-        return self.core.files()[self.core.info(self.tensor(want))[3]]
+        return self.core.path(self.core.info(self.tensor(want))[3])
 
     def part(self, wants: Sequence[int]) -> Selection:
         """The selection of these wants alone."""
@@ -105,6 +105,29 @@ def unknown(core: _core.Checkpoint, name: str) -> UnknownTensorError:
     return UnknownTensorError(text, path=files[0] if len(files) == 1 else None)
 
 
+def _nothing_matches(core: _core.Checkpoint, glob: str) -> UnknownTensorError:
+    """The error for a glob that matches nothing, with a glob of the same parts that matches something, if one does."""
+    files = core.files()
+    text = f"{files[0] if len(files) == 1 else 'the checkpoint'}: no tensor's name matches {glob}"
+    if len(core) <= 20_000:
+        import difflib
+
+        *parts, last = glob.split(".")
+        literal = last.rstrip("*")
+        known = core.keys()
+        if not _GLOB.search("".join([*parts, literal])):
+            stars = last[len(literal) :]
+            parts += [literal] if literal else []
+            starts = {".".join(name.split(".")[: len(parts)]) for name in known}
+            close = difflib.get_close_matches(".".join(parts), sorted(starts), 1)
+            if close:
+                text += f" (did you mean {close[0]}{stars if literal else '.' + stars}?)"
+        if "did you mean" not in text:
+            first = list(dict.fromkeys(name.split(".")[0] for name in known))
+            text += f"; the names begin with {', '.join(first[:6])}{' and more' * (len(first) > 6)}"
+    return UnknownTensorError(text, path=files[0] if len(files) == 1 else None)
+
+
 def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
     if names is None:
         return None
@@ -117,9 +140,12 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
         if name in core:  # a name may contain what looks like a glob
             found[core.index(name)] = None
             continue
-        matching = core.matching([name]) if _GLOB.search(name) else []
-        if not matching:
+        if not _GLOB.search(name):
             raise unknown(core, name)
+        try:
+            matching = core.matching([name])
+        except UnknownTensorError:
+            raise _nothing_matches(core, name) from None
         found.update(dict.fromkeys(matching))
     return list(found)
 
@@ -154,10 +180,10 @@ def _region(info: TensorInfo, cut: Any) -> Region:
     return region
 
 
-def info_of(core: _core.Checkpoint, index: int, files: Sequence[str]) -> TensorInfo:
-    """What the checkpoint says of tensor number ``index``; ``files`` are its files."""
+def info_of(core: _core.Checkpoint, index: int, files: Sequence[str] | None = None) -> TensorInfo:
+    """What the checkpoint says of tensor number ``index``; for many, ``files`` are its files, listed once."""
     name, dtype, shape, file, begin, end = core.info(index)
-    return TensorInfo(name, dtype, shape, end - begin, files[file], (begin, end))
+    return TensorInfo(name, dtype, shape, end - begin, core.path(file) if files is None else files[file], (begin, end))
 
 
 def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -> Selection:

@@ -177,12 +177,28 @@ class Torch:
         """Gives the load the memory of these blocks."""
         if self._gpu is not None:
             with self._naming():
-                self._gpu.grant(load, blocks)
+                self._gpu.grant(load, blocks, self._kind_of)
+
+    def _kind_of(self, want: int, nbytes: int) -> tuple[Any, Sequence[int]]:
+        """dtype and shape of the tensor that is made on a want."""
+        if self._raw:
+            return self._torch.uint8, (nbytes,)
+        if want in self._as_bytes:
+            return self._as_bytes[want]
+        name, shape = self._selection.describe(want)
+        return torch_dtype(name), shape
 
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
         """Tensors on these ready wants."""
-        if self._gpu is not None:
-            return [self._on_gpu(load, want) for want in wants]
+        if self._gpu is None:
+            return self._on_views(load, wants)
+        made = self._gpu.taken(load, wants)
+        if not made:
+            return self._on_views(load, wants)
+        rest = iter(self._on_views(load, [want for want in wants if want not in made]))
+        return [made[want] if want in made else next(rest) for want in wants]
+
+    def _on_views(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
         if self._raw:
             return [self._bytes(load, want) for want in wants]
         if not self._as_bytes:
@@ -197,18 +213,6 @@ class Torch:
     def _via_bytes(self, load: _core.Load, want: int) -> Any:
         dtype, shape = self._as_bytes[want]
         return self._bytes(load, want).view(dtype).view(shape)
-
-    def _on_gpu(self, load: _core.Load, want: int) -> Any:
-        assert self._gpu is not None
-        if self._raw:
-            size = [self._gpu.nbytes(load, want)]
-            return self._gpu.tensor(load, want, self._torch.uint8, size, lambda: self._bytes(load, want))
-        if want in self._as_bytes:
-            dtype, shape = self._as_bytes[want]
-            return self._gpu.tensor(load, want, dtype, shape, lambda: self._via_bytes(load, want))
-        name, shape = self._selection.describe(want)
-        capsules: Callable[[], Any] = lambda: load.capsules([want], _native(), _from_dlpack())[0]  # noqa: E731
-        return self._gpu.tensor(load, want, torch_dtype(name), shape, capsules)
 
     @property
     def casts(self) -> bool:

@@ -1,7 +1,9 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert |
 synth``.
 
-Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted. Errors are one line on stderr
+Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` knows no digest to compare with, 130
+interrupted. Errors are one line on stderr
 (with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,14 +23,18 @@ from typing import Any
 
 from . import _core
 from ._checkpoint import Checkpoint, open
+from ._device import any_device
 from ._dtypes import DTYPES
-from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
-from ._load import ORDERS, make_options
-from ._report import size_text
+from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
+from ._load import ORDERS, load, make_options
+from ._paths import local_path
+from ._report import Report, size_text
 from ._save import LAYOUTS
+from ._selection import info_of
+from ._terminal import Parser, styled, table, wrapped
 from .bench import command as bench
 
-OK, FAILED, USAGE, ERROR, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 _SOURCE = """a safetensors file, several, a directory, an index file, or a repository of the local Hugging Face
 Hub cache: org/name, org/name@revision"""
@@ -35,6 +42,14 @@ Hub cache: org/name, org/name@revision"""
 
 class _Failed(Exception):
     """A check failed; what there is to say has been said."""
+
+    status = FAILED
+
+
+class _Uncompared(_Failed):
+    """Digests were to be compared, and none of them is known."""
+
+    status = UNCOMPARED
 
 
 def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
@@ -44,21 +59,20 @@ def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Calla
         sys.stdout.write((text if isinstance(text, str) else text()) + "\n")
 
 
-def _open(args: argparse.Namespace) -> Checkpoint:
+def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Checkpoint:
     sources: list[str] = args.source
-    return open(sources[0] if len(sources) == 1 else sources)
+    return open(sources[0] if len(sources) == 1 else sources, stall_timeout=stall_timeout)
 
 
-def _table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns two spaces apart; those in ``right`` are aligned to the right."""
-    rows = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return "\n".join(
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+def _refuse_schemes(args: argparse.Namespace) -> None:
+    """Refuses paths that begin with a scheme, such as s3://, before anything is done."""
+    for argument in ("source", "path", "file", "folder", "into", "trace", "html", "digests", "json"):
+        value = getattr(args, argument, None)
+        listed = value if isinstance(value, list) else [value]
+        for path in listed:
+            repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
+            if isinstance(path, str) and not repository:
+                local_path(path, argument)
 
 
 # inspect
@@ -147,11 +161,19 @@ def _tree(folded: list[dict[str, Any]], depth: int | None) -> str:
                 walk(child, indent + 1)
 
     walk(root, 0)
-    return _table(rows, right=(3, 4))
+    return table(rows, right=(3, 4))
+
+
+def _count(number: int) -> str:
+    """A number for people: 137.02 M."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    checkpoint = _open(args)
+    checkpoint = _open(args, args.stall_timeout)
     core = checkpoint._core
     by_dtype: dict[str, dict[str, int]] = {}
     for dtype, wants in sorted(core.by_dtype().items()):
@@ -177,7 +199,8 @@ def _inspect(args: argparse.Namespace) -> None:
         "warnings": checkpoint.warnings,
     }
     if args.tensors or args.json:
-        infos = [checkpoint._info(i) for i in range(len(checkpoint))]
+        paths = checkpoint.files
+        infos = [info_of(core, i, paths) for i in range(len(checkpoint))]
         document["entries"] = [
             {
                 "name": t.name,
@@ -191,31 +214,31 @@ def _inspect(args: argparse.Namespace) -> None:
         ]
 
     def text() -> str:
-        parts = []
-        if args.tensors:
-            rows = [[t.name, t.dtype, str(list(t.shape)), size_text(t.nbytes)] for t in infos]
-            parts.append(_table(rows, right=(3,)))
-        else:
-            parts.append(_tree(_folded(checkpoint), args.depth))
+        summary = (
+            f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, {_count(document['parameters'])} elements in "
+            f"{len(files)} file{'s' * (len(files) != 1)}"
+        )
+        parts = [styled(summary, "bold")]
         parts.append(
-            _table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
+            table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
         )
         parts.append(
-            _table(
+            table(
                 [
-                    [d, f"{v['tensors']} tensors", f"{v['parameters'] / 1e6:,.2f} M elements", size_text(v["nbytes"])]
+                    [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
                     for d, v in by_dtype.items()
                 ],
                 right=(1, 2, 3),
             )
         )
         if checkpoint.metadata:
-            parts.append("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items()))
-        parts.extend(f"warning: {w}" for w in checkpoint.warnings)
-        parts.append(
-            f"{len(checkpoint)} tensors, {document['parameters'] / 1e9:.3f} G elements, {size_text(checkpoint.nbytes)} "
-            f"in {len(files)} file{'s' * (len(files) != 1)}"
-        )
+            parts.append(wrapped("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items())))
+        parts.extend(wrapped(f"{styled('warning', 'yellow')}: {w}") for w in checkpoint.warnings)
+        if args.tensors:
+            rows = [[t.name, t.dtype, str(list(t.shape)), size_text(t.nbytes)] for t in infos]
+            parts.append(table(rows, right=(3,)))
+        else:
+            parts.append(_tree(_folded(checkpoint), args.depth))
         return "\n\n".join(part for part in parts if part)
 
     _print(args, document, text)
@@ -240,25 +263,44 @@ def _option(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def _seconds(text: str) -> float:
+    try:
+        return _core.stall_timeout(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds") from None
+
+
+def _shown(report: Report) -> str:
+    """A report that fits the terminal, its first line bold."""
+    first, *rest = wrapped(str(report)).split("\n")
+    return "\n".join([styled(first, "bold"), *rest])
+
+
 def _load(args: argparse.Namespace) -> None:
     try:
         options = make_options(dict(args.option) | ({"trace": args.trace} if args.trace else {}))
     except (TypeError, ValueError) as error:  # wrong usage here, whatever it is in a program
         raise InvalidError(str(error)) from error
-    checkpoint = _open(args)
-    state = checkpoint.load(
+    checkpoint = _open(args, options.stall_timeout)
+    # No framework is needed to move bytes, and importing one takes seconds. Casts and torch's own devices need one.
+    where = any_device(args.device)
+    bytes_alone = args.framework is None and args.dtype in (None, "raw") and (where.is_cpu or where.is_gpu)
+    request, adapter = checkpoint._prepare(
         args.device,
         args.names or None,
         args.dtype,
-        args.framework,
-        False if args.no_progress or args.json else None,
+        "dlpack" if bytes_alone else args.framework,
         options,
-        order=args.order,
+        None,
+        args.order,
     )
+    if bytes_alone:
+        adapter.misaligned = True  # as for torch: a tensor that the file misaligns stays in the mapping
+    state = load(request, adapter, False if args.no_progress or args.json else None)
     report = checkpoint.last_report
     assert report is not None
     del state
-    _print(args, dict(report), str(report))
+    _print(args, dict(report), lambda: _shown(report))
 
 
 # verify
@@ -267,7 +309,7 @@ def _load(args: argparse.Namespace) -> None:
 def _listed(path: str) -> dict[str, str]:
     """Digests by file name from the output of sha256sum."""
     listed = {}
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = re.fullmatch(r"\\?([0-9a-fA-F]{64})[ \t]+\*?(.+)", line.strip())
@@ -280,10 +322,13 @@ def _listed(path: str) -> dict[str, str]:
 def _verify(args: argparse.Namespace) -> None:
     from ._digest import digests
     from ._hub import Expected, expected_digest
+    from ._patience import patiently
 
     listed = _listed(args.digests) if args.digests else {}
     try:
-        checkpoint = _open(args)
+        checkpoint = _open(args, args.stall_timeout)
+    except (StalledError, SchemeError):  # nothing was checked
+        raise
     except PenstockError as error:
         document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
         _print(args, document, f"FAILED  {error}")
@@ -292,13 +337,13 @@ def _verify(args: argparse.Namespace) -> None:
     problems = []
     unused = set(listed)
     if args.sha256 or args.digests:
-        paths = checkpoint._all_files()
+        paths = checkpoint._all_files(args.stall_timeout)
         unused -= {Path(path).name for path in paths}
         known = {
             path: Expected("sha256", listed[Path(path).name], "list") for path in paths if Path(path).name in listed
         }
         files = []
-        for found in digests(paths, known, False if args.json else None):
+        for found in digests(paths, known, False if args.json else None, args.stall_timeout):
             source = found.expected.source if found.expected else None
             named = {found.algorithm.replace("-", "_"): found.digest, "compared_with": source}
             files.append({"path": found.path, "ok": found.error is None, **named})
@@ -308,14 +353,22 @@ def _verify(args: argparse.Namespace) -> None:
     for name in sorted(unused):
         message = f"{args.digests}: lists {name}, which is not a file of this checkpoint"
         problems.append({"kind": "Digest", "path": name, "message": message})
+    digested = bool(args.sha256 or args.digests)
+    compared = sum(bool(file.get("compared_with")) for file in files)
+    uncompared = digested and compared == 0
     document = {
-        "ok": not problems,
+        "ok": not problems and not uncompared,
         "files": files,
+        "compared": compared if digested else None,
         "tensors": len(checkpoint),
         "nbytes": checkpoint.nbytes,
         "warnings": checkpoint.warnings,
         "problems": problems,
     }
+    # Asked beforehand: a file system may hang
+    comparable = not digested and patiently(
+        lambda: all(expected_digest(path) for path in checkpoint.files), args.stall_timeout
+    )
 
     def text() -> str:
         lines = []
@@ -325,27 +378,33 @@ def _verify(args: argparse.Namespace) -> None:
                 for name, key in (("sha256", "sha256"), ("git-sha1", "git_sha1"))
                 if key in file
             ]
-            lines.append(f"{'ok' if file['ok'] else 'FAILED':8}{file['path']}{''.join(seen)}")
-        lines += [f"FAILED  {p['message']}" for p in problems]
-        lines += [f"warning {w}" for w in checkpoint.warnings]
-        digested = args.sha256 or args.digests
-        checked = "headers, bounds and index" + (" and digests" if digested else "")
+            well = "hashed" if digested and not file["compared_with"] else "ok"
+            mark = styled(f"{well:8}", "green") if file["ok"] else styled(f"{'FAILED':8}", "bold red")
+            lines.append(f"{mark}{file['path']}{''.join(seen)}")
+        lines += [f"{styled('FAILED', 'bold red')}  {p['message']}" for p in problems]
+        lines += [f"{styled('warning', 'yellow')} {w}" for w in checkpoint.warnings]
         state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
-        lines.append(f"{checked} of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
-        if not digested and all(expected_digest(path) for path in checkpoint.files):
+        lines.append(f"headers, bounds and index of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
+        if uncompared:
+            lines.append("contents were compared with nothing: no digest of these files is known. --digests gives them")
+        elif digested:
+            lines.append(f"contents of {compared} of {len(files)} files were compared with their digests")
+        elif comparable:
             lines.append("contents were not compared with the digests that the Hub cache has of them: --sha256 does")
         return "\n".join(lines)
 
     _print(args, document, text)
     if problems:
         raise _Failed
+    if uncompared:
+        raise _Uncompared
 
 
 # warm, evict
 
 
 def _page_cache(args: argparse.Namespace) -> None:
-    paths = _open(args).files
+    paths = _open(args, args.stall_timeout).files
     evict = args.command == "evict"
     files: list[dict[str, Any]] = []
     for path in paths:
@@ -365,7 +424,7 @@ def _page_cache(args: argparse.Namespace) -> None:
             ]
             for f in files
         ]
-        lines = [_table(rows, right=(1, 2, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
+        lines = [table(rows, right=(1, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
         if not ok and evict:
             lines.append("what is left is mapped, dirty or in use by another process: only its user can let go of it")
         elif not ok:
@@ -395,7 +454,7 @@ def _doctor(args: argparse.Namespace) -> None:
     from . import _doctor as doctor
 
     found = doctor.examine(_place(args.path), measure=not args.no_measure)
-    _print(args, found, lambda: doctor.describe(found))
+    _print(args, found, lambda: wrapped(doctor.describe(found)))
 
 
 # trace
@@ -448,7 +507,7 @@ def _convert(args: argparse.Namespace) -> None:
         f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
         f"file{'s' * (len(report.files) != 1)} in {report.seconds:.2f} s: {report.gbps:.2f} GB/s"
     )
-    _print(args, {"ok": True, "into": str(args.into), "report": report}, text)
+    _print(args, {"ok": True, "into": str(Path(args.into)), "report": report}, text)
 
 
 def _size(text: str) -> float:
@@ -477,18 +536,19 @@ def _synth(args: argparse.Namespace) -> None:
             listed.append({"name": name, "repository": repository, **about})
         head = ["name", "of", "files", "tensors", "bytes"]
         rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
-        _print(args, {"layouts": listed}, _table([head, *rows], right=(2, 3, 4)))
+        _print(args, {"layouts": listed}, table([head, *rows], right=(2, 3, 4)))
         return
     if args.name is None or args.folder is None:
         raise InvalidError("synth takes the NAME of a layout and a FOLDER, or --list")
 
+    folder = Path(args.folder)
     layout = layouts.build(args.name, layers=args.layers, nbytes=args.nbytes, scale=args.scale, align=args.align)
-    there = synth.in_place(layout, args.folder, seed=args.seed)
+    there = synth.in_place(layout, folder, seed=args.seed)
     start = time.perf_counter()
-    synth.write(layout, args.folder, seed=args.seed)
+    synth.write(layout, folder, seed=args.seed)
     seconds = time.perf_counter() - start
     document = {
-        "folder": str(args.folder),
+        "folder": str(folder),
         "name": layout.name,
         "files": layout.files,
         "tensors": len(layout.tensors),
@@ -502,9 +562,7 @@ def _synth(args: argparse.Namespace) -> None:
     def text() -> str:
         count = len(layout.shards)
         files = f"{count} file{'s' * (count != 1)}"
-        lines = [
-            f"{args.folder}: {layout.name}, {len(layout.tensors):,} tensors, {size_text(layout.nbytes)} in {files}"
-        ]
+        lines = [f"{folder}: {layout.name}, {len(layout.tensors):,} tensors, {size_text(layout.nbytes)} in {files}"]
         if layout.cut:
             lines.append(f"cut to {layout.cut}")
         rate = f"{layout.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
@@ -515,10 +573,11 @@ def _synth(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints.",
-        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 130 interrupted",
+        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, "
+        "4 verify knows no digest to compare with, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -533,13 +592,18 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("source", nargs="+", help=_SOURCE)
         return made
 
-    made = with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes"))
+    def with_patience(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        help = "fail when the file system answers nothing for so long (default: PENSTOCK_STALL_TIMEOUT, or 120)"
+        made.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help=help)
+        return made
+
+    made = with_patience(with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes")))
     made.add_argument("--tensors", action="store_true", help="list every tensor instead of folding layers together")
     made.add_argument("--depth", type=int, metavar="N", help="show the tree down to N levels")
 
     made = with_source(command("load", _load, "load the checkpoint and report how that went"))
     made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="default: pt where torch is installed")
+    made.add_argument("--framework", choices=["pt", "np", "dlpack"], help="also make its tensors")
     made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
     made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
     made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
@@ -550,16 +614,18 @@ def _parser() -> argparse.ArgumentParser:
         help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",
     )  # fmt: skip
 
-    made = with_source(command("verify", _verify, "check headers, bounds and index, and on request every byte"))
+    help = "check headers, bounds and index, and on request every byte"
+    made = with_patience(with_source(command("verify", _verify, help)))
     made.add_argument(
         "--sha256", action="store_true", help="digest every file; compare where a Hub cache knows the digest"
     )
     made.add_argument("--digests", metavar="FILE", help="compare digests with this list, as sha256sum writes it")
 
-    made = with_source(command("warm", _page_cache, "read the files into the page cache"))
+    made = with_patience(with_source(command("warm", _page_cache, "read the files into the page cache")))
     made.add_argument("--threads", type=int, default=0, metavar="N", help="readers (default: as the machine suggests)")
 
-    with_source(command("evict", _page_cache, "drop the files from the page cache; needs no privileges"))
+    help = "drop the files from the page cache; needs no privileges"
+    with_patience(with_source(command("evict", _page_cache, help)))
 
     made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
     made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
@@ -575,7 +641,7 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run=_bench)
 
     made = with_source(command("convert", _convert, "write a checkpoint anew: layout, shards, dtype; pickles too"))
-    made.add_argument("into", type=Path, metavar="DIRECTORY", help="where to")
+    made.add_argument("into", metavar="DIRECTORY", help="where to")
     made.add_argument("--dtype", help="cast to this floating dtype")
     made.add_argument(
         "--max-shard-size", default="5GB", metavar="N", help='most bytes of a file, or "none" (default: 5GB)'
@@ -587,7 +653,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
     made.add_argument("name", nargs="?", help="a name that --list shows")
-    made.add_argument("folder", nargs="?", type=Path, help="where to; must hold no files that were not written so")
+    made.add_argument("folder", nargs="?", help="where to; must hold no files that were not written so")
     made.add_argument("--list", action="store_true", help="show the layouts: files, tensors, bytes")
     made.add_argument("--layers", type=int, metavar="L", help="only the first L layers, with embeddings and head")
     made.add_argument("--nbytes", type=_size, metavar="N", help="only as many whole layers as fit: 3GB, 512MiB, 3e9")
@@ -605,12 +671,21 @@ def _one_line(error: BaseException) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next: `penstock[cli]` brings what answers
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names need not be UTF-8; they are written as the bytes that they are
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
+        _refuse_schemes(args)
         args.run(args)
         sys.stdout.flush()
-    except _Failed:
-        return FAILED
+    except _Failed as failed:
+        return failed.status
     except KeyboardInterrupt:
         sys.stderr.write("penstock: interrupted\n")
         return INTERRUPTED

@@ -121,6 +121,7 @@ impl GpuBlocks {
 }
 
 /// When a load began, by the wall clock and in CPU time of this process.
+#[derive(Clone, Copy)]
 pub(crate) struct Began {
     wall: Instant,
     cpu: Duration,
@@ -152,7 +153,7 @@ impl Driver {
     /// Runs the load to its end and publishes the outcome, whatever happens.
     pub(crate) fn run(mut self) {
         let cpu = thread_cpu();
-        let shared = self.shared.clone();
+        let (shared, began) = (self.shared.clone(), self.began);
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let outcome = self.drive();
             self.finish(outcome, cpu)
@@ -167,6 +168,11 @@ impl Driver {
         if let Some(fill) = fill.filter(|_| outcome.is_ok()) {
             fill.start();
         }
+        let mut state = shared.lock();
+        // To take down streams and threads is a part of the load: it is over when the caller can go on.
+        state.report.seconds = began.seconds();
+        state.report.cpu_seconds = began.cpu_seconds();
+        drop(state);
         shared.end(outcome);
     }
 
@@ -181,8 +187,6 @@ impl Driver {
         let outcome = outcome.and_then(|()| self.unchanged(None));
         let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
         let report = &mut self.report;
-        report.seconds = self.began.seconds();
-        report.cpu_seconds = self.began.cpu_seconds();
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
         report.peak_staging = self.ring.peak();
@@ -602,7 +606,7 @@ impl Driver {
         let stalled = self.engine.in_flight().next();
         let what = match waits_for {
             Wait::Device => "copies to the device hang",
-            Wait::Slabs => "no staging memory became free; other loads of this process hold all of it",
+            Wait::Slabs => "no staging memory became free; other loads of this process hold all of it, or a GPU driver registers none",
             _ => "reads hang; is the file system or its server stuck?",
         };
         let error = Error::new(

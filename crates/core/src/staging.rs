@@ -11,9 +11,18 @@
 //!   another load's consumer: no read is submitted before its destination is granted, so no slab is held idle.
 //! - **Hot.** The slab given back last is given out first: its lines are still in the CPU's cache, where a copy runs at 7
 //!   instead of 5 GB/s.
-//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes stay, with their registrations, and the rest goes back to the
-//!   system. Faulting in and pinning memory costs 0.2 to 0.6 s per GiB; the slabs kept are those that the next load's
-//!   first reads go to while more are made.
+//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes of plain slabs stay, those that the next load's first reads go
+//!   to while more are made. The rest goes back to the system. Registered slabs all stay.
+//!
+//! # The pool of registered slabs
+//! A GPU copies fast, and beside other work, only from memory that its driver has registered (pinned). That costs 0.1 to
+//! 0.6 s per GiB, so it is done once: registered slabs are never unregistered between loads, only by [`Ring::trim`]. A
+//! registration holds for the whole process, so all GPUs of one driver share the pool.
+//!
+//! A load to a GPU [pins](Share::pin) its share. The [`Growth`] that it gets says which slabs to register, in the
+//! background, until there are [`pool_bytes`] of them or as many as the load has use for. The share gets registered slabs
+//! only, as long as more are on the way or enough exist: it waits for one that comes back rather than make another. Where
+//! the driver refuses to register, it gets plain slabs.
 //!
 //! # Fork
 //! Slabs are marked MADV_DONTFORK. A fork would otherwise mark their pages copy-on-write; the parent's next write to a
@@ -25,14 +34,14 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
-use crate::options::{HUGE_PAGE, IDLE_STAGING};
+use crate::options::{pool_bytes, HUGE_PAGE, IDLE_STAGING};
 use crate::sync::{lock, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -46,8 +55,10 @@ pub struct Slab {
     /// Always there until it is dropped.
     memory: Option<Anonymous>,
     pid: u32,
-    /// By number of the context they were made in. Dropped, hence undone, before the memory is unmapped.
+    /// By number of the driver. Dropped, hence undone, before the memory is unmapped.
     registrations: Mutex<Vec<(u64, Box<dyn Any + Send>)>>,
+    /// Number of the driver that registered it last; 0: none.
+    registered: AtomicU64,
 }
 
 impl Slab {
@@ -59,7 +70,8 @@ impl Slab {
     fn map(len: usize) -> Result<Self> {
         let memory = Anonymous::new(len as u64)?;
         memory.keep_from_children();
-        Ok(Self { memory: Some(memory), pid: std::process::id(), registrations: Mutex::default() })
+        let (pid, registered) = (std::process::id(), AtomicU64::new(0));
+        Ok(Self { memory: Some(memory), pid, registrations: Mutex::default(), registered })
     }
 
     /// First byte; a multiple of [`HUGE_PAGE`].
@@ -73,19 +85,35 @@ impl Slab {
         self.memory.as_ref().map_or(0, Anonymous::len)
     }
 
-    /// Makes sure that the slab is registered in a context: `register` is called with address and length unless it has
-    /// given a registration for this context before. What it gives is kept as long as the slab lives, undoes the
-    /// registration when dropped, and must not need a particular thread for that.
+    /// Makes sure that the slab is registered with a driver, for all its devices: `register` is called with address and
+    /// length unless it has given a registration for this driver (a number above 0) before. What it gives is kept as long
+    /// as the slab lives, undoes the registration when dropped, and must not need a particular thread for that.
     pub fn register(
         &self,
-        context: u64,
+        driver: u64,
         register: impl FnOnce(*mut u8, usize) -> Result<Box<dyn Any + Send>>,
     ) -> Result<()> {
         let mut registrations = lock(&self.registrations);
-        if !registrations.iter().any(|(known, _)| *known == context) {
-            registrations.push((context, register(self.address(), self.len())?));
+        if !registrations.iter().any(|(known, _)| *known == driver) {
+            registrations.push((driver, register(self.address(), self.len())?));
+            self.registered.store(driver, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Makes its pages resident, so that who registers it finds them there. Advice: what is refused happens at first touch.
+    pub(crate) fn populate(&self) {
+        // SAFETY: the range is this slab's mapping, whose bytes stay as they are.
+        unsafe { libc::madvise(self.address().cast(), self.len(), libc::MADV_POPULATE_WRITE) };
+    }
+
+    /// Whether it is registered with a driver. Never waits for a registration that is being made.
+    pub fn is_registered(&self, driver: u64) -> bool {
+        driver != 0 && self.registered.load(Ordering::Acquire) == driver
+    }
+
+    fn is_plain(&self) -> bool {
+        self.registered.load(Ordering::Acquire) == 0
     }
 }
 
@@ -111,6 +139,8 @@ pub struct Staging {
     pub in_use: u64,
     /// Of slabs that something which hangs may still touch; see [`Lease::quarantine`] and [`Lease::set_apart`].
     pub quarantined: u64,
+    /// Of slabs registered with a GPU's driver, in use or not.
+    pub registered: u64,
     /// Most that was ever mapped at once.
     pub peak: u64,
 }
@@ -131,6 +161,12 @@ struct State {
     /// Active loads.
     shares: Vec<Member>,
     next_share: u64,
+    /// Bytes that are being registered, by driver.
+    growing: Vec<(u64, u64)>,
+    /// How often growth was stopped.
+    stops: u64,
+    /// Registered buffers beside the slabs, for loads that gather small copies.
+    scratch: Vec<Slab>,
 }
 
 struct Out {
@@ -151,6 +187,8 @@ struct Member {
     /// Refused, and not rung since.
     waiting: bool,
     refused: Option<Instant>,
+    /// Slabs are being registered for it.
+    growing: bool,
 }
 
 impl State {
@@ -182,18 +220,37 @@ impl State {
             .collect()
     }
 
-    /// Takes out what is idle beyond what is kept. The oldest goes first.
+    /// Takes out what is idle and plain beyond what is kept. The oldest goes first.
     fn surplus(&mut self) -> Vec<Arc<Slab>> {
         if !self.shares.is_empty() {
             return Vec::new();
         }
-        let mut idle: u64 = self.idle.iter().map(|s| s.len() as u64).sum();
-        let keep_from = self.idle.iter().position(|s| {
-            let fits = idle <= IDLE_STAGING;
-            idle -= s.len() as u64;
-            fits
+        let mut idle: u64 = self.idle.iter().filter(|s| s.is_plain()).map(|s| s.len() as u64).sum();
+        let mut surplus = Vec::new();
+        while let Some(oldest) = self.idle.iter().position(|s| idle > IDLE_STAGING && s.is_plain()) {
+            let slab = self.idle.remove(oldest);
+            idle -= slab.len() as u64;
+            surplus.push(slab);
+        }
+        surplus
+    }
+
+    /// Bytes of slabs that serve a load of slabs of `len` bytes to a driver's device: registered, or about to be.
+    fn pool(&self, driver: u64, fits: impl Fn(u64) -> bool) -> u64 {
+        let idle = self.idle.iter().filter(|s| s.is_registered(driver)).map(|s| s.len() as u64);
+        let out = self.out.values().filter(|o| !o.apart).filter_map(|o| o.slab.upgrade());
+        let out = out.filter(|s| s.is_registered(driver)).map(|s| s.len() as u64);
+        let there: u64 = idle.chain(out).filter(|len| fits(*len)).sum();
+        there + self.growing.iter().find(|g| g.0 == driver).map_or(0, |g| g.1)
+    }
+
+    /// Bytes that are being registered with a driver.
+    fn growing(&mut self, driver: u64) -> &mut u64 {
+        let at = self.growing.iter().position(|g| g.0 == driver).unwrap_or_else(|| {
+            self.growing.push((driver, 0));
+            self.growing.len() - 1
         });
-        self.idle.drain(..keep_from.unwrap_or(self.idle.len())).collect()
+        &mut self.growing[at].1
     }
 }
 
@@ -232,14 +289,17 @@ impl Ring {
         let mut state = self.lock();
         let id = state.next_share;
         state.next_share += 1;
-        let member = Member { id, wake: wake.clone(), held: 0, peak: 0, waiting: false, refused: None };
+        let member = Member { id, wake: wake.clone(), held: 0, peak: 0, waiting: false, refused: None, growing: false };
         state.shares.push(member);
-        Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(HUGE_PAGE), limit, wake })
+        Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(HUGE_PAGE), limit, wake, pinned: None })
     }
 
     /// What there is now.
     pub fn staging(&self) -> Staging {
-        self.lock().staging
+        let state = self.lock();
+        let out = state.out.values().filter_map(|o| o.slab.upgrade());
+        let registered = state.idle.iter().cloned().chain(out).filter(|s| !s.is_plain()).map(|s| s.len() as u64).sum();
+        Staging { registered, ..state.staging }
     }
 
     /// The slab on lease that begins at this address.
@@ -247,10 +307,32 @@ impl Ring {
         self.lock().out.get(&(address as usize))?.slab.upgrade()
     }
 
-    /// Gives all idle slabs back to the system, and with them their registrations.
-    pub fn trim(&self) {
-        let idle = std::mem::take(&mut self.lock().idle);
+    /// Gives all idle slabs back to the system, and with them their registrations. Tells how many bytes that were.
+    pub fn trim(&self) -> u64 {
+        let mut state = self.lock();
+        let (idle, scratch) = (std::mem::take(&mut state.idle), std::mem::take(&mut state.scratch));
+        drop(state);
+        let bytes = idle.iter().map(|s| s.len()).chain(scratch.iter().map(Slab::len)).sum::<usize>();
+        drop(scratch);
         self.free(idle);
+        bytes as u64
+    }
+
+    /// Ends every [`Growth`] of now, at its next step.
+    pub fn stop_growing(&self) {
+        self.lock().stops += 1;
+    }
+
+    /// A registered buffer beside the slabs, which counts nowhere; to be [given back](Self::give_scratch).
+    pub(crate) fn take_scratch(&self, driver: u64) -> Option<Slab> {
+        let mut state = self.lock();
+        let at = state.scratch.iter().position(|s| s.is_registered(driver))?;
+        Some(state.scratch.swap_remove(at))
+    }
+
+    /// Keeps a buffer, nothing of which is used any more, for the next load.
+    pub(crate) fn give_scratch(&self, scratch: Slab) {
+        self.lock().scratch.push(scratch);
     }
 
     /// Unmaps slabs, without the lock since a driver may be slow to unpin them; they count until they are gone.
@@ -327,6 +409,14 @@ pub struct Share {
     slab: u64,
     limit: u64,
     wake: Arc<Wake>,
+    pinned: Option<Pinned>,
+}
+
+/// Of a share whose slabs are to be registered: with which driver, and how many bytes of such slabs are enough.
+#[derive(Debug, Clone, Copy)]
+struct Pinned {
+    driver: u64,
+    enough: u64,
 }
 
 impl Share {
@@ -344,9 +434,12 @@ impl Share {
             if !state.is_turn_of(self.id, self.slab, self.limit) {
                 return Ok(self.refuse(&mut state));
             }
-            if let Some(i) = state.idle.iter().rposition(|s| s.len() as u64 == self.slab) {
+            if let Some(i) = self.idle(&state) {
                 let slab = state.idle.remove(i);
                 return Ok(Some(self.lease(&mut state, slab)));
+            }
+            if self.pinned.is_some_and(|pinned| self.waits_for_registered(&state, pinned)) {
+                return Ok(self.refuse(&mut state));
             }
             let now = state.staging;
             // Slabs on their way in or out count too: each rings when it is there or gone.
@@ -373,11 +466,62 @@ impl Share {
             if state.idle.is_empty() {
                 return Ok(self.refuse(&mut state));
             }
-            // Slabs of another size, left by an earlier load, make room.
-            let victim = state.idle.remove(0);
+            // Slabs of another size, left by an earlier load, make room: registered ones last.
+            let victim = state.idle.iter().position(|s| s.is_plain()).unwrap_or(0);
+            let victim = state.idle.remove(victim);
             drop(state);
             self.ring.free(vec![victim]);
         }
+    }
+
+    /// The idle slab to take, if there is one.
+    fn idle(&self, state: &State) -> Option<usize> {
+        let Some(pinned) = self.pinned else {
+            // Registered ones are left to loads that need them, as long as there are others.
+            let fits = |s: &Arc<Slab>| s.len() as u64 == self.slab;
+            return state
+                .idle
+                .iter()
+                .rposition(|s| fits(s) && s.is_plain())
+                .or_else(|| state.idle.iter().rposition(fits));
+        };
+        let fits = |s: &Arc<Slab>| {
+            let len = s.len() as u64;
+            s.is_registered(pinned.driver) && self.serves(len) && state.is_turn_of(self.id, len, self.limit)
+        };
+        state.idle.iter().rposition(fits).or_else(|| {
+            let plain = |s: &Arc<Slab>| s.len() as u64 == self.slab;
+            if self.waits_for_registered(state, pinned) {
+                return None;
+            }
+            state.idle.iter().rposition(plain)
+        })
+    }
+
+    /// Whether a registered slab of this size serves for one of ours: it may be larger, if two of them fit the limit.
+    fn serves(&self, len: u64) -> bool {
+        len == self.slab || (len > self.slab && 2 * len <= self.limit)
+    }
+
+    /// Whether a registered slab will come, or come back: so that no other is made or taken.
+    fn waits_for_registered(&self, state: &State, pinned: Pinned) -> bool {
+        state.shares.iter().any(|m| m.id == self.id && m.growing)
+            || state.pool(pinned.driver, |len| self.serves(len)) >= pinned.enough
+    }
+
+    /// From now on this load is to have slabs that are registered with `driver` (a number above 0): enough for `nbytes`
+    /// bytes at once, within what is [allowed](pool_bytes). Whoever gets the growth registers what it gives, or drops it,
+    /// and then the load goes on with plain slabs.
+    pub fn pin(&mut self, driver: u64, nbytes: u64) -> Growth {
+        let wanted = nbytes.div_ceil(self.slab).max(1).saturating_mul(self.slab);
+        let pinned = Pinned { driver, enough: pool_bytes(self.limit, self.slab).min(wanted) };
+        self.pinned = Some(pinned);
+        let mut state = self.ring.lock();
+        if let Some(member) = state.member(self.id) {
+            member.growing = true;
+        }
+        let (ring, share, slab, limit, stops) = (self.ring, self.id, self.slab, self.limit, state.stops);
+        Growth { ring, share, slab, limit, pinned, stops }
     }
 
     fn lease(&self, state: &mut State, slab: Arc<Slab>) -> Lease {
@@ -442,6 +586,100 @@ impl Drop for Share {
         drop(state);
         waiters.iter().for_each(|w| w.ring());
         self.ring.free(surplus);
+    }
+}
+
+/// What is to be registered for a load before the pool is as large as it can use. Another load may use it as well. The load
+/// waits for registered slabs until this is dropped.
+pub struct Growth {
+    ring: &'static Ring,
+    share: u64,
+    slab: u64,
+    limit: u64,
+    pinned: Pinned,
+    stops: u64,
+}
+
+impl Growth {
+    /// The driver to register with.
+    pub(crate) fn driver(&self) -> u64 {
+        self.pinned.driver
+    }
+
+    /// Whether there are fewer registered slabs than the load has use for, and nobody has stopped growth.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.ring.pid == std::process::id() && self.is_wanted_in(&self.ring.lock())
+    }
+
+    fn is_wanted_in(&self, state: &State) -> bool {
+        let serves = |len| len == self.slab || (len > self.slab && 2 * len <= self.limit);
+        self.stops == state.stops && state.pool(self.pinned.driver, serves) < self.pinned.enough
+    }
+
+    /// The next slab to register, to be [added](Self::add) in any case; `None` when there are enough, or there is no room.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(crate) fn next(&self) -> Result<Option<Arc<Slab>>> {
+        loop {
+            let mut state = self.ring.lock();
+            if !self.is_wanted_in(&state) {
+                return Ok(None);
+            }
+            let plain = state.idle.iter().rposition(|s| s.is_plain() && s.len() as u64 == self.slab);
+            if let Some(slab) = plain.map(|at| state.idle.remove(at)) {
+                *state.growing(self.pinned.driver) += self.slab;
+                return Ok(Some(slab));
+            }
+            let now = state.staging;
+            let floor = state.idle.is_empty() && now.mapped - now.quarantined <= self.slab;
+            if now.mapped + self.slab <= self.limit || floor {
+                state.map(self.slab);
+                *state.growing(self.pinned.driver) += self.slab;
+                drop(state);
+                return match Slab::map(self.slab as usize) {
+                    Ok(slab) => Ok(Some(Arc::new(slab))),
+                    Err(cause) => {
+                        let mut state = self.ring.lock();
+                        state.staging.mapped -= self.slab;
+                        *state.growing(self.pinned.driver) -= self.slab;
+                        Err(cause)
+                    }
+                };
+            }
+            // Slabs of another size make room.
+            let Some(victim) = state.idle.iter().position(|s| s.is_plain()) else { return Ok(None) };
+            let victim = state.idle.remove(victim);
+            drop(state);
+            self.ring.free(vec![victim]);
+        }
+    }
+
+    /// Puts a slab into the ring that came from [`next`](Self::next), registered or not.
+    pub(crate) fn add(&self, slab: Arc<Slab>) {
+        let mut state = self.ring.lock();
+        *state.growing(self.pinned.driver) -= self.slab;
+        state.idle.push(slab);
+        let surplus = state.surplus();
+        let waiters = state.waiters();
+        drop(state);
+        waiters.iter().for_each(|w| w.ring());
+        self.ring.free(surplus);
+    }
+}
+
+impl Drop for Growth {
+    fn drop(&mut self) {
+        if self.ring.pid != std::process::id() {
+            return;
+        }
+        let mut state = self.ring.lock();
+        if let Some(member) = state.member(self.share) {
+            member.growing = false;
+        }
+        let waiters = state.waiters();
+        drop(state);
+        waiters.iter().for_each(|w| w.ring());
     }
 }
 
@@ -532,7 +770,10 @@ mod tests {
         let share = ring.join(SLAB, 3 * SLAB + 1).unwrap();
         let mut held: Vec<_> = (0..3).map(|_| acquire(&share)).collect();
         assert!(!share.wake.wait(0) && refused(&share));
-        assert_eq!(ring.staging(), Staging { mapped: 3 * SLAB, in_use: 3 * SLAB, quarantined: 0, peak: 3 * SLAB });
+        assert_eq!(
+            ring.staging(),
+            Staging { mapped: 3 * SLAB, in_use: 3 * SLAB, peak: 3 * SLAB, ..Staging::default() }
+        );
         held.pop();
         assert!(share.wake.wait(0));
         share.quiet();
@@ -630,7 +871,7 @@ mod tests {
         drop(acquire(&next));
         drop((held, next));
         ring.trim();
-        assert_eq!(ring.staging(), Staging { mapped: 0, in_use: 0, quarantined: 0, peak: 6 * SLAB });
+        assert_eq!(ring.staging(), Staging { peak: 6 * SLAB, ..Staging::default() });
     }
 
     #[test]
@@ -647,7 +888,7 @@ mod tests {
         drop(held);
         drop(share);
         ring.trim();
-        assert_eq!(ring.staging(), Staging { mapped: SLAB, in_use: 0, quarantined: SLAB, peak: 4 * SLAB });
+        assert_eq!(ring.staging(), Staging { mapped: SLAB, quarantined: SLAB, peak: 4 * SLAB, ..Staging::default() });
         // SAFETY: still mapped, which is the point.
         unsafe { address.write_volatile(1) };
     }
@@ -678,6 +919,122 @@ mod tests {
         assert_eq!(undone.load(Ordering::SeqCst), 0);
         ring.trim();
         assert_eq!(undone.load(Ordering::SeqCst), 2);
+    }
+
+    const DRIVER: u64 = 1;
+
+    /// What the pinning thread does, as far as it comes.
+    fn grow(growth: &Growth, most: usize) -> usize {
+        let slabs = std::iter::from_fn(|| growth.next().unwrap());
+        let register = |slab: Arc<Slab>| {
+            slab.register(DRIVER, |_, _| Ok(Box::new(()))).unwrap();
+            growth.add(slab);
+        };
+        slabs.take(most).map(register).count()
+    }
+
+    #[test]
+    fn a_pinned_share_waits_for_registered_slabs_and_gets_no_others_once_there_are_enough() {
+        let ring = ring();
+        let mut share = ring.join(SLAB, 16 * SLAB).unwrap();
+        let growth = share.pin(DRIVER, 100 * SLAB);
+        assert!(refused(&share), "while more are on the way it waits");
+        assert_eq!(grow(&growth, 3), 3);
+        assert!(share.wake.wait(0), "each one that is added is told of");
+        let held: Vec<_> = (0..3).map(|_| acquire(&share)).collect();
+        assert!(refused(&share));
+        assert_eq!(grow(&growth, 100), 5, "half of the limit is enough");
+        drop(growth);
+        let rest: Vec<_> = (0..5).map(|_| acquire(&share)).collect();
+        share.quiet();
+        assert!(refused(&share), "there is room for more, and it waits for one that comes back");
+        drop(held);
+        assert!(share.wake.wait(0));
+        drop((acquire(&share), rest));
+        assert_eq!(
+            ring.staging(),
+            Staging { mapped: 8 * SLAB, registered: 8 * SLAB, peak: 8 * SLAB, ..Staging::default() }
+        );
+    }
+
+    #[test]
+    fn registered_slabs_outlast_the_last_load_and_a_later_growth_finds_them() {
+        let ring = ring();
+        let limit = 8 * IDLE_STAGING;
+        let mut share = ring.join(SLAB, limit).unwrap();
+        let grown = grow(&share.pin(DRIVER, limit), usize::MAX) as u64;
+        assert_eq!(grown * SLAB, limit / 2);
+        drop(share);
+        assert_eq!(ring.staging().mapped, limit / 2, "more than is kept of plain ones");
+        let mut next = ring.join(SLAB, limit).unwrap();
+        assert!(!next.pin(DRIVER, limit).is_wanted());
+        drop(acquire(&next));
+        // For another driver they are as good as none.
+        assert!(next.pin(2, limit).is_wanted());
+        drop(next);
+        assert_eq!(ring.trim(), limit / 2);
+        assert_eq!(ring.staging().mapped, 0);
+    }
+
+    #[test]
+    fn where_nothing_is_registered_a_pinned_share_gets_plain_slabs_after_all() {
+        let ring = ring();
+        let mut share = ring.join(SLAB, 16 * SLAB).unwrap();
+        let growth = share.pin(DRIVER, 100 * SLAB);
+        let slab = growth.next().unwrap().unwrap();
+        growth.add(slab);
+        assert!(refused(&share), "a plain one is none of its own yet");
+        drop(growth);
+        assert!(share.wake.wait(0), "the end of growth is a reason to ask again");
+        let held: Vec<_> = (0..16).map(|_| acquire(&share)).collect();
+        assert_eq!((held.len(), ring.staging().registered), (16, 0));
+    }
+
+    #[test]
+    fn a_load_of_smaller_slabs_uses_larger_registered_ones_within_its_limit() {
+        let ring = ring();
+        let mut first = ring.join(4 * SLAB, 64 * SLAB).unwrap();
+        grow(&first.pin(DRIVER, u64::MAX), usize::MAX);
+        drop(first);
+        let there = ring.staging();
+        let mut small = ring.join(SLAB, 16 * SLAB).unwrap();
+        assert!(!small.pin(DRIVER, u64::MAX).is_wanted());
+        let held: Vec<_> = (0..4).map(|_| acquire(&small)).collect();
+        assert!(refused(&small), "its limit is full");
+        assert_eq!((small.peak(), ring.staging().mapped), (16 * SLAB, there.mapped));
+        drop((held, small));
+        let mut tiny = ring.join(SLAB, 4 * SLAB).unwrap();
+        assert!(tiny.pin(DRIVER, u64::MAX).is_wanted(), "two of the large ones are more than it may have");
+    }
+
+    #[test]
+    fn a_load_to_the_cpu_leaves_registered_slabs_to_others_as_long_as_it_can() {
+        let ring = ring();
+        let mut gpu = ring.join(SLAB, 8 * SLAB).unwrap();
+        grow(&gpu.pin(DRIVER, u64::MAX), usize::MAX);
+        let plain = ring.join(SLAB, 8 * SLAB).unwrap();
+        drop(gpu);
+        let first = acquire(&plain);
+        assert!(ring.slab_at(first.address()).unwrap().is_registered(DRIVER), "no other is there, and it is warm");
+        drop(first);
+        let unregistered = {
+            let held: Vec<_> = (0..5).map(|_| acquire(&plain)).collect();
+            let is_plain = |l: &&Lease| ring.slab_at(l.address()).unwrap().is_plain();
+            held.iter().find(is_plain).unwrap().address()
+        };
+        assert_eq!(acquire(&plain).address(), unregistered);
+    }
+
+    #[test]
+    fn growth_that_is_stopped_goes_no_further() {
+        let ring = ring();
+        let mut share = ring.join(SLAB, 16 * SLAB).unwrap();
+        let growth = share.pin(DRIVER, u64::MAX);
+        assert_eq!(grow(&growth, 1), 1);
+        ring.stop_growing();
+        assert_eq!(grow(&growth, 1), 0);
+        drop(growth);
+        assert_eq!(grow(&share.pin(DRIVER, u64::MAX), 1), 1, "a later one does");
     }
 
     #[test]

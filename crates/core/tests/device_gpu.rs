@@ -6,7 +6,7 @@ mod device;
 
 use device::{alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, SLAB};
 use penstock::device::api::{Api, Stream, Vendor};
-use penstock::device::gpu::{GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
 use penstock::device::{Batch, Copied, Copy, Device, Fence};
 use penstock::source::Ticket;
 use penstock::staging::Ring;
@@ -51,7 +51,7 @@ fn run(gpu: &Gpu, n: u64, wait: Option<Fence>) -> (Vec<Copied>, Duration) {
 }
 
 fn misuses_of(gpu: Gpu) -> String {
-    Ring::process().trim();
+    release_staging();
     gpu.fake.misuses().join("\n")
 }
 
@@ -332,7 +332,7 @@ fn after_a_lost_context_every_batch_fails_at_once() {
     assert!(collect(&mut device, 1)[0].result.is_err());
     assert_eq!(gpu.fake.counter("copies"), copies, "nothing more is asked of a lost context");
     drop((device, slab, memory));
-    Ring::process().trim();
+    release_staging();
     assert_eq!(gpu.fake.misuses(), Vec::<String>::new());
 }
 
@@ -373,7 +373,7 @@ fn hang() {
         assert!(start.elapsed() < device::PATIENCE);
         std::thread::sleep(Duration::from_millis(5));
     }
-    Ring::process().trim();
+    release_staging();
     assert_eq!(Ring::process().staging().quarantined, before.quarantined);
     assert_eq!(gpu.fake.misuses(), Vec::<String>::new());
 }

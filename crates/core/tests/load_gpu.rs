@@ -10,14 +10,14 @@ mod device;
 
 use device::{Gpu, Kind, PATIENCE};
 use penstock::device::api::{Context, Event, Stream, Vendor, LIBRARY_VARIABLE};
-use penstock::device::gpu::{GpuDevice, GpuMemory, Sabotage};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage};
 use penstock::device::{Batch, Copied, Device, Fence};
 use penstock::format::Checkpoint;
 use penstock::load::{Load, Memory, Next, Request, Where};
 use penstock::options::Options;
 use penstock::placement::Want;
 use penstock::source::Ticket;
-use penstock::staging::Ring;
+use penstock::staging::Share;
 use penstock::ErrorKind;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ fn model() -> Model {
 }
 
 fn options() -> Options {
-    Options { staging: 16 * MIB, extent: MIB, stall_timeout: Duration::from_secs(60), ..Options::default() }
+    Options { staging: 32 * MIB, extent: MIB, stall_timeout: Duration::from_secs(60), ..Options::default() }
 }
 
 fn request(checkpoint: &Arc<Checkpoint>, memory: Memory, stream: bool) -> Request {
@@ -161,7 +161,7 @@ fn streamed(sabotage: Sabotage, wrap: impl FnOnce(GpuDevice) -> Box<dyn Device>)
     load.close();
     framework.end();
     drop((handed_out, load));
-    Ring::process().trim();
+    release_staging();
     let mut log = gpu.fake.misuses();
     log.extend(gpu.fake.leaks());
     log.join("\n")
@@ -209,6 +209,10 @@ struct Hasty {
 }
 
 impl Device for Hasty {
+    fn stage(&mut self, share: &mut Share, nbytes: u64) {
+        self.device.stage(share, nbytes);
+    }
+
     fn wait_for(&mut self, fence: Fence) -> penstock::Result<()> {
         self.device.wait_for(fence)
     }
@@ -242,6 +246,10 @@ fn a_device_that_reports_before_the_event_is_noticed() {
 struct Careless(GpuDevice);
 
 impl Device for Careless {
+    fn stage(&mut self, share: &mut Share, nbytes: u64) {
+        self.0.stage(share, nbytes);
+    }
+
     fn wait_for(&mut self, fence: Fence) -> penstock::Result<()> {
         self.0.wait_for(fence)
     }
@@ -363,6 +371,9 @@ fn a_failed_load_that_somebody_holds_on_to_holds_no_memory() {
 fn a_ticket_of_nobody_is_an_error_and_no_panic() {
     struct Echo(Careless, bool);
     impl Device for Echo {
+        fn stage(&mut self, share: &mut Share, nbytes: u64) {
+            self.0.stage(share, nbytes);
+        }
         fn wait_for(&mut self, fence: Fence) -> penstock::Result<()> {
             self.0.wait_for(fence)
         }

@@ -12,6 +12,8 @@ pub(crate) const INVALID_HANDLE: i32 = 400;
 pub(crate) const NOT_READY: i32 = 600;
 pub(crate) const ALREADY_REGISTERED: i32 = 712;
 pub(crate) const NOT_REGISTERED: i32 = 713;
+pub(crate) const CAPTURE_UNSUPPORTED: i32 = 900;
+pub(crate) const CAPTURE_INVALIDATED: i32 = 901;
 
 /// Which of the two interfaces a call came through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +37,9 @@ const TEXTS: &[Row] = &[
     (400, c"CUDA_ERROR_INVALID_HANDLE", c"hipErrorInvalidHandle", c"invalid resource handle"),
     (600, c"CUDA_ERROR_NOT_READY", c"hipErrorNotReady", c"device not ready"),
     (700, c"CUDA_ERROR_ILLEGAL_ADDRESS", c"hipErrorIllegalAddress", c"an illegal memory access was encountered"),
+    (702, c"CUDA_ERROR_LAUNCH_TIMEOUT", c"hipErrorLaunchTimeOut", c"the launch timed out and was terminated"),
     (709, c"CUDA_ERROR_CONTEXT_IS_DESTROYED", c"hipErrorContextIsDestroyed", c"context is destroyed"),
+    (710, c"CUDA_ERROR_ASSERT", c"hipErrorAssert", c"device-side assert triggered"),
     (
         712,
         c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
@@ -48,8 +52,25 @@ const TEXTS: &[Row] = &[
         c"hipErrorHostMemoryNotRegistered",
         c"pointer does not correspond to a registered memory region",
     ),
+    (714, c"CUDA_ERROR_HARDWARE_STACK_ERROR", c"hipErrorUnknown", c"hardware stack error"),
+    (715, c"CUDA_ERROR_ILLEGAL_INSTRUCTION", c"hipErrorUnknown", c"an illegal instruction was encountered"),
+    (716, c"CUDA_ERROR_MISALIGNED_ADDRESS", c"hipErrorUnknown", c"misaligned address"),
+    (717, c"CUDA_ERROR_INVALID_ADDRESS_SPACE", c"hipErrorUnknown", c"operation not supported on this address space"),
+    (718, c"CUDA_ERROR_INVALID_PC", c"hipErrorUnknown", c"invalid program counter"),
     (719, c"CUDA_ERROR_LAUNCH_FAILED", c"hipErrorLaunchFailure", c"unspecified launch failure"),
     (801, c"CUDA_ERROR_NOT_SUPPORTED", c"hipErrorNotSupported", c"operation not supported"),
+    (
+        900,
+        c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        c"hipErrorStreamCaptureUnsupported",
+        c"operation not permitted when stream is capturing",
+    ),
+    (
+        901,
+        c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+        c"hipErrorStreamCaptureInvalidated",
+        c"operation failed due to a previous error during capture",
+    ),
     (999, c"CUDA_ERROR_UNKNOWN", c"hipErrorUnknown", c"unknown error"),
 ];
 

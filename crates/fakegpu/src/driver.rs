@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use crate::clocks::Rows;
 use crate::codes::{
-    Vendor, ALREADY_REGISTERED, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_READY,
-    NOT_REGISTERED, NO_DEVICE, OUT_OF_MEMORY,
+    Vendor, ALREADY_REGISTERED, CAPTURE_INVALIDATED, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE,
+    NOT_READY, NOT_REGISTERED, NO_DEVICE, OUT_OF_MEMORY,
 };
 use crate::memory::{is_mapped, Allocation, Region, POISON};
 use crate::misuse::Kind;
-use crate::state::{changed, context_handle, Call};
+use crate::state::{changed, context_handle, Call, Capture, Registration, CAPTURE_MODE, RELAXED};
 use crate::stream::{sum_of, Event, Mark, Submission, Work};
 
 /// What a driver function gives: nothing, or the code it returns.
@@ -20,6 +20,8 @@ pub(crate) type Outcome = Result<(), i32>;
 const DRIVER_VERSION: i32 = 12_080;
 
 const NON_BLOCKING: u32 = 1;
+/// `CU_MEMHOSTREGISTER_PORTABLE`.
+const PORTABLE: u32 = 1;
 
 /// Writes through a pointer that the caller of the driver gave.
 ///
@@ -145,9 +147,12 @@ pub(crate) fn primary_release(call: &mut Call, dev: i32) -> Outcome {
     call.devices[d].retains -= 1;
     let owned = call.allocations.values().filter(|a| a.region.is_some() && a.device == d).count()
         + call.streams.values().filter(|s| s.counted && !s.destroyed && s.device == d).count()
-        + call.events.values().filter(|e| e.device == d).count();
+        + call.events.values().filter(|e| e.device == d).count()
+        + call.registrations.values().filter(|r| r.device == d).count();
     if call.devices[d].retains == 0 && owned > 0 && call.sticky.is_none() {
-        let detail = format!("the last release on device {d} while it owns {owned} allocations, streams and events");
+        let detail = format!(
+            "the last release on device {d} while it owns {owned} allocations, registrations, streams and events"
+        );
         call.wrong(Kind::ContextInUse, 0, detail);
     }
     Ok(())
@@ -197,10 +202,12 @@ pub(crate) fn hip_device_get(call: &mut Call, out: *mut i32) -> Outcome {
 
 pub(crate) fn alloc(call: &mut Call, out: *mut u64, bytes: usize) -> Outcome {
     let d = call.current()?;
+    call.keeps_off_captures()?;
     if bytes == 0 || out.is_null() {
         return Err(INVALID_VALUE);
     }
     let bytes = bytes as u64;
+    call.bytes = bytes;
     if bytes > call.settings.memory.saturating_sub(call.devices[d].bytes) {
         return Err(OUT_OF_MEMORY);
     }
@@ -220,9 +227,11 @@ pub(crate) fn alloc(call: &mut Call, out: *mut u64, bytes: usize) -> Outcome {
 
 pub(crate) fn free(call: &mut Call, pointer: u64) -> Outcome {
     call.current()?;
+    call.keeps_off_captures()?;
     if pointer == 0 {
         return Ok(());
     }
+    synchronize_all(call);
     let Some(allocation) = call.allocations.remove(&pointer) else {
         let detail = format!("{pointer:#x} is no live allocation");
         return Err(call.wrong(Kind::BadFree, INVALID_VALUE, detail));
@@ -253,8 +262,23 @@ pub(crate) fn memory_info(call: &mut Call, free: *mut usize, total: *mut usize) 
     unsafe { give(free, all.saturating_sub(used) as usize).and_then(|()| give(total, all as usize)) }
 }
 
-pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, _flags: u32) -> Outcome {
-    call.current()?;
+/// HIP waits for all streams before it frees or unregisters (`SyncAllStreams` of its host_memory.cpp and memory.cpp).
+fn synchronize_all(call: &mut Call) {
+    if call.vendor != Vendor::Hip {
+        return;
+    }
+    let marks: Vec<_> = call.streams.iter().map(|(handle, s)| (*handle, s.submitted)).collect();
+    let generation = call.generation;
+    for (handle, seq) in marks {
+        while !call.is_done(handle, seq) && call.generation == generation && call.sticky.is_none() {
+            call.wait();
+        }
+    }
+}
+
+pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, flags: u32) -> Outcome {
+    let device = call.current()?;
+    call.keeps_off_captures()?;
     let (start, bytes) = (pointer, bytes as u64);
     if start == 0 || bytes == 0 {
         return Err(INVALID_VALUE);
@@ -262,10 +286,12 @@ pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, _flags:
     if call.settings.refuse_register != 0 {
         return Err(call.settings.refuse_register);
     }
-    let earlier = call.registrations.range(..start + bytes).next_back().map(|(s, l)| (*s, *l));
+    let earlier = call.registrations.range(..start + bytes).next_back().map(|(s, r)| (*s, r.len));
     if let Some((other, len)) = earlier.filter(|(s, l)| s + l > start) {
         let detail = format!("{bytes} bytes at {start:#x} overlap the registration of {len} bytes at {other:#x}");
-        return Err(call.wrong(Kind::DoubleRegister, ALREADY_REGISTERED, detail));
+        let code = call.wrong(Kind::DoubleRegister, ALREADY_REGISTERED, detail);
+        // HIP does not look: it makes a second buffer over the range, and what unregistering both then does is unclear.
+        return if call.vendor == Vendor::Hip { Ok(()) } else { Err(code) };
     }
     if !is_mapped(start, bytes) {
         let detail = format!("{bytes} bytes at {start:#x} are not all mapped");
@@ -274,7 +300,10 @@ pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, _flags:
     if call.counters.registered_bytes + bytes > call.settings.register_limit {
         return Err(OUT_OF_MEMORY);
     }
-    call.registrations.insert(start, bytes);
+    call.bytes = bytes;
+    // HIP maps the memory for every device, whatever the flags.
+    let portable = flags & PORTABLE != 0 || call.vendor == Vendor::Hip;
+    call.registrations.insert(start, Registration { len: bytes, device, portable });
     call.counters.registered_bytes += bytes;
     call.counters.peak_registered_bytes = call.counters.peak_registered_bytes.max(call.counters.registered_bytes);
     Ok(())
@@ -282,11 +311,14 @@ pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, _flags:
 
 pub(crate) fn host_unregister(call: &mut Call, pointer: u64) -> Outcome {
     call.current()?;
-    let Some(bytes) = call.registrations.remove(&pointer) else {
+    call.keeps_off_captures()?;
+    synchronize_all(call);
+    let Some(Registration { len: bytes, .. }) = call.registrations.remove(&pointer) else {
         let detail = format!("{pointer:#x} is not the start of a registration");
         return Err(call.wrong(Kind::BadUnregister, NOT_REGISTERED, detail));
     };
     call.counters.registered_bytes -= bytes;
+    call.bytes = bytes;
     if call.sticky.is_some() {
         return Ok(());
     }
@@ -303,8 +335,8 @@ pub(crate) fn host_unregister(call: &mut Call, pointer: u64) -> Outcome {
 }
 
 pub(crate) fn host_device_pointer(call: &mut Call, out: *mut u64, pointer: u64, flags: u32) -> Outcome {
-    call.current()?;
-    if flags != 0 || !call.is_registered(pointer, pointer + 1) {
+    let device = call.current()?;
+    if flags != 0 || !call.is_registered(pointer, pointer + 1, device) {
         return Err(INVALID_VALUE);
     }
     // SAFETY: the driver's contract for its out parameters.
@@ -357,7 +389,8 @@ fn host_rows(call: &mut Call, rows: &Rows) -> Outcome {
         let detail = format!("{lo:#x}..{hi:#x} is not all mapped");
         return Err(call.wrong(Kind::Unmapped, INVALID_VALUE, detail));
     }
-    if call.settings.strict && !call.is_registered(lo, hi) {
+    let device = call.current()?;
+    if call.settings.strict && !call.is_registered(lo, hi, device) {
         call.wrong(Kind::Unregistered, 0, format!("host memory {lo:#x}..{hi:#x} is not registered"));
     }
     Ok(())
@@ -515,6 +548,7 @@ pub(crate) fn stream_wait_event(call: &mut Call, stream: usize, event: usize, fl
 
 pub(crate) fn stream_synchronize(call: &mut Call, stream: usize) -> Outcome {
     let handle = stream_of(call, stream)?;
+    call.keeps_off_captures()?;
     let what = call.name;
     let mark = call.submit(handle, None, Submission::marker(what));
     host_waits(call, &mark);
@@ -522,9 +556,47 @@ pub(crate) fn stream_synchronize(call: &mut Call, stream: usize) -> Outcome {
 }
 
 pub(crate) fn stream_is_capturing(call: &mut Call, stream: usize, status: *mut i32) -> Outcome {
-    stream_of(call, stream)?;
+    let handle = stream_of(call, stream)?;
+    let capture = call.captures.iter().find(|c| c.stream == handle);
+    // CU_STREAM_CAPTURE_STATUS_NONE, _ACTIVE and _INVALIDATED.
+    let state = capture.map_or(0, |c| 1 + i32::from(c.broken));
     // SAFETY: the driver's contract for its out parameters.
-    unsafe { give(status, 0) }
+    unsafe { give(status, state) }
+}
+
+/// Begins a capture. What is then queued on the stream runs all the same: only what a capture forbids others is of interest.
+pub(crate) fn capture_begin(call: &mut Call, stream: usize, mode: i32) -> Outcome {
+    let handle = stream_of(call, stream)?;
+    if !(0..=2).contains(&mode) || call.captures.iter().any(|c| c.stream == handle) {
+        return Err(INVALID_VALUE);
+    }
+    call.captures.push(Capture { stream: handle, mode, thread: std::thread::current().id(), broken: false });
+    Ok(())
+}
+
+pub(crate) fn capture_end(call: &mut Call, stream: usize, graph: *mut usize) -> Outcome {
+    let handle = stream_of(call, stream)?;
+    let Some(at) = call.captures.iter().position(|c| c.stream == handle) else { return Err(INVALID_VALUE) };
+    let broken = call.captures.swap_remove(at).broken;
+    // SAFETY: the driver's contract for its out parameters.
+    unsafe { give(graph, 0) }?;
+    if broken {
+        return Err(CAPTURE_INVALIDATED);
+    }
+    Ok(())
+}
+
+pub(crate) fn capture_mode(_: &mut Call, mode: *mut i32) -> Outcome {
+    if mode.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: not null; the driver's contract makes it valid for both.
+    let wanted = unsafe { mode.read() };
+    if !(0..=RELAXED).contains(&wanted) {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: as above.
+    unsafe { give(mode, CAPTURE_MODE.replace(wanted)) }
 }
 
 pub(crate) fn stream_capture_info(call: &mut Call, stream: usize, status: *mut i32, id: *mut u64) -> Outcome {
@@ -585,6 +657,7 @@ pub(crate) fn event_record(call: &mut Call, event: usize, stream: usize) -> Outc
 }
 
 pub(crate) fn event_query(call: &mut Call, event: usize) -> Outcome {
+    call.keeps_off_captures()?;
     match mark_of(call, event)? {
         Some(mark) if !call.is_done(mark.stream, mark.seq) => Err(NOT_READY),
         Some(mark) => {
@@ -596,6 +669,8 @@ pub(crate) fn event_query(call: &mut Call, event: usize) -> Outcome {
 }
 
 pub(crate) fn event_synchronize(call: &mut Call, event: usize) -> Outcome {
+    call.current()?;
+    call.keeps_off_captures()?;
     if let Some(mark) = mark_of(call, event)? {
         host_waits(call, &mark);
     }
@@ -603,6 +678,7 @@ pub(crate) fn event_synchronize(call: &mut Call, event: usize) -> Outcome {
 }
 
 pub(crate) fn event_destroy(call: &mut Call, event: usize) -> Outcome {
+    call.current()?;
     if call.dead.contains(&event) {
         let detail = format!("event {event:#x} was destroyed before");
         return Err(call.wrong(Kind::DoubleDestroy, INVALID_HANDLE, detail));

@@ -53,6 +53,9 @@ export! {
     cuStreamIsCapturing | hipStreamIsCapturing(stream: usize, status: *mut i32) = stream_is_capturing;
     cuStreamGetCaptureInfo | hipStreamGetCaptureInfo(stream: usize, status: *mut i32, id: *mut u64)
         = stream_capture_info;
+    cuStreamBeginCapture_v2 | hipStreamBeginCapture(stream: usize, mode: i32) = capture_begin;
+    cuStreamEndCapture | hipStreamEndCapture(stream: usize, graph: *mut usize) = capture_end;
+    cuThreadExchangeStreamCaptureMode | hipThreadExchangeStreamCaptureMode(mode: *mut i32) = capture_mode;
     cuEventCreate | hipEventCreateWithFlags(event: *mut usize, flags: u32) = event_create;
     cuEventRecord | hipEventRecord(event: usize, stream: usize) = event_record;
     cuEventQuery | hipEventQuery(event: usize) = event_query;

@@ -10,7 +10,8 @@
 //! | `integrated` | 1: devices share memory with the host | 0 |
 //! | `host_pointer` | 0: registered memory has another address on the device | 1 |
 //! | `fail` | `name:nth:code` or `name:nth:code:times`, comma separated: the nth call from now of that function, and the `times - 1` after it (0: all), return code; empty clears | none |
-//! | `copy_delay_us` | every copy starts this much later | 0 |
+//! | `cost` | `name:us` or `name:us:us_per_mib`, comma separated: every call of that function takes so long, and so long for each MiB of its memory (registering, unregistering, allocating); empty clears | none |
+//! | `copy_delay_us` | every copy takes this much longer on its stream, whatever its size | 0 |
 //! | `h2d_bytes_per_s` | all copies to a device share a link of this bandwidth, in real time; 0: memory speed | 0 |
 //! | `move_bytes` | 0: copies to a device take their time and move nothing, so that, as with a real one, they cost the host no CPU time: for measuring rates | 1 |
 //! | `refuse_register` | every host registration returns this code; 0: none | 0 |
@@ -60,6 +61,8 @@ pub(crate) struct Settings {
     pub(crate) expect_devices: u64,
     pub(crate) report: Option<PathBuf>,
     failures: HashMap<String, Vec<Failure>>,
+    /// Microseconds per call and per MiB, by function.
+    costs: HashMap<String, (f64, f64)>,
 }
 
 impl Default for Settings {
@@ -83,6 +86,7 @@ impl Default for Settings {
             expect_devices: u64::MAX,
             report: None,
             failures: HashMap::new(),
+            costs: HashMap::new(),
         }
     }
 }
@@ -93,6 +97,7 @@ pub(crate) const KEYS: &[&str] = &[
     "integrated",
     "host_pointer",
     "fail",
+    "cost",
     "copy_delay_us",
     "h2d_bytes_per_s",
     "move_bytes",
@@ -139,6 +144,7 @@ impl Settings {
             "integrated" => self.integrated = flag()?,
             "host_pointer" => self.host_pointer = flag()?,
             "fail" => self.failures = parse_failures(value)?,
+            "cost" => self.costs = parse_costs(value)?,
             "copy_delay_us" => self.copy_delay = Duration::from_micros(number()?),
             "h2d_bytes_per_s" => self.h2d_bytes_per_s = number()?,
             "move_bytes" => self.move_bytes = flag()?,
@@ -168,6 +174,12 @@ impl Settings {
         Some(())
     }
 
+    /// How long a call of `function` takes that registers, unregisters or allocates so many bytes.
+    pub(crate) fn cost_of(&self, function: &str, bytes: u64) -> Duration {
+        let Some((each, per_mib)) = self.costs.get(function) else { return Duration::ZERO };
+        Duration::from_secs_f64((each + per_mib * bytes as f64 / (1 << 20) as f64) / 1e6)
+    }
+
     /// Counts a call of `function` and gives the code it has to fail with, if it is its turn.
     pub(crate) fn failure_of(&mut self, function: &str) -> Option<i32> {
         let list = self.failures.get_mut(function)?;
@@ -183,6 +195,21 @@ impl Settings {
         list.retain(|f| f.times > 0);
         code
     }
+}
+
+fn parse_costs(value: &str) -> Option<HashMap<String, (f64, f64)>> {
+    let mut costs = HashMap::new();
+    for item in value.split(',').filter(|item| !item.is_empty()) {
+        let parts: Vec<&str> = item.split(':').collect();
+        let (name, each, per_mib) = match parts[..] {
+            [name, each] => (name, each, "0"),
+            [name, each, per_mib] => (name, each, per_mib),
+            _ => return None,
+        };
+        let number = |text: &str| text.parse::<f64>().ok().filter(|n| n.is_finite() && *n >= 0.0);
+        costs.insert(name.to_owned(), (number(each)?, number(per_mib)?));
+    }
+    Some(costs)
 }
 
 fn parse_failures(value: &str) -> Option<HashMap<String, Vec<Failure>>> {

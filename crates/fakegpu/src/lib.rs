@@ -63,7 +63,7 @@ mod misuse;
 mod state;
 mod stream;
 
-pub use library::{library_path, Exclusive, Library};
+pub use library::{library_path, without, Exclusive, Library};
 
 #[cfg(test)]
 mod tests;

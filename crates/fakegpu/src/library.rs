@@ -21,6 +21,26 @@ pub fn library_path() -> Result<PathBuf, String> {
     })
 }
 
+/// A copy of the cdylib, written to `into`, whose dynamic symbols lack `names`: a driver too old to have them. The loader
+/// finds a symbol by a hash of its name and then compares the names, so a name that reads otherwise is not found. The copy
+/// has a state of its own.
+///
+/// # Errors
+/// What the file system said, or a name that the library does not export.
+pub fn without(names: &[&str], into: &Path) -> Result<(), String> {
+    let path = library_path()?;
+    let mut bytes = std::fs::read(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
+    for name in names {
+        let entry = [b"\0", name.as_bytes(), b"\0"].concat();
+        let places: Vec<usize> = (0..bytes.len() - entry.len()).filter(|&at| bytes[at..].starts_with(&entry)).collect();
+        if places.is_empty() {
+            return Err(format!("{} exports no {name}", path.display()));
+        }
+        places.iter().for_each(|at| bytes[at + 1] = b'-');
+    }
+    std::fs::write(into, bytes).map_err(|cause| format!("{}: {cause}", into.display()))
+}
+
 /// One test at a time: the state of the library is the process's.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 

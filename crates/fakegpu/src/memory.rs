@@ -91,8 +91,9 @@ impl State {
         self.allocations.range(..hi).next_back().is_some_and(|(_, a)| a.end() > lo)
     }
 
-    /// Whether `lo..hi` lies inside one registration.
-    pub(crate) fn is_registered(&self, lo: u64, hi: u64) -> bool {
-        self.registrations.range(..=lo).next_back().is_some_and(|(start, len)| hi <= start + len)
+    /// Whether `lo..hi` lies inside one registration that holds for `device`.
+    pub(crate) fn is_registered(&self, lo: u64, hi: u64, device: usize) -> bool {
+        let before = self.registrations.range(..=lo).next_back();
+        before.is_some_and(|(start, r)| hi <= start + r.len && (r.portable || r.device == device))
     }
 }

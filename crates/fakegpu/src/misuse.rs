@@ -43,6 +43,8 @@ pub(crate) enum Kind {
     Unregistered,
     /// An argument that the real driver refuses, or a host pointer where a device pointer belongs.
     BadArgument,
+    /// A potentially unsafe call while another thread captures in global mode: it invalidates that capture.
+    CaptureBroken,
     /// The stand-in for the consumer's kernel read other bytes than it was told to expect.
     WrongBytes,
 }
@@ -69,6 +71,7 @@ impl Kind {
             Self::BadUnregister => "bad-unregister",
             Self::Unregistered => "unregistered-memory",
             Self::BadArgument => "bad-argument",
+            Self::CaptureBroken => "capture-broken",
             Self::WrongBytes => "wrong-bytes",
         }
     }

@@ -9,7 +9,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::clocks::{AccessMap, Clock};
-use crate::codes::{Vendor, INVALID_CONTEXT, NOT_INITIALIZED, NO_DEVICE};
+use crate::codes::{Vendor, CAPTURE_UNSUPPORTED, INVALID_CONTEXT, NOT_INITIALIZED, NO_DEVICE};
 use crate::inject::Settings;
 use crate::memory::{Allocation, Region};
 use crate::misuse::{Kind, Log};
@@ -28,6 +28,26 @@ pub(crate) struct Device {
     pub(crate) bytes: u64,
     /// When the link to the device is free again, where a bandwidth is set.
     pub(crate) link_free_at: Option<Instant>,
+}
+
+/// A registered host range.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Registration {
+    pub(crate) len: u64,
+    /// The device whose context was current.
+    pub(crate) device: usize,
+    /// Registered for every context, not for that one alone.
+    pub(crate) portable: bool,
+}
+
+/// A stream that is being captured.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Capture {
+    pub(crate) stream: usize,
+    /// As `CUstreamCaptureMode`.
+    pub(crate) mode: i32,
+    pub(crate) thread: std::thread::ThreadId,
+    pub(crate) broken: bool,
 }
 
 /// Numbers that tests read.
@@ -56,8 +76,10 @@ pub(crate) struct State {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     /// Freed too early: kept mapped so that the misuse is a line in the log and not a crash.
     pub(crate) condemned: Vec<Region>,
-    /// Registered host ranges: start to length.
-    pub(crate) registrations: BTreeMap<u64, u64>,
+    /// Registered host ranges by their start.
+    pub(crate) registrations: BTreeMap<u64, Registration>,
+    /// Captures under way.
+    pub(crate) captures: Vec<Capture>,
     pub(crate) host_accesses: AccessMap,
     pub(crate) host_clock: Clock,
     pub(crate) streams: BTreeMap<usize, Stream>,
@@ -139,6 +161,7 @@ impl State {
             allocations: BTreeMap::new(),
             condemned: Vec::new(),
             registrations: BTreeMap::new(),
+            captures: Vec::new(),
             host_accesses: AccessMap::default(),
             host_clock: Clock::default(),
             streams: BTreeMap::new(),
@@ -179,8 +202,8 @@ impl State {
         for a in self.allocations.values().filter(|a| a.region.is_some()) {
             line(format_args!("device allocation of {} bytes at {:#x} on device {}", a.len, a.start, a.device));
         }
-        for (start, len) in &self.registrations {
-            line(format_args!("host registration of {len} bytes at {start:#x}"));
+        for (start, registration) in &self.registrations {
+            line(format_args!("host registration of {} bytes at {start:#x}", registration.len));
         }
         for (handle, s) in self.streams.iter().filter(|(_, s)| s.counted && !s.destroyed) {
             line(format_args!("stream {handle:#x} (stream #{}) on device {}", s.index, s.device));
@@ -195,11 +218,17 @@ impl State {
     }
 }
 
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL` and `CU_STREAM_CAPTURE_MODE_RELAXED`; between them is THREAD_LOCAL.
+pub(crate) const GLOBAL: i32 = 0;
+pub(crate) const RELAXED: i32 = 2;
+
 thread_local! {
     /// (generation, context handle) of this thread.
     static CONTEXT: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
     /// (generation, current device) of this thread, for HIP.
     static HIP_DEVICE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+    /// How this thread lives with captures: `CUstreamCaptureMode`.
+    pub(crate) static CAPTURE_MODE: Cell<i32> = const { Cell::new(GLOBAL) };
 }
 
 /// The handle of the primary context of `device`.
@@ -212,6 +241,8 @@ pub(crate) struct Call {
     guard: Option<MutexGuard<'static, State>>,
     pub(crate) vendor: Vendor,
     pub(crate) name: &'static str,
+    /// Of the memory that the call registers, unregisters or allocates.
+    pub(crate) bytes: u64,
 }
 
 impl Deref for Call {
@@ -240,7 +271,7 @@ pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Ca
         eprintln!("fakegpu: used-after-fork: {name}");
         return NOT_INITIALIZED;
     }
-    let mut call = Call { guard: Some(lock()), vendor, name };
+    let mut call = Call { guard: Some(lock()), vendor, name, bytes: 0 };
     *call.counters.calls.entry(name).or_default() += 1;
     if let Some(code) = call.settings.failure_of(name) {
         return code;
@@ -251,6 +282,10 @@ pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Ca
         return code;
     }
     let result = body(&mut call);
+    let cost = call.settings.cost_of(name, call.bytes);
+    if !cost.is_zero() {
+        call.pause(cost);
+    }
     if let Some(code) = call.sticky.filter(|_| breakable) {
         return code;
     }
@@ -262,6 +297,35 @@ impl Call {
     pub(crate) fn wait(&mut self) {
         let guard = self.guard.take().map(wait);
         self.guard = guard;
+    }
+
+    /// Lets others have the state for so long.
+    fn pause(&mut self, time: Duration) {
+        self.guard = None;
+        std::thread::sleep(time);
+        self.guard = Some(lock());
+    }
+
+    /// Refuses a potentially unsafe call on a thread that is to keep off captures, and breaks those it meets (cuda.h,
+    /// cuThreadExchangeStreamCaptureMode).
+    pub(crate) fn keeps_off_captures(&mut self) -> Result<(), i32> {
+        let (mode, me) = (CAPTURE_MODE.get(), std::thread::current().id());
+        if mode == RELAXED {
+            return Ok(());
+        }
+        let meets = |c: &Capture| match c.thread == me {
+            true => c.mode != RELAXED,
+            false => mode == GLOBAL && c.mode == GLOBAL,
+        };
+        let mut met = false;
+        for capture in self.captures.iter_mut().filter(|c| meets(c)) {
+            capture.broken = true;
+            met = true;
+        }
+        if !met {
+            return Ok(());
+        }
+        Err(self.wrong(Kind::CaptureBroken, CAPTURE_UNSUPPORTED, "a stream is being captured".to_owned()))
     }
 
     /// Logs a misuse with the function's name in front and gives the code to return.

@@ -684,3 +684,151 @@ fn nothing_works_before_the_start_or_without_a_device() {
     assert_eq!(unsafe { fakegpu_configure(c"devices".as_ptr(), c"many".as_ptr()) }, -1);
     fakegpu_reset();
 }
+
+#[test]
+fn events_are_waited_for_and_destroyed_in_a_context_only() {
+    let program = Program::start();
+    let (s, e) = (stream(), event());
+    ok(cuEventRecord(e, s));
+    std::thread::spawn(move || {
+        // cuda.h lists CUDA_ERROR_INVALID_CONTEXT for these two, and not for cuEventQuery.
+        assert_eq!((cuEventSynchronize(e), cuEventDestroy_v2(e)), (201, 201));
+        assert!([0, 600].contains(&cuEventQuery(e)));
+    })
+    .join()
+    .unwrap();
+    ok(cuEventSynchronize(e));
+    ok(cuEventDestroy_v2(e));
+    ok(cuStreamDestroy_v2(s));
+    let log = program.end();
+    let kinds: Vec<&str> = log.lines().map(|l| l.split(':').next().unwrap()).collect();
+    assert_eq!(kinds, ["no-context", "no-context"], "{log}");
+}
+
+#[test]
+fn a_call_costs_what_is_asked_by_call_and_by_mib() {
+    let program = Program::start();
+    let took = |call: &mut dyn FnMut()| {
+        let start = Instant::now();
+        call();
+        start.elapsed()
+    };
+    let memory = vec![0u8; 4 << 20];
+    configure("cost", "cuMemHostRegister_v2:1000:5000,cuMemHostUnregister:30000,cuMemAlloc_v2:0:20000");
+    let registering = took(&mut || ok(cuMemHostRegister_v2(memory.as_ptr() as u64, memory.len(), 0)));
+    assert!(registering >= Duration::from_millis(21), "{registering:?}");
+    let unregistering = took(&mut || ok(cuMemHostUnregister(memory.as_ptr() as u64)));
+    assert!(unregistering >= Duration::from_millis(30), "{unregistering:?}");
+    let mut pointer = 0;
+    let allocating = took(&mut || ok(cuMemAlloc_v2(&mut pointer, 2 << 20)));
+    assert!(allocating >= Duration::from_millis(40), "{allocating:?}");
+    ok(cuMemFree_v2(pointer));
+    configure("cost", "");
+    assert_eq!(program.end(), "");
+}
+
+#[test]
+fn a_registration_that_is_not_portable_holds_for_its_own_context() {
+    let program = Program::start_with(&[("devices", "2"), ("strict", "1")]);
+    let portable = vec![0u8; 8192];
+    ok(cuMemHostRegister_v2(portable.as_ptr() as u64, 8192, 1));
+    let (mut first, mut second) = (0, 0);
+    ok(cuCtxGetCurrent(&mut first));
+    ok(cuDevicePrimaryCtxRetain(&mut second, 1));
+    ok(cuCtxSetCurrent(second));
+    let (s, to) = (stream(), alloc(8192));
+    ok(cuMemcpyHtoDAsync_v2(to, portable.as_ptr() as u64, 8192, s));
+    assert_eq!(lock().log.text(), "");
+    ok(cuMemcpyHtoDAsync_v2(to, program.slab(), 8192, s));
+    ok(cuStreamSynchronize(s));
+    ok(cuMemFree_v2(to));
+    ok(cuStreamDestroy_v2(s));
+    ok(cuDevicePrimaryCtxRelease_v2(1));
+    ok(cuCtxSetCurrent(first));
+    ok(cuMemHostUnregister(portable.as_ptr() as u64));
+    assert_only(&program.end(), "unregistered-memory");
+}
+
+#[test]
+fn a_context_that_ends_with_registrations_made_in_it_is_found() {
+    let program = Program::start();
+    ok(cuDevicePrimaryCtxRelease_v2(0));
+    assert_only(&lock().log.text(), "context-destroyed-in-use");
+    let mut context = 0;
+    ok(cuDevicePrimaryCtxRetain(&mut context, 0));
+    program.end();
+}
+
+#[test]
+fn hip_registers_twice_without_a_word_and_waits_for_all_streams_before_it_lets_go() {
+    let program = Program::start_with(&[("copy_delay_us", "50000")]);
+    ok(hipSetDevice(0));
+    let memory = vec![0u8; 8192];
+    let at = memory.as_ptr() as u64;
+    ok(hipHostRegister(at, 8192, 0));
+    ok(hipHostRegister(at, 8192, 0));
+    let mut to = 0;
+    ok(hipMalloc(&mut to, 8192));
+    let mut s = 0;
+    ok(hipStreamCreateWithFlags(&mut s, NON_BLOCKING));
+    ok(hipMemcpyHtoDAsync(to, program.slab(), 8192, s));
+    let start = Instant::now();
+    ok(hipHostUnregister(at));
+    assert!(start.elapsed() >= Duration::from_millis(40), "{:?}", start.elapsed());
+    ok(hipStreamSynchronize(s));
+    ok(hipFree(to));
+    ok(hipStreamDestroy(s));
+    assert_only(&program.end(), "double-register");
+}
+
+#[test]
+fn an_unsafe_call_breaks_the_capture_of_another_thread_unless_its_thread_is_relaxed() {
+    let program = Program::start();
+    let s = stream();
+    let mut context = 0;
+    ok(cuCtxGetCurrent(&mut context));
+    let elsewhere = |mode: i32| {
+        std::thread::spawn(move || {
+            ok(cuCtxSetCurrent(context));
+            let mut exchanged = mode;
+            ok(cuThreadExchangeStreamCaptureMode(&mut exchanged));
+            assert_eq!(exchanged, 0, "every thread begins in global mode");
+            let mut pointer = 0;
+            let code = cuMemAlloc_v2(&mut pointer, 100);
+            if code == 0 {
+                ok(cuMemFree_v2(pointer));
+            }
+            code
+        })
+        .join()
+        .unwrap()
+    };
+    let (mut graph, mut status) = (0, 0);
+    for (capture, thread, refused) in [(0, 2, 0), (0, 1, 0), (1, 0, 0), (2, 0, 0), (0, 0, 900)] {
+        ok(cuStreamBeginCapture_v2(s, capture));
+        assert_eq!(elsewhere(thread), refused, "captured in mode {capture}, the thread in mode {thread}");
+        ok(cuStreamIsCapturing(s, &mut status));
+        assert_eq!(status, if refused == 0 { 1 } else { 2 });
+        assert_eq!(cuStreamEndCapture(s, &mut graph), if refused == 0 { 0 } else { 901 });
+    }
+    ok(cuStreamDestroy_v2(s));
+    assert_only(&program.end(), "capture-broken");
+}
+
+#[test]
+fn a_copy_of_the_library_can_lack_functions() {
+    let folder = std::env::temp_dir().join(format!("fakegpu-without-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("libfakegpu.so");
+    crate::without(&["cuMemcpyBatchAsync"], &path).unwrap();
+    assert!(crate::without(&["cuNothing"], &folder.join("none")).is_err());
+    let library = crate::Library::open_at(&path).unwrap();
+    assert_eq!(library.misuse_count(), 0);
+    let there = |name: &std::ffi::CStr| {
+        let path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: a library that is loaded already, and a C string.
+        unsafe { !libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW), name.as_ptr()).is_null() }
+    };
+    assert!(there(c"cuMemcpyHtoDAsync_v2") && !there(c"cuMemcpyBatchAsync"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}

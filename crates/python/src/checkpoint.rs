@@ -2,12 +2,14 @@
 
 use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
+use crate::options::stall_timeout_of;
 use penstock::format::Checkpoint as Core;
 use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -18,8 +20,10 @@ pub(crate) struct Checkpoint(pub(crate) Arc<Core>);
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    fn open(py: Python<'_>, sources: Vec<PathBuf>) -> PyResult<Self> {
-        interruptibly(py, |go_on| Core::open_cancellable(sources, go_on)).map(|c| Self(Arc::new(c)))
+    #[pyo3(signature = (sources, stall_timeout = None))]
+    fn open(py: Python<'_>, sources: Vec<PathBuf>, stall_timeout: Option<f64>) -> PyResult<Self> {
+        let stall = stall_timeout_of(stall_timeout)?;
+        interruptibly(py, |go_on| Core::open_cancellable(sources, stall, go_on)).map(|c| Self(Arc::new(c)))
     }
 
     #[staticmethod]
@@ -73,8 +77,13 @@ impl Checkpoint {
         groups.into_pyobject(py)
     }
 
-    fn files(&self) -> Vec<String> {
-        self.0.files().iter().map(|f| f.path.to_string_lossy().into_owned()).collect()
+    /// Paths as `os.fsdecode` gives them: bytes that are not UTF-8 become surrogates, and the same file is found by them.
+    fn files(&self) -> Vec<&OsStr> {
+        self.0.files().iter().map(|f| f.path.as_os_str()).collect()
+    }
+
+    fn path(&self, file: usize) -> PyResult<&OsStr> {
+        self.file(file).map(|f| f.path.as_os_str())
     }
 
     fn metadata(&self) -> Option<BTreeMap<String, String>> {

@@ -11,7 +11,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
             (
                 format!("{:?}", error.kind()),
                 error.message(),
-                error.path().map(|p| p.to_string_lossy().into_owned()),
+                error.path().map(|p| p.as_os_str()),
                 error.byte_range().map(|r| (r.start, r.end)),
                 error.errno(),
             ),

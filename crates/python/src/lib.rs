@@ -26,9 +26,9 @@ mod _core {
     #[pymodule_export]
     use crate::load::{exiting, Load, View};
     #[pymodule_export]
-    use crate::machine::{evict, gpus, probe, residency, trim, warm};
+    use crate::machine::{evict, gpus, probe, release_staging, residency, warm};
     #[pymodule_export]
-    use crate::options::Options;
+    use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
     use pyo3::prelude::*;

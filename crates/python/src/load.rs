@@ -33,8 +33,10 @@ static EXITING: AtomicI32 = AtomicI32::new(0);
 
 /// Says that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for one.
 #[pyfunction]
-pub(crate) fn exiting() {
+pub(crate) fn exiting(py: Python<'_>) {
     EXITING.store(this_thread(), Ordering::Relaxed);
+    // A driver that is being torn down must not be called.
+    py.detach(penstock::device::gpu::stop_pinning);
 }
 
 fn this_thread() -> i32 {

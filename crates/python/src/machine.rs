@@ -2,6 +2,7 @@
 
 use crate::errors::detached;
 use penstock::device::api::{Api, Attribute};
+use penstock::device::gpu;
 use penstock::source as file;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -57,8 +58,8 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>
 
 /// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
 #[pyfunction]
-pub(crate) fn trim(py: Python<'_>) {
-    py.detach(|| penstock::staging::Ring::process().trim());
+pub(crate) fn release_staging(py: Python<'_>) -> u64 {
+    py.detach(gpu::release_staging)
 }
 
 /// Drivers and GPUs found, or why not.
@@ -105,7 +106,7 @@ struct Gpu {
 
 /// Driver version and GPUs; creates no context.
 fn list(api: &Api) -> penstock::Result<(i32, Vec<Gpu>)> {
-    api.init()?;
+    gpu::start_driver(api)?;
     let gpus = (0..api.device_count()?).map(|n| {
         Ok(Gpu {
             name: api.device_name(n)?,

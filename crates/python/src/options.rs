@@ -217,6 +217,29 @@ fn seconds(value: f64) -> Result<Duration, String> {
     }
 }
 
+/// The stall timeout that holds where no options are given: `value`, else the environment's, else the default.
+pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
+    const VARIABLE: &str = "PENSTOCK_STALL_TIMEOUT";
+    let mut options = Core::default();
+    match (value, std::env::var(VARIABLE)) {
+        (Some(value), _) => {
+            let wrong = |why| PyValueError::new_err(format!("stall_timeout={value}: {why}"));
+            options.stall_timeout = seconds(value).map_err(wrong)?;
+        }
+        (None, Ok(text)) => set_text(&mut options, "stall_timeout", &text)
+            .map_err(|why| PyValueError::new_err(format!("{VARIABLE}={text:?}: {why}")))?,
+        (None, Err(_)) => {}
+    }
+    Ok(options.stall_timeout)
+}
+
+/// The stall timeout, in seconds, of work that takes no `Options`.
+#[pyfunction]
+#[pyo3(signature = (value = None))]
+pub(crate) fn stall_timeout(value: Option<f64>) -> PyResult<f64> {
+    stall_timeout_of(value).map(|timeout| timeout.as_secs_f64())
+}
+
 fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
     let whole = || text.trim().parse::<u32>().map_err(|_| "must be a whole number, 0 or more".to_owned());
     match name {

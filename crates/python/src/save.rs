@@ -11,7 +11,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::BTreeMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, OsString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ type Described = (String, String, Vec<u64>, Option<u32>, Option<u64>);
 pub(crate) struct Save {
     core: Core,
     /// Names of the files, the index last.
-    files: Vec<String>,
+    files: Vec<OsString>,
 }
 
 impl Drop for Save {
@@ -80,7 +80,7 @@ impl Save {
     fn start(
         py: Python<'_>,
         folder: PathBuf,
-        name: &str,
+        name: OsString,
         tensors: Vec<Described>,
         metadata: Option<BTreeMap<String, String>>,
         options: &Options,
@@ -104,9 +104,9 @@ impl Save {
         }
         let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
         let (core, files) = detached(py, || {
-            let plan = Plan::new(&known, metadata.as_ref(), name, arrangement, order, most)?;
+            let plan = Plan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
             let files = plan.names();
-            let checkpoint = checkpoint.then(|| name.to_owned());
+            let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
             let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
             Ok((core, files))
         })?;
@@ -140,7 +140,7 @@ impl Save {
         py.detach(|| self.core.close());
     }
 
-    fn files(&self) -> Vec<String> {
+    fn files(&self) -> Vec<OsString> {
         self.files.clone()
     }
 

@@ -28,9 +28,11 @@ SCHEMA = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, judges nothing")
-    add("--preset", choices=PRESETS, help="redo a published table, and print it beside ours")
+    tables = f"redo a published table, and print it beside ours: {', '.join(PRESETS)}"
+    add("--preset", choices=PRESETS, metavar="NAME", help=tables)
     add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (3; quick: 1)")
-    add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
+    scenarios = f"only this one, of {', '.join(SCENARIOS)}; may be repeated"
+    add("--scenario", action="append", choices=SCENARIOS, metavar="NAME", help=scenarios)
     named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
     add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
     add("--contestant", action="append", metavar="NAME", help="only this one; may be repeated")

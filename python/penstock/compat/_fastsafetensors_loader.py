@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from .._checkpoint import Checkpoint, open
+from .._checkpoint import Checkpoint, open, open_as
 from .._core import Options
 from .._device import parse_device
 from .._errors import InvalidError, UnsupportedError
+from .._paths import local_path
 from .._selection import TensorInfo
 from ._errors import ClosedError, MissingTensorError
 from ._fastsafetensors_types import (
@@ -71,7 +72,8 @@ def settings_for(device: Any, bbuf_size_kb: int, max_threads: int) -> dict[str, 
 
 
 def _paths(paths: Paths) -> list[str]:
-    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    listed = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    return [path if isinstance(path, str) else local_path(path, "filenames") for path in listed]
 
 
 class SafeTensorsFileLoader:
@@ -128,7 +130,7 @@ class SafeTensorsFileLoader:
             if listed and rank != 0:
                 raise InvalidError(f"files for rank {rank!r}: one process loads them all, give {{0: [...]}}")
             for path in listed:
-                self._files[path] = open(path)
+                self._files[path] = open_as("filenames", path)
                 self._file_of.update(dict.fromkeys(self._files[path].keys(), path))
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:

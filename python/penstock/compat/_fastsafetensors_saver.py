@@ -17,6 +17,7 @@ from typing import Any
 from .. import _save
 from .._dtypes import DTYPES
 from .._errors import InvalidError, NoSpaceError
+from .._paths import local_path
 from ._fastsafetensors_loader import check_framework
 from ._fastsafetensors_types import DType, TorchTensor, torch_dtype
 
@@ -174,6 +175,7 @@ def save_sharded(
         raise InvalidError(f"header_align={header_align!r}: give a multiple of 8")
     _check_entries(entries)
     _check_metadata(metadata or {}, shard0_metadata or {})
+    local_path(base, "base")
     paths = [f"{base}-{number:05}-of-{num_shards:05}.safetensors" for number in range(1, num_shards + 1)]
     shards, mark = _divided(entries, num_shards), uuid.uuid4().hex
     headers: list[dict[str, str]] = []

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .._checkpoint import open
+from .._checkpoint import open_as
 from .._core import Options
 from .._errors import InvalidError, NotFoundError, UnsupportedError
+from .._paths import local_path
 from ._errors import ClosedError
 from ._fastsafetensors_loader import _BOUNCE_KB, _THREADS, check_framework, check_group, settings_for
 from ._fastsafetensors_types import device_for
@@ -93,7 +94,7 @@ class ParallelLoader:
         self._settings = settings_for(device, bbuf_size_kb, max_threads)
         if borrowed_tensors:
             self._settings.pop("copy", None)
-        self._checkpoint = open(list(hf_weights_files)) if hf_weights_files else None
+        self._checkpoint = open_as("hf_weights_files", list(hf_weights_files)) if hf_weights_files else None
         self._names = None
         if self._checkpoint is not None and tensor_filter is not None:
             self._names = [name for name in self._checkpoint if tensor_filter(name)]
@@ -175,6 +176,7 @@ class LoaderConfig:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> LoaderConfig:
         """Of a JSON file."""
+        local_path(path, "path")
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError as error:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from .. import _device, _dtypes
-from .._checkpoint import Source, open
+from .._checkpoint import Source, open_as
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
 from .._selection import TensorInfo, unknown
@@ -218,7 +218,7 @@ class safe_open:
         options = Options(**self._settings)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
-        self._checkpoint = open(filename)
+        self._checkpoint = open_as("filename", filename)
         self._names = None if tensor_filter is None else [name for name in self._checkpoint if matches(name)]
         self._selected = None if self._names is None else set(self._names)
         self.total_tensor_size = (

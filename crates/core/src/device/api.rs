@@ -241,6 +241,7 @@ tables! {
             = "cuMemHostGetDevicePointer_v2" | "hipHostGetDevicePointer";
         raw_primary_state(device: i32, flags: *mut u32, active: *mut i32)
             = "cuDevicePrimaryCtxGetState" | "hipDevicePrimaryCtxGetState";
+        raw_capture_mode(mode: *mut i32) = "cuThreadExchangeStreamCaptureMode" | "hipThreadExchangeStreamCaptureMode";
         // Instead of the capture *info*, whose arguments changed with every major version.
         raw_is_capturing(stream: usize, status: *mut i32) = "cuStreamIsCapturing" | "hipStreamIsCapturing";
         // The form of CUDA 12.8, which later drivers keep under this name beside `_v2`.
@@ -322,6 +323,8 @@ const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: the source is read when the copy's turn in the stream comes.
 const SOURCE_IN_STREAM_ORDER: i32 = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: captures of other threads forbid this one nothing.
+const CAPTURE_RELAXED: i32 = 2;
 /// `CU_STREAM_NON_BLOCKING`: not ordered with the legacy default stream.
 const STREAM_NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a thread that waits sleeps instead of spinning, and recording an
@@ -338,9 +341,11 @@ const STUB_LIBRARY: i32 = 34;
 const NO_DEVICE: i32 = 100;
 const NOT_READY: i32 = 600;
 const NOT_SUPPORTED: i32 = 801;
-/// After these the context answers every call with the same code until the process ends: an uncorrectable memory error,
-/// an illegal address, a failed kernel.
-const CONTEXT_LOST: [i32; 3] = [214, 700, 719];
+/// After these the context answers every call with the same code until the process ends (cuda.h). An uncorrectable memory
+/// error (214), an illegal address, a launch that timed out, an assertion in a kernel (710), a hardware stack error (714),
+/// an illegal instruction, a misaligned address, an address of the wrong space, an invalid program counter (718), a
+/// failed launch.
+const CONTEXT_LOST: [i32; 10] = [214, 700, 702, 710, 714, 715, 716, 717, 718, 719];
 
 impl Vendor {
     fn pick<T>(self, cuda: T, hip: T) -> T {
@@ -417,6 +422,8 @@ fn mapped_drivers() -> Vec<(Vendor, OsString)> {
 ///
 /// Unless a method says otherwise the context of the device must be current on the calling thread: see [`Context`].
 pub struct Api {
+    /// Unlike that of any other driver of this process; from 1.
+    number: u64,
     vendor: Vendor,
     library: String,
     required: Required,
@@ -504,9 +511,14 @@ impl Api {
             Vendor::Cuda => Own::Cuda(Cuda::load(&library).map_err(lacks)?),
             Vendor::Hip => Own::Hip(Hip::load(&library).map_err(lacks)?),
         };
-        let api = Arc::new(Self { vendor, library: named, required, optional, own });
+        let api = Arc::new(Self { number: loaded.len() as u64 + 1, vendor, library: named, required, optional, own });
         loaded.push((name.to_owned(), Arc::clone(&api)));
         Ok(api)
+    }
+
+    /// A number of its own among the drivers of this process, from 1.
+    pub fn driver_number(&self) -> u64 {
+        self.number
     }
 
     /// Which interface this is.
@@ -733,7 +745,8 @@ impl Api {
         Ok((free, total))
     }
 
-    /// Registers host memory, so that copies from it are asynchronous and run at the full rate of the link.
+    /// Registers host memory for all devices of the driver, so that copies from it are asynchronous and run at the full
+    /// rate of the link.
     ///
     /// # Safety
     /// The range is mapped, and stays so until it is unregistered.
@@ -968,6 +981,15 @@ impl Api {
         Ok(asked.map(|()| status != 0))
     }
 
+    /// Sets how this thread lives with captures of other threads and gives how it did; `None` if the driver cannot. Needs no
+    /// context.
+    fn exchange_capture_mode(&self, mut mode: i32) -> Option<i32> {
+        // SAFETY: a valid parameter for both ways.
+        let exchanged = unsafe { self.raw_capture_mode(&mut mode) };
+        // It fails for a mode that it does not know only, and then nothing has changed.
+        matches!(exchanged, Some(Ok(()))).then_some(mode)
+    }
+
     /// A new event of the current device, without a time stamp; waiting for it sleeps.
     ///
     /// # Errors
@@ -1007,7 +1029,7 @@ impl Api {
         }
     }
 
-    /// Blocks until everything before the event has run. Needs no context.
+    /// Blocks until everything before the event has run.
     ///
     /// # Safety
     /// A live handle.
@@ -1019,7 +1041,7 @@ impl Api {
         unsafe { self.raw_event_synchronize(event.0) }.map_err(|f| self.error(f, "wait for an event"))
     }
 
-    /// Gives an event back; who waits for it already goes on waiting. Needs no context.
+    /// Gives an event back; who waits for it already goes on waiting.
     ///
     /// # Safety
     /// The event is from [`create_event`](Self::create_event) and is not used afterwards.
@@ -1098,7 +1120,8 @@ impl Context {
             }
         };
         let before = before.map_err(|f| self.api.error(f, doing()))?;
-        Ok(Current { context: self, before, this_thread: PhantomData })
+        let capture_mode = self.api.exchange_capture_mode(CAPTURE_RELAXED);
+        Ok(Current { context: self, before, capture_mode, this_thread: PhantomData })
     }
 }
 
@@ -1113,12 +1136,18 @@ impl Drop for Context {
 }
 
 /// A device is current on this thread while this lives.
+///
+/// Meanwhile the thread is *relaxed* towards captures of CUDA graphs. Otherwise the driver would refuse it to allocate, to
+/// register and to wait while any thread captures in global mode, which is torch's default, and would invalidate that
+/// capture. Nothing here touches a stream that somebody captures, so it does no harm.
 #[derive(Debug)]
 #[must_use = "the device is current only while this lives"]
 pub struct Current<'a> {
     context: &'a Context,
     /// What to make current again; `None` if it is the same.
     before: Option<usize>,
+    /// How this thread lived with captures before; `None` if the driver knows of none.
+    capture_mode: Option<i32>,
     /// What is current is a matter of the thread.
     this_thread: PhantomData<*const ()>,
 }
@@ -1133,6 +1162,9 @@ impl std::ops::Deref for Current<'_> {
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        if let Some(mode) = self.capture_mode {
+            self.context.api.exchange_capture_mode(mode);
+        }
         let Some(before) = self.before else { return };
         // It was current a moment ago, so making it so again fails only where its owner destroyed it meanwhile, and then
         // there is nothing to go back to.

@@ -1,9 +1,11 @@
 //! Accelerator memory: copies by the driver, in the device's primary context.
 //!
-//! Nothing here blocks the caller. A *device thread* makes every driver call that starts something: it retains the context,
-//! registers slabs when it first sees them, joins copies and submits them to a stream of its own, and records one event
-//! per batch. A *waiter thread* sleeps in the driver on each event in turn and hands the batch's ticket back. Making a
-//! context takes 0.1 to 10 seconds, pinning memory 0.2 to 0.6 s per GiB; both overlap the first reads.
+//! Nothing here blocks the caller. A *device thread* makes every driver call that starts a copy: it retains the context,
+//! joins copies and submits them to a stream of its own, and records one event per batch. A *waiter thread* sleeps in the
+//! driver on each event in turn and hands the batch's ticket back. A *pinning thread* registers slabs until the
+//! [pool](crate::staging) is as large as the load can use, and may outlive it by some milliseconds. Pinning memory takes
+//! 0.1 to 0.6 s per GiB; the copies out of the slabs that are registered already go on meanwhile. A slab that is not
+//! registered when it comes to be copied (the pool could not grow) is registered by the device thread.
 //!
 //! The primary context is the one that frameworks use. It is shared by all devices of this module on the same
 //! accelerator, and lives as long as one of them, a [`GpuMemory`], or a slab registered in it.
@@ -20,13 +22,13 @@ use super::{Batch, Copied, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::{HUGE_PAGE, MIB};
 use crate::source::{Fallback, Ticket};
-use crate::staging::{Lease, Ring, Slab};
+use crate::staging::{Growth, Lease, Ring, Share, Slab};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -47,6 +49,40 @@ const _: () = assert!(2 * HALF <= HUGE_PAGE && HALF >= join::GATHER);
 /// The process that first used a driver through this module; 0 before.
 static USED_BY: AtomicU32 = AtomicU32::new(0);
 
+/// Transfers of at most this many bytes go to the driver many at a time, where it takes them so: a larger one takes the link
+/// longer (5 us at 55 GB/s) than its own submission.
+const BATCHED: u64 = 256 << 10;
+
+/// How long whoever ends growth waits for a registration under way.
+const LAST_PIN: Duration = Duration::from_secs(2);
+
+/// Pinning threads at work.
+static PINNING: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// Ends the growth of the pool of registered slabs, in this process.
+pub fn stop_pinning() {
+    if USED_BY.load(Ordering::SeqCst) != std::process::id() {
+        return;
+    }
+    Ring::process().stop_growing();
+    let (deadline, (count, ended)) = (Instant::now() + LAST_PIN, &PINNING);
+    let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+    while *count > 0 {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        count = ended.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Gives idle staging memory back to the system, with its registrations and the contexts they were made in. Tells how many
+/// bytes that were.
+pub fn release_staging() -> u64 {
+    stop_pinning();
+    Ring::process().trim()
+}
+
 /// Contexts in use, by library and device.
 static CONTEXTS: Mutex<Vec<Weak<SharedContext>>> = Mutex::new(Vec::new());
 
@@ -54,8 +90,6 @@ static CONTEXTS: Mutex<Vec<Weak<SharedContext>>> = Mutex::new(Vec::new());
 pub struct SharedContext {
     /// Given back on drop, but not by a forked child.
     context: ManuallyDrop<Context>,
-    /// Unlike any other of this process.
-    number: u64,
     pid: u32,
 }
 
@@ -74,8 +108,7 @@ impl SharedContext {
         if let Some(known) = contexts.iter().filter_map(Weak::upgrade).find(same) {
             return Ok(known);
         }
-        let _ = USED_BY.compare_exchange(0, std::process::id(), Ordering::SeqCst, Ordering::SeqCst);
-        api.init()?;
+        start_driver(api)?;
         let count = api.device_count()?;
         if ordinal >= count {
             return Err(Error::new(
@@ -83,10 +116,8 @@ impl SharedContext {
                 format!("there is no device {ordinal}: the {} driver shows {count} to this process", api.vendor()),
             ));
         }
-        static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let context = ManuallyDrop::new(api.context(ordinal)?);
-        let shared = Arc::new(Self { context, number, pid: std::process::id() });
+        let shared = Arc::new(Self { context, pid: std::process::id() });
         contexts.push(Arc::downgrade(&shared));
         Ok(shared)
     }
@@ -108,6 +139,16 @@ impl Drop for SharedContext {
             unsafe { ManuallyDrop::drop(&mut self.context) };
         }
     }
+}
+
+/// Starts a driver, which a child of this process then has to do without. May be called again.
+///
+/// # Errors
+/// `Forked` in the child of a process that has used a driver; `Unsupported`, `Device` from the driver.
+pub fn start_driver(api: &Api) -> Result<()> {
+    refuse_a_forked_child()?;
+    let _ = USED_BY.compare_exchange(0, std::process::id(), Ordering::SeqCst, Ordering::SeqCst);
+    api.init()
 }
 
 /// Drivers do not survive a fork: a child's calls fail with odd codes or hang.
@@ -168,7 +209,7 @@ impl Drop for GpuMemory {
     }
 }
 
-/// A slab's registration in a context; unregistered on drop.
+/// A slab's registration, made in a context and good for all of them; unregistered on drop.
 struct Registered {
     context: Arc<SharedContext>,
     address: usize,
@@ -213,6 +254,8 @@ impl Default for Sabotage {
 /// Copies to the memory of one accelerator.
 pub struct GpuDevice {
     shared: Arc<Shared>,
+    api: Arc<Api>,
+    registers: bool,
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
     in_flight: usize,
@@ -222,6 +265,7 @@ pub struct GpuDevice {
 
 enum Order {
     Wait(Fence),
+    Grow(Growth),
     Copy(Batch),
 }
 
@@ -239,6 +283,8 @@ struct State {
     /// Addresses of the slabs that the driver may be reading.
     running: HashMap<Ticket, usize>,
     failed: Option<Error>,
+    /// Registration was refused: copies are made from plain memory.
+    pageable: bool,
     fallbacks: Vec<Fallback>,
     closed: bool,
     ended: bool,
@@ -251,6 +297,15 @@ impl Shared {
 
     fn fail(&self, error: &Error) {
         self.lock().failed.get_or_insert_with(|| error.clone());
+    }
+
+    /// From now on nothing more is registered for this device.
+    fn fall_back(&self, reason: String) {
+        let mut state = self.lock();
+        if !std::mem::replace(&mut state.pageable, true) {
+            let (from, to) = ("registered staging memory", "plain staging memory");
+            state.fallbacks.push(Fallback { from, to, reason });
+        }
     }
 
     /// Lets go of the batch, then hands its ticket back.
@@ -284,17 +339,18 @@ impl GpuDevice {
         refuse_a_forked_child()?;
         let shared = Arc::new(Shared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
         let (orders, inbox) = channel();
-        let patience = sabotage.patience;
-        let (theirs, api) = (shared.clone(), api.clone());
+        let (patience, registers) = (sabotage.patience, !sabotage.skip_registration);
+        let (theirs, their_api) = (shared.clone(), api.clone());
         let thread = std::thread::Builder::new()
             .name("penstock-gpu".to_owned())
             .spawn(move || {
-                serve(&theirs, &api, ordinal, &inbox, &sabotage);
+                serve(&theirs, &their_api, ordinal, &inbox, &sabotage);
                 theirs.lock().ended = true;
                 theirs.ended.notify_all();
             })
             .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
-        Ok(Self { shared, orders: Some(orders), thread: Some(thread), in_flight: 0, patience, pid: std::process::id() })
+        let (api, orders, thread, pid) = (api.clone(), Some(orders), Some(thread), std::process::id());
+        Ok(Self { shared, api, registers, orders, thread, in_flight: 0, patience, pid })
     }
 
     fn same_process(&self) -> Result<()> {
@@ -319,6 +375,13 @@ impl Device for GpuDevice {
         match self.same_process() {
             Ok(()) => self.shared.lock().fallbacks.clone(),
             Err(_) => Vec::new(),
+        }
+    }
+
+    fn stage(&mut self, share: &mut Share, nbytes: u64) {
+        if self.registers && nbytes > 0 {
+            // Where the thread has ended the growth is dropped, and the load goes on to hear of the error.
+            let _ = self.order(Order::Grow(share.pin(self.api.driver_number(), nbytes)));
         }
     }
 
@@ -394,34 +457,30 @@ fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Or
     if let Err(error) = &result {
         shared.fail(error);
         // It did not come as far as taking orders.
-        take_orders(shared, inbox, |_| Ok(()), |_| Err(error.clone()));
+        take_orders(shared, inbox, |order| match order {
+            Order::Copy(_) => Err(error.clone()),
+            Order::Wait(_) | Order::Grow(_) => Ok(()),
+        });
     }
 }
 
 /// Takes orders until the device is dropped. After the first failure, and after the drop, none is carried out.
-fn take_orders(
-    shared: &Shared,
-    inbox: &Receiver<Order>,
-    mut wait: impl FnMut(Fence) -> Result<()>,
-    mut copy: impl FnMut(Batch) -> Result<()>,
-) {
+fn take_orders(shared: &Shared, inbox: &Receiver<Order>, mut carry_out: impl FnMut(Order) -> Result<()>) {
     for order in inbox {
         let (closed, failed) = {
             let state = shared.lock();
             (state.closed, state.failed.clone())
         };
-        let result = match (order, failed) {
-            _ if closed => Ok(()),
-            (Order::Wait(_), Some(_)) => Ok(()),
-            (Order::Copy(batch), Some(error)) => {
-                shared.finish(batch, Err(error));
-                Ok(())
+        match (order, failed) {
+            _ if closed => {}
+            (Order::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
+            // A growth that is dropped lets the load go on, which hears of the error then.
+            (Order::Wait(_) | Order::Grow(_), Some(_)) => {}
+            (order, None) => {
+                if let Err(error) = carry_out(order) {
+                    shared.fail(&error);
+                }
             }
-            (Order::Wait(fence), None) => wait(fence),
-            (Order::Copy(batch), None) => copy(batch),
-        };
-        if let Err(error) = result {
-            shared.fail(&error);
         }
     }
 }
@@ -435,14 +494,15 @@ struct Submitted {
 
 /// Everything of the driver's that a device has. Lives on the device thread, where its context is current.
 struct Queue<'a> {
-    shared: &'a Shared,
+    shared: &'a Arc<Shared>,
     context: &'a Arc<SharedContext>,
     api: &'a Api,
     stream: Stream,
     waiter: Sender<Submitted>,
     events: Arc<Events>,
     scratch: Option<Scratch>,
-    pageable: bool,
+    /// The driver takes many copies at once, as far as is known.
+    batches: bool,
     sabotage: &'a Sabotage,
 }
 
@@ -481,11 +541,11 @@ impl<'a> Queue<'a> {
         let stream = api.create_stream()?;
         let (waiter, submitted) = channel();
         let events = Arc::<Events>::default();
-        let (theirs, their_api) = (shared.clone(), context.context.api().clone());
+        let (theirs, their_context) = (shared.clone(), context.clone());
         let (their_events, skip) = (events.clone(), sabotage.skip_event_wait);
         let thread = std::thread::Builder::new()
             .name("penstock-gpuwait".to_owned())
-            .spawn(move || await_events(&theirs, &their_api, &submitted, &their_events, skip));
+            .spawn(move || await_events(&theirs, &their_context, &submitted, &their_events, skip));
         let thread = match thread {
             Ok(thread) => thread,
             Err(cause) => {
@@ -495,9 +555,15 @@ impl<'a> Queue<'a> {
             }
         };
         let mut queue =
-            Queue { shared, context, api: &api, stream, waiter, events, scratch: None, pageable: false, sabotage };
-        let both = std::cell::RefCell::new(&mut queue);
-        take_orders(shared, inbox, |fence| both.borrow().wait_for(fence), |batch| both.borrow_mut().submit(batch));
+            Queue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
+        take_orders(shared, inbox, |order| match order {
+            Order::Wait(fence) => queue.wait_for(fence),
+            Order::Grow(growth) => {
+                grow(shared, context, growth);
+                Ok(())
+            }
+            Order::Copy(batch) => queue.submit(batch),
+        });
         let Queue { waiter, events, scratch, .. } = queue;
         drop(waiter);
         // A waiter that panicked has nothing left to tell.
@@ -506,9 +572,11 @@ impl<'a> Queue<'a> {
         if let Some(scratch) = scratch {
             // The waiter has seen the end of every batch, but of a failed one only where the driver still answered.
             // SAFETY: our stream.
-            let _ = unsafe { api.synchronize_stream(stream) };
+            let ended = unsafe { api.synchronize_stream(stream) };
             left.extend(scratch.busy.into_iter().flatten());
-            drop(scratch.slab);
+            if ended.is_ok() && scratch.slab.is_registered(api.driver_number()) {
+                Ring::process().give_scratch(scratch.slab);
+            }
         }
         // A failure means that the context is lost, and all of it with it.
         for event in left {
@@ -560,31 +628,32 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Registers the batch's slab, once per slab and context. Where the driver refuses, copies are made from plain memory:
-    /// it bounces them itself, and on systems that refuse (GB10, Jetson: 801, 712, 1) that is no slower.
-    fn register(&mut self, batch: &Batch) {
-        if self.pageable || self.sabotage.skip_registration {
+    /// Registers the batch's slab, where the pool has not done so. Where the driver refuses, copies are made from plain
+    /// memory: it bounces them itself, and on systems that refuse (GB10, Jetson: 801, 712, 1) that is no slower.
+    fn register(&self, batch: &Batch) {
+        if !self.registers() {
             return;
         }
         let refused = match Ring::process().slab_at(batch.slab.0) {
+            Some(slab) if slab.is_registered(self.api.driver_number()) => None,
             Some(slab) => register_in(self.context, self.api, &slab).err().map(|e| e.to_string()),
             None => Some("the memory is not of the slab ring".to_owned()),
         };
         if let Some(reason) = refused {
-            self.fall_back(reason);
+            self.shared.fall_back(reason);
         }
     }
 
-    fn fall_back(&mut self, reason: String) {
-        self.pageable = true;
-        let (from, to) = ("registered staging memory", "plain staging memory");
-        self.shared.lock().fallbacks.push(Fallback { from, to, reason });
+    fn registers(&self) -> bool {
+        !self.sabotage.skip_registration && !self.shared.lock().pageable
     }
 
     fn transfer(&mut self, batch: &Batch) -> Result<()> {
         let plan = join::plan(&batch.copies, HALF);
+        let mut many = Many::default();
         for transfer in &plan.transfers {
             match transfer {
+                Transfer::Straight { from, to, len } if *len <= BATCHED && self.batches => many.add(*from, *to, *len),
                 // SAFETY: the batch's maker vouches for both sides, `keep` holds them until the event has passed, and
                 // nobody writes the slab before the ticket is back (invariant 2).
                 Transfer::Straight { from, to, len } => unsafe {
@@ -612,6 +681,30 @@ impl<'a> Queue<'a> {
                 }
             }
         }
+        // SAFETY: as above; blocks do not overlap, nor do the copies into one.
+        unsafe { self.copy_many(&many) }
+    }
+
+    /// Submits many small transfers at once where the driver can, else one by one.
+    ///
+    /// # Safety
+    /// As for [`Api::copy_batch_to_device`].
+    unsafe fn copy_many(&mut self, many: &Many) -> Result<()> {
+        let Many { to, from, bytes } = many;
+        if self.batches && to.len() > 1 {
+            // SAFETY: the caller's promise.
+            match unsafe { self.api.copy_batch_to_device(to, from, bytes, self.stream) } {
+                Ok(true) => return Ok(()),
+                Ok(false) => self.batches = false,
+                // The function is there and this device or stream has no use for it.
+                Err(error) if error.kind() == ErrorKind::Unsupported => self.batches = false,
+                Err(error) => return Err(error),
+            }
+        }
+        for ((to, from), bytes) in to.iter().zip(from).zip(bytes) {
+            // SAFETY: the caller's promise.
+            unsafe { self.api.copy_to_device(*to, *from as *const u8, *bytes, self.stream) }?;
+        }
         Ok(())
     }
 
@@ -619,12 +712,19 @@ impl<'a> Queue<'a> {
     /// the half that is used next.
     fn scratch(&mut self, len: u64) -> Result<*mut u8> {
         if self.scratch.is_none() {
-            let slab = Slab::new(2 * HALF)?;
-            if !(self.pageable || self.sabotage.skip_registration) {
-                if let Err(error) = register_in(self.context, self.api, &slab) {
-                    self.fall_back(error.to_string());
+            let pooled = if self.registers() { Ring::process().take_scratch(self.api.driver_number()) } else { None };
+            let slab = match pooled {
+                Some(slab) => slab,
+                None => {
+                    let slab = Slab::new(2 * HALF)?;
+                    if self.registers() {
+                        if let Err(error) = register_in(self.context, self.api, &slab) {
+                            self.shared.fall_back(error.to_string());
+                        }
+                    }
+                    slab
                 }
-            }
+            };
             self.scratch = Some(Scratch { slab, busy: [None; 2], half: 0, used: 0 });
         }
         let Some(scratch) = &mut self.scratch else {
@@ -651,8 +751,76 @@ impl<'a> Queue<'a> {
     }
 }
 
+/// Small transfers that are submitted together.
+#[derive(Default)]
+struct Many {
+    to: Vec<u64>,
+    from: Vec<u64>,
+    bytes: Vec<usize>,
+}
+
+impl Many {
+    fn add(&mut self, from: *const u8, to: u64, len: u64) {
+        self.to.push(to);
+        self.from.push(from as u64);
+        self.bytes.push(len as usize);
+    }
+}
+
+/// Starts the pinning thread, if the pool has to grow. Where it cannot be started the load goes on with plain slabs, which
+/// the device thread registers.
+fn grow(shared: &Arc<Shared>, context: &Arc<SharedContext>, growth: Growth) {
+    if !growth.is_wanted() {
+        return;
+    }
+    /// One of those that are counted in [`PINNING`].
+    struct Counted;
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+            PINNING.1.notify_all();
+        }
+    }
+    *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+    let counted = Counted;
+    let (shared, context) = (Arc::downgrade(shared), context.clone());
+    let pinning = move || {
+        if let Err(error) = pin(&context, &growth) {
+            if let Some(shared) = shared.upgrade() {
+                shared.fall_back(error.to_string());
+            }
+        }
+        // After the word that no more is registered, before which the load is to get no plain slab.
+        drop(growth);
+        drop(context);
+        drop(counted);
+    };
+    let _not_started = std::thread::Builder::new().name("penstock-gpupin".to_owned()).spawn(pinning);
+}
+
+/// The pinning thread's life.
+fn pin(context: &Arc<SharedContext>, growth: &Growth) -> Result<()> {
+    let (ring, api) = (Ring::process(), context.context.enter()?);
+    match ring.take_scratch(growth.driver()) {
+        Some(there) => ring.give_scratch(there),
+        None => {
+            let scratch = Slab::new(2 * HALF)?;
+            scratch.populate();
+            register_in(context, &api, &scratch)?;
+            ring.give_scratch(scratch);
+        }
+    }
+    while let Some(slab) = growth.next()? {
+        slab.populate();
+        let registered = register_in(context, &api, &slab);
+        growth.add(slab);
+        registered?;
+    }
+    Ok(())
+}
+
 fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<()> {
-    slab.register(context.number, |address, len| {
+    slab.register(api.driver_number(), |address, len| {
         // SAFETY: the slab is mapped until it is dropped, and undoes its registrations before that.
         unsafe { api.register(address, len) }?;
         Ok(Box::new(Registered { context: context.clone(), address: address as usize }) as Box<dyn Any + Send>)
@@ -711,11 +879,19 @@ impl Drop for Fetch {
 }
 
 /// The waiter thread's life.
-fn await_events(shared: &Shared, api: &Api, submitted: &Receiver<Submitted>, events: &Events, skip: bool) {
+fn await_events(
+    shared: &Shared,
+    context: &SharedContext,
+    submitted: &Receiver<Submitted>,
+    events: &Events,
+    skip_wait: bool,
+) {
+    // cuda.h wants a current context for cuEventSynchronize. Where it cannot be entered the wait itself says why.
+    let _current = context.context.enter();
     for Submitted { batch, event, failed } in submitted {
         // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.
-        let wait = || unsafe { api.synchronize_event(event) };
-        let waited = if skip { Ok(()) } else { wait() };
+        let wait = || unsafe { context.context.api().synchronize_event(event) };
+        let waited = if skip_wait { Ok(()) } else { wait() };
         if let Err(error) = &waited {
             shared.fail(error);
             // A lost context fails again at once. If it is not lost, the copies may still run, and the batch must not come

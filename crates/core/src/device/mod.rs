@@ -11,6 +11,7 @@ mod join;
 
 use crate::error::{Error, Result};
 use crate::source::{Fallback, Ticket};
+use crate::staging::Share;
 use std::any::Any;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -70,6 +71,12 @@ pub struct Fence(pub u64);
 
 /// A queue of copies.
 pub trait Device: Send {
+    /// Told before the load begins which slabs its copies will come from, `nbytes` bytes of them in all: a device that wants
+    /// them registered pins the share.
+    fn stage(&mut self, share: &mut Share, nbytes: u64) {
+        let _ = (share, nbytes);
+    }
+
     /// Makes the device's copies wait for `fence` before they touch what is copied from now on.
     fn wait_for(&mut self, fence: Fence) -> Result<()>;
 

@@ -1,15 +1,20 @@
 //! From what the user named to the shard files it stands for.
 
 use super::shard::os_error;
+use super::watch::{Asking, Watch};
 use crate::error::{Error, ErrorKind, Result};
 use std::cmp::Ordering;
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+/// Entries of a directory that the caller's thread lists and sorts: about 1 ms.
+const MOST_ENTRIES_HERE: usize = 2048;
+
 /// What a source stands for.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Found {
     /// Shard files, in natural order.
     Files(Vec<PathBuf>),
@@ -18,15 +23,17 @@ pub(super) enum Found {
 }
 
 /// What `sources` stand for: one path (shard file, directory, index) or a list of shard files.
-pub(super) fn discover<P: AsRef<Path>>(sources: &[P]) -> Result<Found> {
+pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<Found> {
     let sources: Vec<&Path> = sources.iter().map(AsRef::as_ref).collect();
     match &sources[..] {
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
         [one] if is_index(one) => Ok(Found::Index(one.to_path_buf())),
         [one] => {
+            let asking = watch.ask(one);
             let found = fs::metadata(one).map_err(|e| os_error("open", &e).at(one))?;
+            asking.answered();
             if found.is_dir() {
-                directory(one)
+                directory(one, watch, &asking)
             } else {
                 Ok(Found::Files(vec![one.to_path_buf()]))
             }
@@ -66,10 +73,14 @@ fn has_variant(name: &str) -> bool {
     name.strip_suffix(".safetensors.index.json").is_none_or(|stem| stem.contains('.'))
 }
 
-fn directory(dir: &Path) -> Result<Found> {
+fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).map_err(|e| os_error("list", &e).at(dir))? {
         names.push(entry.map_err(|e| os_error("list", &e).at(dir))?.file_name());
+        asking.answered();
+        if watch.is_here() && names.len() > MOST_ENTRIES_HERE {
+            return Err(watch.too_much());
+        }
     }
     names.sort_by(|a, b| natural(a, b));
     let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
@@ -109,7 +120,7 @@ fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
     } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
         format!("no safetensors file in this directory, but {n}: a download that has not ended?")
     } else if let Some(n) = ends(&[".bin", ".pt", ".pth", ".ckpt"]) {
-        format!("no safetensors file in this directory, but {n}, a torch.save file: convert it to safetensors first")
+        format!("no safetensors file in this directory, but {n}, a torch.save file: `penstock convert` writes it as safetensors")
     } else if let Some(n) = ends(&[".gguf"]) {
         format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
     } else {
@@ -149,13 +160,15 @@ fn number(s: &[u8]) -> (&[u8], &[u8]) {
 /// Shard files whose names say `-00001-of-00003` when not all of the three are there: (set, number missing).
 pub(super) fn incomplete_sets(files: &[PathBuf]) -> Vec<String> {
     let mut sets: Vec<(&str, usize, usize)> = Vec::new();
+    let mut places: HashMap<(&str, usize), usize> = HashMap::new();
     for name in files.iter().filter_map(|f| f.file_stem()?.to_str()) {
         let Some((head, of)) = name.rsplit_once("-of-") else { continue };
         let (Some((prefix, part)), Ok(of)) = (head.rsplit_once('-'), of.parse::<usize>()) else { continue };
         if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
             continue;
         }
-        match sets.iter_mut().find(|s| (s.0, s.1) == (prefix, of)) {
+        let place = *places.entry((prefix, of)).or_insert(sets.len());
+        match sets.get_mut(place) {
             Some(set) => set.2 += 1,
             None => sets.push((prefix, of, 1)),
         }

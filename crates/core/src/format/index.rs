@@ -3,17 +3,17 @@
 use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard;
+use super::watch::{Asking, Watch};
 use super::Seeded;
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
-use std::collections::HashMap;
 use std::fmt;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::hash::BuildHasher;
-use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
@@ -38,16 +38,18 @@ struct Mapped {
 
 impl Index {
     /// Reads and checks the index at `path`. Errors carry the path.
-    pub(super) fn read(path: &Path, hasher: &Seeded) -> Result<Index> {
-        Self::load(path, hasher).map_err(|e| e.at(path))
+    pub(super) fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        Self::load(path, hasher, watch).map_err(|e| e.at(path))
     }
 
-    fn load(path: &Path, hasher: &Seeded) -> Result<Index> {
+    fn load(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        let asking = watch.ask(path);
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
             .open(path)
             .map_err(|e| shard::os_error("open", &e))?;
+        asking.answered();
         let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
         if !found.is_file() {
             return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, and this is no regular file"));
@@ -58,9 +60,10 @@ impl Index {
                 format!("an index of {} bytes is over the limit of {MAX_INDEX}", found.len()),
             ));
         }
-        let mut bytes = Vec::with_capacity(found.len() as usize + 1);
-        // One byte more than the limit, so that a file growing meanwhile cannot fill the memory.
-        file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read the index", &e))?;
+        watch.afford(found.len())?;
+        let bytes = content(&file, found.len(), (watch, &asking))?;
+        // From here on it is the parse that takes its time.
+        drop(asking);
         if bytes.is_empty() {
             return Err(Error::new(
                 ErrorKind::NotACheckpoint,
@@ -70,16 +73,17 @@ impl Index {
         if let (false, Some(other)) = (bytes.trim_ascii_start().starts_with(b"{"), shard::recognise(&bytes)) {
             return Err(other);
         }
-        Self::parse(&bytes, hasher)
+        Self::parse(&bytes, hasher, watch)
     }
 
     /// Parses the text of an index.
-    pub(super) fn parse(bytes: &[u8], hasher: &Seeded) -> Result<Index> {
+    pub(super) fn parse(bytes: &[u8], hasher: &Seeded, watch: &Watch) -> Result<Index> {
         let text = std::str::from_utf8(bytes).map_err(|e| {
             let at = e.valid_up_to() as u64;
             Error::new(ErrorKind::Index, "the index is not valid UTF-8").range(at..at + 1)
         })?;
-        let mut state = State { index: Index::default(), file_numbers: HashMap::new(), hasher, has_map: false };
+        let files = Files { spelled: HashTable::new(), distinct: HashTable::new(), hasher };
+        let mut state = State { index: Index::default(), files, hasher, watch, has_map: false };
         let mut json = serde_json::Deserializer::from_str(text);
         json.deserialize_map(Top(&mut state)).and_then(|()| json.end()).map_err(|e| {
             let at = offset_of(text, e.line(), e.column());
@@ -148,30 +152,94 @@ fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
     Ok(path)
 }
 
+/// The content of the index file; `expected` bytes, unless it grows or shrinks meanwhile.
+fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(expected as usize + 1);
+    // One byte more than the limit, so that a file growing meanwhile cannot fill the memory.
+    while bytes.len() as u64 <= MAX_INDEX {
+        let at = bytes.len();
+        // One byte more than expected, to see the end.
+        let step = (expected as usize + 1).saturating_sub(at).clamp(1, shard::MOST_PER_READ);
+        bytes.resize(at + step, 0);
+        let into = &mut bytes[at..];
+        let read =
+            if watch.is_here() { shard::read_at_once(file, into, at as u64) } else { file.read_at(into, at as u64) };
+        bytes.truncate(at + *read.as_ref().unwrap_or(&0));
+        match read {
+            Ok(0) => break,
+            // One byte more was asked for than there is: this is the end.
+            Ok(n) if n < step && bytes.len() as u64 == expected => break,
+            Ok(_) => asking.answered(),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) if watch.is_here() => return Err(watch.too_much()),
+            Err(e) => return Err(Error::io("read the index", &e)),
+        }
+    }
+    Ok(bytes)
+}
+
+/// Finds the numbers of files by their names: two look-ups for each entry of the index, however many files it names.
+struct Files<'h> {
+    /// What was written, by its hash, and the file that it stands for: `a` and `./a` are one file.
+    spelled: HashTable<(Box<str>, u32)>,
+    /// Numbers of the files, by the hash of their paths.
+    distinct: HashTable<u32>,
+    hasher: &'h Seeded,
+}
+
+impl Files<'_> {
+    /// The number of the file that `name` stands for in `files`, where it is put if it is new.
+    fn number(&mut self, name: &str, files: &mut Vec<PathBuf>) -> Result<u32, &'static str> {
+        let hasher = self.hasher;
+        let hash = hasher.hash_one(name);
+        if let Some((_, number)) = self.spelled.find(hash, |(spelled, _)| compared(**spelled == *name)) {
+            return Ok(*number);
+        }
+        let path = inside_folder(name)?;
+        let same = |&i: &u32| compared(files[i as usize] == path);
+        let number = match self.distinct.entry(hasher.hash_one(&path), same, |&i| hasher.hash_one(&files[i as usize])) {
+            Slot::Occupied(known) => *known.get(),
+            Slot::Vacant(slot) => {
+                let number = files.len() as u32;
+                slot.insert(number);
+                files.push(path);
+                number
+            }
+        };
+        self.spelled.insert_unique(hash, (name.into(), number), |(spelled, _)| hasher.hash_one(&**spelled));
+        Ok(number)
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Comparisons of file names on this thread: what must not grow faster than the index.
+    static COMPARED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// The outcome of comparing two file names; tests count them.
+fn compared(outcome: bool) -> bool {
+    #[cfg(test)]
+    COMPARED.with(|count| count.set(count.get() + 1));
+    outcome
+}
+
 struct State<'h> {
     index: Index,
-    file_numbers: HashMap<String, u32>,
+    files: Files<'h>,
     hasher: &'h Seeded,
+    watch: &'h Watch,
     has_map: bool,
 }
 
 impl State<'_> {
     fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
-        if let Some(&number) = self.file_numbers.get(file) {
-            return Ok(number);
+        if self.watch.is_given_up() {
+            return Err(E::custom("nobody waits for it any more"));
         }
-        let path = inside_folder(file)
-            .map_err(|why| E::custom(format_args!("the file name {} in weight_map {why}: refused", quoted(file))))?;
-        // `a` and `./a` are one file.
-        let number = match self.index.files.iter().position(|f| *f == path) {
-            Some(known) => known as u32,
-            None => {
-                self.index.files.push(path);
-                self.index.files.len() as u32 - 1
-            }
-        };
-        self.file_numbers.insert(file.to_owned(), number);
-        Ok(number)
+        self.files
+            .number(file, &mut self.index.files)
+            .map_err(|why| E::custom(format_args!("the file name {} in weight_map {why}: refused", quoted(file))))
     }
 
     fn name<E: de::Error>(&mut self, name: &str) -> Result<(), E> {
@@ -330,5 +398,42 @@ impl<'de> Visitor<'de> for Number {
     }
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Option<f64>, A::Error> {
         Ignored.visit_map(map).map(|()| None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Write;
+
+    /// Comparisons of file names that an index of `count` entries costs, each in a file of its own.
+    fn comparisons(count: usize, spelling: fn(usize) -> String) -> u64 {
+        let mut text = String::from("{\"weight_map\": {");
+        for i in 0..count {
+            let comma = if i > 0 { "," } else { "" };
+            write!(text, "{comma}\"t{i}\": \"{}\"", spelling(i)).unwrap();
+        }
+        text.push_str("}}");
+        let before = COMPARED.get();
+        let index = Index::parse(text.as_bytes(), &Seeded::default(), &Watch::default()).unwrap();
+        assert_eq!(index.len(), count);
+        COMPARED.get() - before
+    }
+
+    #[test]
+    fn comparisons_of_file_names_do_not_grow_faster_than_the_index() {
+        let spellings: [fn(usize) -> String; 4] = [
+            |i| format!("{i}.safetensors"),
+            |i| format!("{}.safetensors", i / 2),
+            |i| format!("{}{}.safetensors", "./".repeat(i % 3), i / 3),
+            |_| "one.safetensors".to_owned(),
+        ];
+        for (number, spelling) in spellings.into_iter().enumerate() {
+            for count in [1_000, 10_000, 40_000] {
+                let found = comparisons(count, spelling);
+                // Each entry is found by its hash at once; a few hashes share their low bits.
+                assert!(found <= 3 * count as u64, "spelling {number}: {found} comparisons for {count} entries");
+            }
+        }
     }
 }

@@ -10,6 +10,7 @@ mod identity;
 mod index;
 mod open;
 mod shard;
+mod watch;
 
 pub use dtype::DType;
 pub(crate) use header::quoted;
@@ -21,6 +22,7 @@ use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// How names are hashed: with seeds of each process' own, so that whoever writes a header cannot know which names collide;
 /// three hashes per name were a seventh of the time to open a checkpoint with SipHash.
@@ -114,14 +116,18 @@ impl Checkpoint {
         open::open(sources)
     }
 
-    /// The same for whoever must not hang with a network mount whose server is gone: on a thread that is left behind, with
-    /// kind `Cancelled`, as soon as `go_on` says no. What is known to be on disks that this process has loaded from before
-    /// is opened on the caller's own thread, which saves two turns at the scheduler; `go_on` is not asked then.
+    /// The same for a caller that must not hang with a network mount whose server is gone, nor be deaf to signals: a thread
+    /// that can be left behind opens the files. The caller asks `go_on` every 50 ms, and stops waiting when that says no
+    /// (kind `Cancelled`), or when the file system has answered nothing for `stall` (kind `Timeout`, with the path that was
+    /// waited for). A long parse is not a stall.
+    ///
+    /// The caller's own thread opens files that are on disks this process has loaded from, if the headers are small and in
+    /// the page cache: that saves two turns at the scheduler. `go_on` is not asked then.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open), and `Cancelled`.
-    pub fn open_cancellable(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
-        open::open_cancellable(sources, go_on)
+    /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
+    pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+        open::open_cancellable(sources, stall, go_on)
     }
 
     /// A checkpoint of one file from its first bytes in memory (at least the header) and its size: for tests and fuzzing.
@@ -203,5 +209,5 @@ impl Checkpoint {
 /// The shard files that an index with this text names: for fuzzing.
 #[doc(hidden)]
 pub fn index_files(text: &[u8]) -> Result<Vec<PathBuf>> {
-    index::Index::parse(text, &Seeded::default()).map(|index| index.files)
+    index::Index::parse(text, &Seeded::default(), &watch::Watch::default()).map(|index| index.files)
 }

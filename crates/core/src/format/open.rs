@@ -4,6 +4,7 @@ use super::discover::{self, Found};
 use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
+use super::watch::Watch;
 use super::{Checkpoint, Entry, Seeded, ShardFile};
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
@@ -16,7 +17,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Headers read at once, at least: on a cold disk or a network file system the wait for the first bytes of each file is
 /// longer than the parse, so more threads than cores. Each holds one header in memory.
@@ -27,35 +29,110 @@ const SHOWN: usize = 12;
 
 /// Files opened on the caller's thread, at most: of more, a thread's start is a small part, and Ctrl-C should get through.
 const MOST_HERE: usize = 16;
-/// How long the caller's thread reads headers before others join in. They would save no more than this, and cost 50 us and a
-/// turn at the scheduler each, which on a busy machine takes milliseconds.
-const ALONE: Duration = Duration::from_millis(1);
 
 pub(super) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
-    Unread::new(discover::discover(sources)?)?.read(Duration::ZERO)
+    let watch = Watch::default();
+    Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
 }
 
 /// See [`Checkpoint::open_cancellable`].
-pub(super) fn open_cancellable(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
-    here(move || open_known(sources, go_on))
+pub(super) fn open_cancellable(
+    sources: Vec<PathBuf>,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Checkpoint> {
+    here(move || {
+        let mut stage = Stage::Named(sources);
+        let watch = Watch::here();
+        match open_here(&mut stage, &watch) {
+            Err(_) if watch.was_too_much() => open_aside(stage, stall, go_on),
+            result => result,
+        }
+    })
 }
 
-/// On this thread as far as the files are known to be on disks, else aside.
-fn open_known(sources: Vec<PathBuf>, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+/// How far an open has come.
+enum Stage {
+    Named(Vec<PathBuf>),
+    Found(Found),
+    Unread(Unread),
+}
+
+impl Stage {
+    fn finish(self, watch: &Watch) -> Result<Checkpoint> {
+        let found = match self {
+            Stage::Named(sources) => discover::discover(&sources, watch)?,
+            Stage::Found(found) => found,
+            Stage::Unread(unread) => return unread.read(watch),
+        };
+        Unread::new(found, watch)?.read(watch)
+    }
+}
+
+/// On this thread, as far as everything is small, in memory, and known to be on disks. Else the error is the watch's
+/// [`too_much`](Watch::too_much), and `stage` says how far this thread came.
+fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
     let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
+    let Stage::Named(sources) = stage else { return Err(watch.too_much()) };
+    let sources = std::mem::take(sources);
     if !known(&sources) {
-        return aside(move || open(&sources), None, || 0, go_on);
+        *stage = Stage::Named(sources);
+        return Err(watch.too_much());
     }
+    let found = match discover::discover(&sources, watch) {
+        Ok(found) => found,
+        Err(e) => {
+            *stage = Stage::Named(sources);
+            return Err(e);
+        }
+    };
     // What is in a folder, or what an index names, may be links to anywhere: hub caches are full of them.
-    let found = discover::discover(&sources)?;
-    if matches!(&found, Found::Index(index) if !leads_to_known_disk(index)) {
-        return aside(move || Unread::new(found)?.read(Duration::ZERO), None, || 0, go_on);
-    }
-    let unread = Unread::new(found)?;
+    let unread = match &found {
+        Found::Index(index) if !leads_to_known_disk(index) => Err(watch.too_much()),
+        found => Unread::new(found.clone(), watch),
+    };
+    let unread = match unread {
+        Ok(unread) => unread,
+        Err(e) => {
+            *stage = Stage::Found(found);
+            return Err(e);
+        }
+    };
     if unread.files != sources && !known(&unread.files) {
-        return aside(move || unread.read(Duration::ZERO), None, || 0, go_on);
+        *stage = Stage::Unread(unread);
+        return Err(watch.too_much());
     }
-    unread.read(ALONE)
+    match read_all(&unread.files, &unread.hasher, watch) {
+        Err(e) if watch.was_too_much() => {
+            *stage = Stage::Unread(unread);
+            Err(e)
+        }
+        shards => unread.joined(shards, watch),
+    }
+}
+
+/// On a thread that is left behind where the file system hangs, or where the caller is told to stop.
+fn open_aside(stage: Stage, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+    let watch = Arc::new(Watch::default());
+    let at_work = watch.clone();
+    let mut busy = 0;
+    // Where nothing is waited for, a parse takes its time.
+    let progress = || {
+        watch.asking().map_or_else(
+            || {
+                busy += 1;
+                u64::MAX - busy
+            },
+            |(answers, _)| answers,
+        )
+    };
+    aside(move || stage.finish(&at_work), Some(stall), progress, go_on).map_err(|e| {
+        watch.give_up();
+        match watch.asking() {
+            Some((_, path)) if e.kind() == ErrorKind::Timeout => e.at(&path),
+            _ => e,
+        }
+    })
 }
 
 /// The files of a checkpoint, in natural order, and its index, if it has one; no header has been read.
@@ -67,12 +144,12 @@ struct Unread {
 
 impl Unread {
     /// Reads the index, where one was found.
-    fn new(found: Found) -> Result<Unread> {
+    fn new(found: Found, watch: &Watch) -> Result<Unread> {
         let hasher = Seeded::default();
         match found {
             Found::Files(files) => Ok(Unread { files, index: None, hasher }),
             Found::Index(path) => {
-                let index = Index::read(&path, &hasher)?;
+                let index = Index::read(&path, &hasher, watch)?;
                 let folder = path.parent().unwrap_or(Path::new(""));
                 let files = index.in_natural_order().iter().map(|&i| folder.join(&index.files[i as usize])).collect();
                 Ok(Unread { files, index: Some((path, index)), hasher })
@@ -80,12 +157,17 @@ impl Unread {
         }
     }
 
-    /// Reads the headers; for as long as `alone`, on this thread only.
-    fn read(self, alone: Duration) -> Result<Checkpoint> {
+    /// Reads the headers.
+    fn read(self, watch: &Watch) -> Result<Checkpoint> {
+        let shards = read_all(&self.files, &self.hasher, watch);
+        self.joined(shards, watch)
+    }
+
+    /// The checkpoint of these headers.
+    fn joined(self, shards: Result<Vec<Shard>>, watch: &Watch) -> Result<Checkpoint> {
         let Unread { files, index, hasher } = self;
-        let shards = read_all(&files, &hasher, alone);
         if let Some((path, index)) = index {
-            let shards = shards.map_err(|e| missing(&path, &files).unwrap_or(e))?;
+            let shards = shards.map_err(|e| missing(&path, &files, watch).unwrap_or(e))?;
             return indexed(&path, &index, files, shards, hasher);
         }
         let shards = shards?;
@@ -163,8 +245,12 @@ fn indexed(
 }
 
 /// The error that lists every shard file of the index that is not there, if there is one.
-fn missing(index: &Path, files: &[PathBuf]) -> Option<Error> {
-    let gone: Vec<&PathBuf> = files.iter().filter(|f| f.metadata().is_err_and(|e| not_there(&e))).collect();
+fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
+    let is_gone = |f: &&PathBuf| {
+        let _asking = watch.ask(f);
+        f.metadata().is_err_and(|e| not_there(&e))
+    };
+    let gone: Vec<&PathBuf> = files.iter().take_while(|_| !watch.is_given_up()).filter(is_gone).collect();
     if gone.is_empty() {
         return None;
     }
@@ -197,28 +283,23 @@ fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
     out
 }
 
-/// Reads every header: for as long as `alone` one after the other, then several at a time. On failure the error is that of
+/// Reads every header: on the caller's thread one after the other, else several at a time. On failure the error is that of
 /// the first file (in order) that failed.
-fn read_all(files: &[PathBuf], hasher: &Seeded, alone: Duration) -> Result<Vec<Shard>> {
-    let mut first = Vec::new();
-    let began = Instant::now();
-    while first.len() < files.len() && (files.len() == 1 || began.elapsed() < alone) {
-        first.push(shard::open(&files[first.len()], hasher)?);
+fn read_all(files: &[PathBuf], hasher: &Seeded, watch: &Watch) -> Result<Vec<Shard>> {
+    if watch.is_here() || files.len() == 1 {
+        return files.iter().map(|file| shard::open(file, hasher, watch)).collect();
     }
-    let left = files.len() - first.len();
-    if left == 0 {
-        return Ok(first);
-    }
+    let left = files.len();
     // How many cores there are takes twenty system calls to learn.
     let threads = if left > IN_FLIGHT { left.min(machine::cores().max(IN_FLIGHT)) } else { left };
-    let next = AtomicUsize::new(first.len());
+    let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     let work = || {
         let mut done = Vec::new();
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.load(Ordering::Relaxed) && !watch.is_given_up() {
             let i = next.fetch_add(1, Ordering::Relaxed);
             let Some(file) = files.get(i) else { break };
-            let shard = shard::open(file, hasher);
+            let shard = shard::open(file, hasher, watch);
             if shard.is_err() {
                 stop.store(true, Ordering::Relaxed);
             }
@@ -241,8 +322,7 @@ fn read_all(files: &[PathBuf], hasher: &Seeded, alone: Duration) -> Result<Vec<S
     });
     // Files are handed out in ascending order, so the first one that fails has always been read.
     done.sort_unstable_by_key(|d| d.0);
-    let rest = done.into_iter().map(|d| d.1);
-    first.into_iter().map(Ok).chain(rest).collect()
+    done.into_iter().map(|d| d.1).collect()
 }
 
 /// Joins the headers into one checkpoint, refusing a name that stands in two files.

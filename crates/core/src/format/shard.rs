@@ -2,6 +2,7 @@
 
 use super::header::{self, Header, MAX_HEADER};
 use super::identity::{self, Identity};
+use super::watch::{Asking, Watch};
 use super::Seeded;
 use crate::error::{Error, ErrorKind, Result};
 use std::fs::{self, File, OpenOptions};
@@ -14,6 +15,9 @@ use std::path::Path;
 /// below this size a read costs the same as a smaller one on every storage measured.
 const FIRST_READ: u64 = 64 * 1024;
 
+/// Bytes of one read: of a long header or index, each read that returns is progress, also where the server is slow.
+pub(super) const MOST_PER_READ: usize = 1 << 20;
+
 /// A shard file's header and what is known of the file; the descriptor is closed again.
 pub(super) struct Shard {
     pub(super) header: Header,
@@ -23,14 +27,16 @@ pub(super) struct Shard {
 }
 
 /// Reads and checks the header of `path`. Errors carry the path.
-pub(super) fn open(path: &Path, hasher: &Seeded) -> Result<Shard> {
-    read(path, hasher).map_err(|e| unfinished(e, path).at(path))
+pub(super) fn open(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    read(path, hasher, watch).map_err(|e| unfinished(e, path).at(path))
 }
 
-fn read(path: &Path, hasher: &Seeded) -> Result<Shard> {
+fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    let asking = watch.ask(path);
     // The type is looked at before the file is opened, because opening some devices does things, and once more after,
     // because what the name stands for may have changed in between.
     let found = fs::metadata(path).map_err(|e| os_error("open", &e))?;
+    asking.answered();
     let kind = found.file_type();
     if !kind.is_file() {
         return Err(not_a_file(if kind.is_dir() {
@@ -49,6 +55,7 @@ fn read(path: &Path, hasher: &Seeded) -> Result<Shard> {
         .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
         .open(path)
         .map_err(|e| os_error("open", &e))?;
+    asking.answered();
     let stat = identity::stat(&file).map_err(|e| Error::io("stat", &e))?;
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG {
         return Err(not_a_file(stat.st_mode & libc::S_IFMT));
@@ -64,7 +71,7 @@ fn read(path: &Path, hasher: &Seeded) -> Result<Shard> {
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
 
     let mut bytes = Vec::new();
-    fill(&file, &mut bytes, size.min(FIRST_READ))?;
+    fill(&file, &mut bytes, size.min(FIRST_READ), (watch, &asking))?;
     let length = header_length(&bytes, size)?;
     let data_start = 8 + length;
     let seen = &bytes[8..bytes.len().min(data_start as usize)];
@@ -78,8 +85,11 @@ fn read(path: &Path, hasher: &Seeded) -> Result<Shard> {
             .range(8..data_start));
         }
     }
-    fill(&file, &mut bytes, data_start)?;
+    watch.afford(data_start)?;
+    fill(&file, &mut bytes, data_start, (watch, &asking))?;
     drop(file);
+    // From here on it is the parse that takes its time.
+    drop(asking);
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
     Ok(Shard { header, identity, data_start, header_read: bytes.len() as u64 })
 }
@@ -141,24 +151,37 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
 }
 
 /// Reads on from the end of `bytes` until it holds `until` bytes of the file.
-fn fill(file: &File, bytes: &mut Vec<u8>, until: u64) -> Result<()> {
+fn fill(file: &File, bytes: &mut Vec<u8>, until: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<()> {
     let (mut at, until) = (bytes.len(), until as usize);
     if at >= until {
         return Ok(());
     }
     bytes.resize(until, 0);
     while at < until {
-        match file.read_at(&mut bytes[at..], at as u64) {
+        let step = until.min(at + MOST_PER_READ);
+        let into = &mut bytes[at..step];
+        match if watch.is_here() { read_at_once(file, into, at as u64) } else { file.read_at(into, at as u64) } {
             Ok(0) => {
                 return Err(Error::new(ErrorKind::Truncated, "the file became shorter while its header was read")
                     .range(at as u64..until as u64));
             }
             Ok(n) => at += n,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            // What is not in the page cache has to be waited for, and what the error is, is for the read that waits to say.
+            Err(_) if watch.is_here() => return Err(watch.too_much()),
             Err(e) => return Err(Error::io("read the header", &e).range(at as u64..until as u64)),
         }
+        asking.answered();
     }
     Ok(())
+}
+
+/// Reads what is in the page cache, and waits for nothing else.
+pub(super) fn read_at_once(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
+    let to = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+    // SAFETY: `to` is `into`, which is borrowed for the call.
+    let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const to, 1, at as i64, libc::RWF_NOWAIT) };
+    usize::try_from(read).map_err(|_| io::Error::last_os_error())
 }
 
 /// An error of the operating system; ENOTDIR and a broken link are "not found" to the person who typed the path.
@@ -195,9 +218,9 @@ pub(super) fn recognise(start: &[u8]) -> Option<Error> {
         "a web page (HTML or XML), not a safetensors file: the download got an error or login page; fetch it again with \
          the right address and credentials"
     } else if start.starts_with(b"PK\x03\x04") {
-        "a zip archive, which is how torch.save writes .bin and .pt files: convert it to safetensors first"
+        "a zip archive, which is how torch.save writes .bin and .pt files: `penstock convert FILE DIRECTORY` writes it as safetensors"
     } else if start.len() > 1 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
-        "a Python pickle, which is how old torch.save wrote .bin and .pt files: convert it to safetensors first"
+        "a Python pickle, which is how old torch.save wrote .bin and .pt files: `penstock convert FILE DIRECTORY` writes it as safetensors"
     } else if start.starts_with(b"GGUF") || start.starts_with(b"GGML") || start.starts_with(b"lmgg") {
         "a GGUF file (llama.cpp), not safetensors"
     } else if start.starts_with(b"\x89HDF\r\n\x1a\n") {

@@ -88,7 +88,7 @@ fn begin(
         Some(decorate) => decorate(source, &files)?,
         None => source,
     };
-    let device = match stand_ins.device {
+    let mut device = match stand_ins.device {
         Some(device) => Some(device),
         None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
     };
@@ -98,6 +98,10 @@ fn begin(
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
     plan.report.plan_seconds = began.seconds();
 
+    let mut ring = Ring::process().join(options.extent, options.staging)?;
+    if let Some(device) = &mut device {
+        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(|e| e.len).sum());
+    }
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
     let extents = schedule.extents.len();
     let driver = Driver {
@@ -110,7 +114,7 @@ fn begin(
         engine,
         source,
         device,
-        ring: Ring::process().join(options.extent, options.staging)?,
+        ring,
         blocks,
         unready: layout.wants_per_block(),
         gpu,

@@ -5,6 +5,7 @@ use super::plan::{INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::Fallback;
 use std::collections::HashSet;
+use std::ffi::OsString;
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -65,7 +66,7 @@ impl Folder {
     /// Removes what an earlier save has left, a reader of the directory would take it for a part: but for files of these
     /// names, what they lead to, and what somebody else has put in its place. Whether there was anything. Goes on after an
     /// error, the first of which it returns.
-    pub(super) fn remove_earlier(&self, names: &[String]) -> Result<bool> {
+    pub(super) fn remove_earlier(&self, names: &[OsString]) -> Result<bool> {
         let ours: HashSet<_> = names.iter().flat_map(|name| led_to(self.path.join(name))).collect();
         let (mut removed, mut failed) = (false, None);
         for (path, before) in &self.earlier {

@@ -32,6 +32,7 @@ use folder::Folder;
 use output::{check_room, Output};
 use std::borrow::Cow;
 use std::collections::{BTreeSet, VecDeque};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -198,7 +199,7 @@ struct Work {
     folder: PathBuf,
     checkpoint: Option<Folder>,
     /// Of the files, the index last.
-    names: Vec<String>,
+    names: Vec<OsString>,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
     /// What the files begin with; pieces point into it.

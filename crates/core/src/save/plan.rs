@@ -11,7 +11,9 @@ use crate::layout::layer;
 use crate::options::{Order, PAGE};
 use serde_json::{json, Map, Value};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
+use std::path::Path;
 
 /// The longest header that readers of the format accept.
 const LONGEST_HEADER: usize = 100_000_000;
@@ -58,7 +60,7 @@ pub enum Arrangement {
 #[derive(Debug, Clone)]
 pub struct FilePlan {
     /// Its name.
-    pub name: String,
+    pub name: OsString,
     /// Everything before the data: the header's length, the header, and the spaces behind it.
     pub head: Vec<u8>,
     /// (number of the tensor, offset in the file, bytes), ascending and without gaps; empty tensors among them.
@@ -83,11 +85,12 @@ impl Plan {
     /// tensors (one tensor may have more); of `model.safetensors` those are called `model-00001-of-00002.safetensors` and so on.
     ///
     /// # Errors
-    /// `Invalid` for names that come twice or that the format reserves, sizes that make no sense, and a header too long.
+    /// `Invalid` for names that come twice or that the format reserves, sizes that make no sense, a header too long, and for
+    /// several files a `name` that is not UTF-8: the index is JSON and could not name them.
     pub fn new(
         tensors: &[Tensor],
         metadata: Option<&BTreeMap<String, String>>,
-        name: &str,
+        name: impl AsRef<OsStr>,
         arrangement: Arrangement,
         order: Order,
         most: Option<u64>,
@@ -132,14 +135,17 @@ impl Plan {
         let count = shards.len();
         let mut files = Vec::with_capacity(count);
         let mut map = Map::new();
+        let name = name.as_ref();
         for (number, mut shard) in (1..).zip(shards) {
-            let name = match (count, name.strip_suffix(SUFFIX)) {
-                (1, _) => name.to_owned(),
-                (_, stem) => format!("{}-{number:05}-of-{count:05}{SUFFIX}", stem.unwrap_or(name)),
-            };
-            if count > 1 {
+            let name = if count == 1 {
+                name.to_owned()
+            } else {
+                let name = name.to_str().ok_or_else(|| not_utf8(name))?;
+                let stem = name.strip_suffix(SUFFIX).unwrap_or(name);
+                let name = format!("{stem}-{number:05}-of-{count:05}{SUFFIX}");
                 map.extend(shard.iter().map(|&t| (tensors[t].name.clone(), Value::from(name.as_str()))));
-            }
+                OsString::from(name)
+            };
             match arrangement {
                 Arrangement::Aligned => shard.sort_by_key(|&t| (layers[t], class(sizes[t]))),
                 Arrangement::Compact if order == Order::Layer => {}
@@ -160,16 +166,22 @@ impl Plan {
     }
 
     /// Names of the files, the index file last.
-    pub fn names(&self) -> Vec<String> {
-        self.files.iter().map(|f| f.name.clone()).chain(self.index_name()).collect()
+    pub fn names(&self) -> Vec<OsString> {
+        self.files.iter().map(|f| f.name.clone()).chain(self.index_name().map(OsString::from)).collect()
     }
 
     /// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
     pub(super) fn index_name(&self) -> Option<String> {
         let first = self.files.first().filter(|_| self.index.is_some())?;
-        let (stem, _) = first.name.rsplit_once("-00001-of-")?;
+        let (stem, _) = first.name.to_str()?.rsplit_once("-00001-of-")?;
         Some(format!("{stem}{SUFFIX}{INDEX_SUFFIX}"))
     }
+}
+
+fn not_utf8(name: &OsStr) -> Error {
+    let text =
+        format!("shards cannot be called {}: an index is JSON, and this is not UTF-8", Path::new(name).display());
+    Error::new(ErrorKind::Invalid, text)
 }
 
 /// The place of a size among the classes.
@@ -195,7 +207,7 @@ fn layers(tensors: &[Tensor]) -> Vec<usize> {
 }
 
 fn file(
-    name: String,
+    name: OsString,
     tensors: &[Tensor],
     sizes: &[u64],
     shard: &[usize],
@@ -226,6 +238,7 @@ fn file(
     };
     let len = (8 + text.len()).next_multiple_of(to) - 8;
     if len > LONGEST_HEADER {
+        let name = Path::new(&name).display();
         let why = format!("{name}: a header of {len} bytes; readers accept {LONGEST_HEADER}: save in more shards");
         return Err(Error::new(ErrorKind::Invalid, why));
     }
@@ -324,7 +337,7 @@ mod tests {
     #[test]
     fn shards_hold_as_much_as_they_may_in_the_given_order() {
         let plan = plan(Arrangement::Compact, Order::File, Some(8500));
-        let names: Vec<&str> = plan.files.iter().map(|f| f.name.as_str()).collect();
+        let names: Vec<&str> = plan.files.iter().map(|f| f.name.to_str().unwrap()).collect();
         assert_eq!(names[0], "model-00001-of-00003.safetensors");
         let in_each: Vec<Vec<u32>> = plan.files.iter().map(|f| f.places.iter().map(|p| p.0).collect()).collect();
         let sorted = |v: &Vec<u32>| {

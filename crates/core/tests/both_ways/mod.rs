@@ -6,6 +6,7 @@ use penstock::source::Files;
 use penstock::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
+use std::time::Duration;
 
 fn parts(t: TensorInfo<'_>) -> (u32, &str, &'static str, &[u64], u32, u64, u64) {
     (t.index, t.name, t.dtype.name(), t.shape, t.file, t.begin, t.end)
@@ -20,7 +21,7 @@ pub(crate) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint, Error> {
         Files::from_paths(&[file.path()]).and_then(|files| files.facts(0)).expect("told");
     });
     let paths: Vec<PathBuf> = sources.iter().map(|p| p.as_ref().to_path_buf()).collect();
-    let here = Checkpoint::open_cancellable(paths, || true);
+    let here = Checkpoint::open_cancellable(paths, Duration::from_secs(120), || true);
     let there = Checkpoint::open(sources);
     match (&here, &there) {
         (Ok(a), Ok(b)) => {

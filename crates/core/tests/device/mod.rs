@@ -4,7 +4,7 @@
 use fakegpu::Exclusive;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::cpu::CpuDevice;
-use penstock::device::gpu::{GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
 use penstock::device::{Batch, Copied, Copy, Device};
 use penstock::source::Ticket;
 use penstock::staging::Ring;
@@ -75,7 +75,7 @@ impl Gpu {
     pub(crate) fn new(vendor: Vendor) -> Self {
         let fake = fakegpu::Library::exclusive().unwrap();
         // What an earlier test left, if it failed, belongs to a driver that no longer knows it.
-        Ring::process().trim();
+        release_staging();
         fake.reset();
         fake.configure("strict", "1");
         let api = Api::load_from(fake.path(), Some(vendor)).unwrap();
@@ -121,7 +121,7 @@ impl Kind for Gpu {
     }
 
     fn check(&self) {
-        Ring::process().trim();
+        release_staging();
         assert_eq!((self.fake.misuses(), self.fake.leaks()), (vec![], vec![]));
     }
 }

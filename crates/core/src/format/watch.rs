@@ -1,0 +1,141 @@
+//! What an open waits for, and how much of it the caller's own thread may do.
+//!
+//! A file system that has stopped answering cannot be interrupted, and a long parse looks at no signal. So the caller's thread
+//! opens only what is small and in memory ([`Watch::here`]); everything else is opened by threads that can be left behind,
+//! while the caller watches them through the same object.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{lock, Mutex};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Bytes of headers and of an index that the caller's thread parses in one open: about 3 ms.
+const MOST_BYTES_HERE: u64 = 512 * 1024;
+
+/// Progress of one open, shared by the threads that work on it and the caller that waits for them.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    /// What the caller's thread may still parse; `None` on threads that can be left behind.
+    left: Option<AtomicU64>,
+    too_much: AtomicBool,
+    given_up: AtomicBool,
+    asked: Mutex<Asked>,
+}
+
+#[derive(Debug, Default)]
+struct Asked {
+    answers: u64,
+    /// What threads wait for, the longest wait first.
+    waiting: Vec<(u64, PathBuf)>,
+    next: u64,
+}
+
+impl Watch {
+    /// For the caller's own thread: nothing may take long, and no read may wait.
+    pub(super) fn here() -> Watch {
+        Watch { left: Some(AtomicU64::new(MOST_BYTES_HERE)), ..Watch::default() }
+    }
+
+    /// Whether this is the caller's own thread.
+    pub(super) fn is_here(&self) -> bool {
+        self.left.is_some()
+    }
+
+    /// Asks whether `bytes` more may be parsed on this thread.
+    ///
+    /// # Errors
+    /// [`too_much`](Self::too_much), on the caller's thread only.
+    pub(super) fn afford(&self, bytes: u64) -> Result<()> {
+        let Some(left) = &self.left else { return Ok(()) };
+        match left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes)) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(self.too_much()),
+        }
+    }
+
+    /// The error that ends the attempt on the caller's thread: another thread then does the work. No user sees it.
+    pub(super) fn too_much(&self) -> Error {
+        self.too_much.store(true, Ordering::Relaxed);
+        Error::new(ErrorKind::Internal, "this is too much for the caller's thread")
+    }
+
+    /// Whether the attempt on the caller's thread ended so.
+    pub(super) fn was_too_much(&self) -> bool {
+        self.too_much.load(Ordering::Relaxed)
+    }
+
+    /// Says that the file system is asked about `path`, until the value is dropped.
+    pub(super) fn ask(&self, path: &Path) -> Asking<'_> {
+        let mut asked = lock(&self.asked);
+        let number = asked.next;
+        asked.next += 1;
+        asked.waiting.push((number, path.to_path_buf()));
+        Asking { watch: self, number }
+    }
+
+    /// The number of answers so far and what the longest wait is for; `None` where nothing is waited for.
+    pub(super) fn asking(&self) -> Option<(u64, PathBuf)> {
+        let asked = lock(&self.asked);
+        asked.waiting.first().map(|(_, path)| (asked.answers, path.clone()))
+    }
+
+    /// Nobody waits for the result any more.
+    pub(super) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether nobody waits for the result any more: then the work ends early, with any result.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
+    }
+}
+
+/// A wait for the file system.
+#[derive(Debug)]
+pub(super) struct Asking<'a> {
+    watch: &'a Watch,
+    number: u64,
+}
+
+impl Asking<'_> {
+    /// The file system has answered, and is asked the next question about the same path.
+    pub(super) fn answered(&self) {
+        lock(&self.watch.asked).answers += 1;
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        let mut asked = lock(&self.watch.asked);
+        asked.answers += 1;
+        asked.waiting.retain(|(number, _)| *number != self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_wait_is_told_and_every_answer_is_progress() {
+        let watch = Watch::default();
+        assert_eq!(watch.asking(), None);
+        let first = watch.ask(Path::new("a"));
+        let second = watch.ask(Path::new("b"));
+        assert_eq!(watch.asking(), Some((0, "a".into())));
+        first.answered();
+        assert_eq!(watch.asking(), Some((1, "a".into())));
+        drop(first);
+        assert_eq!(watch.asking(), Some((2, "b".into())));
+        drop(second);
+        assert_eq!(watch.asking(), None);
+    }
+
+    #[test]
+    fn only_the_callers_thread_has_a_budget() {
+        let (here, aside) = (Watch::here(), Watch::default());
+        assert!(here.afford(MOST_BYTES_HERE).is_ok() && !here.was_too_much());
+        assert!(here.afford(1).is_err() && here.was_too_much());
+        assert!(aside.afford(u64::MAX).is_ok() && !aside.was_too_much());
+    }
+}

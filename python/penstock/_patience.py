@@ -1,0 +1,100 @@
+"""Python's own calls to file systems that may hang, made on a thread that can be left behind.
+
+A call into a network mount whose server is gone returns when the server is back, and until then no signal handler runs
+on its thread. The core does its own calls in the same way (``aside.rs``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from . import _core
+from ._errors import LimitError, StalledError
+
+T = TypeVar("T")
+
+LOOK = 0.05
+"""Seconds between two looks at the progress."""
+
+
+class _Asked:
+    """What the work of one `patiently` has asked the file system."""
+
+    def __init__(self, path: str | None) -> None:
+        self.questions = 0
+        self.path = path
+
+
+class _Current(threading.local):
+    asked: _Asked | None = None
+
+
+_current = _Current()
+
+
+def asking(path: str | os.PathLike[str]) -> None:
+    """The work that `patiently` does on this thread asks about ``path`` next: all that it asked before is answered."""
+    if _current.asked is not None:
+        _current.asked.questions += 1
+        _current.asked.path = os.fspath(path)
+
+
+def stalled(stall: float, path: str | None) -> StalledError:
+    """The error for a file system that has not answered for ``stall`` seconds."""
+    return StalledError(
+        f"the file system has not answered for {stall:.1f} s; is its server stuck? (stall_timeout raises the limit)",
+        path=path,
+    )
+
+
+def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | None = None) -> T:
+    """What ``work`` returns or raises, unless it hangs; Ctrl-C works meanwhile.
+
+    Args:
+        work: Asks the file system, and calls `asking` before each question.
+        stall_timeout: Seconds without an answer before it counts as hung; None: as for the whole process.
+        path: What the first question is about, for the error.
+
+    Raises:
+        StalledError: the file system hangs. The thread is left behind and ends when it is answered.
+        LimitError: there can be no more threads.
+    """
+    stall = _core.stall_timeout(stall_timeout)
+    asked = _Asked(path)
+    result: list[T] = []
+    failure: list[BaseException] = []
+    over = threading.Event()
+
+    def run() -> None:
+        _current.asked = asked
+        try:
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            over.set()
+
+    # A daemon: a call that hangs in the kernel must not keep the process from ending
+    thread = threading.Thread(target=run, name="penstock-ask", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise LimitError(f"cannot start a thread to look at the files with: {error}", path=path) from error
+    before, moved = 0, time.monotonic()
+    while not over.wait(min(LOOK, stall)):
+        now = time.monotonic()
+        if asked.questions != before:
+            before, moved = asked.questions, now
+        elif now - moved >= stall:
+            raise stalled(stall, asked.path)
+    thread.join()
+    if failure:
+        try:
+            raise failure[0]
+        finally:
+            failure.clear()  # or the error's traceback would keep itself alive
+    return result[0]
