@@ -1,16 +1,16 @@
-"""Copied loads, cold and warm: `python benches/copied.py CHECKPOINT... [--rounds N] [--ways A,B] [--warm N] [--json FILE]`.
+"""Copied loads, cold and warm: `python benches/copied.py CHECKPOINT... [--rounds N] [--ways A,B] [--warm N] [--json F]`.
 
 What is copied (into private memory here, to a GPU elsewhere) can be read through the page cache by a pool of threads,
 through it by io_uring, or past it with O_DIRECT. Without an option Penstock chooses. Each way loads each checkpoint:
 
 - cold: nothing of it is in the page cache;
-- warm: all of it is, as `penstock warm` puts it there;
-- second: a process loaded it cold in that way, waited until its page cache was filled where it is, and ended. Nothing was
-  evicted since.
+- warm: all of it is, as `penstock warm` or an earlier turn has put it there;
+- second: a process loaded it cold in that way, waited until the page cache was filled where it is, and ended. Nothing
+  was evicted since.
 
-Every load has a process of its own. The turns of a round are in random order, each after the same predecessor: a process
-that took twice the memory of a load and gave it back. Seconds are from the call to the last byte in place, medians over the
-rounds. (Tests compare the bytes of every way.) At the end one process loads the checkpoint warm,
+Every load has a process of its own. The turns of a round are in random order, each after the same predecessor: a
+process that took twice the memory of a load and gave it back. Seconds are from the call to the last byte in place,
+medians over the rounds. (Tests compare the bytes of every way.) At the end one process loads the checkpoint warm,
 without an option, so many times as `--warm` says: median and 99th percentile.
 """
 
@@ -90,7 +90,8 @@ def main() -> None:
         if arguments.warm:
             document["checkpoints"][path.name]["warm loads"] = many = repeated(path, arguments.warm)
             print(f"  {arguments.warm} warm loads of one process: ", end="")
-            print(f"median {many['median']:.4f} s, p99 {many['p99']:.4f} s, {many['p99'] / many['median']:.2f} x median")
+            ratio = many["p99"] / many["median"]
+            print(f"median {many['median']:.4f} s, p99 {many['p99']:.4f} s, {ratio:.2f} x median")
         if arguments.json:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -137,10 +138,8 @@ def show(found: dict[str, list[dict[str, Any]]]) -> None:
         fills = [load["fill"]["seconds"] for load in loads if load.get("fill", {}).get("state") == "finished"]
         if fills:
             said += f"; filled in {statistics.median(fills):.2f} s"
-        print(
-            f"  {turn:<20}{medians[turn]:9.3f}{medians[turn] / best:7.2f}{min(seconds):8.3f}{max(seconds):8.3f}{cpu:7.2f}"
-            f"  {said}"
-        )
+        print(f"  {turn:<20}{medians[turn]:9.3f}{medians[turn] / best:7.2f}", end="")
+        print(f"{min(seconds):8.3f}{max(seconds):8.3f}{cpu:7.2f}  {said}")
 
 
 def repeated(path: Path, times: int) -> dict[str, float]:

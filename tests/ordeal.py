@@ -82,8 +82,9 @@ def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes])
 
 
 def threads(patience: float = 0.5, fills: bool = False) -> list[str]:
-    """Names of the threads of this process that belong to a load. One that was joined may be listed a moment longer: waits.
+    """Names of the threads of this process that belong to a load.
 
+    One that was joined may be listed a moment longer: waits.
     The thread that fills the page cache after a load belongs to none; ``fills`` lists it too.
     """
     until = time.monotonic() + patience
