@@ -1,4 +1,4 @@
-"""Copied loads, cold and warm: `python benches/copied.py CHECKPOINT... [--rounds N] [--ways A,B] [--warm N] [--json F]`.
+"""Copied loads, cold and warm: `python benches/copied.py CHECKPOINT... [--rounds N] [--ways A,B] [--warm N]`.
 
 What is copied (into private memory here, to a GPU elsewhere) can be read through the page cache by a pool of threads,
 through it by io_uring, or past it with O_DIRECT. Without an option Penstock chooses. Each way loads each checkpoint:
@@ -40,8 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 SECOND = ("no option", "keep", "io_uring")
 
-#: Takes and gives back so much memory. On a virtual machine free memory goes back to the host after a second or two, and
-#: the next load would pay for getting it again.
+#: Takes and gives back so much memory. On a virtual machine free memory goes back to the host after a second or two,
+#: and the next load would pay for getting it again.
 PREDECESSOR = """
 import mmap, sys
 memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
