@@ -188,9 +188,10 @@ def nothing_left_running() -> Iterator[None]:
     """
     before = set(descriptors())
     yield
+    penstock._core.stop_fills("the test is over", 30)
     if ordeal.threads():
         gc.collect()  # a load in a cycle, such as a traceback makes, ends with it
-    assert not ordeal.threads(MOMENT), "left running"
+    assert not ordeal.threads(MOMENT, fills=True), "left running"
     leaked = {fd: path for fd, path in descriptors().items() if fd not in before and ".safetensors" in path}
     assert not leaked, "left open"
 

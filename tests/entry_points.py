@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import _core
-from penstock._core import Checkpoint, Load, Options, Save, View
+from penstock._core import CacheFill, Checkpoint, Load, Options, Save, View
 
 #: What is Python's own in a class of the extension: comparisons are derived, and compare numbers.
 _GIVEN = {"__doc__", "__module__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
@@ -77,6 +77,11 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     tensors = [("a", "U8", [4], None, None)]
     kept: dict[str, Any] = {"most": None, "sync": False, "checkpoint": False, "keep": None}
 
+    def filling() -> CacheFill:
+        made = checkpoint().fill()
+        assert made is not None
+        return made
+
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
 
@@ -93,6 +98,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
+        "stop_fills": Call(None, "told to", 1.0),
         "unwritable": Call(None, [(4096, 8192)]),
         "warm": Call(None, path, 3),
         "Options.__new__": Call(None, staging="64MiB", threads=2),
@@ -135,10 +141,11 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load.views": Call(loaded, [0]),
         "View.capsule": Call(view, (2, 32), [8]),
         "View.__dlpack__": Call(view, stream=None, dl_device=None),
+        "CacheFill.wait": Call(filling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
     }
-    objects = {"Options": Options, "Checkpoint": checkpoint, "Load": loaded, "View": view, "Save": saving}
+    objects = {"Options": Options, "Checkpoint": checkpoint, "Load": loaded, "View": view, "Save": saving, "CacheFill": filling}
     for name in found() - set(table):  # those without arguments
         owner = name.partition(".")[0]
         if owner in objects:

@@ -81,10 +81,14 @@ def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes])
         assert memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor) == expected[name], f"wrong: {name}"
 
 
-def threads(patience: float = 0.5) -> list[str]:
-    """Names of the threads of this process that are ours. One that was joined may be listed a moment longer: waits."""
+def threads(patience: float = 0.5, fills: bool = False) -> list[str]:
+    """Names of the threads of this process that belong to a load.
+
+    One that was joined may be listed a moment longer: waits.
+    The thread that fills the page cache after a load belongs to none; ``fills`` lists it too.
+    """
     until = time.monotonic() + patience
-    while (found := _threads()) and time.monotonic() < until:
+    while (found := [n for n in _threads() if fills or n != "penstock-fill"]) and time.monotonic() < until:
         time.sleep(0.001)
     return found
 

@@ -25,7 +25,7 @@ def main() -> None:
             path,
         )
         expected = load_file(path)
-        for io in ("auto", "mapped", "buffered", "direct", "uring", "aio", "threads"):
+        for io in ("auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"):
             state = penstock.open(path).load(framework="np", options={"io": io})
             assert state.keys() == expected.keys()
             for name, array in expected.items():

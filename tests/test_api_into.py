@@ -55,7 +55,7 @@ def test_a_module_gets_its_parameters_and_buffers(write):
 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])
-@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "uring_buffered", "direct"])
 def test_a_mapping_gets_every_byte(small, framework, io):
     if framework == "np":
         pytest.importorskip("ml_dtypes")

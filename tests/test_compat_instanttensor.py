@@ -287,7 +287,7 @@ def routes(report: penstock.Report) -> set[str]:
         ({"backend": Backend.AIO}, "aio", "direct"),
         ({"backend": Backend.CUFILE}, "direct", "direct"),
         ({"backend": [Backend.AIO, Backend.MMAP]}, "aio", "direct"),
-        ({"backend": Backend.URING_BUFFERED}, "buffered", "buffered"),
+        ({"backend": Backend.URING_BUFFERED}, "uring_buffered", "buffered"),
         ({"backend": Backend.AIO_BUFFERED}, "buffered", "buffered"),
         ({"backend": Backend.MMAP}, "buffered", "buffered"),
         ({"backend": BackendPolicy.BUFFERED}, "buffered", "buffered"),

@@ -74,7 +74,7 @@ def test_a_child_loads_after_its_parent_has(file, slow):
     program = (
         HEAD
         + """
-for options in ({}, dict(copy=True), dict(io="direct"), dict(io="aio"), dict(io="buffered")):
+for options in ({}, dict(copy=True), dict(io="direct"), dict(io="aio"), dict(io="buffered"), dict(io="uring_buffered")):
     kept = checkpoint.load(framework="np", options=options)
     def child():
         same(kept, path)  # what the parent loaded is there
@@ -287,7 +287,7 @@ def test_an_error_survives_pickling(file):
 
 def test_loads_from_several_threads_at_once(file):
     checkpoint, wrong, want = penstock.open(file), [], contents(file)
-    kinds = [{}, {"copy": True}, {"io": "direct"}, {"io": "buffered"}, {"io": "aio"}, {"io": "threads"}]
+    kinds = [{}, {"copy": True}, *({"io": io} for io in ("direct", "buffered", "uring_buffered", "aio", "threads"))]
 
     def loads(i):
         try:

@@ -10,7 +10,7 @@ Importing penstock imports neither torch nor numpy.
 """
 
 from ._checkpoint import Checkpoint, open
-from ._core import Options, __version__, release_staging
+from ._core import CacheFill, Options, __version__, release_staging
 from ._errors import (
     AccessError,
     CancelledError,
@@ -47,6 +47,7 @@ from ._selection import TensorInfo
 
 __all__ = [
     "AccessError",
+    "CacheFill",
     "CancelledError",
     "ChangedError",
     "Checkpoint",

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, Final, final
 
 __all__ = [
+    "CacheFill",
     "Checkpoint",
     "Load",
     "Options",
@@ -24,6 +25,7 @@ __all__ = [
     "release_staging",
     "residency",
     "stall_timeout",
+    "stop_fills",
     "unwritable",
     "warm",
 ]
@@ -103,7 +105,29 @@ class Checkpoint:
     def data_start(self, file: int) -> int: ...
     def nbytes(self) -> int: ...
     def warnings(self) -> list[str]: ...
+    def fill(self) -> CacheFill | None:
+        """Fills the page cache with all of it in the background, as a load does that went past it."""
     def verify_unchanged(self) -> None: ...
+
+@final
+class CacheFill:
+    """The page cache being filled after a load: see `penstock.CacheFill`."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def stop(self) -> None: ...
+
+def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
+    """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: str, order: str

@@ -253,10 +253,19 @@ def collector_paused() -> Iterator[None]:
 _begun: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 
 
+def _stop_fills() -> None:
+    _core.stop_fills("the process forked", 1)
+
+
+# A thread that runs during a fork makes Python warn, and the child has none
+os.register_at_fork(before=_stop_fills)
+
+
 @atexit.register
 def _end_all() -> None:
     """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
     _core.exiting()
+    _core.stop_fills("the process ends", 0)
     for load in list(_begun):
         load.close()
 

@@ -103,6 +103,9 @@ class Report(dict[str, Any]):
             why = re.sub(r"\b\d{4,}\b", lambda number: size_text(int(number[0])), str(get("cache_reason") or ""))
             why = why.replace("B cold bytes", "B of cold bytes")
             line("page cache", ": ".join(part for part in (str(get("cache")), why) if part))
+        if (fill := get("cache_fill")) is not None:
+            text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {_time(fill.seconds)}"
+            line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
         if get("copied_through"):
@@ -150,6 +153,8 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return a + [item for item in b if item not in a]
     if key == "first_touch_seconds" and (a is None or b is None):
         return None  # of a part it is not known
+    if key == "cache_fill":  # one after the other: the last one ends last
+        return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return a
     return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging",) else a + b

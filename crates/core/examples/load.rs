@@ -102,6 +102,7 @@ fn io(name: &str) -> Result<Io, String> {
     Ok(match name {
         "auto" => Io::Auto,
         "buffered" => Io::Buffered,
+        "uring_buffered" => Io::UringBuffered,
         "direct" => Io::Direct,
         "uring" => Io::Uring,
         "aio" => Io::Aio,

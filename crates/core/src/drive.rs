@@ -11,9 +11,8 @@ use crate::layout::{BlockKind, Layout};
 use crate::load::{somewhere, Keep, Message, Shared};
 use crate::memory::Block;
 use crate::options::GPU_ALIGN;
-use crate::schedule::{Extent, Landing, Piece, Schedule};
-use crate::source::Files;
-use crate::source::{Destination, Done, Read, Source, Ticket};
+use crate::schedule::{Extent, Landing, Piece, Route, Schedule};
+use crate::source::{CacheFill, Destination, DiskUse, Done, Files, Read, Source, Ticket};
 use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
 use crate::timeline::{Lane, Span, Timeline};
@@ -52,6 +51,11 @@ pub(crate) struct Driver {
     pub(crate) tally: Tally,
     pub(crate) began: Began,
     pub(crate) fence: Option<Fence>,
+    /// No page cache is filled meanwhile, where this load wants the disk.
+    pub(crate) _disk: Option<DiskUse>,
+    /// The page cache is filled after the load with what went past it, unless the source chose to keep it. For each file,
+    /// whether it is wanted whole.
+    pub(crate) fills: Option<Vec<bool>>,
     /// The load runs on its caller's thread, reads included.
     pub(crate) here: bool,
     pub(crate) record: Option<Record>,
@@ -156,15 +160,20 @@ impl Driver {
         }))
         .unwrap_or_else(|panic| Err(panicked(&*panic)));
         shared.lock().touched = self.touched();
+        let fill = shared.lock().report.cache_fill.clone();
         // Sources and device go before the outcome is told: who has seen it may count threads and descriptors. Told it must
         // be, though, or its owner waits for ever.
         let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
+        let outcome = outcome.and(gone.map_err(|panic| panicked(&*panic)));
+        if let Some(fill) = fill.filter(|_| outcome.is_ok()) {
+            fill.start();
+        }
         let mut state = shared.lock();
         // To take down streams and threads is a part of the load: it is over when the caller can go on.
         state.report.seconds = began.seconds();
         state.report.cpu_seconds = began.cpu_seconds();
         drop(state);
-        shared.end(outcome.and(gone.map_err(|panic| panicked(&*panic))));
+        shared.end(outcome);
     }
 
     /// Wants whose destination is no longer what it was. Also of a load that went well: where one of several fails, the
@@ -191,6 +200,12 @@ impl Driver {
         if let Some(choice) = self.source.choice() {
             report.cache = if choice.keep { "keep" } else { "bypass" };
             report.cache_reason = choice.reason;
+        }
+        if let (Some(whole), "bypass", Ok(())) = (&self.fills, report.cache, &outcome) {
+            let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
+            let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
+            report.cache_fill = CacheFill::new(self.checkpoint.files(), past, whole);
+            report.cache = if report.cache_fill.is_some() { "fill" } else { "bypass" };
         }
         report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {

@@ -45,8 +45,10 @@ pub enum Io {
     Auto,
     /// The page cache is mapped (CPU targets only).
     Mapped,
-    /// Reads through the page cache.
+    /// Reads through the page cache, by a pool of threads.
     Buffered,
+    /// Reads through the page cache, by io_uring.
+    UringBuffered,
     /// O_DIRECT, on the best interface that this kernel grants.
     Direct,
     /// O_DIRECT through io_uring.

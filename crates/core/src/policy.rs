@@ -277,6 +277,9 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
         (Io::Buffered, Cache::Bypass) => {
             return refuse("io=\"buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
         }
+        (Io::UringBuffered, Cache::Bypass) => {
+            return refuse("io=\"uring_buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
+        }
         (io, Cache::Keep) if reads_past_the_cache(io) => {
             return refuse("the io chosen reads past the page cache; cache=\"keep\" contradicts it");
         }

@@ -2,7 +2,7 @@
 
 use crate::engine::Wait;
 use crate::schedule::Route;
-use crate::source::Fallback;
+use crate::source::{CacheFill, Fallback};
 use std::time::Duration;
 
 /// Bytes and I/Os of one route.
@@ -139,10 +139,13 @@ pub struct Report {
     /// The stage that bounded the load: "source", "device", "staging", "consumer", "allocation", or "engine" where it
     /// hardly waited at all.
     pub bottleneck: &'static str,
-    /// What becomes of the page cache: "keep" or "bypass".
+    /// What becomes of the page cache: "keep", "bypass", or "fill" where cold bytes were read past it and it is filled after
+    /// the load.
     pub cache: &'static str,
     /// Why that was chosen.
     pub cache_reason: String,
+    /// The filling of the page cache, where `cache` is "fill".
+    pub cache_fill: Option<CacheFill>,
 }
 
 impl Report {

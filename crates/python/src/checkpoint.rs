@@ -1,6 +1,7 @@
 //! `_core.Checkpoint`.
 
 use crate::errors::{detached, interruptibly, raise};
+use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::options::stall_timeout_of;
 use penstock::format::Checkpoint as Core;
@@ -112,6 +113,11 @@ impl Checkpoint {
 
     fn warnings<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
         answer(py, || Ok(self.0.warnings().to_vec()))
+    }
+
+    /// Fills the page cache with all of it in the background, as a load does that went past it.
+    fn fill<'py>(&self, py: Python<'py>) -> Answer<'py, Option<CacheFill>> {
+        answer(py, || Ok(penstock::source::CacheFill::of(&self.0).map(CacheFill::new)))
     }
 
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {

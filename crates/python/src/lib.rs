@@ -9,6 +9,7 @@ mod ceiling;
 mod checkpoint;
 mod dlpack;
 mod errors;
+mod fill;
 mod guard;
 mod load;
 mod machine;
@@ -23,6 +24,8 @@ mod _core {
     use crate::ceiling::ceiling;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
     use crate::load::{exiting, Load, View};
     #[pymodule_export]

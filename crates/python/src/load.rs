@@ -3,6 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
+use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
 use crate::options::Options;
 use penstock::device::api::{Api, Vendor};
@@ -488,6 +489,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("bottleneck", r.bottleneck)?;
     d.set_item("cache", r.cache)?;
     d.set_item("cache_reason", &r.cache_reason)?;
+    d.set_item("cache_fill", r.cache_fill.clone().map(CacheFill::new))?;
     Ok(d)
 }
 

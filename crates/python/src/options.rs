@@ -14,6 +14,7 @@ const IO: Spellings<Io> = &[
     ("auto", Io::Auto),
     ("mapped", Io::Mapped),
     ("buffered", Io::Buffered),
+    ("uring_buffered", Io::UringBuffered),
     ("direct", Io::Direct),
     ("uring", Io::Uring),
     ("aio", Io::Aio),
@@ -30,8 +31,9 @@ const NAMES: [&str; 11] =
 /// which an argument in code in turn overrides. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of
 /// 1024, KB, MB, GB powers of 1000).
 ///
-/// - io: "auto" | "mapped" | "buffered" | "direct" | "uring" | "aio" | "threads". The last three are O_DIRECT through
-///   io_uring, Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
+/// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads". "buffered" reads
+///   through the page cache by a thread pool, "uring_buffered" by io_uring. The last three are O_DIRECT through io_uring,
+///   Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
 /// - cache: "auto" | "keep" | "bypass": whether cold bytes stay in the page cache.
 /// - staging: most bytes of staging memory of this process (default 256 MiB).
 /// - extent: most bytes of one I/O, a multiple of 4096 (default 4 MiB).

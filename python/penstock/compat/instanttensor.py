@@ -56,7 +56,7 @@ _ROUTES: dict[Backend | BackendPolicy, str] = {
     Backend.AIO: "aio",
     Backend.AIO_BUFFERED: "buffered",
     Backend.URING: "uring",
-    Backend.URING_BUFFERED: "buffered",
+    Backend.URING_BUFFERED: "uring_buffered",
     # What it is chosen for: past the page cache. There is no GPUDirect Storage here
     Backend.CUFILE: "direct",
     # Their mapping is copied from; only without a copy, and on the CPU, is it what tensors lie in here

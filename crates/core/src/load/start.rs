@@ -15,7 +15,7 @@ use crate::memory::{Arena, Block, Mapping};
 use crate::options::{Options, PAGE};
 use crate::policy::{Cold, Plan};
 use crate::schedule::Landing;
-use crate::source::{Files, Router, Source};
+use crate::source::{DiskUse, Files, Router, Source};
 use crate::staging::Ring;
 use crate::stats::Tally;
 use crate::sync::{Builder, JoinHandle, Mutex};
@@ -69,6 +69,8 @@ fn begin(
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = is_done_here(&plan, &files);
+    // From here on until the load has ended the disk is wanted for it.
+    let disk = (plan.cold != Cold::None).then(DiskUse::begin);
     let Request { checkpoint, wants, device: at, memory, options, stream } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
@@ -123,6 +125,8 @@ fn begin(
         tally: Tally::default(),
         began,
         fence,
+        _disk: disk,
+        fills: (plan.cold == Cold::Try).then_some(plan.filled),
         here,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
     };

@@ -26,7 +26,7 @@ use crate::load::Keep;
 use crate::machine;
 use crate::memory::Anonymous;
 use crate::options::{Options, HUGE_PAGE, PAGE};
-use crate::source::Fallback;
+use crate::source::{DiskUse, Fallback};
 use crate::staging::{Lease, Ring, Share};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use folder::Folder;
@@ -326,9 +326,11 @@ impl Save {
             changed: Condvar::new(),
         });
         let mut threads = Vec::with_capacity(crew);
+        // Until the last of the crew has ended.
+        let disk = Arc::new(DiskUse::begin());
         let here = if crew == 1 { machine::processor() } else { None };
         while threads.len() < crew {
-            let theirs = work.clone();
+            let (theirs, held) = (work.clone(), disk.clone());
             let body = move || {
                 // The caller waits from now on, and memory that it has just used and freed is at hand where it ran: one
                 // writer takes a quarter less time there than elsewhere (docs/performance-notes.md).
@@ -336,6 +338,7 @@ impl Save {
                     machine::go_to(core);
                 }
                 theirs.serve();
+                drop(held);
             };
             match Builder::new().name("penstock-save".into()).spawn(body) {
                 Ok(thread) => threads.push(thread),

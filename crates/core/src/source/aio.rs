@@ -327,7 +327,7 @@ impl Source for Aio {
         if self.in_flight() >= self.depth() {
             return Err(read);
         }
-        match Flight::new(read, &self.files) {
+        match Flight::direct(read, &self.files) {
             Ok(flight) => self.waiting.push_back(flight),
             Err(outcome) => self.give(outcome),
         }

@@ -2,6 +2,7 @@
 //! whether they are still the files whose headers were read.
 
 use super::disks;
+use super::fill_after::{stop_fills_of, DiskUse};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Identity, ShardFile};
 use crate::machine::page_size;
@@ -159,6 +160,12 @@ impl Files {
     /// Size of file number `file` in bytes, as it was when its header was read.
     pub fn size(&self, file: u32) -> u64 {
         self.files[file as usize].identity.size
+    }
+
+    /// Whether one of these files is one of those.
+    pub(super) fn share(&self, other: &Files) -> bool {
+        let same = |a: &File, b: &File| (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino);
+        self.files.iter().any(|a| other.files.iter().any(|b| same(a, b)))
     }
 
     /// What somebody is waiting for the file system to say: changes as answers come, `None` where nobody waits.
@@ -367,6 +374,7 @@ fn close_idlest(open: &mut Vec<Open>) -> bool {
 /// the bytes of the file that are resident afterwards: pages that somebody maps stay. Needs no privilege.
 pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
     let files = Files::from_paths(&[path])?;
+    stop_fills_of(&files);
     let fd = files.open(0, false)?;
     // To the kernel a length of 0 means "to the end".
     let range = range.unwrap_or(0..0);
@@ -385,6 +393,7 @@ pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
 
 /// Reads the file into the page cache, with `threads` threads (at least one), and gives its size in bytes.
 pub fn warm(path: &Path, threads: usize) -> Result<u64> {
+    let _disk = DiskUse::begin();
     let files = Files::from_paths(&[path])?;
     let fd = files.open(0, false)?;
     let size = files.size(0);

@@ -5,22 +5,47 @@ use super::threads::refuses_direct;
 use super::{Destination, Outcome, Read, QUARANTINED};
 use crate::error::{Error, ErrorKind};
 use crate::options::PAGE;
+use std::cell::UnsafeCell;
 use std::io;
 use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 /// Times that EAGAIN is answered with another try: the kernel was short of something for a moment.
 const MOST_TRIES: u32 = 64;
+/// The kernel takes no more places than this in one call (`IOV_MAX`).
+const MOST_PLACES: usize = 1024;
 
-/// An O_DIRECT read and the bytes of it that have arrived.
+/// A read and the bytes of it that have arrived.
 pub(super) struct Flight {
     pub(super) read: Read,
     at: *mut u8,
+    /// A scattered read: the places that are not full yet, and where the bytes go that nobody wants.
+    places: Option<(Vec<libc::iovec>, Arc<Scratch>)>,
+    /// The read uses O_DIRECT, which can only go on at a page.
+    direct: bool,
     got: u64,
     tries: u32,
 }
 
-// SAFETY: like the `Read` it holds: the address is only handed to the kernel while `keep` keeps it valid.
+// SAFETY: like the `Read` it holds: the addresses are only handed to the kernel while `keep` keeps them valid.
 unsafe impl Send for Flight {}
+
+/// Memory for bytes that nobody wants. Several reads may write to it at once, and nobody reads it.
+pub(super) struct Scratch(Box<[UnsafeCell<u8>]>);
+
+// SAFETY: only the kernel writes to it, and what it writes is never looked at.
+unsafe impl Sync for Scratch {}
+// SAFETY: plain bytes.
+unsafe impl Send for Scratch {}
+
+impl Scratch {
+    /// Gaps between wanted runs are rarely longer, and it stays in the processor's cache.
+    const LEN: usize = 64 << 10;
+
+    pub(super) fn new() -> Arc<Scratch> {
+        Arc::new(Scratch((0..Self::LEN).map(|_| UnsafeCell::new(0)).collect()))
+    }
+}
 
 /// What comes next for a flight.
 pub(super) enum Next {
@@ -35,9 +60,10 @@ pub(super) fn quarantine<T>(hung: Vec<Option<T>>) {
 }
 
 impl Flight {
-    pub(super) fn new(read: Read, files: &Files) -> Result<Flight, Outcome> {
+    /// A read past the page cache.
+    pub(super) fn direct(read: Read, files: &Files) -> Result<Flight, Outcome> {
         match read.into {
-            Destination::Memory(at) => Ok(Flight { read, at, got: 0, tries: 0 }),
+            Destination::Memory(at) => Ok(Flight { read, at, places: None, direct: true, got: 0, tries: 0 }),
             _ => {
                 let e = Error::new(ErrorKind::Internal, "a direct read needs one piece of memory");
                 Err(Outcome::Done(read.done(files, Err(e))))
@@ -45,18 +71,71 @@ impl Flight {
         }
     }
 
+    /// A read through the page cache.
+    pub(super) fn buffered(read: Read, scratch: &Arc<Scratch>, files: &Files) -> Result<Flight, Outcome> {
+        let (at, places) = match &read.into {
+            Destination::Memory(at) => (*at, None),
+            Destination::Scatter(to) => (std::ptr::null_mut(), Some((aimed(to, scratch), scratch.clone()))),
+            Destination::Mapping { .. } => {
+                let e = Error::new(ErrorKind::Internal, "a mapping is populated, not read into");
+                return Err(Outcome::Done(read.done(files, Err(e))));
+            }
+        };
+        Ok(Flight { read, at, places, direct: false, got: 0, tries: 0 })
+    }
+
     /// Its outcome where the kernel, which cannot be asked any more, may write to its memory at any later time: that
     /// memory and `held` are never let go of.
     pub(super) fn set_apart<T>(self, held: T, error: Error, files: &Files) -> Outcome {
-        quarantine(vec![Some((self.read.keep.clone(), held))]);
+        quarantine(vec![Some((self.read.keep.clone(), held, self.places))]);
         Outcome::Done(self.read.done(files, Err(error)))
     }
 
-    /// Address, bytes and file offset of the next system call.
+    /// Address, bytes and file offset of the next system call, where that is about one piece of memory.
     pub(super) fn call(&self, files: &Files) -> (*mut u8, u32, u64) {
-        let len = (self.read.len - self.got).min(files.most_per_call());
-        // SAFETY: `got` is below `len`, so this stays within the read's memory.
-        (unsafe { self.at.add(self.got as usize) }, len as u32, self.read.offset + self.got)
+        let (most, offset) = (files.most_per_call(), self.read.offset + self.got);
+        match self.places.as_ref().and_then(|(places, _)| places.first()) {
+            Some(first) => (first.iov_base.cast(), (first.iov_len as u64).min(most) as u32, offset),
+            None => {
+                let len = (self.read.len - self.got).min(most);
+                // SAFETY: `got` is below `len`, so this stays within the read's memory.
+                (unsafe { self.at.add(self.got as usize) }, len as u32, offset)
+            }
+        }
+    }
+
+    /// The places of the next system call and how many there are, where there is more than one. They stay where they are
+    /// until it was answered.
+    pub(super) fn scattered(&self, files: &Files) -> Option<(*const libc::iovec, u32)> {
+        let (places, _) = self.places.as_ref()?;
+        let mut left = files.most_per_call();
+        let fit = places.iter().take(MOST_PLACES).take_while(|place| {
+            let fits = place.iov_len as u64 <= left;
+            left = left.saturating_sub(place.iov_len as u64);
+            fits
+        });
+        match fit.count() {
+            0 | 1 => None,
+            count => Some((places.as_ptr(), count as u32)),
+        }
+    }
+
+    /// Takes the next `got` bytes off the places of a scattered read.
+    fn filled(&mut self, got: u64) {
+        let Some((places, _)) = &mut self.places else { return };
+        let mut left = got as usize;
+        let full = places.iter().take_while(|place| {
+            let full = place.iov_len <= left;
+            left -= if full { place.iov_len } else { 0 };
+            full
+        });
+        let full = full.count();
+        places.drain(..full);
+        if let Some(first) = places.first_mut() {
+            // SAFETY: `left` is below the length of the place.
+            first.iov_base = unsafe { first.iov_base.cast::<u8>().add(left) }.cast();
+            first.iov_len -= left;
+        }
     }
 
     /// What the kernel's answer to [`call`](Self::call) means: bytes, or a negative errno.
@@ -76,6 +155,7 @@ impl Flight {
         }
         let before = self.got;
         self.got += answer as u64;
+        self.filled(answer as u64);
         let ended = answer == 0 || self.read.offset + self.got >= files.size(self.read.file);
         if ended || self.got >= self.read.need {
             let result = self.read.ended(self.got);
@@ -84,9 +164,26 @@ impl Flight {
         // A short read. What stops at an odd byte goes on at the page before: O_DIRECT cannot start in between. Where that
         // brings nothing new (the file shrank), the kernel says at the odd byte itself whether that is the end.
         let whole = self.got / PAGE * PAGE;
-        if whole > before {
+        if self.direct && whole > before {
             self.got = whole;
         }
         Next::Again(self)
     }
+}
+
+/// The places of a scattered read, with the scratch memory where a byte is not wanted.
+fn aimed(to: &[(*mut u8, usize)], scratch: &Scratch) -> Vec<libc::iovec> {
+    let mut places = Vec::with_capacity(to.len());
+    for &(at, mut len) in to {
+        if !at.is_null() && len > 0 {
+            places.push(libc::iovec { iov_base: at.cast(), iov_len: len });
+        } else {
+            while len > 0 {
+                let step = len.min(Scratch::LEN);
+                places.push(libc::iovec { iov_base: scratch.0.as_ptr().cast_mut().cast(), iov_len: step });
+                len -= step;
+            }
+        }
+    }
+    places
 }

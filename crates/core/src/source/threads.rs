@@ -646,7 +646,7 @@ pub(super) fn refuses_direct(errno: Option<i32>) -> bool {
 }
 
 /// Signals are for the program's own threads: a handler that runs here would interrupt reads for nothing.
-fn block_signals() {
+pub(super) fn block_signals() {
     // SAFETY: the set is initialised by sigfillset before it is used; only this thread's mask changes.
     unsafe {
         let mut all = std::mem::zeroed();

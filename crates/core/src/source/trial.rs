@@ -3,7 +3,8 @@
 //! To read through the page cache costs the processor two to four times as much as to read past it, and many a disk is
 //! slower that way whatever the processor does. Where it is not, keeping costs nothing and the next start is spared the
 //! storage. So the first reads of a load go past the page cache, the next ones through it, both are timed, and that decides
-//! for the rest; if it is kept, what has gone past is read into the page cache at the end.
+//! for the rest. If it is kept, what has gone past is read into the page cache at the end. If not, the page cache is filled
+//! after the load (`fill_after`), so that a choice for going past costs the next start nothing either.
 
 use super::{Outcome, Read, Ticket};
 use crate::options::{GB, MIB};
@@ -21,7 +22,11 @@ const AT_LAST: u64 = 64 * MIB;
 /// Loads with fewer cold bytes than this do not try: they keep.
 pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
 /// Of the pace past the page cache, what the pace through it must reach for it to be kept.
-const SHARE: f64 = 0.85;
+const SHARE: f64 = 0.9;
+/// Storage that gives fewer bytes per second than this past the page cache is slower than what the processor does either way:
+/// the two ways then differ by chance, and to read everything once more afterwards would cost most. So less is asked of it.
+const SLOW: f64 = 0.25 * GB;
+const SHARE_IF_SLOW: f64 = 0.6;
 
 /// What becomes of the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -158,7 +163,7 @@ impl Trial {
             return;
         }
         let (past, through) = self.paces;
-        let keep = through >= SHARE * past;
+        let keep = through >= if past < SLOW { SHARE_IF_SLOW } else { SHARE } * past;
         self.stage = if keep || self.stage == Stage::Doubtful { Stage::Over } else { Stage::Doubtful };
         let reason = format!(
             "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
@@ -249,6 +254,16 @@ mod tests {
         assert_eq!(trial.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(trial.take_past().is_empty());
         assert_eq!(send(&mut trial, n, 100), 100);
+    }
+
+    #[test]
+    fn slow_storage_is_kept_unless_it_is_much_slower_through_the_page_cache() {
+        // 36 MiB in 300 ms are 0.13 GB/s.
+        for (through, keep) in [(375, true), (900, false)] {
+            let mut trial = Trial::new();
+            tried(&mut trial, 300, through);
+            assert_eq!(trial.choice().map(|c| c.keep), Some(keep), "{:?}", trial.choice());
+        }
     }
 
     #[test]

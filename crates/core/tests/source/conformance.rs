@@ -255,11 +255,13 @@ conformance!(uring_cooperative, Route::Direct, |files| {
     Box::new(Uring::with_modes(files, 8, &[RingMode::Cooperative]).unwrap())
 });
 conformance!(uring_plain, Route::Direct, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
+conformance!(uring_buffered, Route::Buffered, |files| Box::new(Uring::buffered(files, 8).unwrap()));
 conformance!(aio, Route::Direct, |files| Box::new(Aio::new(files, 8).unwrap()));
 conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
 conformance!(router_aio, Route::Direct, |files| router(files, Io::Aio));
 conformance!(router_threads, Route::Direct, |files| router(files, Io::Threads));
 conformance!(router_buffered, Route::Buffered, |files| router(files, Io::Auto));
+conformance!(router_uring_buffered, Route::Buffered, |files| router(files, Io::UringBuffered));
 conformance!(router_mapped, Route::Mapped, |files| router(files, Io::Auto));
 conformance!(throttle, Route::Buffered, |files| {
     let inner = Box::new(Threads::new(files.clone(), 4, 8).unwrap());
@@ -274,17 +276,22 @@ fn router(files: Arc<Files>, io: Io) -> Box<dyn Source> {
 #[test]
 fn a_scattered_read_fills_its_places_and_discards_the_rest() {
     let sample = Sample::new();
-    for cap in [u64::MAX, PAGE] {
+    let threads: Make = |files| Box::new(Threads::new(files, 2, 8).unwrap());
+    let uring: Make = |files| Box::new(Uring::buffered(files, 8).unwrap());
+    // More places than one call takes; and less than a piece of a gap at a time. Each call of io_uring wakes its caller once.
+    for (make, cap, count) in
+        [(threads, u64::MAX, 3000), (threads, PAGE, 3000), (uring, u64::MAX, 3000), (uring, 12 * PAGE, 300)]
+    {
         let files = sample.files();
         files.cap_calls(cap);
-        let mut source = Threads::new(files, 2, 8).unwrap();
+        let mut source = make(files);
         let memory = Memory::new(1 << 20);
         let mut random = Random(3);
-        // More places than one call takes, and gaps longer than the scratch they go to.
+        // Gaps are longer than the scratch they go to.
         let mut places: Vec<(*mut u8, usize)> = Vec::new();
         let (mut at, mut to) = (777usize, 0usize);
         let mut expected = Vec::new();
-        for i in 0..3000 {
+        for i in 0..count {
             let len = if i % 100 == 1 { 150_000 } else { random.below(200) as usize };
             if i % 2 == 1 {
                 places.push((std::ptr::null_mut(), len));
@@ -308,7 +315,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             fresh: true,
             keep: keep(&memory),
         };
-        assert_eq!(*submit_all(&mut source, vec![read])[0].result.as_ref().unwrap(), len);
+        assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         assert!(memory.bytes()[..to] == expected);
     }
 }

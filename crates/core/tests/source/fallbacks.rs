@@ -177,6 +177,26 @@ alone!(
 );
 
 alone!(
+    fn buffered_io_uring_refused_from_the_start_goes_to_threads() {
+        let sample = Sample::new();
+        install(&[refuse(libc::SYS_io_uring_setup, libc::EPERM)]);
+        let (fallbacks, _, routes) = load_by(&sample, Route::Buffered, Io::UringBuffered, || {});
+        assert_eq!(from_to(&fallbacks), [("io_uring", "threads")]);
+        assert!(routes.iter().all(|r| *r == Route::Buffered));
+    }
+);
+
+alone!(
+    fn buffered_io_uring_refused_in_the_middle_goes_to_threads() {
+        let sample = Sample::new();
+        let refused = || install(&[refuse(libc::SYS_io_uring_enter, libc::EPERM)]);
+        let (fallbacks, _, routes) = load_by(&sample, Route::Buffered, Io::UringBuffered, refused);
+        assert_eq!(from_to(&fallbacks), [("io_uring", "threads")]);
+        assert!(routes.iter().all(|r| *r == Route::Buffered));
+    }
+);
+
+alone!(
     fn linux_aio_refused_in_the_middle_goes_to_threads() {
         let sample = Sample::new();
         let (fallbacks, by, _) = load(&sample, Io::Aio, || install(&[refuse(libc::SYS_io_submit, libc::EPERM)]));
