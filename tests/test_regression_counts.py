@@ -22,8 +22,11 @@ from typing import Any
 import pagecache
 import pytest
 from models import MIB
+from ordeal import load_factor
 from penstock.bench import synth
 from penstock.bench.synth import Layout, Tensor
+
+pytestmark = pytest.mark.machine
 
 #: The example `load` of the core, built in release.
 EXAMPLE = os.environ.get("PENSTOCK_TEST_EXAMPLE")
@@ -129,7 +132,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Traced]:
             [STRACE, "-f", "-qq", "-y", "-o", str(log), *program],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=120 * load_factor(),
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -319,7 +322,7 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., floa
         ]
         found = []
         for process in running:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=240 * load_factor())
             collected = re.search(r"Collected : (\d+)", errors)
             assert process.returncode == 0 and collected is not None, errors
             found.append(int(collected[1]))
