@@ -386,7 +386,8 @@ def _verify(args: argparse.Namespace) -> None:
         state = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all well"
         lines.append(f"headers, bounds and index of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
         if uncompared:
-            lines.append("contents were compared with nothing: no digest of these files is known. --digests gives them")
+            lines.append("contents were compared with nothing: no digest of these files is known")
+            lines.append("(--digests gives them)")
         elif digested:
             lines.append(f"contents of {compared} of {len(files)} files were compared with their digests")
         elif comparable:
