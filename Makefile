@@ -17,7 +17,7 @@ BENCH_VENV := $(CURDIR)/.bench/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
-TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "hypothesis>=6" \
+TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "pytest-xdist>=3.6" "hypothesis>=6" \
 	numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
 # What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
 # torch, which is there.
@@ -33,12 +33,13 @@ OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-stre
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
 .PHONY: checks loom asan tsan valgrind miri fuzz nfs
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
+	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
@@ -46,7 +47,7 @@ help:
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make checks  loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
+	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -63,14 +64,37 @@ demo: develop
 
 test: test-rust test-python
 
+# Rust tests that observe page cache, time or threads: alone, after the others, and tried again where others disturb them.
+OBSERVING := ceilings device_gpu load_gpu load_pipeline load_threads load_throttled save source
 test-rust: environment
-	cargo test --workspace --exclude penstock-python
+	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
+
+# Processes that run tests which compute. Those that observe the machine run alone, afterwards.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+PYTEST = PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
+	$(RUN) -m pytest --durations=20
+
+# Whether the machine is quiet, before anything is built or tested on it: tests/machine.py judges by it.
+ifndef PENSTOCK_TEST_PRESSURE
+export PENSTOCK_TEST_PRESSURE := $(shell for r in cpu io memory; do \
+	sed -n "s/^some .*avg60=\([^ ]*\).*/$$r=\1/p" /proc/pressure/$$r 2>/dev/null; done)
+endif
 
 test-python: develop libraries
 	cargo build -p fakegpu
 	cargo build --release -p penstock-core --example load
-	PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
-		$(RUN) -m pytest
+	failed=0; \
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
+	$(PYTEST) -m machine || failed=1; \
+	exit $$failed
+
+# Every combination of parameters: tests/pairwise.py chooses some for `make test`.
+test-whole:
+	PENSTOCK_TEST_WHOLE=1 $(MAKE) test-python
+
+# Beside programs that want processors, memory and disk. What a busy machine makes of a test is no finding; all else is.
+test-busy: develop libraries
+	$(RUN) tools/busy.py -- $(MAKE) test
 
 lint: lint-rust lint-python
 
@@ -144,7 +168,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: loom asan tsan valgrind miri fuzz nfs
+checks: test-whole loom asan tsan valgrind miri fuzz nfs
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:

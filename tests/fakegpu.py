@@ -369,7 +369,7 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-def settle(probe: Any, wanted: Any, seconds: float = 10.0) -> Any:
+def settle(probe: Any, wanted: Any, seconds: float = 60.0) -> Any:
     """`probe()`, once it is `wanted` or the time is up: what ends in the background ends within a moment."""
     deadline = time.monotonic() + seconds
     while (found := probe()) != wanted and time.monotonic() < deadline:

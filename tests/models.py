@@ -6,6 +6,8 @@ They stay below the folder of the project, not in /tmp: that is often a tmpfs, w
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ordeal import results
 from penstock.bench import layouts, reference, synth
 from penstock.bench.synth import BITS, Layout, Tensor
 
@@ -49,6 +52,7 @@ class Model:
         entry = self.entries[name]
         return self.bytes_of(name).view(f"V{BITS[entry.dtype] // 8}").reshape(entry.shape)
 
+    @results
     def same(self, tensors: dict[str, Any]) -> None:
         """Asserts that these are all tensors of the files, in file order, byte for byte."""
         assert list(tensors) == list(self.entries)
@@ -79,27 +83,41 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
+def scratch(request: pytest.FixtureRequest) -> Path:
+    """Beside it, for files that every session writes anew: each of several processes that run tests has one."""
+    assert request.config.cache is not None
+    return request.config.cache.mkdir(f"scratch-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")
+
+
+def kept(layout: Layout, folder: Path, **how: Any) -> Path:
+    """Writes a checkpoint unless it is there: one process does, the others wait."""
+    with open(folder.parent / ".writing", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return synth.write(layout, folder, **how)
+
+
+@pytest.fixture(scope="session")
 def gpt2(folder: Path) -> Path:
     """GPT-2's 160 tensors in one file of 548 MB."""
-    return synth.write(layouts.build("gpt2", align=8), folder / "gpt2")
+    return kept(layouts.build("gpt2", align=8), folder / "gpt2")
 
 
 @pytest.fixture(scope="session")
 def llama(folder: Path) -> Model:
     """Llama's tensors with four narrow layers, in three files with an index, 20 MB."""
-    return Model(synth.write(synth.llama(20e6, shards=3), folder / "llama"))
+    return Model(kept(synth.llama(20e6, shards=3), folder / "llama"))
 
 
 @pytest.fixture(scope="session")
 def moe(folder: Path) -> Model:
     """128 experts a layer: 9,266 tensors in four files, 66 MB."""
-    return Model(synth.write(synth.qwen3_moe(90e6), folder / "moe"))
+    return Model(kept(synth.qwen3_moe(90e6), folder / "moe"))
 
 
 @pytest.fixture(scope="session")
 def many(folder: Path) -> Path:
     """371,474 tensors in 11 files, 37 MB of headers."""
-    return synth.write(synth.many_tensors(), folder / "many")
+    return kept(synth.many_tensors(), folder / "many")
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +125,7 @@ def experts(folder: Path) -> Model:
     """Experts stacked in 3-D tensors, in one file of 29 MB."""
     shapes = {"gate_up_proj": (16, 96, 512), "down_proj": (16, 256, 96), "router": (16, 256), "scales": (16, 3, 8)}
     tensors = [Tensor(f"layers.{layer}.{name}", "BF16", shape) for layer in range(6) for name, shape in shapes.items()]
-    return Model(synth.write(Layout("experts", (tuple(tensors),)), folder / "experts"))
+    return Model(kept(Layout("experts", (tuple(tensors),)), folder / "experts"))
 
 
 #: Where the tensors of the sparse file lie: below, across and beyond 4 GiB, and beyond 6 GiB.
@@ -124,19 +142,19 @@ SPARSE = (
 @pytest.fixture(scope="session")
 def sparse(folder: Path) -> Path:
     """A file of 6.4 GB, nearly all of it holes, with tensors below, across and beyond the offset of 4 GiB."""
-    return synth.write(Layout("sparse", (SPARSE,)), folder / "sparse") / "model.safetensors"
+    return kept(Layout("sparse", (SPARSE,)), folder / "sparse") / "model.safetensors"
 
 
 UNICODE = ("模型.权重", "ночь.вес", "🧠.weight", "é.é́", "a b\tc", 'quo"te', "back\\slash", "\u202ertl", "nul\0byte", "")
 
 
 @pytest.fixture(scope="session")
-def odd(folder: Path) -> Model:
+def odd(scratch: Path) -> Model:
     """Every dtype, scalars, empty tensors and names of any Unicode, in files whose data starts at an odd offset.
 
     One file is ordered so that nothing is misaligned within its data, one at random, one has no tensors, one no data.
     """
-    folder = folder / "odd"
+    folder = scratch / "odd"
     folder.mkdir(exist_ok=True)
     plain = synth.every_dtype()
     mixed = [Tensor(f"mixed.{t.name}", t.dtype, t.shape) for t in plain]
@@ -197,6 +215,7 @@ ROUTES = [Way(io, "auto", None) for io in IO] + [Way("auto", "keep", True), Way(
 INTO = [way for way in ROUTES if way.io != "mapped"]
 
 
+@results
 def accounted(report: Any, nbytes: int) -> None:
     """Asserts that a report's bytes add up: what was read is what was wanted, slack, and gaps."""
     assert report.nbytes == nbytes

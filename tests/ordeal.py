@@ -6,6 +6,7 @@ Checkpoints are written and checked here byte by byte, by `json`, `struct` and n
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -14,12 +15,49 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 HERE = Path(__file__).parent
+T = TypeVar("T")
+
+
+class NotQuiet(Exception):
+    """The precondition of a test cannot be had on this machine now; the message says which (`machine.py`)."""
+
+
+class Wrong(AssertionError):
+    """A wrong result: a failure on every machine, however busy (`machine.py`)."""
+
+
+class Hung(AssertionError):
+    """Something does not end: a failure on every machine."""
+
+
+class Died(AssertionError):
+    """A process that must succeed did not: a failure on every machine."""
+
+
+def results(check: Callable[..., T]) -> Callable[..., T]:
+    """For a function that compares results: what it asserts is `Wrong` where it fails."""
+
+    @functools.wraps(check)
+    def wrapped(*args: Any, **kwargs: Any) -> T:
+        try:
+            return check(*args, **kwargs)
+        except AssertionError as error:
+            raise Wrong(str(error)) from error
+
+    return wrapped
+
+
+def load_factor() -> float:
+    """How many tasks there are for each processor, 1 at least: bounds that tell a hang from work are as much longer."""
+    minute, _, _, runnable, *_ = Path("/proc/loadavg").read_text().replace("/", " ").split()
+    return max(1.0, max(float(minute), float(runnable)) / len(os.sched_getaffinity(0)))
 
 
 def write(path: Path, tensors: int = 24, nbytes: int = 1_000_000, seed: int = 0, sparse: bool = False) -> Path:
@@ -76,9 +114,11 @@ def contents(path: str | os.PathLike[str]) -> dict[str, bytes]:
 def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes]) -> None:
     """Asserts that these are all tensors of a shard file (or of what `contents` said of it), byte for byte."""
     expected = of if isinstance(of, dict) else contents(of)
-    assert sorted(tensors) == sorted(expected)
+    if sorted(tensors) != sorted(expected):
+        raise Wrong(f"there are {sorted(tensors)}, not {sorted(expected)}")
     for name, tensor in tensors.items():
-        assert memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor) == expected[name], f"wrong: {name}"
+        if memoryview(tensor.numpy() if hasattr(tensor, "numpy") else tensor) != expected[name]:
+            raise Wrong(f"wrong bytes: {name}")
 
 
 def threads(patience: float = 0.5, fills: bool = False) -> list[str]:
@@ -178,44 +218,46 @@ def begin(program: str, *arguments: object, **more: Any) -> subprocess.Popen[str
 
 
 def finish(child: subprocess.Popen[str], timeout: float = 30.0) -> tuple[int, str, str]:
-    """Its exit code, output and errors. A child that hangs shows where, and is an assertion failure."""
+    """Its exit code, output and errors. A child that hangs shows where, and is `Hung`."""
     try:
-        out, err = child.communicate(timeout=timeout)
+        out, err = child.communicate(timeout=timeout * load_factor())
     except subprocess.TimeoutExpired:
         child.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
         with contextlib.suppress(subprocess.TimeoutExpired):
             out, err = child.communicate(timeout=5)
-            raise AssertionError(f"the process hangs\n{out}\n{err}") from None
+            raise Hung(f"the process hangs\n{out}\n{err}") from None
         child.kill()
-        raise AssertionError("the process hangs and cannot be stopped") from None
+        raise Hung("the process hangs and cannot be stopped") from None
     return child.returncode, out, err
 
 
 def run(program: str, *arguments: object, timeout: float = 30.0, **more: Any) -> str:
     """What a program that must succeed writes, run in a Python of its own."""
     code, out, err = finish(begin(program, *arguments, **more), timeout)
-    assert code == 0, f"exit code {code}\n{out}\n{err}"
+    if code != 0:
+        raise Died(f"exit code {code}\n{out}\n{err}")
     return out
 
 
 def interrupt(child: subprocess.Popen[str], within: float) -> None:
-    """Ctrl-C, of which the child must tell by the line "interrupted" within so many seconds."""
+    """Ctrl-C, of which the child must tell by the line "interrupted" within so many seconds (of a quiet machine)."""
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
     await_line(child, "interrupted")
-    assert time.monotonic() - began < within
+    assert time.monotonic() - began < within * load_factor()
 
 
 def await_line(child: subprocess.Popen[str], line: str) -> None:
     """Waits until a child has written this line."""
     assert child.stdout is not None
     while (got := child.stdout.readline()) != line + "\n":
-        assert got, f"the child ended before it wrote {line!r}: {child.stderr.read() if child.stderr else ''}"
+        if not got:
+            raise Died(f"the child ended before it wrote {line!r}: {child.stderr.read() if child.stderr else ''}")
 
 
 def soon(what: Any, timeout: float = 5.0) -> None:
     """Waits until ``what()`` is true."""
-    until = time.monotonic() + timeout
+    until = time.monotonic() + timeout * load_factor()
     while not what():
         assert time.monotonic() < until, "did not happen"
         time.sleep(0.005)

@@ -1,7 +1,12 @@
-"""The page cache and the disk as the kernel counts them, without penstock."""
+"""The page cache and the disk as the kernel counts them, without penstock.
+
+What a test has brought into the page cache is locked there until it ends: the kernel gives up pages whenever it likes,
+on some virtual machines all the time. `given_up` tells which pages went nevertheless.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -13,9 +18,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ordeal import NotQuiet
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_CACHESTAT, _MADV_DONTFORK = 451, 10
 
 
 def resident(path: str | os.PathLike[str]) -> npt.NDArray[np.bool_]:
@@ -39,7 +47,9 @@ def evict(path: str | os.PathLike[str], start: int = 0) -> None:
 
     Where they do for two seconds it is an error, and where no file's pages can be dropped the test is skipped.
     """
+    _let_go(path)
     if _drop(path, start):
+        _watched[str(path)] = _given_up(path)
         return
     with tempfile.NamedTemporaryFile(dir=Path(path).parent) as other:
         other.write(b"x" * (1 << 20))
@@ -66,12 +76,89 @@ def warm(path: str | os.PathLike[str]) -> None:
     Without read-ahead: it marks pages, and whoever reads such a page later sets off the next window, up to 8 MiB on
     some disks. After `evict` of what follows, that would bring in pages which nobody asked for.
     """
+    _read(path)
+    hold(path)
+
+
+def _read(path: str | os.PathLike[str]) -> None:
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         buffer = bytearray(1 << 20)
         while file.readinto(buffer):
             pass
-    assert resident(path).all()
+
+
+# --- Keeping it so ---
+
+#: Locked mappings by path: their addresses and sizes.
+_held: dict[str, tuple[int, int]] = {}
+#: Files that this test has brought into a state, with the pages that had been given up before.
+_watched: dict[str, int] = {}
+
+
+def hold(path: str | os.PathLike[str], size: int | None = None) -> None:
+    """Locks a file, or its first bytes, in the page cache until the test ends, where this user may lock so much.
+
+    Raises:
+        NotQuiet: They are not all there.
+    """
+    _let_go(path)
+    size = Path(path).stat().st_size if size is None else size
+    if not size:
+        return
+    # By hand: `mmap.mmap` keeps a descriptor of the file, which tests would find
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        how = (ctypes.c_int(mmap.PROT_READ), ctypes.c_int(mmap.MAP_SHARED), ctypes.c_int(fd), ctypes.c_long(0))
+        address = _libc.mmap(None, ctypes.c_size_t(size), *how)
+    finally:
+        os.close(fd)
+    memory = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    # A forked child must not keep the pages mapped
+    _libc.madvise(*memory, _MADV_DONTFORK)
+    _libc.madvise(*memory, mmap.MADV_RANDOM)
+    if _libc.mlock(*memory):
+        _libc.munmap(*memory)
+    else:
+        _held[str(path)] = (address, size)
+    _watched[str(path)] = _given_up(path)
+    if not resident(path)[: size // PAGE].all():
+        raise NotQuiet(f"pages of {Path(path).name} do not stay in the page cache")
+
+
+def _let_go(path: str | os.PathLike[str]) -> None:
+    if held := _held.pop(str(path), None):
+        _libc.munmap(ctypes.c_void_p(held[0]), ctypes.c_size_t(held[1]))
+
+
+def let_go() -> None:
+    """Unlocks everything: at the end of a test."""
+    for path in list(_held):
+        _let_go(path)
+    _watched.clear()
+
+
+def given_up() -> int:
+    """Pages of this test's files that the kernel gave up since they were brought into their state."""
+    found = 0
+    for path, before in _watched.items():
+        with contextlib.suppress(OSError):
+            found += max(0, _given_up(path) - before)
+    return found
+
+
+def _given_up(path: str | os.PathLike[str]) -> int:
+    """Pages of a file that the kernel has reclaimed and nobody has read or dropped since; 0 before Linux 6.5."""
+    every, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        failed = _libc.syscall(ctypes.c_long(_CACHESTAT), fd, every, found, 0)
+    finally:
+        os.close(fd)
+    return 0 if failed else int(found[3])
+
+
+# --- States ---
 
 
 STATES = ("warm", "cold", "half")
@@ -82,12 +169,13 @@ def put(paths: Iterable[str | os.PathLike[str]], state: str) -> None:
     for path in paths:
         if state != "warm":
             evict(path)
-        if state != "cold":
+        if state == "warm":
             warm(path)
         if state == "half":
             half = Path(path).stat().st_size // 2 // PAGE * PAGE
+            _read(path)
             evict(path, half)
-            assert resident(path)[: half // PAGE].all()
+            hold(path, half)
 
 
 def disk_bytes_of_process() -> int:

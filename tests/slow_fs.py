@@ -202,7 +202,7 @@ class SlowFs:
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
-    def hangs(self, at_least: int = 1, timeout: float = 10.0) -> None:
+    def hangs(self, at_least: int = 1, timeout: float = 60.0) -> None:
         """Waits until that many requests hang."""
         until = time.monotonic() + timeout
         while self.tell()["hanging"] < at_least:

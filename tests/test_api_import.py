@@ -30,6 +30,7 @@ print([m for m in ("torch", "numpy") if m in sys.modules])
     assert run.stdout.strip() == "[]", run.stderr
 
 
+@pytest.mark.machine
 def test_importing_takes_less_than_a_tenth_of_a_second(python, tmp_path):
     code = "import time; t = time.perf_counter(); import penstock; print(time.perf_counter() - t)"
     # pip compiles what it installs; this tree may not be compiled, or its environment may ask for no bytecode

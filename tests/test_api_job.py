@@ -137,6 +137,7 @@ print(os.waitstatus_to_exitcode(status))
     assert run.stdout.strip() == "7", run.stderr
 
 
+@pytest.mark.machine
 def test_an_interpreter_that_exits_with_a_job_running_ends(big, python):
     start = time.monotonic()
     run = python("import sys, penstock; job = penstock.open(sys.argv[1]).start(options={'copy': True})", big)

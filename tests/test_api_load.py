@@ -11,7 +11,7 @@ import numpy as np
 import penstock
 import pytest
 import torch
-from conftest import LAYOUT, Oracle, raw
+from conftest import LAYOUT, Oracle, raw, text
 from penstock import _core
 from penstock.bench.synth import BITS, Tensor
 
@@ -149,6 +149,7 @@ def test_tensors_outlive_everything_else(small):
     assert raw(tensor) == Oracle(small)["embed.weight"]
 
 
+@pytest.mark.machine
 def test_a_kept_tensor_keeps_its_block_alone(big):
     def anonymous():
         text = Path("/proc/self/smaps_rollup").read_text()
@@ -210,7 +211,7 @@ def test_views_die_with_their_tensors(small):
         ({"mask"}, ["mask"]),
         (iter(["mask"]), ["mask"]),
     ],
-    ids=str,
+    ids=text,
 )
 def test_names_select_tensors(small, names, expected):
     assert list(penstock.open(small).load(names=names)) == expected

@@ -107,6 +107,7 @@ def test_bytes_that_a_mapping_left_on_the_disk_are_seen(tmp_path: Path):
     assert touch(state)["touch_absent_bytes"] == 0
 
 
+@pytest.mark.machine
 def test_the_time_of_the_first_tensor_is_taken_when_it_comes():
     def pairs():
         yield "a", 1
@@ -120,6 +121,7 @@ def test_the_time_of_the_first_tensor_is_taken_when_it_comes():
     assert gathered({"c": 3})[0] == {"c": 3}
 
 
+@pytest.mark.machine
 def test_a_peak_between_two_looks_at_a_process_is_seen():
     code = "import sys, time; sys.stdin.readline(); x = bytearray(50 << 20); time.sleep(0.3); del x; print(); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -133,6 +135,7 @@ def test_a_peak_between_two_looks_at_a_process_is_seen():
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
+@pytest.mark.machine
 def test_a_neighbour_works_until_it_is_stopped(what: str, file: Path):
     if what == "disk":
         try:
@@ -162,6 +165,7 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+@pytest.mark.machine
 def test_a_limit_holds_what_it_is_told_to_hold():
     try:
         with MemoryLimit(40 << 20) as limit:

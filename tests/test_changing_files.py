@@ -193,6 +193,7 @@ def test_a_shard_that_vanished_between_open_and_load(tmp_path):
     assert bytes(memoryview(tensors["s2.1"])) == contents(paths[2])["s2.1"]
 
 
+@pytest.mark.machine
 def test_a_shard_that_became_a_fifo_does_not_hang(file):
     checkpoint = penstock.open(file)
     file.unlink()

@@ -330,6 +330,7 @@ def test_doctor_of_nothing_is_an_error(cli, tmp_path):
     assert "nothing" in run.stderr
 
 
+@pytest.mark.machine
 def test_ctrl_c_ends_a_load_at_once(big):
     # 23,438 reads of 4 KiB, one after the other: seconds
     options = ["-o", "io=direct", "-o", "extent=4096", "-o", "staging=8192", "-o", "depth=1"]

@@ -113,6 +113,7 @@ def test_a_tensor_without_values_is_named_before_anything_is_written(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])
+@pytest.mark.machine
 def test_tensors_are_cast_a_few_at_a_time(tmp_path: Path, kind: str):
     state = {f"w{i}": torch.full((2048, 2048), float(i)) for i in range(32)}
     source = tmp_path / "from"

@@ -107,6 +107,7 @@ def unmapped_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return len(absent) * PAGE
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_warm_load_reads_nothing_from_disk_unless_told_to(llama: Model, way: Way) -> None:
     checkpoint = penstock.open(llama.source)
@@ -123,6 +124,7 @@ def test_a_warm_load_reads_nothing_from_disk_unless_told_to(llama: Model, way: W
     del tensors
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state", ["cold", "half"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way.keeps_cold_bytes is False], ids=str)
 def test_loads_that_bypass_the_page_cache_leave_it_as_it_was(llama: Model, way: Way, state: str) -> None:

@@ -10,7 +10,7 @@ import pagecache
 import penstock
 import pytest
 import torch
-from conftest import Oracle, raw
+from conftest import Oracle, raw, text
 from penstock import DeviceError, InvalidError, UnsupportedError
 from penstock._device import CURRENT, MOVED, Device, any_device, parse_device
 from penstock._torch_devices import Moved
@@ -50,7 +50,7 @@ def test_every_spelling(device: Any, meant: tuple[str, int]) -> None:
     assert any_device(str(Device(*meant))) == Device(*meant)
 
 
-@pytest.mark.parametrize("device", NO_DEVICE, ids=str)
+@pytest.mark.parametrize("device", NO_DEVICE, ids=text)
 def test_what_is_no_device_is_refused_with_a_list_of_those_there_are(opened: penstock.Checkpoint, device: Any) -> None:
     for take in (any_device, opened.load, opened.stream, lambda d: penstock.safe_open(opened.files[0], device=d)):
         with pytest.raises(InvalidError, match=r'no device: give "cpu", "cuda".*"meta"') as caught:

@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def here(gpt2: Path, llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "model").symlink_to(llama.source)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A patch that an example leaves in place, as a program does, ends with the test."""
+    patch, left = penstock.patch, []
+    monkeypatch.setattr(penstock, "patch", lambda *args, **more: left.append(patch(*args, **more)) or left[-1])
+    yield
+    for patched in left:
+        patched.undo()
 
 
 EXAMPLES = "docs/examples.md"

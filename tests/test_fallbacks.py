@@ -208,6 +208,7 @@ def test_touching_refused_in_the_middle_of_a_stream(cold):
 
 
 @pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.machine
 def test_cachestat_refused_is_sampled_instead(cold, warm):
     if warm:
         cold.read_bytes()
@@ -414,6 +415,7 @@ print(report.nbytes)""",
     assert out == f"{24 * 999_999}\n"
 
 
+@pytest.mark.machine
 def test_io_uring_switched_off_by_the_administrator(cold, interfaces):
     switch = Path("/proc/sys/kernel/io_uring_disabled")
     needs(interfaces, "io_uring", "Linux AIO")
@@ -457,6 +459,7 @@ def pids_cgroup() -> Iterator[tuple[Path, str]]:
     yield from empty_cgroup(("/sys/fs/cgroup/pids", "pids.max"), ("/sys/fs/cgroup", "pids.max"))
 
 
+@pytest.mark.machine
 def test_io_uring_without_threads_of_its_own(cold, interfaces, pids_cgroup):
     """Reads into fresh memory are handed to the kernel's worker threads, which count against the limit too."""
     needs(interfaces, "io_uring")
@@ -516,6 +519,7 @@ def in_cgroup(program: str, path: Path, cgroup: tuple[Path, str], most: int) -> 
     return out.splitlines()
 
 
+@pytest.mark.machine
 def test_a_copy_that_fills_its_cgroup_goes_past_the_page_cache(tmp_path, cgroup):
     path = ordeal.write(tmp_path / "model.safetensors", 20, 10_000_000)
     ordeal.evict(path)
@@ -532,6 +536,7 @@ print(r.cache_reason)
     assert "do not fit" in reason
 
 
+@pytest.mark.machine
 def test_a_checkpoint_that_is_larger_than_its_cgroup_is_mapped(tmp_path, cgroup):
     """The kernel drops pages of a mapping and reads them again, where private memory gets the process killed."""
     path = ordeal.write(tmp_path / "model.safetensors", 20, 10_000_000)
@@ -546,6 +551,7 @@ print(r.cache, r.cache_reason, r.routes["mapped"]["bytes"] >= r.nbytes)
     assert in_cgroup(program, path, cgroup, 120_000_000) == ["keep 200000000 cold bytes are mapped, not copied True"]
 
 
+@pytest.mark.machine
 def test_column_slices_that_fill_the_cgroup_go_past_the_page_cache_beside_rows_that_are_mapped(write, cgroup):
     path = write(Tensor("columns", "U8", (1000, 250_000)), Tensor("rows", "U8", (1000, 60_000)))
     ordeal.evict(path)
@@ -565,6 +571,7 @@ print(r.cache_reason)
     assert reason.endswith("; 48000000 more are mapped, not copied")
 
 
+@pytest.mark.machine
 def test_copies_larger_than_the_cgroup_are_refused_before_anything_is_read(tmp_path, cgroup):
     with open("/proc/meminfo", encoding="ascii") as f:
         swap = next(int(line.split()[1]) for line in f if line.startswith("SwapTotal:")) * 1024
@@ -583,6 +590,7 @@ print(sum(tensor.nbytes for _, tensor in stream) == checkpoint.nbytes)
     assert streamed == "True"
 
 
+@pytest.mark.machine
 def test_a_checkpoint_that_fits_its_cgroup_stays_in_the_page_cache(tmp_path, cgroup):
     path = ordeal.write(tmp_path / "model.safetensors", 5, 10_000_000)
     ordeal.evict(path)

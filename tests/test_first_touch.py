@@ -35,10 +35,11 @@ def read_in_small_pages(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while file.read(4096):
             pass
-    assert pagecache.resident(path).all()
+    pagecache.hold(path)
 
 
 @pytest.mark.parametrize("read", [read_in_small_pages, pagecache.warm])
+@pytest.mark.machine
 def test_resident_pages_are_left_to_their_first_touch_and_reported(file, read):
     read(file)
     checkpoint = penstock.open(file)
@@ -54,6 +55,7 @@ def test_resident_pages_are_left_to_their_first_touch_and_reported(file, read):
 
 
 @pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}])
+@pytest.mark.machine
 def test_private_memory_leaves_nothing(file, options):
     read_in_small_pages(file)
     checkpoint = penstock.open(file)
@@ -71,6 +73,7 @@ def test_of_a_file_that_is_not_all_resident_every_page_is_populated(file, wanted
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while opened.tell() < wanted:
             opened.read(4096)
+    pagecache.hold(file, wanted)
     checkpoint = penstock.open(file)
     checkpoint.load(options={"cache": "keep"})
     assert checkpoint.last_report["routes"]["mapped"]["bytes"] >= checkpoint.nbytes

@@ -167,6 +167,7 @@ def test_torch_without_memory(gpu: FakeTorch, file: Path) -> None:
     assert len(opened.load("cuda:0")) == 24
 
 
+@pytest.mark.machine
 def test_a_context_lost_in_the_middle(fake: FakeGpu, file: Path) -> None:
     fake.configure(sticky="6:700")
     error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
@@ -234,6 +235,7 @@ def test_a_driver_that_is_not_there(fake: FakeGpu, file: Path, monkeypatch: pyte
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.02])
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
 @pytest.mark.parametrize("name", ["dlpack", "pt"])
+@pytest.mark.machine
 def test_a_job_that_is_not_let_finish(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, file: Path, name: str, how: str, delay: float
 ) -> None:
@@ -409,12 +411,14 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.machine
 def test_a_copy_that_hangs_is_an_error_in_bounded_time(python: Any, file: Path) -> None:
     run = python(HANG, file, **environment())
     assert (run.returncode, run.stdout.strip()) == (0, "well"), run.stderr
 
 
 @pytest.mark.parametrize("how", ["job", "stream", "thread", "tensors", "raise"])
+@pytest.mark.machine
 def test_a_process_ends_in_the_middle_of_a_load(python: Any, file: Path, tmp_path: Path, how: str) -> None:
     report = tmp_path / "report"
     started = time.monotonic()

@@ -502,6 +502,7 @@ def hand_out(opened: penstock.Checkpoint, device: str) -> tuple[float, int]:
     return best, calls
 
 
+@pytest.mark.machine
 def test_handing_out_on_a_gpu_costs_hardly_more_than_on_the_cpu(gpu: FakeTorch, small: Path) -> None:
     gpu.fake.configure(checksum=0, poison=0)
     opened = penstock.open(small)

@@ -14,6 +14,8 @@ import penstock
 import pytest
 from ordeal import Unchanged, await_line, begin, finish, run, same, soon
 
+pytestmark = pytest.mark.machine
+
 #: Reads of 4 KiB one after the other: about 50 us each, so that the sparse file below takes ten seconds and more.
 SLOW = {"io": "threads", "extent": 4096, "depth": 1, "threads": 1}
 

@@ -26,7 +26,7 @@ SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (5, 3, 2), (1, 1, 1, 1), (33, 65)]
 
 
 @pytest.fixture(scope="module")
-def written(folder: Path) -> Path:
+def written(scratch: Path) -> Path:
     """A file that safetensors has written: every dtype of torch in every shape class."""
     random = np.random.default_rng(5)
     tensors = {}
@@ -38,7 +38,7 @@ def written(folder: Path) -> Path:
             size = torch.empty(shape, dtype=kind).nbytes
             raw = torch.from_numpy(random.integers(0, 2 if dtype == "bool" else 256, max(size, 1), dtype=np.uint8))
             tensors[f"{dtype}/{'x'.join(map(str, shape))}"] = raw[:size].view(kind).reshape(shape).clone()
-    path = folder / "written.safetensors"
+    path = scratch / "written.safetensors"
     theirs_in_torch.save_file(tensors, path)
     return path
 

@@ -13,6 +13,7 @@ def extents(report: penstock.Report) -> dict[str, int]:
     return {name: route["extents"] for name, route in report.routes.items()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state", pagecache.STATES)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_byte_arrives(llama: Model, way: Way, state: str) -> None:
@@ -47,6 +48,7 @@ def test_options_that_contradict_each_other_are_refused(llama: Model, way: Way) 
         penstock.open(llama.source).load(options=way.options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state", pagecache.STATES)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.cache != "auto" or w.io not in ("auto", "direct")], ids=str)
 def test_shapes_names_and_offsets_of_every_kind(odd: Model, way: Way, state: str) -> None:
@@ -57,6 +59,7 @@ def test_shapes_names_and_offsets_of_every_kind(odd: Model, way: Way, state: str
     accounted(checkpoint.last_report, odd.nbytes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", INTO, ids=str)
 @pytest.mark.parametrize("state", pagecache.STATES)
 def test_existing_tensors_are_filled(llama: Model, way: Way, state: str) -> None:
@@ -119,6 +122,7 @@ def test_safe_open_gives_the_same(llama: Model, way: Way) -> None:
     llama.same(penstock.load_file(llama.files, options=way.options))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("extent", ["4KiB", "64KiB", "1MiB", "64MiB"])
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_reads_of_any_size_and_number(llama: Model, way: Way, extent: str) -> None:

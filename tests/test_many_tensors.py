@@ -111,6 +111,7 @@ def test_one_rank_of_many_tensors(many: Path) -> None:
     assert found == 60 * 8 * 3 * 4
 
 
+@pytest.mark.machine
 def test_taking_a_few_costs_the_same_however_many_there_are(many: Path, gpt2: Path) -> None:
     def cpu_seconds(checkpoint: penstock.Checkpoint) -> float:
         """CPU time of the whole process for a load of ten tensors, at its least: other programs share the cores."""

@@ -182,6 +182,7 @@ def test_memory_for_many_tensors(moe: Model, measure: Any, way: Way) -> None:
     assert seen["peak"] - destination <= STAGING + ROOM + PER_TENSOR * seen["tensors"], seen
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("staging", [8 * MIB, 16 * MIB, 64 * MIB])
 @pytest.mark.parametrize("way", [way for way in ROUTES if way.io != "mapped"], ids=str)
 def test_staging_stays_under_its_limit(experts: Model, way: Way, staging: int) -> None:
@@ -211,6 +212,7 @@ def anonymous() -> int:
 
 
 @pytest.mark.parametrize("way", PRIVATE, ids=str)
+@pytest.mark.machine
 def test_a_kept_tensor_does_not_keep_the_others(gpt2: Path, way: Way) -> None:
     gc.collect()
     before = anonymous()

@@ -15,6 +15,8 @@ import penstock
 import pytest
 import slow_disk
 
+pytestmark = pytest.mark.machine
+
 MIB = 1 << 20
 #: Above it a load tries the storage (`WORTH_A_TRIAL`); and what goes past the page cache until it is decided at last.
 TENSORS, NBYTES = 24, 8 * MIB

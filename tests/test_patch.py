@@ -810,6 +810,7 @@ def test_a_function_that_somebody_has_kept_saves_with_safetensors_afterwards(tmp
 # What it costs
 
 
+@pytest.mark.machine
 def test_it_takes_less_than_a_twentieth_of_a_second(module):
     # More modules than a program with many models of transformers has
     for number in range(2000):

@@ -229,6 +229,7 @@ print(hasattr(placing.spawn_materialize, "__wrapped__"), hasattr(where.safe_save
     assert run.stdout == f"True True\nTrue {count}\nTrue True\n", run.stderr
 
 
+@pytest.mark.machine
 def test_a_patch_costs_less_than_a_twentieth_of_a_second_with_transformers_imported(python):
     code = """
 import time, sys, importlib

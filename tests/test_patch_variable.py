@@ -123,6 +123,7 @@ print(penstock.SafetensorError.__module__)
     assert started(code, "1") == "hidden\npenstock._errors\n"
 
 
+@pytest.mark.machine
 def test_the_line_costs_less_than_a_millisecond_where_the_variable_is_not_set(monkeypatch):
     monkeypatch.delenv("PENSTOCK_PATCH", raising=False)
     [line] = LINE.read_text().splitlines()

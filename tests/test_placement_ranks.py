@@ -88,6 +88,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[Model, Plan]:
     return request.getfixturevalue(request.param[0]), request.param[1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_ranks_together_have_everything_once(planned: tuple[Model, Plan], way: Way, ranks: int) -> None:
@@ -167,6 +168,7 @@ KNOWN = [(model, plan, gap) for model, plan in PLANS for gap in (0, 300)]
 KNOWN += [(model, plan, 16 << 10) for model, plan in PLANS[3:]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("model", "plan", "gap"), KNOWN)
 @pytest.mark.parametrize("way", [way for way in INTO if way.io != "auto"], ids=str)
 def test_known_plans_are_read_as_planned(

@@ -209,6 +209,7 @@ SLOW_MODULE = "import logging, time; time.sleep(0.5); logging.getLogger('x')\nbf
 
 
 @pytest.mark.parametrize("way", ["load", "safe_open", "slice"])
+@pytest.mark.machine
 def test_a_fork_waits_for_an_import_that_a_load_has_begun(file, slow, tmp_path, way):
     (tmp_path / "ml_dtypes.py").write_text(SLOW_MODULE)
     begin = HEAD.replace("penstock._numpy", "numpy") + f"way = {way!r}; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -285,6 +286,7 @@ def test_an_error_survives_pickling(file):
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
+@pytest.mark.machine
 def test_loads_from_several_threads_at_once(file):
     checkpoint, wrong, want = penstock.open(file), [], contents(file)
     kinds = [{}, {"copy": True}, *({"io": io} for io in ("direct", "buffered", "uring_buffered", "aio", "threads"))]
@@ -309,6 +311,7 @@ def test_loads_from_several_threads_at_once(file):
 
 
 @pytest.mark.parametrize("options", [{"copy": True}, {"io": "buffered"}, {"io": "direct"}])
+@pytest.mark.machine
 def test_a_stalled_stream_does_not_block_other_loads(file, options):
     """Its consumer may sleep for ever: the others share the staging memory with it."""
     checkpoint, want = penstock.open(file), contents(file)
@@ -381,6 +384,7 @@ def test_one_job_is_waited_for_and_cancelled_by_several_threads(slow):
     assert not ordeal.threads()
 
 
+@pytest.mark.machine
 def test_other_python_threads_run_while_a_load_waits(slow):
     """The GIL is let go of."""
     count, job = 0, penstock.open(slow).start(framework="np", options=SLOW)

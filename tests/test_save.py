@@ -748,6 +748,7 @@ def test_whoever_is_killed_at_any_moment_leaves_a_whole_file_or_none(tmp_path: P
             left.unlink()
 
 
+@pytest.mark.machine
 def test_ctrl_c_ends_a_save_at_once_and_leaves_nothing(tmp_path: Path):
     code = """
 import os, signal, sys, threading, torch, penstock
@@ -822,6 +823,7 @@ def test_tensors_of_dlpack_are_saved_with_the_dtypes_of_their_headers(tmp_path: 
     assert {penstock.open(tmp_path / "raw.safetensors")[name].dtype for name in before} == {"U8"}
 
 
+@pytest.mark.machine
 def test_memory_stays_within_the_staging(tmp_path: Path, python: Callable[..., Any]):
     code = """
 import resource, sys, torch, penstock
@@ -837,6 +839,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, repor
         assert grown <= staging + (64 << 20), done.stderr
 
 
+@pytest.mark.machine
 def test_tensors_are_packed_a_few_at_a_time(tmp_path: Path, python: Callable[..., Any]):
     code = """
 import resource, sys, torch, penstock

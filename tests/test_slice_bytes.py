@@ -173,10 +173,18 @@ def check_values(tensor: torch.Tensor, model: Model, cut: Cut) -> None:
     assert raw(tensor) == raw(part)
 
 
+def kind(name: str) -> tuple[object, ...]:
+    """What a slice has in common with others: for `pairwise`."""
+    cut = CUTS[name]
+    dimensions = len(cut.index) if isinstance(cut.index, tuple) else 1
+    return cut.tensor, cut.one, dimensions, name in SLICES
+
+
 WAYS = [Way(io, "auto", None) for io in IO] + [Way("auto", "keep", True), Way("auto", "bypass", None)]
 CUTS = SLICES | INDICES
 
 
+@pytest.mark.pairwise(name=kind)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_slice_reads_from_disk_what_it_needs_and_nothing_else(cut: Model, name: str, way: Way) -> None:
@@ -201,6 +209,7 @@ def test_a_slice_reads_from_disk_what_it_needs_and_nothing_else(cut: Model, name
     check_values(tensor, cut, wanted)
 
 
+@pytest.mark.pairwise(name=kind)
 @pytest.mark.parametrize("way", [way for way in WAYS if way.io not in ("direct", "uring", "aio")], ids=str)
 @pytest.mark.parametrize("name", SLICES)
 def test_a_load_of_slices_reads_the_same(cut: Model, name: str, way: Way) -> None:

@@ -1,0 +1,93 @@
+"""Tests with the mark `pairwise` are run with combinations of their parameters that hold every pair of values.
+
+Most mistakes need one value or two to show themselves, and an exhaustive matrix holds each pair many times. All
+combinations are run where the variable `PENSTOCK_TEST_WHOLE` is 1: `make test-whole`.
+
+A parameter counts by what it consists of: the fields of a dataclass, the members of a tuple. One that is only a name
+can be told apart by the mark: `pairwise(name=lambda name: (rows(name), columns(name)))` wants every name once, and what
+the function gives together with every value of the other parameters.
+
+What is chosen is the same in every run and in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+
+VARIABLE = "PENSTOCK_TEST_WHOLE"
+
+
+def cover(rows: Sequence[Sequence[Hashable]], once: Sequence[Hashable] | None = None) -> list[int]:
+    """Numbers of rows, ascending, that together hold every pair of values which stand in a row in these two columns.
+
+    Of all rows the one with the most pairs that are missing comes next; of several the first. once: a value for each
+    row, each of which is wanted, beside whatever.
+    """
+    pairs: list[set[Any]] = [
+        set(itertools.combinations(enumerate(row), 2)) or {((0, value),) for value in row} for row in rows
+    ]
+    for held, value in zip(pairs, once or [], strict=once is not None):
+        held.add(("once", value))
+    missing = set().union(*pairs) if pairs else set()
+    chosen = []
+    left = dict(enumerate(pairs))
+    while missing:
+        best = max(left, key=lambda number: len(left[number] & missing))  # the first of the largest
+        chosen.append(best)
+        missing -= left.pop(best)
+        left = {number: held for number, held in left.items() if not held.isdisjoint(missing)}
+    return sorted(chosen)
+
+
+def values(parameter: object) -> list[Hashable]:
+    """What a parameter consists of: the fields of a dataclass, the members of a tuple, or it alone."""
+    if dataclasses.is_dataclass(parameter) and not isinstance(parameter, type):
+        return [repr(getattr(parameter, field.name)) for field in dataclasses.fields(parameter)]
+    if type(parameter) is tuple:
+        return [repr(member) for member in parameter]
+    return [repr(parameter)]
+
+
+def _itself(parameter: object) -> object:
+    return parameter
+
+
+@pytest.hookimpl(trylast=True)  # of what `-k` and `-m` have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get(VARIABLE) == "1":
+        return
+    matrices: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise") is not None:
+            matrices.setdefault((item.nodeid.split("::")[0], item.originalname), []).append(item)  # type: ignore[attr-defined]
+    dropped = set()
+    for matrix in matrices.values():
+        told = matrix[0].get_closest_marker("pairwise").kwargs
+        rows, once = [], []
+        for item in matrix:
+            parameters = sorted(item.callspec.params.items())
+            rows.append([part for name, value in parameters for part in values(told.get(name, _itself)(value))])
+            once.append(tuple(repr(value) for name, value in parameters if name in told))
+        dropped |= set(matrix) - {matrix[number] for number in cover(rows, once)}
+    items[:] = [item for item in items if item not in dropped]
+    config.stash[_COUNTS] = (sum(map(len, matrices.values())), len(dropped))
+
+
+_COUNTS = pytest.StashKey[tuple[int, int]]()
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    combinations, dropped = config.stash.get(_COUNTS, (0, 0))
+    if not dropped:
+        return None
+    return f"pairwise: {combinations - dropped} of {combinations} combinations hold every pair ({VARIABLE}=1 runs all)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pairwise: of its parameters, combinations that hold every pair of values")

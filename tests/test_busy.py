@@ -1,0 +1,76 @@
+"""`tools/busy.py`: it keeps a machine busy as long as a command runs, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ordeal
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "busy.py"
+#: Says who runs beside it, and ends with 7.
+COMMAND = """
+import os, pathlib, sys, time
+family = lambda: pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+time.sleep(float(sys.argv[1]))
+print(*[pid for pid in family() if int(pid) != os.getpid()], flush=True)
+time.sleep(float(sys.argv[2]))
+sys.exit(7)
+"""
+
+
+def begin(folder: Path, *times: float, limit: float = 60.0) -> subprocess.Popen[str]:
+    # Memory is taken where less than so much is available: here never
+    command = [sys.executable, TOOL, "--folder", folder, "--available", str(1 << 60), "--limit", str(limit), "--"]
+    command += [sys.executable, "-c", COMMAND, *map(str, times)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def gone(pids: list[str]) -> bool:
+    return not any(Path(f"/proc/{pid}/stat").exists() for pid in pids)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file that is read is written first: a small one here, by a copy of the tool."""
+    text = TOOL.read_text()
+    assert "FILE = 1 << 30" in text and "if left > most - CHUNK" in text
+    copy = tmp_path / "tool" / "busy.py"
+    copy.parent.mkdir()
+    copy.write_text(text.replace("FILE = 1 << 30", "FILE = 4 << 20").replace("left > most - CHUNK", "left > 1 << 60"))
+    monkeypatch.setattr(sys.modules[__name__], "TOOL", copy)
+
+
+def test_what_runs_beside_a_command_ends_with_it(tmp_path: Path) -> None:
+    process = begin(tmp_path, 0.5, 0.5)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("busy: ")
+    pids = process.stdout.readline().split()
+    assert len(pids) == 4
+    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    assert sum(int(fields[11]) > 0 for fields in states) >= 2, "nobody spins"
+    assert process.wait(60 * ordeal.load_factor()) == 7
+    process.stdout.close()
+    assert gone(pids)
+    assert [path.name for path in tmp_path.iterdir()] == ["tool"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, None], ids=str)
+def test_it_ends_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> None:
+    process = begin(tmp_path, 0.2, 1.0 if how else 20.0, limit=60.0 if how else 2.0)
+    assert process.stdout is not None
+    process.stdout.readline()
+    pids = process.stdout.readline().split()
+    if how is not None:
+        os.kill(process.pid, how)
+    code = process.wait(60 * ordeal.load_factor())
+    assert code == {signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL, None: 124}[how]
+    process.stdout.close()
+    ordeal.soon(lambda: gone(pids), 10)
+    time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["tool"]
