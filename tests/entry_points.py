@@ -145,7 +145,14 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
     }
-    objects = {"Options": Options, "Checkpoint": checkpoint, "Load": loaded, "View": view, "Save": saving, "CacheFill": filling}
+    objects = {
+        "Options": Options,
+        "Checkpoint": checkpoint,
+        "Load": loaded,
+        "View": view,
+        "Save": saving,
+        "CacheFill": filling,
+    }
     for name in found() - set(table):  # those without arguments
         owner = name.partition(".")[0]
         if owner in objects:
