@@ -6,6 +6,7 @@ so that its own mistakes are found before it meets one (PENSTOCK_HARDWARE_FAKE=1
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -47,11 +48,14 @@ ILLEGAL = b"""
 
 def find() -> tuple[str | None, dict[str, Any]]:
     """Why there is no GPU for this suite (None: there is one), and what the core says of those there are."""
+    if (named := os.environ.get("PENSTOCK_GPU_LIBRARY")) and not FAKE:
+        # Asked before the core is: that would start the driver for all tests of this process
+        with contextlib.suppress(OSError):
+            if Driver(named.partition(":")[2]).is_fake:
+                return "PENSTOCK_GPU_LIBRARY names the fake driver; this suite wants a real one.", {}
     found = _core.gpus()
     if not found.get("gpus"):
         return str(found.get("reason") or "the driver shows no GPU"), found
-    if found["vendor"] == "cuda" and Driver().is_fake and not FAKE:
-        return "PENSTOCK_GPU_LIBRARY names the fake driver; this suite wants a real one.", found
     if not FAKE:
         import torch
 
@@ -234,6 +238,7 @@ class Pretended(Gpu):
         self._patch = pytest.MonkeyPatch()
         self._all: Any = fakegpu.fresh()
         self._fake = self._all.__enter__()
+        self._fake.configure(checksum=0, poison=0)  # what is tried here is the suite, not the core
         self._side: Any = fakegpu.torch_on(self._fake, self._patch, self.DEVICES)
         self._torch = self.torch = self._side.__enter__()
         self.vendor, self._driver = "cuda", None

@@ -13,8 +13,11 @@ import pytest
 
 from .driver import Driver
 
-CUDA = penstock._core.gpus().get("vendor") == "cuda"
-cuda_only = pytest.mark.skipif(not CUDA, reason="the driver here is not CUDA's")
+
+@pytest.fixture
+def cuda() -> None:
+    if penstock._core.gpus()["vendor"] != "cuda":
+        pytest.skip("the driver here is not CUDA's")
 
 
 def of_its_own(*arguments: str, seconds: float) -> None:
@@ -28,17 +31,17 @@ def of_its_own(*arguments: str, seconds: float) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@cuda_only
+@pytest.mark.usefixtures("cuda")
 def test_facts_of_the_driver() -> None:
     of_its_own(seconds=75)
 
 
-@cuda_only
+@pytest.mark.usefixtures("cuda")
 def test_what_breaks_a_graph_capture() -> None:
     of_its_own("captures", seconds=75)
 
 
-@cuda_only
+@pytest.mark.usefixtures("cuda")
 def test_penstock_sees_the_gpus_that_the_driver_shows() -> None:
     found = penstock._core.gpus()
     driver = Driver()
