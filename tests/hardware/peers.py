@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock import PenstockError
 from penstock.bench import contestants, layouts, page_cache, reference, synth
 from penstock.bench.contestants import Contestant, Job
 from penstock.bench.gpu_memory import GpuMemory
@@ -47,6 +48,7 @@ NOT_WARM = ("fastsafetensors",)
 NOT_COLD = ("penstock load_into", "fastsafetensors buffered", "instanttensor uring_buffered")
 
 MIB = 1 << 20
+NO_TIME = "no time left"
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,6 @@ def load(contestant: Contestant, files: list[Path], device: str, state: str, loa
         entries = reference.entries_of(files)
         parameters = {n: torch.zeros(e.shape, dtype=torch_dtype(e.dtype), device=device) for n, e in entries.items()}
         synchronize()
-    free = torch.cuda.mem_get_info()[0] if gpu else 0
     job = Job(files, None, device, parameters)
     seconds, processor, sums = [], [], []
     if state == "cold":
@@ -146,7 +147,7 @@ def load(contestant: Contestant, files: list[Path], device: str, state: str, loa
         del loaded, tensors
         gc.collect()
         synchronize()
-    return {"seconds": seconds, "cpu": processor, "sums": sums, "free": free}
+    return {"seconds": seconds, "cpu": processor, "sums": sums}
 
 
 def in_a_fork(work: Callable[[], Found], seconds: float, used: Callable[[], int]) -> Found:
@@ -218,7 +219,7 @@ def run(row: Row, files: list[Path], device: str, end: float, used: Callable[[],
                 continue
             if left() < 10:
                 break
-            if row.state == "warm":
+            if row.state == "warm" and not page_cache.is_full(files):
                 page_cache.fill(files)
             work = lambda c=contestant: load(c, files, device, row.state, row.loads)  # type: ignore[misc]  # noqa: E731
             runs[contestant.name].append(in_a_fork(work, left(), used))
@@ -234,7 +235,7 @@ def line(found: list[Found], nbytes: int, ceilings: dict[str, float]) -> dict[st
     """A contestant's row: medians over its processes, and their ratios to the ceilings."""
     well = [f for f in found if "seconds" in f]
     if not well:
-        return {"error": found[0].get("error") if found else "no time left"}
+        return {"error": found[0].get("error") if found else NO_TIME}
     first = statistics.median(f["seconds"][0] for f in well)
     later = [s for f in well for s in f["seconds"][1:]]
     best = statistics.median(later) if later else first
@@ -268,7 +269,12 @@ def main() -> None:
         if end - time.monotonic() < 30 and not QUICK:
             results.row("peers", checkpoint=row.checkpoint, state=row.state, left_out="no time left")
             continue
-        run(row, write(row.checkpoint, folder), device, end, used)
+        try:
+            files = write(row.checkpoint, folder)
+        except (PenstockError, OSError) as error:  # no room on the disk
+            results.row("peers", checkpoint=row.checkpoint, state=row.state, left_out=str(error))
+            continue
+        run(row, files, device, end, used)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ def of_its_own(*arguments: str, seconds: float) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_facts_of_the_driver() -> None:
-    of_its_own(seconds=75)
+    of_its_own(seconds=50)
 
 
 @pytest.mark.usefixtures("cuda")
 def test_what_breaks_a_graph_capture() -> None:
-    of_its_own("captures", seconds=75)
+    of_its_own("captures", seconds=50)
 
 
 @pytest.mark.usefixtures("cuda")
