@@ -28,7 +28,7 @@ pub(crate) fn aside<T: Send + 'static>(
             // Nobody may be there any more to hear it; then what it made is dropped here.
             let _unheard = tell.send(work());
         })
-        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start a thread to look at the files with: {e}")))?;
+        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the thread that opens the files: {e}")))?;
     let mut moved = Instant::now();
     let mut before = progress();
     loop {
@@ -68,7 +68,7 @@ pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "looking at the files panicked; please report this")
+    Error::new(ErrorKind::Internal, "the code that opens the files panicked; please report this")
 }
 
 /// Does work that asks the file system about `files`, at most `stall` per answer.

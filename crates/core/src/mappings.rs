@@ -25,7 +25,7 @@ pub enum Refusal {
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Unmapped => "is in memory that this process no longer has",
+            Self::Unmapped => "is in memory that is no longer mapped",
             Self::ReadOnly => "is in memory that this process may not write to",
             Self::Lost => "is in memory that is gone: the file that it maps has become shorter, or cannot be read",
         })

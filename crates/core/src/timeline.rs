@@ -98,7 +98,8 @@ impl Timeline {
         let number = TRACED.fetch_add(1, Ordering::Relaxed).to_string();
         let path = PathBuf::from(pattern.replace("{pid}", &std::process::id().to_string()).replace("{n}", &number));
         if holds_something_else(&path) {
-            let text = "the trace would overwrite this file, which is none: remove it first, or name another one";
+            let text =
+                "the trace would overwrite this file, which is not a trace: remove it first, or name another file";
             return Err(Error::new(ErrorKind::Invalid, text).at(&path));
         }
         let file = File::create(&path).map_err(|e| Error::io("create the trace", &e).at(&path))?;

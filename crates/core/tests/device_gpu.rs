@@ -324,7 +324,7 @@ fn after_a_lost_context_every_batch_fails_at_once() {
     let failed: Vec<_> = done.iter().filter_map(|c| c.result.as_ref().err()).collect();
     assert!(failed.len() >= 17, "{} failed", failed.len());
     assert!(
-        failed.iter().all(|e| e.kind() == ErrorKind::Device && e.to_string().contains("started anew")),
+        failed.iter().all(|e| e.kind() == ErrorKind::Device && e.to_string().contains("must be restarted")),
         "{failed:?}"
     );
     let copies = gpu.fake.counter("copies");

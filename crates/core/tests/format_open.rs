@@ -440,5 +440,5 @@ fn an_identity_sees_rewrites_and_replacement_but_not_chmod_or_links() {
     fs::remove_file(&path).expect("removed");
     write(&path, &[("a", 10)]);
     let e = was.check(&now(&path)).expect_err("another file");
-    assert!(e.to_string().contains("another file stands in its place"), "{e}");
+    assert!(e.to_string().contains("it was replaced by another file"), "{e}");
 }

@@ -215,7 +215,7 @@ fn size(text: &str) -> Result<u64, String> {
     let number: f64 = number.parse().map_err(|_| "must be bytes, or a size such as \"256MiB\"".to_owned())?;
     let bytes = number * factor;
     if bytes > 9e18 {
-        return Err("is more than there is".into());
+        return Err("is out of range".into());
     }
     Ok(bytes as u64)
 }
@@ -274,7 +274,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
                 _ => return Err("must be true, false or none".into()),
             }
         }
-        _ => return Err("is no option".into()),
+        _ => return Err("is not an option".into()),
     }
     Ok(())
 }

@@ -541,10 +541,10 @@ impl Api {
         let (kind, advice) = match code {
             OUT_OF_MEMORY => (ErrorKind::OutOfMemory, ""),
             NOT_SUPPORTED => (ErrorKind::Unsupported, ""),
-            NO_DEVICE => (ErrorKind::Unsupported, "; the driver is there, and no device that it may use"),
+            NO_DEVICE => (ErrorKind::Unsupported, "; the driver is installed, but it shows no device to this process"),
             STUB_LIBRARY => (ErrorKind::Unsupported, "; this is the toolkit's stub, not a driver"),
             c if CONTEXT_LOST.contains(&c) => {
-                (ErrorKind::Device, "; the device is lost to this process, which has to be started anew")
+                (ErrorKind::Device, "; this process has lost the device and must be restarted")
             }
             _ => (ErrorKind::Device, ""),
         };

@@ -43,7 +43,7 @@ pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<F
             if let Some(index) = files.iter().find(|f| is_index(f)) {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "an index in a list of files: give the index alone, it names its files, or the shard files without it",
+                    "the list has an index among its files: give the index alone (it names its files), or the shard files without it",
                 )
                 .at(index));
             }
@@ -92,7 +92,7 @@ fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
             _ => {
                 return Err(Error::new(
                     ErrorKind::Index,
-                    format!("several indexes in this directory, give the one that is meant: {}", indexes.join(", ")),
+                    format!("several indexes in this directory; give one of them: {}", indexes.join(", ")),
                 )
                 .at(dir));
             }

@@ -58,7 +58,7 @@ impl Identity {
         }
         let what = if (self.dev, self.ino) != (now.dev, now.ino) {
             format!(
-                "another file stands in its place (device {}, inode {} then; device {}, inode {} now)",
+                "it was replaced by another file (device {}, inode {} then; device {}, inode {} now)",
                 self.dev, self.ino, now.dev, now.ino
             )
         } else if self.size != now.size {
@@ -69,7 +69,7 @@ impl Identity {
         Err(Error::new(
             ErrorKind::Changed,
             format!(
-                "the file changed after the checkpoint was opened: {what}; open the checkpoint again once nobody writes to it"
+                "the file changed after the checkpoint was opened: {what}; open the checkpoint again when no program writes to it"
             ),
         ))
     }

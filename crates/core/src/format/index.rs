@@ -52,7 +52,7 @@ impl Index {
         asking.answered();
         let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
         if !found.is_file() {
-            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, and this is no regular file"));
+            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, but this is not a regular file"));
         }
         if found.len() > MAX_INDEX {
             return Err(Error::new(
@@ -235,7 +235,7 @@ struct State<'h> {
 impl State<'_> {
     fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
         if self.watch.is_given_up() {
-            return Err(E::custom("nobody waits for it any more"));
+            return Err(E::custom("the caller no longer waits for it"));
         }
         self.files
             .number(file, &mut self.index.files)

@@ -229,7 +229,10 @@ fn indexed(
         let n = absent.len();
         return Err(Error::new(
             ErrorKind::Index,
-            format!("{n} tensors of the index are not in the file it maps them to: {}", listed(absent.into_iter(), n)),
+            format!(
+                "{n} tensors of the index are not in the files that it maps them to: {}",
+                listed(absent.into_iter(), n)
+            ),
         )
         .at(path));
     }
@@ -396,8 +399,8 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
                 return Err(Error::new(
                     ErrorKind::Header,
                     format!(
-                        "tensor {} is also in {}{same_file}: the files do not belong to one checkpoint, or a variant of it \
-                         lies beside it; give only the files that are meant",
+                        "tensor {} is also in {}{same_file}: the files belong to several checkpoints, or to several \
+                         variants of one; give only the files that you want to load",
                         quoted(name),
                         a.path.display()
                     ),

@@ -64,7 +64,7 @@ const BOTH: &[Route] = &[Route::Buffered, Route::Direct];
 
 const FITS: &str = "fit into half of the memory left";
 const MAPS: &str = "cold bytes are mapped, not copied";
-const THERE: &str = "all of it is there already";
+const THERE: &str = "the page cache holds all of it";
 const ASKED: &str = "asked for";
 const PAST: &str = "the io asked for reads past it";
 const THROUGH: &str = "the io asked for goes through it";

@@ -76,7 +76,7 @@ impl Folder {
                 Ok(()) => removed = true,
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
                 Err(cause) => {
-                    let doing = "remove this file of an earlier save (the new one is whole)";
+                    let doing = "remove this file of an earlier save (the new save is complete)";
                     failed.get_or_insert(Error::write(doing, &cause).at(path));
                 }
             }
@@ -119,7 +119,7 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
             let reason = format!("{}: {cause}", folder.display());
             Ok(Some(Fallback { from: "fsync of the directory", to: "none", reason }))
         }
-        _ => Err(Error::write("bring the directory to the disk", &cause).at(folder)),
+        _ => Err(Error::write("write the directory to the disk", &cause).at(folder)),
     }
 }
 

@@ -348,7 +348,7 @@ impl Save {
                     break;
                 }
                 Err(cause) => {
-                    let text = format!("cannot start a thread to write with: {cause}");
+                    let text = format!("cannot start a thread that writes: {cause}");
                     return Err(Error::new(ErrorKind::Limit, text));
                 }
             }
@@ -511,8 +511,9 @@ impl Work {
     /// What one of the crew does.
     fn serve(&self) {
         let work = std::panic::AssertUnwindSafe(|| self.write_chunks());
-        let result = std::panic::catch_unwind(work)
-            .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a writing thread panicked: a bug in penstock")));
+        let result = std::panic::catch_unwind(work).unwrap_or_else(|_| {
+            Err(Error::new(ErrorKind::Internal, "a thread that writes panicked; please report this"))
+        });
         if let Err(e) = result {
             lock(&self.state).failed.get_or_insert(e);
             // Others may wait for a tensor.

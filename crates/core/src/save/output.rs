@@ -152,7 +152,7 @@ impl Output {
             self.file.set_len(self.size).map_err(|e| failed("set the size", &e))?;
         }
         if sync {
-            self.file.sync_all().map_err(|e| failed("bring it to the disk", &e))?;
+            self.file.sync_all().map_err(|e| failed("write it to the disk", &e))?;
         }
         Ok(())
     }

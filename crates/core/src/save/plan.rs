@@ -100,7 +100,7 @@ impl Plan {
             if tensor.name == "__metadata__" {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "a tensor cannot be called __metadata__: the format has other use for it",
+                    "a tensor cannot be called `__metadata__`: the format reserves this name",
                 ));
             }
             if !names.insert(&tensor.name) {
@@ -180,7 +180,7 @@ impl Plan {
 
 fn not_utf8(name: &OsStr) -> Error {
     let text =
-        format!("shards cannot be called {}: an index is JSON, and this is not UTF-8", Path::new(name).display());
+        format!("shards cannot be called {}: the name is not UTF-8, and an index is JSON", Path::new(name).display());
     Error::new(ErrorKind::Invalid, text)
 }
 
@@ -239,7 +239,9 @@ fn file(
     let len = (8 + text.len()).next_multiple_of(to) - 8;
     if len > LONGEST_HEADER {
         let name = Path::new(&name).display();
-        let why = format!("{name}: a header of {len} bytes; readers accept {LONGEST_HEADER}: save in more shards");
+        let why = format!(
+            "{name}: its header would have {len} bytes, and readers accept {LONGEST_HEADER}; save in more shards"
+        );
         return Err(Error::new(ErrorKind::Invalid, why));
     }
     let mut head = Vec::with_capacity(8 + len);

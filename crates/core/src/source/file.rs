@@ -344,7 +344,7 @@ impl Files {
             "was written to, linked, renamed or given other permissions (its status change time moved)".to_owned()
         };
         let text =
-            format!("the file {what} after its header was read; open the checkpoint again once nothing writes it");
+            format!("the file {what} after its header was read; open the checkpoint again when nothing writes to it");
         Err(Error::new(ErrorKind::Changed, text).at(&self.files[file as usize].path))
     }
 }

@@ -154,7 +154,7 @@ impl CacheFill {
         let (nbytes, total) = (self.0.nbytes.load(Ordering::Relaxed), self.0.total);
         if self.0.pid != std::process::id() {
             // The thread is the parent's, and so is the lock.
-            let reason = "it belongs to the process that this one was forked from".to_owned();
+            let reason = "it belongs to the parent process".to_owned();
             return FillStatus { state: FillState::Stopped, reason, nbytes, total, seconds: 0.0 };
         }
         let state = lock(&self.0.state);
@@ -404,7 +404,7 @@ impl Fill {
                 if look == 0 {
                     let room = machine::memory_available();
                     if left > room {
-                        let text = format!("{left} bytes more do not fit into the memory left ({room})");
+                        let text = format!("the other {left} bytes do not fit into the memory left ({room})");
                         return Err(Error::new(ErrorKind::OutOfMemory, text));
                     }
                     look = LOOK_EVERY;

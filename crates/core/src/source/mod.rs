@@ -238,8 +238,8 @@ impl Read {
             return Ok(got);
         }
         let text = format!(
-            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by a download that broke \
-             off or a writer that started over",
+            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by an interrupted \
+             download or by a program that writes it again",
             self.offset + got
         );
         Err(Error::new(ErrorKind::Truncated, text))
