@@ -167,7 +167,7 @@ impl Router {
     }
 
     /// From now on cold bytes that stay in the page cache are brought there as `Fill` says. `whole` flags the files
-    /// that are wanted whole and can be mapped; `in_part` flags mapped files of which nothing else may be brought in.
+    /// that are wanted whole and can be mapped; `in_part` flags mapped files that allow no extra bytes.
     pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
         self.threads.fill_first(whole, in_part);
         let local = |file| self.files.facts(file).is_ok_and(|facts| facts.kind == FsKind::Local);
