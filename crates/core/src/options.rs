@@ -98,7 +98,7 @@ pub struct Options {
     /// Worker threads of the buffered and mapped routes; 0 adapts to cores and file system.
     pub threads: u32,
     /// On a CPU target: `Some(true)` gives private copies. `Some(false)` insists on mapping where the file system
-    /// allows it. `None` maps files of local disks; with [`Cache::Bypass`] only files that are resident.
+    /// allows it. `None` maps local files; with [`Cache::Bypass`] only those that are resident.
     pub copy: Option<bool>,
     /// Tensors that the file misaligns may stay in its mapping: for consumers that read any address, as torch does.
     /// Otherwise they are copied to aligned memory.
