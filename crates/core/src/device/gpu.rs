@@ -34,11 +34,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a dropped device waits for copies under way. A ring of 256 MiB takes 10 ms on PCIe 5 and a second where the
+/// How long a dropped device waits for copies in flight. A ring of 256 MiB takes 10 ms on PCIe 5, and a second if the
 /// driver copies pageable memory on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The same where the load has already waited for them in vain.
+/// The same if the load has already waited for them in vain.
 const IMPATIENCE: Duration = Duration::from_millis(500);
 
 /// Half of the scratch buffer in which small copies are gathered: the largest gathered transfer. 1 MiB takes 20 to 40 µs on
@@ -49,8 +49,8 @@ const _: () = assert!(2 * HALF <= HUGE_PAGE && HALF >= join::GATHER);
 /// The process that first used a driver through this module; 0 before.
 static USED_BY: AtomicU32 = AtomicU32::new(0);
 
-/// Transfers of at most this many bytes go to the driver many at a time, where it takes them so: a larger one takes the link
-/// longer (5 us at 55 GB/s) than its own submission.
+/// Transfers of at most this many bytes go to the driver many at a time, if it has such a call. A larger transfer takes
+/// the link longer (5 us at 55 GB/s) than its submission.
 const BATCHED: u64 = 256 << 10;
 
 /// How long the end of growth waits for a registration in progress.
