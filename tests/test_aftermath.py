@@ -74,7 +74,9 @@ def test_ctrl_c_interrupts():
 
 
 def test_what_follows_a_failed_test_passes(tmp_path: Path):
-    (tmp_path / "conftest.py").write_text("from conftest_of_tests import *\nimport conftest_of_tests as c\nc.MOMENT = 0.1")
+    (tmp_path / "conftest.py").write_text(
+        "from conftest_of_tests import *\nimport conftest_of_tests as conftest\nconftest.MOMENT = 0.1"
+    )
     (tmp_path / "conftest_of_tests.py").symlink_to(HERE / "conftest.py")
     (tmp_path / "test_it.py").write_text(FOLLOWED)
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]

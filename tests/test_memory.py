@@ -187,7 +187,7 @@ def test_memory_for_many_tensors(moe: Model, measure: Any, way: Way) -> None:
 @pytest.mark.parametrize("way", [way for way in ROUTES if way.io != "mapped"], ids=str)
 def test_staging_stays_under_its_limit(experts: Model, way: Way, staging: int) -> None:
     checkpoint = penstock.open(experts.source)
-    pagecache.put(experts.files, "cold")
+    experts.near("cold")
     slices = {name: (..., slice(0, checkpoint[name].shape[-1] // 2)) for name in checkpoint}
     jobs = [checkpoint.start(slices=slices, options={**way.options, "staging": staging}) for _ in range(3)]
     results = [job.result() for job in jobs]
@@ -283,6 +283,5 @@ def test_writing_changes_neither_the_file_nor_other_tensors(experts: Model, way:
     for tensor in list(tensors.values())[::2]:
         assert not flat(tensor).any()
     experts.same(others)
-    pagecache.warm(path)
     assert hashlib.sha256(path.read_bytes()).digest() == before
     experts.same(penstock.open(path).load(framework=framework, options=way.options, **raw))
