@@ -98,9 +98,9 @@ fn alone() -> std::sync::MutexGuard<'static, ()> {
     guard
 }
 
-/// A thread that has been joined may be listed a moment longer.
+/// A thread that has been joined may be listed a moment longer, on a busy machine for seconds.
 fn none_left(prefix: &str) {
-    let until = Instant::now() + Duration::from_millis(500);
+    let until = Instant::now() + Duration::from_secs(10);
     while threads(prefix) > 0 {
         assert!(Instant::now() < until, "{} threads {prefix} still run", threads(prefix));
         std::thread::sleep(Duration::from_millis(1));
@@ -294,9 +294,10 @@ fn a_source_slower_than_the_stall_timeout_as_a_whole_is_not_stalled() {
     let _alone = alone();
     let bench = Bench::new();
     let mut request = bench.request(false);
-    request.options.stall_timeout = Duration::from_millis(400);
-    let (load, _) = bench.start(request, Throttling { rate: Some(16 * MIB), ..Throttling::default() });
-    assert!(load.wait(None).unwrap(), "a second in all, but something moved every 60 ms");
+    // A busy machine may put threads aside for most of a second.
+    request.options.stall_timeout = Duration::from_millis(1500);
+    let (load, _) = bench.start(request, Throttling { rate: Some(8 * MIB), ..Throttling::default() });
+    assert!(load.wait(None).unwrap(), "two seconds in all, but something moved every 125 ms");
 }
 
 #[test]
@@ -324,7 +325,8 @@ fn cancelling_a_slow_load_ends_it_at_once() {
         load.cancel();
         assert_eq!(load.wait(None).unwrap_err().kind(), ErrorKind::Cancelled);
         drop(load);
-        assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+        // The reads that are left take twenty seconds and more.
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
         none_left("penstock");
     }
 }

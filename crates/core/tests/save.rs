@@ -133,7 +133,7 @@ fn a_save_that_waits_for_a_tensor_can_be_given_up() {
         assert!(wants(&save).is_some());
         let begun = Instant::now();
         save.close();
-        assert!(begun.elapsed() < Duration::from_secs(1), "threads were left behind");
+        assert!(begun.elapsed() < PATIENCE / 2, "threads were left behind");
         assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -382,7 +382,7 @@ fn a_copy_that_hangs_ends_the_save_at_the_stall_timeout() {
         let error = ended(&save).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         save.close();
-        assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
         assert_eq!(Checkpoint::open(&[folder.path()]).unwrap_err().kind(), ErrorKind::NotFound);
         gpu.fake.release_hang();
         gpu.fake.drain();
