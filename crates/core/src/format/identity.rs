@@ -62,10 +62,12 @@ impl Identity {
                 "it was replaced by another file (device {}, inode {} then; device {}, inode {} now)",
                 self.dev, self.ino, now.dev, now.ino
             )
-        } else if self.size != now.size {
-            format!("it was {} bytes long and is {} now", self.size, now.size)
+        } else if now.size < self.size {
+            format!("it was truncated from {} to {} bytes", self.size, now.size)
+        } else if now.size > self.size {
+            format!("it grew from {} to {} bytes", self.size, now.size)
         } else {
-            format!("it was modified at {} ns and again at {} ns since the epoch", self.mtime_ns, now.mtime_ns)
+            format!("it was written to ({} ns since the epoch then, {} ns now)", self.mtime_ns, now.mtime_ns)
         };
         Err(Error::new(
             ErrorKind::Changed,

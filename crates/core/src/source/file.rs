@@ -331,24 +331,8 @@ impl Files {
     }
 
     fn compare(&self, file: u32, now: &Identity) -> Result<()> {
-        let was = &self.files[file as usize].identity;
-        if was == now {
-            return Ok(());
-        }
-        let what = if now.size < was.size {
-            format!("was truncated from {} to {} bytes", was.size, now.size)
-        } else if now.size > was.size {
-            format!("grew from {} to {} bytes", was.size, now.size)
-        } else if (now.dev, now.ino) != (was.dev, was.ino) {
-            "was replaced by another file".to_owned()
-        } else if now.mtime_ns != was.mtime_ns {
-            "was written to".to_owned()
-        } else {
-            "was written to, linked, renamed or given other permissions (its status change time moved)".to_owned()
-        };
-        let text =
-            format!("the file {what} after its header was read; open the checkpoint again when nothing writes to it");
-        Err(Error::new(ErrorKind::Changed, text).at(&self.files[file as usize].path))
+        let known = &self.files[file as usize];
+        known.identity.check(now).map_err(|e| e.at(&known.path))
     }
 }
 
