@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
     if not ours:
         return
-    reason, _ = gpus.find()
-    if reason is not None:
-        for item in ours:
-            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
     if checkpoints.QUICK and os.environ.get("PENSTOCK_TEST_WHOLE") != "1":
         items[:] = [item for item in items if item not in ours or item in _few(ours)]
     # A run that goes on after one that was cut off leaves out what that one has begun
@@ -38,6 +35,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if begun and folder:
         known = {line["started"] for line in results.read(Path(folder)) if "started" in line}
         items[:] = [item for item in items if item.nodeid not in known]
+
+
+@cache
+def _missing() -> str | None:
+    """Why there is no GPU, asked once."""
+    return gpus.find()[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # Not marks: what is skipped here is one line of pytest's summary
+    if (reason := _missing()) is not None:
+        pytest.skip(f"no GPU: {reason}")
 
 
 def _few(items: list[pytest.Item]) -> list[pytest.Item]:
