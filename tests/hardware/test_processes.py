@@ -50,8 +50,10 @@ for way in (load, stream):
 assert seen == 8, seen
 gc.collect()
 penstock.release_staging()
+print("well", flush=True)
+if gpu.fake:
+    os._exit(0)  # a signal in the middle of its allocator spoils the stand-in's own accounts
 gpu.close()
-print("well")
 """
 
 
