@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Gathers into .gpu/ (ignored by git) what a machine with a GPU needs that can fetch nothing: the hardware suite
-# (tests/hardware), Penstock's wheel, the wheels of its peers, and those of pytest. `make gpu-kit` calls it after `make wheel`.
+# (tests/hardware), Penstock's wheel, the wheels of its peers, and those of pytest. `make gpu-kit` calls it after
+# `make wheel`.
 #   there: OUT=results bash .gpu/gpu_run.sh
-# torch and numpy are taken from that machine: torch's wheel alone is larger than all that a kit may hold (MOST, MiB), and
-# has to match the driver there.
+# torch and numpy are taken from that machine: torch's wheel alone is larger than all that a kit may hold (MOST, MiB),
+# and has to match the driver there.
 # PYTHON: the interpreter whose pip fetches. FOR: Python's version on that machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +12,8 @@ python=${PYTHON:-python3} version=${FOR:-3.12} most=${MOST:-64}
 peers=(safetensors==0.9.0rc1 fastsafetensors instanttensor runai-model-streamer humanize)
 testing=(pytest pytest-timeout pluggy iniconfig packaging pygments)
 
-wheel=$(find dist -name "penstock-*_$(uname -m).whl" 2>/dev/null | head -1)
+wheel=$(find dist -name "penstock-*_$(uname -m).whl" -printf '%T@ %p\n' 2>/dev/null |
+  sort -rn | head -1 | cut -d' ' -f2-)
 [ -n "$wheel" ] || { echo "dist/ has no wheel of penstock: make wheel" >&2; exit 2; }
 
 mkdir -p .gpu/wheels .gpu/testing

@@ -31,7 +31,8 @@ for wheel in "$here"/wheels/*.whl; do
   case $wheel in */penstock-*) continue ;; esac
   install "$wheel" || echo "$(basename "$wheel") cannot be installed: the suite goes without it"
 done
-"$python" -c 'import pytest, pytest_timeout' 2>/dev/null || install "$here"/testing/*.whl || broken "pytest cannot be installed."
+"$python" -c 'import pytest, pytest_timeout' 2>/dev/null || install "$here"/testing/*.whl ||
+  broken "pytest cannot be installed."
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 
 # fastsafetensors asks for libcudart.so without a version: the one that torch brings, and no other.
@@ -46,7 +47,8 @@ P
 )
 if [ -n "$runtime" ]; then
   mkdir -p "$site/.lib" && ln -sf "$runtime" "$site/.lib/libcudart.so"
-  export LD_LIBRARY_PATH=$site/.lib:$(dirname "$runtime")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  LD_LIBRARY_PATH=$site/.lib:$(dirname "$runtime")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export LD_LIBRARY_PATH
 fi
 
 left=$((budget - SECONDS - 5))
