@@ -172,7 +172,7 @@ def test_torch_without_memory(gpu: FakeTorch, file: Path) -> None:
 def test_a_context_lost_in_the_middle(fake: FakeGpu, file: Path) -> None:
     fake.configure(sticky="6:700")
     error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
-    assert "700" in str(error) and "started anew" in str(error)
+    assert "700" in str(error) and "must be restarted" in str(error)
     # And for everybody after: nothing works in this process, but it says so at once.
     started = time.monotonic()
     fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
@@ -185,7 +185,7 @@ def test_every_error_that_loses_the_context_says_that_the_process_has_to_be_star
 ) -> None:
     fake.configure(sticky=f"3:{code}")
     error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
-    assert f"({code})" in str(error) and "started anew" in str(error), error
+    assert f"({code})" in str(error) and "must be restarted" in str(error), error
 
 
 @pytest.mark.parametrize("code", [801, 712, 1, 2])

@@ -263,7 +263,8 @@ fn an_error_of_any_read_ends_the_load_and_names_file_bytes_and_cause() {
         assert!(e.byte_range().is_some_and(|r| r.end > r.start), "{e}");
         // Told every time, and the same.
         assert_eq!(load.wait(None).map_err(|e| e.to_string()), Err(e.to_string()));
-        // Nothing reads or copies any more once the outcome is told, and nothing runs once the load is dropped.
+        // After the outcome is published nothing reads or copies any more, and after the load is dropped nothing of it
+        // runs.
         none_left("penstock-read");
         drop(load);
         none_left("penstock");

@@ -1,4 +1,4 @@
-//! Known plans: exactly so many reads, exactly so many bytes.
+//! Known plans: exact numbers of reads, exact numbers of bytes.
 #![allow(clippy::unwrap_used)]
 
 mod checkpoints;
@@ -91,7 +91,7 @@ fn gpt2_lands_in_place_in_131_reads() {
     assert_eq!((t.direct.extents, t.direct.bytes), (131, last - first));
     assert_eq!((t.wanted, t.slack, t.gap), (c.nbytes(), begin - first + last - past, 0));
     assert!(s.extents.iter().all(|e| e.landing == Landing::Block { block: 0 }));
-    // No short tail: the last two share what is left.
+    // No short tail: the last two share the rest.
     assert!(s.extents.iter().all(|e| e.len > MIB), "{:?}", s.extents.iter().map(|e| e.len).min());
 
     // Through the page cache: the exact bytes in as many reads.
@@ -378,7 +378,8 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
     let (direct, buffered) = (LIMITS, Limits { cold: Route::Buffered, ..LIMITS });
     let gpu = Limits { scatter: None, ..LIMITS };
     let most = |reads, slack, gaps, blocks, pieces| Cost { reads, slack, gaps, blocks, pieces };
-    // What was found is the bound but for reads and pieces: where a plan is cut may change a little.
+    // The measured value is the bound. Reads and pieces have some room, because the places where a plan is cut may
+    // change a little.
     let cases = [
         // 17, 0, 0, 1, 9320
         ("mapped", &aligned, all(&aligned), mapped(), buffered, most(18, 0, 0, 1, 9340), "4 MiB a read, one mapping"),

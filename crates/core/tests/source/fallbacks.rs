@@ -350,7 +350,7 @@ alone!(
         }
         let sample = public_sample();
         let files = sample.files();
-        // A page that somebody holds at the moment stays; as root what is said of it is exact.
+        // A page that the kernel or a process holds at the moment stays. As root its count is exact.
         let gone = (0..100).any(|_| {
             penstock::source::evict(&sample.path, None).unwrap();
             files.resident_ranges(0).unwrap().bytes() == 0
