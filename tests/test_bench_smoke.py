@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ordeal import results
 
-# Some twenty processes that import torch each.
-pytestmark = pytest.mark.timeout(600)
+# Some twenty processes that import torch each, and what they say of the page cache: once, and alone.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.machine]
 
 BENCH = [sys.executable, "-m", "penstock.cli", "bench"]
 TWO = ["penstock", "safetensors", "penstock load_into", "safetensors copy_", "penstock copy", "pread floor"]
@@ -64,6 +65,7 @@ def test_names_the_machine_the_versions_and_the_command(outcome: dict[str, Any])
     assert outcome["absent"]["instanttensor"]  # it loads to GPUs only
 
 
+@results
 def test_every_load_has_every_byte_compared_with_the_files(outcome: dict[str, Any], others: dict[str, Any]) -> None:
     for run in loads_of(outcome) + loads_of(others):
         assert "error" not in run, run
