@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
+from ._choices import Framework, Order
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
@@ -72,6 +73,22 @@ class Checkpoint:
         """The tensors' names in file order."""
         return self._core.keys()
 
+    def values(self) -> list[TensorInfo]:
+        """What the checkpoint says of each tensor, in file order. Reads nothing; `stream` gives the tensors."""
+        files = self.files
+        return [info_of(self._core, index, files) for index in range(len(self))]
+
+    def items(self) -> list[tuple[str, TensorInfo]]:
+        """(name, `TensorInfo`) of each tensor, in file order, as in ``checkpoint[name]``.
+
+        Reads nothing. `stream` gives (name, tensor) one after the other, `load` all tensors.
+        """
+        return [(info.name, info) for info in self.values()]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What the checkpoint says of the tensor called ``name``, or ``default`` if there is no such tensor."""
+        return self._info(self._core.index(name)) if name in self._core else default
+
     def __len__(self) -> int:
         return len(self._core)
 
@@ -126,12 +143,12 @@ class Checkpoint:
         device: Any = "cpu",
         names: Names = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         progress: Progress = None,
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> dict[str, Any]:
         """Loads tensors.
 
@@ -165,11 +182,11 @@ class Checkpoint:
         device: Any = "cpu",
         names: Names = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> _load.Job:
         """The same as `load`, in the background: returns at once, with all memory on a GPU allocated on this thread."""
         return _load.Job(*self._prepare(device, names, dtype, framework, options, slices, order))
@@ -178,10 +195,10 @@ class Checkpoint:
         self,
         device: Any = "cpu",
         names: Names = None,
-        order: str = "file",
+        order: Order = "file",
         window: int | str | None = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         progress: Progress = False,
         options: Options | Mapping[str, Any] | None = None,
         *,
@@ -207,10 +224,10 @@ class Checkpoint:
         device: Any,
         names: Names,
         dtype: Any,
-        framework: str | None,
+        framework: Framework | None,
         options: Options | Mapping[str, Any] | None,
         slices: Slices,
-        order: str,
+        order: Order,
     ) -> tuple[_load.Request, _load.Adapter]:
         where, made = _load.device_for(device, framework), _load.make_options(options)
         return _load.prepare(self, where, names, dtype, framework, made, slices, order)
@@ -224,7 +241,7 @@ class Checkpoint:
         slices: Slices = None,
         progress: Progress = None,
         options: Options | Mapping[str, Any] | None = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> Report:
         """Loads straight into existing tensors: no staging on the device, no second copy.
 
@@ -304,6 +321,16 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What IPython and notebooks offer after ``checkpoint["``."""
+        return self.keys()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: files, dtypes, sizes, and the first tensors."""
+        from ._notebook import page
+
+        return page(self)
 
     def __repr__(self) -> str:
         files = self.files

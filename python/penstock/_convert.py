@@ -16,6 +16,7 @@ from typing import Any
 
 from . import _save
 from ._checkpoint import Checkpoint, open
+from ._choices import Layout, Order
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
@@ -135,8 +136,8 @@ def convert(
     *,
     dtype: Any = None,
     max_shard_size: int | str | None = "5GB",
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
 ) -> Report:

@@ -14,6 +14,9 @@ from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._selection import Selection
 
+_SHOWN = 10
+"""Problems that the text of an error shows; `problems` has all of them."""
+
 
 def _match(
     selection: Selection, found: list[Destination], strict: bool
@@ -50,7 +53,9 @@ def _match(
         where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
         error = MismatchError(
             f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)} with the destinations; nothing was loaded\n  "
-            + "\n  ".join(problems),
+            + "\n  ".join(problems[:_SHOWN])
+            + f"\n  and {len(problems) - _SHOWN} more: .problems of this error lists all of them"
+            * (len(problems) > _SHOWN),
             path=files[0] if files else None,
         )
         error.problems = problems  # type: ignore[attr-defined]

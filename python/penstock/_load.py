@@ -16,9 +16,10 @@ from copy import copy
 from functools import cache
 from importlib.util import find_spec
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from . import _core
+from ._choices import Framework, Order
 from ._core import Options
 from ._device import Device, any_device
 from ._dtypes import cast_target
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import Checkpoint
 
-FRAMEWORKS = {
+FRAMEWORKS: dict[str, Framework] = {
     "pt": "pt",
     "torch": "pt",
     "pytorch": "pt",
@@ -57,7 +58,7 @@ FRAMEWORKS = {
     "dlpack": "dlpack",
 }
 """What people write for a framework, and what it is called here."""
-ORDERS = ("file", "layer")
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class Adapter(Protocol):
@@ -98,7 +99,7 @@ def _torch_is_installed() -> bool:
     return find_spec("torch") is not None
 
 
-def framework_named(framework: str | None) -> str:
+def framework_named(framework: str | None) -> Framework:
     """One of the values of `FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
     if framework is None:
         return "pt" if _torch_is_installed() else "np"
@@ -211,7 +212,7 @@ class Request(NamedTuple):
     selection: Selection
     device: Device
     options: Options
-    order: str
+    order: Order
 
 
 def check_order(order: str) -> None:
@@ -225,10 +226,10 @@ def prepare(
     device: Device,
     names: Names,
     dtype: Any,
-    framework: str | None,
+    framework: Framework | None,
     options: Options,
     slices: Slices = None,
-    order: str = "file",
+    order: Order = "file",
 ) -> tuple[Request, Adapter]:
     """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
     selection = select(checkpoint._core, names, slices)

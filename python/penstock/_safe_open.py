@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import _load
 from ._checkpoint import Checkpoint, Source, open_as
+from ._choices import Backend, Framework, Order
 from ._core import Options
 from ._device import Device
 from ._dtypes import DTYPES
@@ -192,16 +193,16 @@ class safe_open:
     def __init__(
         self,
         filename: Source,
-        framework: str | None = "pt",
+        framework: Framework | None = "pt",
         device: Any = "cpu",
         *,
-        backend: str | None = None,
+        backend: Backend | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
             wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
             raise wrong(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
-        self._framework = _load.framework_named(framework)
+        self._framework: Framework = _load.framework_named(framework)
         self._device = _load.device_for(device, framework)
         _load.check_device(self._framework, self._device)
         self._sliced_by = self._framework
@@ -379,7 +380,7 @@ class safe_open:
         slices = None if plan is None else {name: cut for name, cut in plan.items() if cut is not None}
         return PrefetchLoader(*_load.prepare(checkpoint, where, names, None, self._framework, options, slices))
 
-    def tensors(self, names: Names = None, order: str = "file") -> Iterator[tuple[str, Any]]:
+    def tensors(self, names: Names = None, order: Order = "file") -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor), reading ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""
         return self._open().stream(str(self._device), names, order, framework=self._framework, options=self._options)
 
@@ -397,8 +398,8 @@ def load_file(
     filename: Source,
     device: Any = "cpu",
     *,
-    framework: str | None = None,
-    backend: str | None = None,
+    framework: Framework | None = None,
+    backend: Backend | None = None,
     options: Options | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Every tensor of one or more files by name: ``safetensors.torch.load_file`` on this engine."""

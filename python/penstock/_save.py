@@ -10,9 +10,10 @@ from functools import cache, partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from . import _core, _load
+from ._choices import Layout, Order
 from ._core import Options
 from ._dlpack import DLTensor
 from ._dtypes import DTYPES
@@ -30,7 +31,7 @@ from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
-LAYOUTS = ("aligned", "compact")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -216,8 +217,8 @@ def _write(
     name: str,
     metadata: Mapping[str, str] | None,
     most: int | None,
-    layout: str,
-    order: str,
+    layout: Layout,
+    order: Order,
     fsync: bool,
     progress: Progress,
     options: Options | Mapping[str, Any] | None,
@@ -267,7 +268,7 @@ def _write(
             save.close()
 
 
-def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: str) -> bytes:
+def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: Layout) -> bytes:
     """The content of a file with these tensors."""
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
@@ -298,8 +299,8 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,
@@ -356,8 +357,8 @@ def save(
     *,
     max_shard_size: int | str | None = "5GB",
     name: str = "model.safetensors",
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,

@@ -17,10 +17,11 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
+from .._choices import NameMatch
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
 from .._selection import TensorInfo, unknown
@@ -60,8 +61,8 @@ def _check_fraction(value: Any) -> None:
 
 def _matcher(patterns: Any, mode: str) -> Callable[[str], bool]:
     """Whether a whole name, in its own case, is matched by one of ``patterns``."""
-    if mode not in ("glob", "exact", "regex"):
-        raise InvalidError(f"tensor_name_match_mode={mode!r}: give one of glob, exact, regex")
+    if mode not in get_args(NameMatch):
+        raise InvalidError(f"tensor_name_match_mode={mode!r}: give one of {', '.join(get_args(NameMatch))}")
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"tensor_filter={patterns!r}: give None or a list of strings")
     # Literal names may be as many as there are tensors
@@ -154,7 +155,7 @@ class safe_open:
         copy: bool = True,
         backend: Choice | Sequence[Choice] | None = None,
         tensor_filter: list[str] | None = None,
-        tensor_name_match_mode: str = "glob",
+        tensor_name_match_mode: NameMatch = "glob",
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
