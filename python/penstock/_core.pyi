@@ -41,42 +41,46 @@ class Options:
     def __new__(
         cls,
         *,
-        io: Io | None = None,
         cache: Cache | None = None,
+        copy: bool | None = None,
+        window: int | str | None = None,
         staging: int | str | None = None,
+        threads: int | None = None,
+        stall_timeout: float | None = None,
+        io: Io | None = None,
         extent: int | str | None = None,
         depth: int | None = None,
-        threads: int | None = None,
-        copy: bool | None = None,
         gap: int | str | None = None,
-        window: int | str | None = None,
-        stall_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
     @property
-    def io(self) -> Io: ...
-    @property
     def cache(self) -> Cache: ...
     @property
+    def copy(self) -> bool | None: ...
+    @property
+    def window(self) -> int: ...
+    @property
     def staging(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def stall_timeout(self) -> float: ...
+    @property
+    def io(self) -> Io: ...
     @property
     def extent(self) -> int: ...
     @property
     def depth(self) -> int: ...
     @property
-    def threads(self) -> int: ...
-    @property
-    def copy(self) -> bool | None: ...
-    @property
     def gap(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def stall_timeout(self) -> float: ...
     @property
     def trace(self) -> str: ...
     @staticmethod
-    def names() -> list[str]: ...
+    def names() -> list[str]:
+        """The everyday ones first."""
+    @staticmethod
+    def groups() -> dict[str, list[str]]:
+        """Names by group: "everyday", "advanced"."""
 
 @final
 class Checkpoint:

@@ -171,6 +171,11 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     return DLPack(selection, device, target)
 
 
+def options_listed() -> str:
+    """The names of all options by group, for an error."""
+    return "; ".join(f"{group} options: {', '.join(names)}" for group, names in Options.groups().items())
+
+
 def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:
     """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
     if isinstance(options, Options):
@@ -192,7 +197,7 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
         raise InvalidError(
             f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
             + f" (did you mean {', '.join(close)}?)" * bool(close)
-            + f": the options are {', '.join(Options.names())}"
+            + f"; {options_listed()}"
         )
     if isinstance(given.get("trace"), os.PathLike):
         given["trace"] = local_path(given["trace"], "trace")

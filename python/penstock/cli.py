@@ -19,14 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open
+from ._choices import Cache, Io
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
-from ._load import FRAMEWORKS, ORDERS, load, make_options
+from ._load import FRAMEWORKS, ORDERS, load, make_options, options_listed
 from ._paths import local_path
 from ._report import Report, size_text
 from ._save import LAYOUTS
@@ -247,12 +248,26 @@ def _inspect(args: argparse.Namespace) -> None:
 # load
 
 
+#: What `penstock load --help` says of each option: its value, and what it is for.
+_OPTIONS = {
+    "cache": ("WHAT", f"{', '.join(get_args(Cache))}: whether bytes from the disk stay in the page cache"),
+    "copy": ("BOOL", "true: private copies; false: map files wherever that is possible"),
+    "window": ("SIZE", "the most bytes that a stream reads ahead (1GiB)"),
+    "staging": ("SIZE", "the most staging memory of this process (256MiB)"),
+    "threads": ("N", "threads that read and copy (0: adapts)"),
+    "stall_timeout": ("SECONDS", "fail if nothing moves for so long (120)"),
+    "io": ("HOW", f"{', '.join(get_args(Io))}: the way of reading"),
+    "extent": ("SIZE", "the most bytes of one read (4MiB)"),
+    "depth": ("N", "the most reads in flight (0: adapts)"),
+    "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (16KiB)"),
+    "trace": ("FILE", "write what happened when, as --trace does"),
+}
+
+
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE; the names are {', '.join(_core.Options.names())}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE; {options_listed()}")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     for kind in (int, float):
@@ -641,8 +656,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--trace", metavar="FILE", help="write what happened when, for Chrome or Perfetto (option trace)")
     made.add_argument(
         "-o", "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
-        help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",
+        help="set one of the options below; may be repeated",
     )  # fmt: skip
+    for group, options in _core.Options.groups().items():
+        listed = [f"{name}={_OPTIONS[name][0]}\t{_OPTIONS[name][1]}" for name in options]
+        made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
 
     help = "check headers, bounds and index, and on request every byte"
     made = with_patience(with_source(command("verify", _verify, help)))
