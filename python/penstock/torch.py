@@ -47,24 +47,24 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def _check(tensors: Mapping[str, torch.Tensor], help: str = "") -> None:
     """Raises what ``safetensors.torch`` raises for tensors that it does not save."""
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"expected tensors by name, a dict, and got a {type(tensors).__name__}")
+        raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, no torch.Tensor")
+            raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
         raise InvalidError(
-            f"{', '.join(sparse)}: sparse tensors, which the format does not have. `.to_dense()` makes dense ones, "
+            f"{', '.join(sparse)}: the format has no sparse tensors. `.to_dense()` makes dense ones, "
             "which may be much larger"
         )
     without = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if without:
-        raise NoValuesError(f"{', '.join(without)}: on the meta device, with no values to save")
+        raise NoValuesError(f"{', '.join(without)}: on the meta device: there are no values to save")
     shared = groups(tensors)
     if shared:
         listed = "; ".join(", ".join(names) for names in shared)
         raise SharedMemoryError(
-            f"these tensors share memory: {listed}. Saved each by itself they take more room, and are no longer one "
+            f"these tensors share memory: {listed}. Saved one by one they take more room, and are no longer one "
             "when they are loaded. `save_model` saves a module's tied tensors once; `.clone()` makes separate ones"
         )
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]

@@ -28,7 +28,7 @@ pub(crate) fn aside<T: Send + 'static>(
             // Nobody may be there any more to hear it; then what it made is dropped here.
             let _unheard = tell.send(work());
         })
-        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start a thread to look at the files with: {e}")))?;
+        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the thread that looks at the files: {e}")))?;
     let mut moved = Instant::now();
     let mut before = progress();
     loop {

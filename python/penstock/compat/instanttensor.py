@@ -74,7 +74,7 @@ def _matcher(patterns: Any, mode: str) -> Callable[[str], bool]:
             if pattern not in literal
         ]
     except re.error as error:
-        raise InvalidError(f"tensor_filter: {error.pattern!r} is no regular expression: {error}") from error
+        raise InvalidError(f"tensor_filter: {error.pattern!r} is not a regular expression: {error}") from error
     return lambda name: name in literal or any(expression.fullmatch(name) for expression in expressions)
 
 
@@ -193,7 +193,7 @@ class safe_open:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the safe_open context exited: nothing can be read from it any more")
+            raise ClosedError("the safe_open context exited: it can no longer be read")
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) in file order, reading ahead. Tensors own their memory and may be kept.
@@ -275,7 +275,7 @@ class safe_open:
         odd = info.dtype == "F4" and (not shape or shape[-1] % 2)
         if dtype is None or odd:
             raise UnsupportedError(
-                f"tensor {name} is {info.dtype} of shape {list(shape)}: torch {torch.__version__} lacks that",
+                f"tensor {name} is {info.dtype} of shape {list(shape)}: torch {torch.__version__} has no such tensors",
                 path=info.file,
             )
         return dtype, torch.Size((*shape[:-1], shape[-1] // 2) if info.dtype == "F4" else shape)
