@@ -41,7 +41,7 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///
 /// - cache: "auto" | "keep" | "bypass": whether bytes that come from the disk stay in the page cache.
 /// - copy: on the CPU. True gives private copies. False maps files wherever the file system allows it. None (the default)
-///   maps what is worth mapping.
+///   maps local files (with cache="bypass" only those that are resident).
 /// - window: the most bytes that a stream reads ahead of its consumer (default 1 GiB).
 /// - staging: the most bytes of staging memory of this process (default 256 MiB).
 /// - threads: the number of threads that read through the page cache and copy; 0 (the default) adapts.
@@ -239,7 +239,7 @@ fn size(text: &str) -> Result<u64, String> {
     let number: f64 = number.parse().map_err(|_| "must be bytes, or a size such as \"256MiB\"".to_owned())?;
     let bytes = number * factor;
     if bytes > 9e18 {
-        return Err("is more than there is".into());
+        return Err("is out of range".into());
     }
     Ok(bytes as u64)
 }
@@ -252,7 +252,7 @@ fn seconds(value: f64) -> Result<Duration, String> {
     }
 }
 
-/// The stall timeout that holds where no options are given: `value`, else the environment's, else the default.
+/// The stall timeout if no options are given: `value`, otherwise the environment's, otherwise the default.
 pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
     const VARIABLE: &str = "PENSTOCK_STALL_TIMEOUT";
     let mut options = Core::default();
@@ -298,7 +298,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
                 _ => return Err("must be true, false or none".into()),
             }
         }
-        _ => return Err("is no option".into()),
+        _ => return Err("is not an option".into()),
     }
     Ok(())
 }
@@ -320,7 +320,7 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
             let path: std::path::PathBuf = value.extract().map_err(|_| wrong("a path"))?;
             o.trace = path.into_os_string().into_string().map_err(|_| refuse("must be Unicode".into()))?;
         }
-        // To Python True is 1.
+        // For Python, True is 1.
         _ if value.is_instance_of::<PyBool>() => return Err(wrong("a whole number or a size such as \"256MiB\"")),
         _ => {
             let text = match (value.extract::<i128>(), value.extract::<String>()) {
