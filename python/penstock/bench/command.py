@@ -27,25 +27,30 @@ SCHEMA = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, judges nothing")
-    tables = f"redo a published table, and print it beside ours: {', '.join(PRESETS)}"
+    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works; the times mean nothing")
+    tables = f"repeat a published comparison, and print its figures beside ours: {', '.join(PRESETS)}"
     add("--preset", choices=PRESETS, metavar="NAME", help=tables)
-    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (3; quick: 1)")
-    scenarios = f"only this one, of {', '.join(SCENARIOS)}; may be repeated"
+    add("--rounds", type=int, metavar="N", help="processes for each contestant and scenario (default: 3; --quick: 1)")
+    scenarios = f"run only this one: {', '.join(SCENARIOS)}; may be repeated"
     add("--scenario", action="append", choices=SCENARIOS, metavar="NAME", help=scenarios)
     named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
-    add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
-    add("--contestant", action="append", metavar="NAME", help="only this one; may be repeated")
-    add("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    add("--no-routes", dest="routes", action="store_false", help="each loader's own choice of route only")
-    add("--no-traces", dest="traces", action="store_false", help="no extra loads for timelines")
-    add("--size", type=float, metavar="BYTES", help="most bytes of a model that can be cut (as the disk allows)")
-    add("--loads", type=int, default=0, metavar="N", help="loads of one process for latencies (50)")
-    where = "where checkpoints lie (.bench/checkpoints); several take the shards in turn: one for each drive"
+    add("--checkpoint", action="append", metavar="NAME", help=f"load only this one: {named}; may be repeated")
+    add("--contestant", action="append", metavar="NAME", help="run only this loader; may be repeated")
+    add("--device", default="cpu", help='where to load to: "cpu" (default), "cuda:0", ...')
+    add("--no-routes", dest="routes", action="store_false", help="leave out the loaders with a forced way of reading")
+    add("--no-traces", dest="traces", action="store_false", help="leave out the extra loads that make timelines")
+    add(
+        "--size",
+        type=float,
+        metavar="BYTES",
+        help="the most bytes of a checkpoint that can be made smaller (default: what the disk allows)",
+    )
+    add("--loads", type=int, default=0, metavar="N", help="loads in one process, to measure latencies (default: 50)")
+    where = "where checkpoints are written (default: .bench/checkpoints); repeat it to spread the shards over drives"
     add("--folder", type=Path, action="append", help=where)
-    add("--json", type=Path, metavar="FILE", help="where results go (.bench/results.json)")
-    add("--html", type=Path, metavar="FILE", help="also make a page of them")
-    only = "only print a result file as Markdown tables, with --html as a page too"
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE (default: .bench/results.json)")
+    add("--html", type=Path, metavar="FILE", help="also write the results as an HTML page")
+    only = "run nothing: print a file of results as Markdown tables (with --html as a page too)"
     add("--tables", type=Path, metavar="RESULTS", help=only)
 
 
