@@ -194,7 +194,8 @@ class Checkpoint:
 
         Args:
             order: "file", or "layer" to get the tensors of one layer together even if they are in different files.
-            window: Most bytes read ahead of the consumer, such as "1GiB" (the default); the largest tensor always fits.
+            window: Most bytes read ahead of the consumer, such as "1GiB" (the default), or the next tensor alone
+                where that is larger.
 
         The other arguments, and the errors, are those of `load`.
         """

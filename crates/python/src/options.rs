@@ -42,7 +42,8 @@ const NAMES: [&str; 11] =
 /// - copy: on the CPU, True gives private copies, False maps wherever the file system allows it, None maps what is worth
 ///   mapping.
 /// - gap: unwanted bytes between two wanted runs that are read rather than skipped (default 16 KiB).
-/// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
+/// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB), or the
+///   next tensor alone where that is larger.
 /// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
 /// - trace: file that a trace of the load is written to, for Chrome or Perfetto; "" (the default) for none. "{pid}" and "{n}"
 ///   in it stand for the process and the number of the traced load in it.
