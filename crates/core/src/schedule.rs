@@ -136,6 +136,8 @@ pub struct Limits {
     /// this many wanted bytes; below, they go through a slab (an iovec costs more than a copy). `None`: everything that is
     /// not in place goes through a slab.
     pub scatter: Option<u64>,
+    /// O_DIRECT may land in blocks. Else it goes through slabs, which no forked child inherits.
+    pub direct_in_place: bool,
     /// Most bytes read ahead of the consumer of a stream; `None` where nobody takes anything before the end.
     pub window: Option<u64>,
 }
@@ -357,6 +359,7 @@ struct Rules {
     /// Most bytes of an extent, a multiple of `unit`.
     extent: u64,
     gap: u64,
+    direct_in_place: bool,
     window: Option<u64>,
     cold: Route,
     warm: Route,
@@ -379,6 +382,7 @@ impl Rules {
             step: if extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE },
             extent: (extent / PAGE * PAGE).max(PAGE),
             gap: limits.gap,
+            direct_in_place: limits.direct_in_place,
             window: limits.window,
             cold: Route::Mapped,
             warm: Route::Mapped,
@@ -425,6 +429,7 @@ impl Rules {
             step: if traits.filled && unit == PAGE && extent >= HUGE_PAGE { HUGE_PAGE } else { unit },
             extent,
             gap,
+            direct_in_place: limits.direct_in_place,
             window: limits.window,
             cold,
             warm,
@@ -688,6 +693,7 @@ impl Plan<'_> {
 
     /// Cuts a part of the span, alike in landing and route, into extents.
     fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Route) {
+        let home = home.filter(|_| route != Route::Direct || rules.direct_in_place);
         let whole_units = route != Route::Buffered;
         let (mut at, end) =
             if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };

@@ -16,6 +16,7 @@ const LIMITS: Limits = Limits {
     cold: Route::Direct,
     warm: Route::Buffered,
     scatter: Some(4096),
+    direct_in_place: true,
     window: None,
 };
 

@@ -220,6 +220,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         cold: Route::Direct,
         warm: Route::Buffered,
         scatter: None,
+        direct_in_place: true,
         window: None,
     };
     let layout =
