@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from penstock.bench import bounds, presets, tables
 from penstock.bench.contestants import CONTESTANTS
+from penstock.bench.forkserver import Forkserver
 from penstock.bench.layouts import MODELS
-from penstock.bench.results import TOLERANCE, percentile, summarise
-from penstock.bench.scenarios import SCENARIOS, accepts, ceilings
+from penstock.bench.results import ALONE, TOLERANCE, TOUCHED, percentile, summarise
+from penstock.bench.rounds import Bench, Settings
+from penstock.bench.scenarios import SCENARIOS, accepts, ceilings, chosen
 
 GB = 10**9
 
@@ -94,6 +97,110 @@ def test_the_fastest_measurement_of_a_ceiling_decides_also_if_it_is_of_the_calib
     assert "fault" in row_of(runs)
     [row] = [row for row in summarise(runs, [at_rest]) if row["kind"] == "penstock"]
     assert "fault" not in row
+
+
+def test_a_share_is_of_the_ceilings_median_which_the_row_names():
+    # Before this contestant's own loads the disk happened to be slow; the share is of the ceiling that is drawn
+    runs = [load(2.0, raw_s=1.5), load(1.0, "safetensors", raw_s=0.5), load(1.0, "safetensors", raw_s=0.5)]
+    for row in summarise(runs, []):
+        assert row["ceiling_s"] == pytest.approx(0.5)
+        assert row["share"] == pytest.approx(row["ceiling_s"] / row["median_s"])
+
+
+def test_a_fault_names_the_ceiling_that_was_that_fast():
+    # `direct` is usually the faster one and so the ceiling; `populate` was once faster than it ever was
+    runs = [load(0.5, raw_s=0.8), load(0.5, raw_s=0.8), ceiling(0.7, "populate", "cold")]
+    runs += [ceiling(1.0, "populate", "cold"), ceiling(1.0, "populate", "cold")]
+    row = row_of(runs)
+    assert row["ceiling"] == "direct"
+    assert "populate alone took 0.700 s at its fastest" in row["fault"]
+
+
+def recorded(*runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs as the benchmark keeps them: with the time that they are ranked by."""
+    bench = Bench(Settings(rounds=1, folders=[]), Forkserver())
+    for run in runs:
+        bench.record(run | {"round": 0})
+    return bench.runs
+
+
+EARLY = {"touch_s": 2.0, "touch_cpu_s": 0.5, "touch_absent_bytes": 0, "touch_major_faults": 0}
+LATE = {"touch_s": 0.1, "touch_cpu_s": 0.1, "touch_absent_bytes": 0, "touch_major_faults": 0}
+
+
+@pytest.mark.parametrize("scenario", [one.name for one in SCENARIOS.values() if one.from_disk])
+def test_loads_from_the_disk_are_ranked_by_the_last_byte_touched(scenario, capsys):
+    # One returns at once and leaves it to the first touch to bring the pages; no page counts as absent
+    runs = recorded(load(0.1, "safetensors", scenario, **EARLY), load(1.0, "penstock", scenario, **LATE))
+    rows = summarise(runs, [])
+    early, late = rows
+    assert (early["contestant"], early["median_s"], early["load_s"]) == ("safetensors", 2.1, 0.1)
+    assert (late["contestant"], late["median_s"], late["load_s"]) == ("penstock", 1.1, 1.0)
+    assert early["ranked"] == late["ranked"] == TOUCHED
+    assert early["cpu_s"] == pytest.approx(0.05 + 0.5)  # the touch's too
+    tables.print_tables({"rows": rows, "bounds": [], "preset": None})
+    printed = capsys.readouterr().out
+    assert "ranked by the time to the last byte touched" in printed
+    assert "| | last byte s | load s |" in printed
+    assert printed.index("| penstock | 1.100 | 1.000 |") < printed.index("| safetensors | 2.100 | 0.100 |")
+
+
+@pytest.mark.parametrize("scenario", [one.name for one in SCENARIOS.values() if not one.from_disk])
+def test_other_loads_are_ranked_by_the_load_alone(scenario, capsys):
+    rows = summarise(recorded(load(0.1, "safetensors", scenario, **EARLY)), [])
+    assert (rows[0]["median_s"], rows[0]["ranked"]) == (0.1, ALONE)
+    tables.print_tables({"rows": rows, "bounds": [], "preset": None})
+    assert "ranked by the time of the load alone" in capsys.readouterr().out
+
+
+def test_what_a_load_left_on_the_disk_is_added_where_the_load_alone_is_ranked():
+    [row] = summarise(recorded(load(0.1, scenario="warm", **EARLY | {"touch_absent_bytes": 4096})), [])
+    assert row["median_s"] == 2.1
+    assert row["cpu_s"] == pytest.approx(0.55)
+
+
+def test_on_a_gpu_there_is_nothing_to_touch():
+    [row] = summarise(recorded(load(0.1)), [], on_gpu=True)
+    assert (row["median_s"], row["ranked"]) == (0.1, ALONE)
+
+
+def test_cold_means_both_states_of_memory_and_whoever_takes_part_in_one_takes_part_in_both():
+    assert chosen(["warm", "cold"]) == ("warm", "cold", "cold-freed")
+    assert chosen(["cold-freed"]) == ("cold-freed",)
+    assert (SCENARIOS["cold"].state, SCENARIOS["cold-freed"].state) == (
+        "memory in use before",
+        "memory given back before",
+    )
+    for one in CONTESTANTS:
+        assert ("cold" in one.scenarios) is ("cold-freed" in one.scenarios), one.name
+
+
+def test_a_second_start_stands_beside_a_warm_one_and_tells_how_long_the_fill_took(capsys):
+    more = {"semantics": "private", "warm_s": 1.0, "first_s": 3.0, "fill_s": 0.7, "fill_state": "finished"}
+    runs = [load(seconds, "penstock copy", "second", **more) for seconds in (1.05, 1.2)]
+    runs.append(load(1.05, "penstock copy", "second", **more | {"fill_s": 9.0, "fill_state": "stopped"}))
+    rows = summarise(runs, [])
+    [claim] = [row for row in bounds.bounds(rows, judged=True) if row["claim"].startswith("second, copied")]
+    assert claim["holds"]
+    assert claim["value"] == pytest.approx(1.1 / 1.05)
+    tables.print_tables({"rows": rows, "bounds": [], "preset": None})
+    heading, _, line = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][:3]
+    told = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
+    assert (told["median s"], told["warm s"], told["fill s"]) == ("1.050", "1.000", "0.700")
+
+
+def test_a_quick_run_prints_no_time_and_no_ranking(capsys):
+    rows = summarise([load(0.9, "safetensors"), load(0.5, raw_s=0.1), ceiling(0.1, "populate", "cold")], [])
+    about = {"cpu": "x", "cores": 1, "memory": 0, "kernel": "0", "file_system": "ext4", "python": "3", "versions": {}}
+    result = {"machine": about | {"load_average": [0.0]}, "load_average_at_end": [0.0], "command": "penstock bench"}
+    result |= {"rows": rows, "bounds": bounds.bounds(rows, judged=False), "absent": {}, "quick": True}
+    assert result["bounds"]
+    tables.print_results(result)
+    printed = capsys.readouterr().out
+    _, found = printed.split("A quick run is too small to be judged: it shows that everything works, and ranks nobody.")
+    assert not re.search(r"\d\.\d|GB/s|share|bound|fast", found)
+    assert found.index("safetensors") < found.index("penstock")  # in their turn, the slower one first
+    assert found.count("1 load of 1000 MB, every byte verified") == 2
 
 
 def test_zero_copy_has_no_ceiling_and_so_no_fault():
