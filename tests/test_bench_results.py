@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -187,6 +192,66 @@ def test_a_second_start_stands_beside_a_warm_one_and_tells_how_long_the_fill_too
     heading, _, line = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][:3]
     told = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
     assert (told["median s"], told["warm s"], told["fill s"]) == ("1.050", "1.000", "0.700")
+
+
+def program(name: str) -> ModuleType:
+    """A program of `benches/`, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "benches" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_promises_of_copied_loads_are_judged_by_what_was_measured(capsys):
+    copied = program("copied")
+
+    def turn(seconds: float, cache: str = "keep", **more: Any) -> list[dict[str, Any]]:
+        return [{"seconds": seconds, "cpu": 0.1, "cache": cache, "reason": ""} | more]
+
+    fill = {"state": "finished", "reason": "", "seconds": 0.5, "nbytes": GB}
+    turns = {"cold, no option": turn(2.2, "fill", fill=fill), "cold, keep": turn(3.0), "cold, bypass": turn(1.9)}
+    turns |= {"second, no option": turn(1.0, fill=fill | {"state": "stopped"}), "warm, no option": turn(1.0)}
+    of = {"nbytes": GB, "turns": turns, "warm loads": {"loads": 200, "median": 1.0, "p99": 1.9}}
+    of["promises"] = copied.promises(of)
+    assert [(round(one["value"], 2), one["holds"]) for one in of["promises"]] == [
+        (1.16, False), (1.0, True), (1.9, True),
+    ]  # fmt: skip
+    about = {"cpu": "x", "cores": 2, "kernel": "6", "file_system": "ext4", "load_average": [0.5]}
+    document = {"machine": about, "load_average_at_end": [1.0], "time": "now", "seconds": 1, "command": "python it"}
+    copied.show(document | {"rounds": 1, "checkpoints": {"x": of}})
+    printed = capsys.readouterr().out
+    assert "| cold, no option | 2.200 | 1.16 | 2.200 | 2.200 | 0.100 | fill 1; filled in 0.50 s |" in printed
+    assert "| second, no option | 1.000 | 1.00 | 1.000 | 1.000 | 0.100 | keep 1; 1 not filled |" in printed
+    assert "- cold: times as long as the faster of keep and bypass: 1.16 (at most 1.1): **missed**" in printed
+    assert "200 warm loads of one process: median 1.0000 s, p99 1.9000 s" in printed
+
+
+def test_readmes_figures_are_medians_and_ranges_to_the_last_byte_touched(tmp_path, monkeypatch, capsys):
+    readme = program("readme")
+    runs = []
+    for scenario in ("cold", "cold-freed", "warm"):
+        for contestant, times in (("penstock", 1), ("safetensors", 2)):
+            for seconds in (0.2, 0.4, 0.3):
+                more = LATE if scenario != "warm" else LATE | {"touch_s": 0.001}
+                seconds *= times if scenario != "warm" else times / 100
+                runs.append(load(seconds, contestant, scenario, checkpoint="gpt2", **more))
+    results = tmp_path / "results.json"
+    about = {"cpu": "x", "cores": 2, "kernel": "6"}
+    results.write_text(json.dumps({"runs": recorded(*runs), "machine": about, "time": "now", "command": "it"}))
+    page = tmp_path / "README.md"
+    page.write_text("| cold | FIGURE-COLD | FIGURE-COLD-S |\n| cpu | FIGURE-CPU | FIGURE-CPU-S |\n| FIGURE-WARM |")
+    monkeypatch.setattr(sys, "argv", ["readme.py", str(results), "--write", str(page)])
+    readme.main()
+    assert page.read_text().splitlines() == [
+        "| cold | 0.40 s (0.30 to 0.50) | 0.70 s (0.50 to 0.90) |",
+        "| cpu | 0.25 s (0.20 to 0.30) | 0.40 s (0.30 to 0.50) |",
+        "| 4.0 ms (3.0 to 5.0) |",
+    ]
+    assert "FREED-COLD-S         0.70 s (0.50 to 0.90)" in capsys.readouterr().out
+    results.write_text(json.dumps({"runs": [], "machine": about, "time": "now", "command": "it"}))
+    with pytest.raises(SystemExit, match="no verified loads of gpt2, cold, penstock"):
+        readme.main()
 
 
 def test_a_quick_run_prints_no_time_and_no_ranking(capsys):
