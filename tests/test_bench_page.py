@@ -174,6 +174,7 @@ def test_says_which_time_is_ranked(parsed: Parsed) -> None:
     titles = [title for title, _ in parsed.headings]
     assert titles.count("to last byte") == titles.count("load alone") == 2
     assert titles.count("median") == 1
+    assert titles[titles.index("to last byte") + 1] == "load alone"
 
 
 def test_bars_of_cold_loads_go_to_the_last_byte_touched_and_show_the_load_alone(parsed: Parsed) -> None:

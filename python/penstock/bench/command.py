@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, ranks nobody")
     tables = f"{SUMMARY.name}: cold and warm loads in minutes; or a published table, redone: {', '.join(PRESETS)}"
     add("--preset", choices=[SUMMARY.name, *PRESETS], metavar="NAME", help=tables)
-    rounds = f"processes per contestant and scenario (3; {SUMMARY.name}: 5; quick: 1)"
+    rounds = f"processes per contestant and scenario (3; {SUMMARY.name}: 4; quick: 1)"
     add("--rounds", type=int, metavar="N", help=rounds)
     scenarios = f"only this one, of {', '.join(SCENARIOS)}; may be repeated; cold means cold-freed too"
     add("--scenario", action="append", choices=SCENARIOS, metavar="NAME", help=scenarios)
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> bool:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        rounds=arguments.rounds or (1 if arguments.quick else 5 if summary else 3),
+        rounds=arguments.rounds or (1 if arguments.quick else 4 if summary else 3),
         folders=folders,
         device=arguments.device,
         routes=arguments.routes,

@@ -191,6 +191,7 @@ def _disk(at: float) -> tuple[dict[str, Any], dict[str, Any]]:
     name = {
         "xref": "paper", "yref": "y2", "x": 1, "y": at, "xanchor": "right", "yanchor": "bottom", "showarrow": False,
         "text": f"ceiling <b>disk</b> {digits(at)} GB/s", "font": {"size": 12, "color": light("muted")},
+        "bgcolor": light("page"), "borderpad": 1,
     }  # fmt: skip
     return line, name
 

@@ -56,13 +56,11 @@ COLUMNS = (
     Column("fault", "fault", about="faster than its ceiling: the measurement is wrong"),
     Column("error", "error"),
 )  # fmt: skip
-#: Columns of a table that is ranked by the time to the last byte touched.
-_TO_LAST_BYTE = {
-    "median_s": Column(
-        "to last byte", "median_s", "load", about="median: the load, then one byte of every page touched"
-    ),
-    "load_s": Column("load alone", "load_s", "seconds", about="median, without the touch"),
-}
+#: What leads in a table that is ranked by the time to the last byte touched, instead of the median and the load.
+_TO_LAST_BYTE = (
+    Column("to last byte", "median_s", "load", about="median: the load, then one byte of every page touched"),
+    Column("load alone", "load_s", "load", about="median, without the touch"),
+)
 #: Columns that a quick run, which judges nothing, has none of.
 JUDGING = ("ceiling", "share", "fault")
 #: Columns whose text may be long: they wrap.
@@ -118,7 +116,9 @@ def results_table(rows: list[Row], label: str, in_turn: bool = False) -> Html:
     rows = rows if in_turn else in_order(rows)
     known = [chosen for chosen in COLUMNS if not (in_turn and chosen.key in JUDGING)]
     if any(row.get("ranked") == TOUCHED for row in rows):
-        known = [_TO_LAST_BYTE.get(chosen.key, chosen) for chosen in known]
+        place = [chosen.key for chosen in known].index("median_s")
+        kept = [chosen for chosen in known if chosen.key not in ("median_s", "load_s")]
+        known = [*kept[:place], *_TO_LAST_BYTE, *kept[place:]]
     columns = [chosen for chosen in known if any(chosen.value(row) is not None for row in rows)]
     made = [_cells(chosen, rows) for chosen in columns]
     head = [tag("th", tag("button", "contestant", type="button"), scope="col", class_="left")]
