@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from penstock.bench import bounds, presets, tables
+from penstock.bench import bounds, command, presets, tables
 from penstock.bench.contestants import CONTESTANTS
 from penstock.bench.forkserver import Forkserver
 from penstock.bench.layouts import MODELS
@@ -178,6 +179,18 @@ def test_cold_means_both_states_of_memory_and_whoever_takes_part_in_one_takes_pa
     )
     for one in CONTESTANTS:
         assert ("cold" in one.scenarios) is ("cold-freed" in one.scenarios), one.name
+
+
+def test_the_summary_is_three_checkpoints_cold_and_warm_without_ceilings():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    arguments = parser.parse_args(["--preset", "summary"])
+    found = command.kinds(arguments, [])
+    assert {name: chosen(kind.scenarios) for name, kind in found.items()} == dict.fromkeys(
+        ("gpt2", "dense", "moe"), ("cold", "cold-freed", "warm")
+    )
+    assert set(presets.SUMMARY.contestants) <= {one.name for one in CONTESTANTS}
+    assert "summary" not in presets.PRESETS  # there is no published table to print beside it
 
 
 def test_a_second_start_stands_beside_a_warm_one_and_tells_how_long_the_fill_took(capsys):

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> bool:
             raise InvalidError(f"no such contestant: {name} (there are {', '.join(known)})")
     summary = arguments.preset == SUMMARY.name
     preset = SUMMARY if summary else PRESETS[arguments.preset] if arguments.preset else None
-    part = "quick" if arguments.quick else "full" if summary else arguments.preset or "full"
+    part = "full" if summary else arguments.preset or ("quick" if arguments.quick else "full")
     folders = [folder / part for folder in arguments.folder or [Path(".bench/checkpoints")]]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
