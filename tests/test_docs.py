@@ -79,16 +79,10 @@ def test_python_examples_run(here, page):
         "build_the_model": lambda: None,
         "model": {name: torch.empty(t.shape, dtype=torch.bfloat16) for name, t in _tensors("model")},
     }
-    patches = penstock._patch._routing.patches
-    try:
-        for code in blocks(page, "python"):
-            code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
-            with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(code, page, "exec"), known)
-    finally:
-        # A program may leave its patch in force for good; the tests after this one are not to have it
-        while penstock._patch._routing.patches > patches:
-            penstock._patch._routing.end()
+    for code in blocks(page, "python"):
+        code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(code, page, "exec"), known)
 
 
 MINILM = "all-MiniLM-L6-v2"

@@ -38,6 +38,8 @@ const LOOK_EVERY: u64 = 64 * MIB;
 const STACK: usize = 128 << 10;
 /// Stopping the thread waits at most so long for the step under way.
 const STOP: Duration = Duration::from_secs(1);
+/// Ten years. Longer waits are cut to this: a clock cannot count to `Duration::MAX`.
+const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// How a fill stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,7 +172,7 @@ impl CacheFill {
         if self.0.pid != std::process::id() {
             return true;
         }
-        let until = Instant::now() + timeout;
+        let until = Instant::now() + timeout.min(LONGEST_WAIT);
         let mut state = lock(&self.0.state);
         while state.end.is_none() {
             let left = until.saturating_duration_since(Instant::now());
@@ -321,7 +323,7 @@ impl Fills {
     }
 
     fn wait_until(&self, patience: Duration, mut reached: impl FnMut(&Queue) -> bool) {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + patience.min(LONGEST_WAIT);
         let mut state = lock(&self.state);
         while !reached(&state) {
             let left = until.saturating_duration_since(Instant::now());
