@@ -106,7 +106,7 @@ def test_a_quick_run_says_that_it_is_no_basis(tmp_path: Path) -> None:
         attributes["class"] for _, attributes in page.elements if (attributes.get("class") or "").startswith("card")
     ]
     assert cards[1:] == ["card", "card", "card bad", "card bad"]  # neither bounds nor who is first
-    assert "a quick run ranks nobody" in page.text
+    assert "a quick run ranks no loader" in page.text
     assert "as fast" not in page.text
     assert "share" not in [text for text, _ in page.headings]
     assert len(page.figures) == 1  # the timeline: bars beside each other would rank

@@ -194,7 +194,7 @@ def test_a_quick_run_states_the_bounds_without_judging(outcome: dict[str, Any]) 
     assert any(claim.startswith("cold: share of") for claim in claims)
     assert any("fastest rival (safetensors)" in claim for claim in claims)
     assert not any(row["judged"] for row in outcome["bounds"])
-    assert "too small to be judged: it shows that everything works, and ranks nobody" in outcome["printed"]
+    assert "too small to be judged: it shows that everything works, and ranks no loader" in outcome["printed"]
     assert "fastest rival" not in outcome["printed"]
     assert "GB/s" not in outcome["printed"]
 

@@ -29,7 +29,7 @@ SCHEMA = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, ranks nobody")
+    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, ranks no loader")
     tables = f"{SUMMARY.name}: cold and warm loads in minutes; or a published table, redone: {', '.join(PRESETS)}"
     add("--preset", choices=[SUMMARY.name, *PRESETS], metavar="NAME", help=tables)
     rounds = f"processes per contestant and scenario (3; {SUMMARY.name}: 4; quick: 1)"

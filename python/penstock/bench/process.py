@@ -271,7 +271,7 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
             say({"absent": str(error)})
             return
         raise
-    # What they import when they are first used, as whoever named it at the start of a program would have it.
+    # A program that names these at its start has imported them before its first load.
     if contestant.module in ("safetensors", "penstock"):
         importlib.import_module({"safetensors": "safetensors.torch", "penstock": "penstock._torch"}[contestant.module])
     obstacle = contestant.obstacle()

@@ -177,7 +177,7 @@ class Bench:
             entrants.remove(one)
             self.absent[f"{one.name}, {placed.name}"] = f"takes a minute and more for {placed.tensors:,} tensors"
         if not entrants:
-            raise Absent("nobody to compare; on a GPU all memory is private, and `warm` compares all of it")
+            raise Absent("no loader to compare; on a GPU all memory is private, and `warm` compares all of it")
         if scenario.limited:
             with MemoryLimit(placed.nbytes):
                 pass  # raises where there can be none
@@ -186,7 +186,7 @@ class Bench:
             self.best(placed, measure, best)
         main = [one for one in entrants if not one.route]
         if scenario.cache == "full" and not scenario.tmpfs:
-            # In the folios that plain reads leave, not in those of whoever loaded last.
+            # In the folios that plain reads leave, not in those of the loader before.
             evict(placed.files)
             fill(placed.files)
         for number in range(self.settings.rounds):

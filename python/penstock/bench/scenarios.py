@@ -93,7 +93,7 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
 def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
     """Whether a contestant with these semantics is compared in the scenario."""
     if on_gpu and semantics != "into":
-        # Memory of a GPU is private memory, whoever fills it: there `warm` compares all of them.
+        # On a GPU all memory is private: there `warm` compares all loaders.
         return "any" in scenario.semantics
     return semantics in scenario.semantics
 

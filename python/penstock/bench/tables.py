@@ -138,8 +138,8 @@ def print_results(result: dict[str, Any]) -> None:
 
 
 def _print_quick(result: dict[str, Any]) -> None:
-    """What a quick run shows: who loaded what, and that every byte is right. No times: nobody is to rank by them."""
-    print("\nA quick run is too small to be judged: it shows that everything works, and ranks nobody.")
+    """What a quick run shows: what each loader loaded, and whether every byte is right. No times, hence no ranking."""
+    print("\nA quick run is too small to be judged: it shows that everything works, and ranks no loader.")
     for (checkpoint, scenario), rows in _in_turn(result["rows"]).items():
         print(f"\n{checkpoint}, {scenario}")
         width = max(len(row["contestant"]) for row in rows)

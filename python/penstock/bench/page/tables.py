@@ -109,7 +109,7 @@ def in_order(rows: list[Row]) -> list[Row]:
 
 
 def results_table(rows: list[Row], label: str, in_turn: bool = False) -> Html:
-    """Everything that is known of the loads of one scenario; columns that nobody has are left out.
+    """Everything that is known of the loads of one scenario; columns without a value are left out.
 
     The fastest comes first, except with `in_turn`: then rows stand as they were measured, without what judges them.
     """

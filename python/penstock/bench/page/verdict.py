@@ -50,7 +50,7 @@ def _cards(found: Verdict, quick: bool) -> list[Html]:
         told = "first everywhere" if not found.behind else f"not first in {len(found.behind)}"
         firsts = _card("Penstock is first in", _of(first, len(found.contests)), told, not found.behind)
     else:
-        told = "a quick run ranks nobody" if quick else "no other loader ran"
+        told = "a quick run ranks no loader" if quick else "no other loader ran"
         firsts = _card("Penstock is first in", "–", told, None)
     faults = len(found.faults)
     above = "nothing is above its ceiling" if not faults else "faster than the ceiling: measured wrongly"
