@@ -152,6 +152,11 @@ def test_a_predecessor_maps_and_touches_the_files(tmp_path: Path):
     assert page_cache.resident_bytes(paths) in (None, 4 * PAGE + (8 << 20))
 
 
+def test_a_predecessor_that_fails_says_why(tmp_path: Path):
+    with pytest.raises(predecessor.PredecessorFailed, match=r"No such file or directory: .*gone"):
+        predecessor.run(predecessor.MAPPED, [tmp_path / "gone"], 0)
+
+
 def test_a_predecessor_takes_private_memory_and_leaves_the_files_alone(tmp_path: Path):
     if _in_memory(tmp_path):
         pytest.skip("files lie in memory here")

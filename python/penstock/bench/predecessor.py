@@ -26,6 +26,10 @@ MAPPED, FREED = "mapped", "freed"
 STATES = {MAPPED: "memory in use before", FREED: "memory given back before"}
 
 
+class PredecessorFailed(Exception):
+    """The predecessor did not reach its end: the load after it would not be comparable. The message says why."""
+
+
 def run(kind: str, paths: Iterable[Path], nbytes: int) -> dict[str, Any]:
     """Runs a predecessor to its end. What it did: `kind` and the number of `bytes` that it touched.
 
@@ -33,9 +37,15 @@ def run(kind: str, paths: Iterable[Path], nbytes: int) -> dict[str, Any]:
         kind: `MAPPED` or `FREED`.
         paths: What the next load reads.
         nbytes: The private memory that `FREED` takes; at most two thirds of the free memory.
+
+    Raises:
+        PredecessorFailed: with the last line that the process wrote, where it failed.
     """
     command = [sys.executable, "-m", "penstock.bench.predecessor", kind, str(nbytes), *map(str, paths)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        raise PredecessorFailed(f"the process before the load: {lines[-1]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -246,10 +246,11 @@ class Bench:
 
     def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: ceilings.Settings) -> Run:
         with neighbour(scenario, placed):
-            found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
+            found: Run = {}
             try:
+                found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
                 measured = self.measured(placed, measure, settings)
-            except RuntimeError as error:
+            except (RuntimeError, predecessor.PredecessorFailed) as error:
                 return found | {"error": str(error)}
         run = {"load_s": measured["seconds"], "bytes": measured["bytes"], "ceiling": ceilings.text(settings)}
         return found | run
@@ -296,7 +297,7 @@ class Bench:
                     process.say("end")
             if scenario.cache == "left":
                 runs[0]["warm_s"] = self.warm_start(contestant, order, placed, files)
-        except LoadFailed as error:
+        except (LoadFailed, predecessor.PredecessorFailed) as error:
             why = " (killed: the memory of its control group was used up)" if scenario.limited else ""
             return [*runs, found | {"error": str(error) + (why if str(error).endswith("-9") else "")}]
         return runs
@@ -397,7 +398,7 @@ class Bench:
                         process.say(what)
                         process.hear()
                     process.say("end")
-            except LoadFailed as error:
+            except (LoadFailed, predecessor.PredecessorFailed) as error:
                 self.absent[f"trace of {placed.name}, {scenario.name}"] = str(error)
                 return
             if not file.exists() or file.stat().st_size > _LARGEST_TRACE:
