@@ -129,10 +129,11 @@ def print_results(result: dict[str, Any]) -> None:
     _print_absent(result)
     if result["bounds"]:
         print("\nbounds")
+        width = max(len(row["claim"]) for row in result["bounds"])
     for row in result["bounds"]:
         verdict = ("holds" if row["holds"] else "FAILS") if row["judged"] else ""
         found = f"{row['value']:7.2f} {row['sign']} {row['bound']:<4.3g}"
-        print(f"  {row['checkpoint']:8} {row['claim']:80} {found} {verdict}")
+        print(f"  {row['checkpoint']:8} {row['claim']:{width}} {found} {verdict}")
     if result.get("preset") in PRESETS:
         print(comparison(result))
 
