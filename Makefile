@@ -43,7 +43,7 @@ help:
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
-	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers, a quarter of an hour"
+	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
