@@ -493,6 +493,7 @@ def _doctor(args: argparse.Namespace) -> None:
 def _trace(args: argparse.Namespace) -> None:
     import dataclasses
 
+    from .bench import ceilings
     from .bench.page import timeline, write_trace
 
     wanted = "give the file that `penstock load --trace FILE` wrote"
@@ -514,7 +515,8 @@ def _trace(args: argparse.Namespace) -> None:
             f"not a trace, or not a whole one ({type(error).__name__}): {wanted}", path=args.file
         ) from None
     if args.html:
-        write_trace(trace, args.html, f"One load: {Path(args.file).name}")
+        disk = "it was not measured (--no-measure)" if args.no_measure else ceilings.disk(timeline.files(trace))
+        write_trace(trace, args.html, f"One load: {Path(args.file).name}", disk)
     _print(args, dataclasses.asdict(summary), summary.sentence())
 
 
@@ -701,7 +703,10 @@ def _parser() -> argparse.ArgumentParser:
 
     made = command("trace", _trace, "say what limited the speed of a load, from its trace")
     made.add_argument("file", metavar="FILE", help="a trace: a file that `penstock load --trace FILE` wrote")
-    made.add_argument("--html", metavar="FILE", help="also write the timeline as an HTML page; needs plotly")
+    help = "also write the timeline as an HTML page, with the disk's ceiling; needs plotly"
+    made.add_argument("--html", metavar="FILE", help=help)
+    help = "with --html: do not read the files again to measure the disk's ceiling"
+    made.add_argument("--no-measure", action="store_true", help=help)
 
     help = "compare the speed of penstock with other loaders and with the limits of this machine"
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
