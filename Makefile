@@ -34,7 +34,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -50,6 +50,8 @@ help:
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
 	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
+	@echo "make test-hardware  the suite for a machine with a GPU, into .bench/hardware (docs/checks.md)"
+	@echo "make gpu-kit  that suite, the wheel and those of the peers, into .gpu/, for a machine that can fetch nothing"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -236,6 +238,16 @@ nfs: develop
 		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
 	done
 
+# On real GPUs: none of the fake driver, whatever the environment says. Status 77: there is none here.
+test-hardware: peers
+	@$(BENCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet "pytest>=8" pytest-timeout
+	env -u PENSTOCK_GPU_LIBRARY -u PENSTOCK_HARDWARE_FAKE $(BENCH_VENV)/bin/python tests/hardware/run.py \
+		--out .bench/hardware $(HARDWARE)
+
+# FOR: Python's version on the machine that it is for. There: OUT=results bash .gpu/gpu_run.sh
+gpu-kit: wheel
+	PYTHON=$(RUN) tools/gpu_kit.sh
+
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check licenses bans sources
@@ -246,6 +258,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .demo .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

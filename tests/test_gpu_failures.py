@@ -188,6 +188,23 @@ def test_every_error_that_loses_the_context_says_that_the_process_has_to_be_star
     assert f"({code})" in str(error) and "must be restarted" in str(error), error
 
 
+@pytest.mark.parametrize("code", [201, 709])
+def test_a_context_that_others_have_destroyed_is_let_go_of_with_the_staging_memory(
+    fake: FakeGpu, file: Path, code: int
+) -> None:
+    """`cudaDeviceReset` destroys the primary context, and the pool would keep a dead one for ever."""
+    penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS)
+    gc.collect()
+    assert settle(threads, []) == [] and fake.counter("contexts_retained") == 1
+    fake.configure(fail=f"cuCtxSetCurrent:1:{code}")
+    error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
+    assert "release_staging()" in str(error), error
+    fake.configure(fail="")
+    penstock.release_staging()
+    assert (fake.counter("contexts_retained"), fake.counter("registered_bytes")) == (0, 0)
+    works(fake, file)
+
+
 @pytest.mark.parametrize("code", [801, 712, 1, 2])
 def test_a_refused_registration_is_a_fallback_in_the_report(fake: FakeGpu, file: Path, code: int) -> None:
     fake.configure(strict=0, refuse_register=code)

@@ -369,6 +369,7 @@ def test_a_gpu_of_one_vendor_is_refused_where_the_driver_is_the_others(
         gc.collect()
 
 
+@pytest.mark.machine
 def test_the_engine_takes_little_cpu_beside_the_copies(fake: FakeGpu, checkpoints: dict[str, Path]) -> None:
     """9,266 tensors. What the fake driver itself checks is switched off: the rest is reading, copying and us."""
     fake.configure(checksum=0, strict=0, poison=0)
@@ -418,6 +419,18 @@ def test_many_small_parameters_are_filled_by_few_calls_of_the_driver(gpu: FakeTo
     opened.load_into(to)
     assert 1 <= gpu.fake.counter("calls.cuMemcpyBatchAsync") <= submissions(gpu.fake) <= 50
     assert gpu.fake.counter("bytes_h2d") == opened.nbytes
+    check(gpu, to, content)
+
+
+@pytest.mark.usefixtures("idle")
+def test_copies_from_memory_that_is_not_registered_are_never_submitted_together(gpu: FakeTorch, small: Path) -> None:
+    """What `cuMemcpyBatchAsync` makes of pageable memory is documented for devices that can access it alone."""
+    opened, content = penstock.open(small), content_of(small)
+    to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
+    gpu.fake.configure(strict=0, refuse_register=801)
+    report = opened.load_into(to)
+    assert [fallback["to"] for fallback in report["fallbacks"]] == ["plain staging memory"]
+    assert gpu.fake.counter("calls.cuMemcpyBatchAsync") == 0
     check(gpu, to, content)
 
 

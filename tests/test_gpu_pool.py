@@ -308,6 +308,7 @@ def test_loads_in_many_threads_share_the_pool(fake: FakeGpu, file: Path) -> None
     assert registered(fake)[1] == 0
 
 
+@pytest.mark.machine
 def test_plan_and_hand_out_of_gpt2_leave_the_rest_of_15_ms_to_the_link(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -57,3 +57,14 @@ def test_a_save_takes_about_as_few_copies_as_the_load(fake: FakeGpu, tmp_path: P
     if name != "odd":
         assert copies < len(state) / 30
     assert report.nbytes <= fake.counter("bytes_d2h") <= report.nbytes + 256 * len(state)
+
+
+def test_copies_to_memory_that_is_not_registered_are_never_submitted_together(fake: FakeGpu, tmp_path: Path) -> None:
+    source = synth.write(odd(), tmp_path / "source")
+    state = penstock.open(source).load("cuda:0" if fake.vendor == "cuda" else "rocm:0", framework="dlpack")
+    penstock.release_staging()
+    before = fake.counter("calls.cuMemcpyBatchAsync")
+    fake.configure(strict=0, refuse_register=801)
+    penstock.save(state, tmp_path / "saved")
+    assert content_of(tmp_path / "saved") == content_of(source)
+    assert fake.counter("calls.cuMemcpyBatchAsync") == before

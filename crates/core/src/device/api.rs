@@ -343,6 +343,10 @@ const MAX_PITCH: u64 = i32::MAX as u64;
 const OUT_OF_MEMORY: i32 = 2;
 const STUB_LIBRARY: i32 = 34;
 const NO_DEVICE: i32 = 100;
+/// A context that was destroyed, as `cudaDeviceReset` does with everybody's: the first when it is made current, the second
+/// when it still is.
+const INVALID_CONTEXT: i32 = 201;
+const CONTEXT_IS_DESTROYED: i32 = 709;
 const NOT_READY: i32 = 600;
 const NOT_SUPPORTED: i32 = 801;
 /// After these the context answers every call with the same code until the process ends (cuda.h). An uncorrectable memory
@@ -547,6 +551,11 @@ impl Api {
             c if CONTEXT_LOST.contains(&c) => {
                 (ErrorKind::Device, "; this process has lost the device and must be restarted")
             }
+            INVALID_CONTEXT | CONTEXT_IS_DESTROYED => (
+                ErrorKind::Device,
+                "; other code of this process has reset the device: let go of the tensors on it, call \
+                 penstock.release_staging(), and load again",
+            ),
             _ => (ErrorKind::Device, ""),
         };
         Error::new(kind, format!("cannot {doing}: {function} gave {name} ({code}), {text}{advice}"))

@@ -133,7 +133,7 @@ pub(crate) struct Fetch {
     context: Arc<SharedContext>,
     stream: Stream,
     scratch: Option<Slab>,
-    /// Whether the driver takes many copies in one call, as far as known.
+    /// Whether the driver takes many copies in one call, as far as known, and all memory so far was registered.
     batches: bool,
     /// The allocation that was asked for last. Every range is memory that the save keeps alive, and so is its
     /// allocation.
@@ -159,10 +159,12 @@ impl Fetch {
         assert!(ranges.iter().all(|range| range.to + range.len <= slab.len()));
         let context = self.context.clone();
         let api = context.enter()?;
-        if let Some(slab) = Ring::process().slab_at(slab.address()) {
-            // If registration is refused, the driver copies the bytes through its own buffers.
-            let _refused = register_in(&self.context, &api, &slab);
-        }
+        // If registration is refused, the driver copies the bytes through its own buffers.
+        let slab_at = Ring::process().slab_at(slab.address());
+        let pinned = slab_at.is_some_and(|slab| register_in(&self.context, &api, &slab).is_ok());
+        // Only between registered memory and the device are copies submitted together: what the driver does with a batch
+        // of other memory is documented for few devices.
+        self.batches &= pinned;
         let allocation = &mut self.allocation;
         let plan = plan(ranges, |wanted| {
             if !(allocation.contains(&wanted.start) && wanted.end <= allocation.end) {
@@ -248,7 +250,7 @@ impl Fetch {
         if self.scratch.is_none() {
             let slab = Slab::new(SCRATCH)?;
             // As for the slabs.
-            let _refused = register_in(&self.context, api, &slab);
+            self.batches &= register_in(&self.context, api, &slab).is_ok();
             self.scratch = Some(slab);
         }
         let none = || Error::new(ErrorKind::Internal, "no scratch buffer");

@@ -608,8 +608,8 @@ impl<'a> Queue<'a> {
 
     fn submit(&mut self, batch: Batch) -> Result<()> {
         self.shared.lock().running.insert(batch.ticket, batch.slab.0 as usize);
-        self.register(&batch);
-        let submitted = self.transfer(&batch);
+        let pinned = self.register(&batch);
+        let submitted = self.transfer(&batch, pinned);
         // Also after a failed submission: what was queued before the failure still reads the slab.
         let event = self.events.take(self.api).and_then(|event| {
             // SAFETY: live handles of our own.
@@ -640,31 +640,39 @@ impl<'a> Queue<'a> {
 
     /// Registers the batch's slab if the pool has not done so. If the driver refuses, copies are made from plain
     /// memory: the driver copies it through its own buffers. On systems that refuse (GB10, Jetson: 801, 712, 1) that is
-    /// no slower.
-    fn register(&self, batch: &Batch) {
-        if !self.registers() {
-            return;
+    /// no slower. Tells whether the slab is registered.
+    fn register(&self, batch: &Batch) -> bool {
+        let slab = Ring::process().slab_at(batch.slab.0);
+        if slab.as_ref().is_some_and(|slab| slab.is_registered(self.api.driver_number())) {
+            return true;
         }
-        let refused = match Ring::process().slab_at(batch.slab.0) {
-            Some(slab) if slab.is_registered(self.api.driver_number()) => None,
+        if !self.registers() {
+            return false;
+        }
+        let refused = match slab {
             Some(slab) => register_in(self.context, self.api, &slab).err().map(|e| e.to_string()),
             None => Some("the memory is not of the slab ring".to_owned()),
         };
+        let pinned = refused.is_none();
         if let Some(reason) = refused {
             self.shared.fall_back(reason);
         }
+        pinned
     }
 
     fn registers(&self) -> bool {
         !self.sabotage.skip_registration && !self.shared.lock().pageable
     }
 
-    fn transfer(&mut self, batch: &Batch) -> Result<()> {
+    /// Small copies are submitted together only if their memory is registered (`pinned`): what the driver does with a
+    /// batch of copies from other memory is documented for few devices.
+    fn transfer(&mut self, batch: &Batch, pinned: bool) -> Result<()> {
+        let together = self.batches && pinned;
         let plan = join::plan(&batch.copies, HALF);
         let mut many = Many::default();
         for transfer in &plan.transfers {
             match transfer {
-                Transfer::Straight { from, to, len } if *len <= BATCHED && self.batches => many.add(*from, *to, *len),
+                Transfer::Straight { from, to, len } if *len <= BATCHED && together => many.add(*from, *to, *len),
                 // SAFETY: the batch's maker vouches for both sides, `keep` holds them until the event has passed, and
                 // nobody writes the slab before the ticket is back (invariant 2).
                 Transfer::Straight { from, to, len } => unsafe {

@@ -1,0 +1,407 @@
+"""What the CUDA driver here does, by ctypes: one row each. It runs in a process of its own, without torch.
+
+Penstock rests on these: what a thread without a context may do, what registering costs, whether it waits for unrelated
+copies, how fast each kind of copy is, and what another thread may do while one captures a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .driver import MIB, Driver, Pages, Refused
+
+K = 1 << 10
+QUICK = os.environ.get("PENSTOCK_HARDWARE_QUICK") == "1"
+
+#: Numbers of device attributes in cuda.h that a loader may go by.
+ATTRIBUTES = {
+    "integrated": 18,
+    "copy engines": 40,
+    "unified addressing": 41,
+    "compute capability, major": 75,
+    "compute capability, minor": 76,
+    "pageable memory access": 88,
+    "host pointer usable for registered memory": 91,
+    "registering supported": 99,
+    "pageable access by the host's page tables": 100,
+    "NUMA node of the host": 134,
+}
+
+#: Functions that older drivers lack.
+OPTIONAL = (
+    "cuMemcpyBatchAsync",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamGetCaptureInfo",
+    "cuPointerGetAttribute",
+)
+
+
+def fact(name: str, value: Any, unit: str = "") -> None:
+    results.row("facts of the driver", fact=name, value=value, unit=unit)
+
+
+def took(work: Callable[[], Any]) -> float:
+    """Milliseconds."""
+    begun = time.perf_counter()
+    work()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def rate(nbytes: int, work: Callable[[], Any]) -> float:
+    """GB/s, the second time."""
+    work()
+    return nbytes / took(work) / 1e6
+
+
+def attempt(name: str, measure: Callable[[], None]) -> None:
+    """One measurement; a driver that refuses it is a fact too."""
+    try:
+        measure()
+    except (Refused, AttributeError, OSError) as error:
+        fact(name, f"{type(error).__name__}: {error}")
+
+
+class Facts:
+    def __init__(self) -> None:
+        self.cu = Driver()
+        fact("cuInit", took(lambda: self.cu("cuInit", 0)), "ms")
+        fact("driver interface", self.cu.version())
+        fact("device", self.cu.name(0))
+        total, free = ctypes.c_size_t(), ctypes.c_size_t()
+        fact("making the primary context", took(lambda: self.cu.enter(0)), "ms")
+        self.cu("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        fact("device memory", total.value, "bytes")
+        fact("device memory free", free.value, "bytes")
+        for name, number in ATTRIBUTES.items():
+            fact(f"attribute: {name}", self.cu.attribute(number, 0))
+        for name in OPTIONAL:
+            fact(f"has {name}", self.cu.has(name))
+        self.stream = self.cu.stream()
+        self.slab = (1 if QUICK else 4) * MIB
+        self.ring = [Pages(self.slab) for _ in range(8 if QUICK else 64)]
+        self.large = Pages(8 * MIB if QUICK else 256 * MIB)
+        self.total = 16 * MIB if QUICK else 4 << 30
+
+    def bare_thread(self) -> None:
+        """A thread on which no context is current, as the core's waiting thread was once."""
+        event, codes = self.cu.event(3), {}
+        self.cu("cuEventRecord", event, self.stream)
+
+        def ask() -> None:
+            calls = (("cuEventQuery", event), ("cuEventSynchronize", event), ("cuStreamSynchronize", self.stream))
+            codes.update({name: self.cu.code(name, handle) for name, handle in calls})
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        fact("codes on a thread without a context", codes)
+
+    def registering(self) -> None:
+        fresh = Pages(self.large.nbytes, touched=False)
+        for name, slabs in (("slabs", self.ring), ("one large", [self.large])):
+            times = [took(lambda s=s: self.cu.register(s)) for s in slabs]  # type: ignore[misc]
+            size = f"{slabs[0].nbytes >> 20} MiB"
+            fact(f"registering {len(slabs)} x {size}: the first", times[0], "ms")
+            fact(f"registering {len(slabs)} x {size}: the median", statistics.median(times), "ms")
+            fact(f"registering {len(slabs)} x {size}: all", sum(times), "ms")
+            if name == "one large":
+                code = self.cu.code(
+                    "cuMemHostRegister_v2", ctypes.c_void_p(slabs[0].address), ctypes.c_size_t(slabs[0].nbytes), 1
+                )
+                fact("registering what is registered: code", code)
+                fact("its pointer says that it is registered", self.cu.is_pinned(slabs[0].address))
+            undone = [took(lambda s=s: self.cu.unregister(s)) for s in slabs]  # type: ignore[misc]
+            fact(f"unregistering {len(slabs)} x {size}: all", sum(undone), "ms")
+        fact("the pointer of plain memory says that it is registered", self.cu.is_pinned(fresh.address))
+        fact(f"registering {fresh.nbytes >> 20} MiB untouched", took(lambda: self.cu.register(fresh)), "ms")
+        self.cu.unregister(fresh)
+
+        def several(part: list[Pages]) -> None:
+            self.cu.enter(0)
+            for slab in part:
+                self.cu.register(slab)
+
+        workers = [threading.Thread(target=several, args=(self.ring[i::4],)) for i in range(4)]
+
+        def all_of_them() -> None:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+
+        fact(f"registering {len(self.ring)} slabs by 4 threads", took(all_of_them), "ms")
+        self.cu.register(self.large)
+
+    def link(self) -> None:
+        room = self.cu.allocate(max(self.large.nbytes, len(self.ring) * self.slab))
+        self.room = room
+        for size in (256 * K, MIB, 4 * MIB, 16 * MIB, 64 * MIB):
+            if size > self.large.nbytes:
+                continue
+
+            def copies(size: int = size) -> None:
+                for i in range(self.total // size):
+                    at = i * size % self.large.nbytes
+                    self.cu.copy(room + at, self.large.address + at, size, self.stream)
+                self.cu.wait(self.stream)
+
+            fact(f"copies of {size >> 10} KiB to the device, one stream", rate(self.total, copies), "GB/s")
+        second = self.cu.stream()
+
+        def two_streams() -> None:
+            for i in range(self.total // self.slab):
+                slab, stream = self.ring[i % len(self.ring)], (self.stream, second)[i % 2]
+                self.cu.copy(room + i % len(self.ring) * self.slab, slab.address, self.slab, stream)
+            self.cu.wait(self.stream)
+            self.cu.wait(second)
+
+        fact("slabs, two streams", rate(self.total, two_streams), "GB/s")
+        for flags, how in ((3, "blocking"), (2, "spinning")):
+            self._events(flags, how)
+
+    def _events(self, flags: int, how: str) -> None:
+        events = [self.cu.event(flags) for _ in self.ring]
+
+        def slabs() -> None:
+            for i in range(self.total // self.slab):
+                j = i % len(self.ring)
+                if i >= 4:
+                    self.cu("cuEventSynchronize", events[(i - 4) % len(self.ring)])
+                self.cu.copy(self.room + j * self.slab, self.ring[j].address, self.slab, self.stream)
+                self.cu("cuEventRecord", events[j], self.stream)
+            self.cu.wait(self.stream)
+
+        fact(f"slabs, an event each, 4 in flight, {how} wait", rate(self.total, slabs), "GB/s")
+        waits = []
+        for _ in range(100):
+            self.cu.copy(self.room, self.large.address, 4 * K, self.stream)
+            self.cu("cuEventRecord", events[0], self.stream)
+            waits.append(took(lambda: self.cu("cuEventSynchronize", events[0])) * 1e3)
+        fact(f"from a copy of 4 KiB to the {how} wake-up", statistics.median(waits), "us")
+
+    def beside_copies(self) -> None:
+        """Whether registering and unregistering wait for copies that have nothing to do with the memory."""
+        for name in ("unregistering", "registering"):
+            lone = Pages(4 * MIB)
+            if name == "unregistering":
+                self.cu.register(lone)
+            for _ in range(8):
+                self.cu.copy(self.room, self.large.address, self.large.nbytes, self.stream)
+            undo = self.cu.unregister if name == "unregistering" else self.cu.register
+            fact(f"{name} an idle slab beside 8 large copies", took(lambda f=undo, s=lone: f(s)), "ms")  # type: ignore[misc]
+            fact(f"until those copies were over, after {name}", took(lambda: self.cu.wait(self.stream)), "ms")
+            if name == "registering":
+                self.cu.unregister(lone)
+
+    def small_copies(self) -> None:
+        count, size, step = (100 if QUICK else 1000), 4 * K, 8 * K
+
+        def one_by_one() -> None:
+            for i in range(count):
+                self.cu.copy(self.room + i * step, self.large.address + i * step, size, self.stream)
+            self.cu.wait(self.stream)
+
+        one_by_one()
+        fact(f"{count} copies of 4 KiB, each", took(one_by_one) * 1e3 / count, "us")
+        if not self.cu.has("cuMemcpyBatchAsync"):
+            return
+        addresses, sizes = ctypes.c_uint64 * count, ctypes.c_size_t * count
+        to = addresses(*(self.room + i * step for i in range(count)))
+        source = addresses(*(self.large.address + i * step for i in range(count)))
+        lengths, first, bad = sizes(*[size] * count), ctypes.c_size_t(0), ctypes.c_size_t(0)
+
+        class Attributes(ctypes.Structure):
+            _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
+
+        attributes, n, one = Attributes(1), ctypes.c_size_t(count), ctypes.c_size_t(1)
+
+        def together() -> None:
+            pointers = (ctypes.byref(attributes), ctypes.byref(first), one, ctypes.byref(bad))
+            self.cu("cuMemcpyBatchAsync", to, source, lengths, n, *pointers, self.stream)
+            self.cu.wait(self.stream)
+
+        together()
+        fact("the same in one cuMemcpyBatchAsync, each", took(together) * 1e3 / count, "us")
+
+    def rows(self) -> None:
+        names = ["sx", "sy", "st", "sh", "sd", "sa", "sp", "dx", "dy", "dt", "dh", "dd", "da", "dp", "w", "h"]
+
+        class Copy2D(ctypes.Structure):
+            _fields_ = [(name, ctypes.c_uint64) for name in names]
+
+        for width in (256, 512, 1024, 3584, 8192):
+            count = self.large.nbytes // 4 // width // 2
+            copy = Copy2D(st=1, sh=self.large.address, sp=2 * width, dt=2, dd=self.room, dp=width, w=width, h=count)
+
+            def rectangle(copy: Copy2D = copy) -> None:
+                self.cu("cuMemcpy2DAsync_v2", ctypes.byref(copy), self.stream)
+                self.cu.wait(self.stream)
+
+            fact(f"rows of {width} bytes", rate(width * count, rectangle), "GB/s")
+
+    def pageable(self) -> None:
+        plain = Pages(self.large.nbytes)
+
+        def copy() -> None:
+            self.cu.copy(self.room, plain.address, plain.nbytes, self.stream)
+            self.cu.wait(self.stream)
+
+        fact("from memory that is not registered", rate(plain.nbytes, copy), "GB/s")
+
+    def allocating(self) -> None:
+        for count, size in ((64, 16 * MIB), (32, 112 * MIB), (4, 1 << 30)):
+            if QUICK and size > 16 * MIB:
+                return
+            made: list[int] = []
+            spent = took(lambda n=count, s=size, m=made: m.extend(self.cu.allocate(s) for _ in range(n)))  # type: ignore[misc]
+            fact(f"allocating {count} x {size >> 20} MiB", spent, "ms")
+            fact(f"allocating {count} x {size >> 20} MiB, a GiB", spent / (count * size / (1 << 30)), "ms")
+            fact(f"freeing {count} x {size >> 20} MiB", took(lambda m=made: [self.cu.free(at) for at in m]), "ms")  # type: ignore[misc]
+
+    def end(self) -> None:
+        """What a measurement that failed half-way has not registered is refused here, and that is well."""
+        for slab in (*self.ring, self.large):
+            self.cu.code("cuMemHostUnregister", ctypes.c_void_p(slab.address))
+        self.cu.wait(self.stream)
+
+
+#: What another thread does while one captures. "nothing" is the control.
+CALLS = (
+    "nothing",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuStreamSynchronize",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuMemAlloc",
+    "cuMemcpyHtoDAsync",
+    "cuStreamCreate",
+)
+
+
+def beside_a_capture(call: str, mode: int) -> dict[str, Any]:
+    """What a call gives while another thread captures in global mode, and what becomes of the capture."""
+    cu = Driver()
+    cu("cuInit", 0)
+    cu.enter(0)
+    capturing, other, event = cu.stream(), cu.stream(), cu.event(3)
+    cu("cuEventRecord", event, other)
+    plain, pinned, room = Pages(4 * MIB), Pages(4 * MIB), cu.allocate(4 * MIB)
+    cu.register(pinned)
+    cu.wait(other)
+    calls: dict[str, Callable[[], int]] = {
+        "nothing": lambda: 0,
+        "cuEventQuery": lambda: cu.code("cuEventQuery", event),
+        "cuEventSynchronize": lambda: cu.code("cuEventSynchronize", event),
+        "cuStreamSynchronize": lambda: cu.code("cuStreamSynchronize", other),
+        "cuMemHostRegister": lambda: cu.code(
+            "cuMemHostRegister_v2", ctypes.c_void_p(plain.address), ctypes.c_size_t(plain.nbytes), 1
+        ),
+        "cuMemHostUnregister": lambda: cu.code("cuMemHostUnregister", ctypes.c_void_p(pinned.address)),
+        "cuMemAlloc": lambda: cu.code("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(MIB)),
+        "cuMemcpyHtoDAsync": lambda: cu.code(
+            "cuMemcpyHtoDAsync_v2", ctypes.c_uint64(room), ctypes.c_void_p(pinned.address), ctypes.c_size_t(MIB), other
+        ),
+        "cuStreamCreate": lambda: cu.code("cuStreamCreate", ctypes.byref(ctypes.c_void_p()), 1),
+    }
+    found: dict[str, Any] = {}
+
+    def disturb() -> None:
+        cu.enter(0)
+        chosen = ctypes.c_int(mode)
+        cu("cuThreadExchangeStreamCaptureMode", ctypes.byref(chosen))
+        found["code"] = calls[call]()
+
+    cu("cuStreamBeginCapture_v2", capturing, 0)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    thread.join(20)
+    found["ending the capture"] = cu.code("cuStreamEndCapture", capturing, ctypes.byref(ctypes.c_void_p()))
+    return found
+
+
+def captures() -> None:
+    """Each case in a process of its own: a broken capture must not spoil the next."""
+    cases = [(call, mode) for call in CALLS for mode in (0, 2)]
+    for call, mode in cases[:4] if QUICK else cases:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(25)
+            try:
+                found = beside_a_capture(call, mode)
+            except BaseException as error:
+                found = {"code": f"{type(error).__name__}: {error}"}
+            os.write(write, json.dumps(found).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(child, 0)
+        found = json.loads(text) if text else {"code": f"the process ended with status {status}"}
+        how = "relaxed" if mode == 2 else "global"
+        results.row("beside a graph capture", call=call, **{"mode of its thread": how}, **found)
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+
+    def said(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    def line(path: str) -> str:
+        try:
+            return Path(path).read_text().strip()
+        except OSError:
+            return ""
+
+    query = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
+    cpus = [text for text in line("/proc/cpuinfo").splitlines() if text.startswith("model name")]
+    found = {
+        "GPUs": said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or said("rocm-smi", "-i"),
+        "kernel": os.uname().release,
+        "processor": f"{os.cpu_count()} x {cpus[0].partition(':')[2].strip() if cpus else os.uname().machine}",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGESIZE') / 1e9:.0f} GB",
+        "huge pages": line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "io_uring_disabled": line("/proc/sys/kernel/io_uring_disabled"),
+        "locked memory": said("sh", "-c", "ulimit -l"),
+        "Python": sys.version.split()[0],
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def main() -> None:
+    if sys.argv[1:] == ["captures"]:
+        return captures()
+    facts = Facts()
+    for name in (
+        "bare_thread",
+        "registering",
+        "link",
+        "beside_copies",
+        "small_copies",
+        "rows",
+        "pageable",
+        "allocating",
+    ):
+        attempt(name, getattr(facts, name))
+    return facts.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Which options would be best on this machine: GPT-2, warm, into a table. Nothing is judged but that it loads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+from penstock.bench import layouts, page_cache, synth
+from penstock.bench.synth import Tensor
+
+from . import checkpoints, gpus, results
+from .gpus import Gpu
+
+ROUNDS = 2 if checkpoints.QUICK else 5
+#: Seconds for all of a table's rows: those that come too late are left out.
+SECONDS = float(os.environ.get("PENSTOCK_HARDWARE_SWEEP", "45"))
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    *({"staging": size} for size in ("32MiB", "64MiB", "128MiB", "512MiB")),
+    *({"extent": size} for size in ("1MiB", "2MiB", "8MiB", "16MiB")),
+    *({"threads": count} for count in (2, 4, 8, 12, 16, 24)),
+    {"staging": "64MiB", "extent": "2MiB"},
+    {"staging": "64MiB", "extent": "2MiB", "threads": 12},
+    {"staging": "128MiB", "extent": "8MiB", "threads": 8},
+    {"io": "direct"},
+    {"io": "uring_buffered"},
+]
+
+
+@pytest.fixture(scope="module")
+def gpt2(folder: Path) -> Path:
+    layout = checkpoints.gpt2(128) if checkpoints.QUICK else layouts.build("gpt2")
+    source = synth.write(layout, folder / "gpt2-whole")
+    page_cache.fill(sorted(source.glob("*.safetensors")))
+    return source
+
+
+@pytest.fixture
+def in_time() -> Iterator[Any]:
+    deadline = time.monotonic() + SECONDS
+    yield lambda: time.monotonic() < deadline
+
+
+def once(gpu: Gpu, source: Path, options: dict[str, Any]) -> tuple[float, Any]:
+    """Seconds of opening and loading, until the device has it all, and the report."""
+    begun = time.perf_counter()
+    opened = penstock.open(source)
+    tensors = opened.load(gpu.device(), options=options, progress=False)
+    gpu.synchronize()
+    seconds = time.perf_counter() - begun
+    assert len(tensors) == len(opened)
+    return seconds, opened.last_report
+
+
+def cells(seconds: list[float], report: Any) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    return {
+        "median ms": median * 1e3,
+        "least ms": min(seconds) * 1e3,
+        "GB/s": report.nbytes / median / 1e9,
+        "bound by": report.bottleneck,
+        "plan ms": report.plan_seconds * 1e3,
+        "hand-out ms": report.hand_out_seconds * 1e3,
+        "CPU s": report.cpu_seconds,
+        "staging MiB": report.peak_staging >> 20,
+        "waits ms": {stage: round(s * 1e3, 1) for stage, s in report.waits.items() if s > 1e-4},
+        "fallbacks": len(report.fallbacks),
+    }
+
+
+def test_the_first_loads_of_a_process(gpu: Gpu, gpt2: Path) -> None:
+    gc.collect()
+    penstock.release_staging()
+    for number in range(1, 5):
+        seconds, report = once(gpu, gpt2, {})
+        assert gpus.settle(lambda: not gpus.threads())
+        results.row("first loads of GPT-2, warm", load=number, **cells([seconds], report))
+        gc.collect()
+
+
+def test_options(gpu: Gpu, gpt2: Path, in_time: Any) -> None:
+    once(gpu, gpt2, {})
+    for options in OPTIONS[:3] if checkpoints.QUICK else OPTIONS:
+        if not in_time():
+            results.row("options, GPT-2, warm", options=str(options), fallbacks="no time left")
+            continue
+        runs = []
+        for _ in range(ROUNDS):
+            seconds, report = once(gpu, gpt2, options)
+            runs.append(seconds)
+            gc.collect()
+        named = ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
+        results.row("options, GPT-2, warm", options=named, **cells(runs, report))
+
+
+def test_a_trace(gpu: Gpu, gpt2: Path) -> None:
+    folder = os.environ.get(results.FOLDER)
+    if not folder:
+        pytest.skip("no folder for results")
+    trace = Path(folder, "trace.json")
+    once(gpu, gpt2, {"trace": str(trace)})
+    assert trace.stat().st_size > 0
+
+
+@pytest.mark.parametrize("size", [16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20])
+def test_tensors_of_one_size(gpu: Gpu, folder: Path, size: int) -> None:
+    """Whether copies of up to 256 KiB are well submitted together, and larger ones alone: into existing tensors."""
+    total = (8 << 20) if checkpoints.QUICK else (256 << 20)
+    tensors = [Tensor(f"t{i}", "U8", (size,)) for i in range(max(1, total // size))]
+    source = synth.write_file(folder / f"of-{size}.safetensors", tensors)
+    opened = penstock.open(source)
+    to = {
+        name: gpu.torch.empty(tuple(opened[name].shape), dtype=gpu.torch.uint8, device=gpu.device()) for name in opened
+    }
+    gpu.synchronize()
+    runs: dict[str, list[float]] = {"load": [], "load_into": []}
+    for _ in range(ROUNDS + 1):
+        for way, work in (
+            ("load", lambda: opened.load(gpu.device(), progress=False)),
+            ("load_into", lambda: opened.load_into(to, progress=False)),
+        ):
+            begun = time.perf_counter()
+            work()
+            gpu.synchronize()
+            runs[way].append(time.perf_counter() - begun)
+            gc.collect()
+    for way, seconds in runs.items():
+        later = statistics.median(seconds[1:])
+        each = later / len(tensors) * 1e6
+        rate = opened.nbytes / later / 1e9
+        results.row(
+            "tensors of one size", **{"KiB": size >> 10, "way": way, "ms": later * 1e3, "us each": each, "GB/s": rate}
+        )
+    source.unlink()
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024, 4096, 16384])
+def test_columns(gpu: Gpu, folder: Path, width: int) -> None:
+    """Columns of one tensor: narrow rows are gathered into transfers of up to 1 MiB, wide ones are copied as rows."""
+    rows, whole = (64, 1 << 15) if checkpoints.QUICK else (4096, 1 << 15)
+    source = folder / f"columns-{rows}.safetensors"
+    if not source.exists():
+        synth.write_file(source, [Tensor("w", "U8", (rows, whole))])
+    opened = penstock.open(source)
+    runs = []
+    for _ in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        part = opened.load(gpu.device(), slices={"w": (slice(None), slice(3, 3 + width))}, progress=False)["w"]
+        gpu.synchronize()
+        runs.append(time.perf_counter() - begun)
+        assert tuple(part.shape) == (rows, width)
+        del part
+        gc.collect()
+    later = statistics.median(runs[1:])
+    results.row("columns", **{"row bytes": width, "ms": later * 1e3, "GB/s": rows * width / later / 1e9})

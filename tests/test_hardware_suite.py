@@ -1,0 +1,236 @@
+"""The suite for real GPUs (tests/hardware): that its own code works, tried on the fake driver; and its kit."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fakegpu
+import ordeal
+import penstock
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SUITE = ROOT / "tests" / "hardware"
+NO_GPU = 77
+
+wants_fake = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+#: Nothing of the surrounding run: neither its driver nor its plugins.
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("PENSTOCK_GPU_LIBRARY", "PENSTOCK_TEST_WHOLE") and not name.startswith("PYTEST_")
+}
+
+
+def has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+def run(suite: Path, out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    """The status of a run, and its results.json."""
+    command = [sys.executable, suite / "run.py", "--out", out, "--quick", *arguments]
+    done = subprocess.run(
+        command,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600 * ordeal.load_factor(),
+    )
+    print(done.stdout[-8000:], done.stderr[-3000:])
+    return done.returncode, json.loads((out / "results.json").read_text())
+
+
+def pretended() -> dict[str, str]:
+    # `make test-whole` runs the suite with all its parameters
+    whole = {"PENSTOCK_TEST_WHOLE": os.environ.get("PENSTOCK_TEST_WHOLE", "")}
+    return {"PENSTOCK_HARDWARE_FAKE": "1", "PENSTOCK_GPU_LIBRARY": f"cuda:{fakegpu.LIBRARY}", **whole}
+
+
+@wants_fake
+@pytest.mark.parametrize("part", ["facts", "bytes", "fences", "processes", "sweep", "peers"])
+def test_every_test_of_the_suite_runs_on_the_fake_driver(tmp_path: Path, part: str) -> None:
+    status, found = run(SUITE, tmp_path / "out", "--parts", part, "--budget", "590", **pretended())
+    outcomes = {name: test for name, test in found["tests"].items() if test["outcome"] not in ("passed", "skipped")}
+    assert outcomes == {} and status == 0
+    assert [p["ended"] for p in found["parts"]] == ["to its end"]
+    passed = [name for name, test in found["tests"].items() if test["outcome"] == "passed"]
+    assert len(passed) > len(found["tests"]) // 2
+    assert "On the fake driver" in (tmp_path / "out" / "results.md").read_text()
+    tables = {
+        "facts": {"facts of the driver", "beside a graph capture"},
+        "fences": {"loads one after the other", "device memory"},
+        "sweep": {"first loads of GPT-2, warm", "options, GPT-2, warm", "tensors of one size", "columns"},
+    }
+    assert tables.get(part, set()) <= found["tables"].keys()
+    if part == "peers":
+        assert len(found["tables"]) == 2
+        for rows in found["tables"].values():
+            assert {"ceiling: copy", "ceiling: direct"} & {row["contestant"] for row in rows}
+            assert [row["GB/s"] for row in rows if row["contestant"] in ("penstock", "safetensors")]
+
+
+def test_without_a_gpu_the_run_says_so_and_ends_with_a_status_of_its_own(tmp_path: Path) -> None:
+    if has_gpu():
+        pytest.skip("there is a GPU here")
+    status, found = run(SUITE, tmp_path)
+    assert status == NO_GPU
+    assert found["machine"]["no GPU"] and found["tests"] == {} and found["tables"] == {}
+    assert "There is no GPU here" in (tmp_path / "results.md").read_text()
+
+
+@wants_fake
+def test_the_fake_driver_is_no_gpu(tmp_path: Path) -> None:
+    status, found = run(SUITE, tmp_path, PENSTOCK_GPU_LIBRARY=f"cuda:{fakegpu.LIBRARY}")
+    assert status == NO_GPU
+    assert "fake driver" in found["machine"]["no GPU"]
+
+
+LOSING = """
+import os, signal, time
+
+def test_one() -> None:
+    pass
+
+def test_two() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def test_three() -> None:
+    assert 1 == 2
+
+def test_four() -> None:
+    {four}
+"""
+
+
+def changed(folder: Path, four: str) -> Path:
+    """A copy of the suite with other tests in its first part."""
+    suite = folder / "hardware"
+    shutil.copytree(SUITE, suite, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "fakegpu.py").symlink_to(ROOT / "tests" / "fakegpu.py")
+    (suite / "test_facts.py").write_text(LOSING.format(four=four))
+    return suite
+
+
+@wants_fake
+def test_a_test_that_ends_its_process_is_lost_and_the_others_are_not(tmp_path: Path) -> None:
+    suite = changed(tmp_path, "pass")
+    status, found = run(suite, tmp_path / "out", "--parts", "facts", **pretended())
+    outcomes = [test["outcome"] for test in found["tests"].values()]
+    assert (status, outcomes) == (1, ["passed", "lost", "failed", "passed"])
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert "2 passed, 1 failed, 1 lost, 0 skipped" in page
+
+
+@wants_fake
+def test_what_is_cut_off_keeps_what_it_had(tmp_path: Path) -> None:
+    suite = changed(tmp_path, "time.sleep(600)")
+    budget = str(30 * ordeal.load_factor())  # of which the part gets no more than its own limit
+    status, found = run(suite, tmp_path / "out", "--parts", "facts", "--budget", budget, **pretended())
+    outcomes = [test["outcome"] for test in found["tests"].values()]
+    assert (status, outcomes) == (1, ["passed", "lost", "failed", "lost"])
+    assert [part["ended"] for part in found["parts"]] == ["cut off"]
+
+
+# --- the kit --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["gpu_kit.sh", "gpu_run.sh"])
+def test_the_shell_scripts_are_well_formed(script: str) -> None:
+    path = ROOT / "tools" / script
+    subprocess.run(["bash", "-n", path], check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, path], check=True)
+    assert os.access(path, os.X_OK)
+
+
+def wheel(folder: Path) -> Path:
+    """This package as a wheel, as it lies in the tree."""
+    package = Path(penstock.__file__).parent
+    name = f"penstock-{penstock.__version__}"
+    path = folder / f"{name}-cp310-abi3-linux_{os.uname().machine}.whl"
+    files = {f"penstock/{file.relative_to(package)}": file for file in package.rglob("*") if file.is_file()}
+    meta = {
+        "METADATA": f"Metadata-Version: 2.1\nName: penstock\nVersion: {penstock.__version__}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\n"
+        f"Tag: cp310-abi3-linux_{os.uname().machine}\n",
+    }
+    record = []
+    with zipfile.ZipFile(path, "w") as packed:
+        for to, file in files.items():
+            if "__pycache__" in to:
+                continue
+            packed.write(file, to)
+            record.append((to, file.read_bytes()))
+        for to, text in meta.items():
+            packed.writestr(f"{name}.dist-info/{to}", text)
+            record.append((f"{name}.dist-info/{to}", text.encode()))
+        lines = [
+            f"{to},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
+            for to, data in record
+        ]
+        packed.writestr(f"{name}.dist-info/RECORD", "\n".join([*lines, f"{name}.dist-info/RECORD,,"]) + "\n")
+    return path
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A kit as `make gpu-kit` makes it, without the peers, which would have to be fetched."""
+    project = tmp_path / "project"
+    for folder in ("tools", "dist", ".gpu/testing", ".gpu/wheels"):
+        (project / folder).mkdir(parents=True)
+    for tool in ("gpu_kit.sh", "gpu_run.sh"):
+        shutil.copy(ROOT / "tools" / tool, project / "tools")
+    shutil.copytree(SUITE, project / "tests" / "hardware", ignore=shutil.ignore_patterns("__pycache__"))
+    wheel(project / "dist")
+    # A pip that can fetch nothing
+    offline = {**ENVIRONMENT, "PIP_NO_INDEX": "1", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [project / "tools" / "gpu_kit.sh"], env=offline, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fastsafetensors cannot be had" in done.stdout
+    return project / ".gpu"
+
+
+def start(kit: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    # Penstock is the one of the wheel, not that of the tree
+    clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        ["bash", kit / "gpu_run.sh"],
+        env={**clean, "OUT": str(out), "PYTHON": sys.executable, **environment},
+        cwd=kit.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300 * ordeal.load_factor(),
+    )
+
+
+def test_a_kit_on_a_machine_without_a_gpu_ends_soon_and_says_so(kit: Path, tmp_path: Path) -> None:
+    if has_gpu():
+        pytest.skip("there is a GPU here")
+    done = start(kit, tmp_path / "out")
+    assert done.returncode == NO_GPU, done.stdout + done.stderr
+    assert "There is no GPU here" in done.stdout
+    assert "There is no GPU here" in (tmp_path / "out" / "results.md").read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "journal.jsonl", "log.txt", "results.json", "results.md"
+    }  # fmt: skip
+
+
+def test_a_kit_whose_wheel_does_not_fit_says_so(kit: Path, tmp_path: Path) -> None:
+    [ours] = (kit / "wheels").glob("penstock-*.whl")
+    ours.write_bytes(b"no wheel")
+    done = start(kit, tmp_path / "out")
+    assert done.returncode == 2
+    assert "Penstock's wheel cannot be installed" in (tmp_path / "out" / "results.md").read_text()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Part of a kit (tools/gpu_kit.sh): runs the hardware suite on this machine, from the kit alone, and ends within BUDGET
+# seconds (545). What it finds lies in OUT: results.md, results.json, journal.jsonl, log.txt, trace.json.gz.
+#   OUT=results bash gpu_run.sh [--parts facts,bytes,...] [--quick]
+# Status 0: all passed; 1: something failed; 2: the kit does not work here; 77: there is no GPU here.
+# PYTHON: the interpreter that has torch and numpy (python3).
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+: "${OUT:?OUT=folder: where the results go}"
+mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 2
+python=${PYTHON:-python3} budget=${BUDGET:-545}
+exec > >(tee "$OUT/log.txt") 2>&1
+
+# Not the temporary folder of tests: that is removed piece by piece while they run.
+site=$(mktemp -d "${TMPDIR:-/var/tmp}/penstock-site.XXXXXX") || exit 2
+trap 'rm -rf "$site"' EXIT
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+broken() {
+  echo "$1"
+  printf '# Penstock on a GPU\n\n**Nothing ran: %s**\n' "$1" >"$OUT/results.md"
+  exit 2
+}
+install() {
+  "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
+    --upgrade --target "$site" "$@"
+}
+"$python" -c 'import torch, numpy' || broken "$python has no torch or no numpy."
+install "$here"/wheels/penstock-*.whl || broken "Penstock's wheel cannot be installed."
+for wheel in "$here"/wheels/*.whl; do
+  case $wheel in */penstock-*) continue ;; esac
+  install "$wheel" || echo "$(basename "$wheel") cannot be installed: the suite goes without it"
+done
+"$python" -c 'import pytest, pytest_timeout' 2>/dev/null || install "$here"/testing/*.whl ||
+  broken "pytest cannot be installed."
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+
+# fastsafetensors asks for libcudart.so without a version: the one that torch brings, and no other.
+runtime=$("$python" - <<'P'
+import glob
+import os
+import sys
+
+found = (f for p in sys.path for f in sorted(glob.glob(os.path.join(p, "nvidia", "*", "lib", "libcudart.so.1*"))))
+print(next(found, ""))
+P
+)
+if [ -n "$runtime" ]; then
+  mkdir -p "$site/.lib" && ln -sf "$runtime" "$site/.lib/libcudart.so"
+  LD_LIBRARY_PATH=$site/.lib:$(dirname "$runtime")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export LD_LIBRARY_PATH
+fi
+
+left=$((budget - SECONDS - 5))
+timeout --kill-after=3 "$((left + 2))" "$python" "$here/hardware/run.py" --out "$OUT" --budget "$left" "$@"
