@@ -33,7 +33,7 @@ OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-stre
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-save bench-quick peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
 .PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit
 
 help:
@@ -42,7 +42,9 @@ help:
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
-	@echo "make bench   penstock beside its peers and the ceilings of this machine (an hour and a half; make bench-quick: five minutes)"
+	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
+	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
+	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
@@ -114,6 +116,15 @@ BENCH_OUTPUT := --json .bench/results.json --html .bench/results.html
 
 bench: peers
 	$(BENCH_VENV)/bin/python -m penstock.cli bench $(BENCH_OUTPUT) $(BENCH)
+
+# Cold and warm loads of three checkpoints in both states of memory: the table that README shows, from .bench/summary.json
+bench-summary: peers
+	$(BENCH_VENV)/bin/python -m penstock.cli bench --preset summary --json .bench/summary.json $(BENCH)
+	$(BENCH_VENV)/bin/python benches/readme.py .bench/summary.json
+
+# Copied loads: through the page cache by a pool or by io_uring, past it, and what is chosen without an option.
+bench-copied: peers
+	$(BENCH_VENV)/bin/python benches/copied.py --json .bench/copied.json $(BENCH)
 
 # FOLDER: on the disk to write to.
 FOLDER ?= $(CURDIR)/.bench/saved

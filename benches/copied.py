@@ -1,5 +1,6 @@
 """Copied loads, cold and warm: `python benches/copied.py CHECKPOINT... [--rounds N] [--ways A,B] [--warm N]`.
 
+A checkpoint is a path, or one of the benchmark by name (gpt2, dense, moe), which is generated where it is not there.
 What is copied (into private memory here, to a GPU elsewhere) can be read through the page cache by a pool of threads,
 through it by io_uring, or past it with O_DIRECT. Without an option Penstock chooses. Each way loads each checkpoint:
 
@@ -12,13 +13,20 @@ Every load has a process of its own. The turns of a round are in random order, e
 process that took twice the memory of a load and gave it back. Seconds are from the call to the last byte in place,
 medians over the rounds. (Tests compare the bytes of every way.) At the end one process loads the checkpoint warm,
 without an option, so many times as `--warm` says: median and 99th percentile.
+
+The last lines say what the project promises of loads without an option: cold within 10% of the faster of `keep` and
+`bypass`, the second start within 10% of a warm load, and the 99th percentile of warm loads at most twice their median.
+`--json` keeps every load and the promises, `--tables FILE` prints such a file again, as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -27,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.bench.checkpoints import FULL, place
 from penstock.bench.machine import machine
+from penstock.bench.results import percentile
 
 #: Options of each way. The destination is private memory in all of them.
 WAYS: dict[str, dict[str, Any]] = {
@@ -72,28 +82,50 @@ print(json.dumps(said))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", nargs="+", type=Path)
+    parser.add_argument("checkpoints", nargs="*", help=f"paths, or names: {', '.join(FULL)} (gpt2)")
+    help = "where checkpoints that are given by name lie"
+    parser.add_argument("--folder", type=Path, default=Path(".bench/checkpoints/full"), help=help)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
     parser.add_argument("--states", type=lambda text: text.split(","), default=["cold", "warm", "second"])
     parser.add_argument("--warm", type=int, default=200, help="warm loads of one process; 0: none")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where every load goes")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="only print what --json wrote, as Markdown")
     arguments = parser.parse_args()
-    there = machine(arguments.checkpoints, None)
-    print("machine: " + ", ".join(f"{key} {value}" for key, value in there.items() if key != "versions" and value))
-    document: dict[str, Any] = {"machine": there, "rounds": arguments.rounds, "checkpoints": {}}
-    for path in arguments.checkpoints:
-        found = measure(path, arguments.rounds, arguments.ways, arguments.states)
-        document["checkpoints"][path.name] = {"turns": found}
-        print(f"\n{path.name}")
-        show(found)
+    if arguments.tables:
+        show(json.loads(arguments.tables.read_text()))
+        return
+    paths = [found(name, arguments.folder) for name in arguments.checkpoints or ["gpt2"]]
+    begun = datetime.datetime.now(datetime.timezone.utc)
+    document: dict[str, Any] = {
+        "time": begun.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine(paths, None),
+        "rounds": arguments.rounds,
+        "checkpoints": {},
+    }
+    for path in paths:
+        document["checkpoints"][path.name] = of = {
+            "nbytes": penstock.open(path).nbytes,
+            "turns": measure(path, arguments.rounds, arguments.ways, arguments.states),
+        }
         if arguments.warm:
-            document["checkpoints"][path.name]["warm loads"] = many = repeated(path, arguments.warm)
-            print(f"  {arguments.warm} warm loads of one process: ", end="")
-            ratio = many["p99"] / many["median"]
-            print(f"median {many['median']:.4f} s, p99 {many['p99']:.4f} s, {ratio:.2f} x median")
+            of["warm loads"] = repeated(path, arguments.warm)
+        of["promises"] = promises(of)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        document |= {"seconds": round((now - begun).total_seconds()), "load_average_at_end": list(os.getloadavg())}
         if arguments.json:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    show(document)
+
+
+def found(checkpoint: str, folder: Path) -> Path:
+    """The place of a checkpoint, made where it is one of the benchmark's and not there."""
+    if checkpoint not in FULL or Path(checkpoint).exists():
+        return Path(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    place(checkpoint, FULL[checkpoint].layout(), [folder])
+    return folder / checkpoint
 
 
 def run(program: str, *arguments: object) -> str:
@@ -125,28 +157,76 @@ def measure(path: Path, rounds: int, ways: list[str], states: list[str]) -> dict
     return dict(sorted(found.items()))
 
 
-def show(found: dict[str, list[dict[str, Any]]]) -> None:
-    """The medians as a table. Ratios are to the fastest way of the same state."""
-    print(f"  {'':<20}{'median s':>9}{'ratio':>7}{'least':>8}{'most':>8}{'cpu s':>7}  page cache")
-    medians = {turn: statistics.median(load["seconds"] for load in loads) for turn, loads in found.items()}
-    for turn, loads in found.items():
-        best = min(seconds for other, seconds in medians.items() if other.split(",")[0] == turn.split(",")[0])
-        seconds = [load["seconds"] for load in loads]
-        cpu = statistics.median(load["cpu"] for load in loads)
-        kinds = {kind: sum(load["cache"] == kind for load in loads) for kind in ("keep", "fill", "bypass")}
-        said = ", ".join(f"{kind} {count}" for kind, count in kinds.items() if count)
-        fills = [load["fill"]["seconds"] for load in loads if load.get("fill", {}).get("state") == "finished"]
-        if fills:
-            said += f"; filled in {statistics.median(fills):.2f} s"
-        print(f"  {turn:<20}{medians[turn]:9.3f}{medians[turn] / best:7.2f}", end="")
-        print(f"{min(seconds):8.3f}{max(seconds):8.3f}{cpu:7.2f}  {said}")
+def medians(turns: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    return {turn: statistics.median(load["seconds"] for load in loads) for turn, loads in turns.items()}
+
+
+def promises(of: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the project promises of loads without an option, with what was found, as far as it was measured."""
+    turns, many = medians(of["turns"]), of.get("warm loads")
+    made: list[dict[str, Any]] = []
+
+    def promise(claim: str, value: float, most: float) -> None:
+        made.append({"claim": claim, "value": value, "most": most, "holds": value <= most})
+
+    if {"cold, no option", "cold, keep", "cold, bypass"} <= set(turns):
+        best = min(turns["cold, keep"], turns["cold, bypass"])
+        promise("cold: times as long as the faster of keep and bypass", turns["cold, no option"] / best, 1.1)
+    if {"second, no option", "warm, no option"} <= set(turns):
+        value = turns["second, no option"] / turns["warm, no option"]
+        promise("second start, after the fill: times as long as a warm load", value, 1.1)
+    if many:
+        promise("warm loads of one process: p99 by the median", many["p99"] / many["median"], 2.0)
+    return made
+
+
+def show(document: dict[str, Any]) -> None:
+    """A document of `--json` as Markdown. Ratios are to the fastest way of the same state."""
+    about = document["machine"]
+    print(
+        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, {about['file_system']}, {document['time']}"
+    )
+    loads = [f"{averages[0]:.1f}" for averages in (about["load_average"], document["load_average_at_end"])]
+    print(f"load average {loads[0]} at the start, {loads[1]} at the end; {document['seconds']} s")
+    print(f"{document['command']}")
+    for name, of in document["checkpoints"].items():
+        print(f"\n{name}, {of['nbytes'] / 1e9:.2f} GB, medians of {document['rounds']}:\n")
+        print("| | seconds | ratio | least | most | CPU s/GB | page cache |\n|---|---|---|---|---|---|---|")
+        found = medians(of["turns"])
+        for turn, loads in of["turns"].items():
+            best = min(seconds for other, seconds in found.items() if other.split(",")[0] == turn.split(",")[0])
+            seconds = [load["seconds"] for load in loads]
+            cpu = statistics.median(load["cpu"] for load in loads) / (of["nbytes"] / 1e9)
+            cells = [turn, f"{found[turn]:.3f}", f"{found[turn] / best:.2f}", f"{min(seconds):.3f}"]
+            print(f"| {' | '.join([*cells, f'{max(seconds):.3f}', f'{cpu:.3f}', kept(loads)])} |")
+        if many := of.get("warm loads"):
+            print(
+                f"\n{many['loads']} warm loads of one process: median {many['median']:.4f} s, p99 {many['p99']:.4f} s"
+            )
+        print()
+        for one in of["promises"]:
+            verdict = "holds" if one["holds"] else "**missed**"
+            print(f"- {one['claim']}: {one['value']:.2f} (at most {one['most']}): {verdict}")
+
+
+def kept(loads: list[dict[str, Any]]) -> str:
+    """What became of the page cache, and how long filling it took after the load."""
+    kinds = {kind: sum(load["cache"] == kind for load in loads) for kind in ("keep", "fill", "bypass")}
+    said = ", ".join(f"{kind} {count}" for kind, count in kinds.items() if count)
+    fills = [load["fill"] for load in loads if load.get("fill")]
+    seconds = [fill["seconds"] for fill in fills if fill["state"] == "finished"]
+    if seconds:
+        said += f"; filled in {statistics.median(seconds):.2f} s"
+    if len(seconds) < len(fills):
+        said += f"; {len(fills) - len(seconds)} not filled"
+    return said
 
 
 def repeated(path: Path, times: int) -> dict[str, float]:
     """Warm loads of one process, without an option."""
     put(list(map(str, penstock.open(path).files)), "warm")
-    seconds = sorted(load["seconds"] for load in json.loads(run(LOADER, path, "{}", times)))
-    return {"median": statistics.median(seconds), "p99": seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]}
+    seconds = [load["seconds"] for load in json.loads(run(LOADER, path, "{}", times))]
+    return {"loads": times, "median": statistics.median(seconds), "p99": percentile(seconds, 99)}
 
 
 if __name__ == "__main__":

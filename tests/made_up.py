@@ -20,7 +20,11 @@ def row(
         "gb_per_s": GB / 1e9 / median,
     }  # fmt: skip
     if kind != "ceiling":
-        found |= {"cpu_s": median / 10, "memory": 4096, "verified": True}
+        found |= {"cpu_s": median / 10, "memory": 4096, "verified": True, "ranked": "load"}
+        if scenario == "cold":
+            found |= {"ranked": "last byte touched", "load_s": median / 2, "touch_s": median / 2}
+        if "share" in more:
+            found["ceiling_s"] = more["share"] * median
     return found | more
 
 
@@ -28,14 +32,14 @@ def results() -> dict[str, Any]:
     """Two checkpoints; a missed bound, a fault, a failure, a contestant ahead of penstock, and one that is absent."""
     rows = [
         row("a", "cold", "penstock", "penstock", [0.9, 1.0, 1.1], ceiling="direct", share=0.8, later_s=0.95),
-        row("a", "cold", "penstock uring", "penstock", [0.8, 0.9, 1.0], ceiling="direct", share=0.85),
+        row("a", "cold", "penstock uring", "penstock", [0.8, 0.9, 1.0], ceiling="direct", share=0.8 / 0.9),
         row("a", "cold", "rival", "rival", [1.9, 2.0, 2.1], ceiling="direct", share=0.4),
         row("a", "cold", "ceiling: direct", "ceiling", [0.7, 0.8, 0.9]),
         row("a", "cold", "ceiling: place", "ceiling", [0.75, 0.85, 0.95]),
         row("a", "warm", "penstock", "penstock", [0.010, 0.012, 0.014]),
         row("a", "warm", "rival", "rival", [0.002, 0.003, 0.004], ceiling="direct", share=2.0, fault="above direct"),
         row("b", "cold", "penstock", "penstock", [0.9, 1.0, 1.1], ceiling="direct", share=0.7, later_s=0.5),
-        row("b", "cold", "rival", "rival", [1.4, 1.5, 1.6], ceiling="direct", share=0.5),
+        row("b", "cold", "rival", "rival", [1.4, 1.5, 1.6], ceiling="direct", share=0.7 / 1.5),
         row("b", "cold", "penstock copy", "penstock", [1.1, 1.2, 1.3], semantics="private"),
         row("b", "cold", "private rival", "rival", [0.9, 1.0, 1.25], semantics="private"),
     ]
@@ -53,7 +57,7 @@ def results() -> dict[str, Any]:
             run["raw_s"] = 0.7
     runs += [{key: r[key] for key in of} | {"seconds": 0.5, "load": 1} for r in rows if "later_s" in r]
     return {
-        "schema": 2, "time": "2026-01-02T03:04:05+00:00", "command": "penstock bench --made-up", "preset": None,
+        "schema": 3, "time": "2026-01-02T03:04:05+00:00", "command": "penstock bench --made-up", "preset": None,
         "quick": False,
         "machine": {
             "cpu": "Made-up CPU", "cores": 4, "memory": 8 << 30, "kernel": "0.0", "file_system": "ext4",

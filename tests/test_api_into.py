@@ -1,6 +1,7 @@
 """`Checkpoint.load_into`: bytes into tensors that exist already."""
 
 import mmap
+import pickle
 
 import numpy as np
 import penstock
@@ -143,6 +144,26 @@ def test_every_problem_is_listed_in_one_error_before_a_byte_moves(write):
     assert not to["fine"].any()
 
 
+def test_of_many_problems_ten_are_shown_and_all_are_listed(write):
+    checkpoint = penstock.open(write(*(Tensor(f"t{i:02}", "F32", (4,)) for i in range(13))))
+    with pytest.raises(penstock.MismatchError) as caught:
+        checkpoint.load_into({f"t{i:02}": torch.zeros(5) for i in range(13)})
+    error, text = caught.value, str(caught.value)
+    assert "13 problems" in text
+    assert [f"t{i:02}" in text for i in range(13)] == [True] * 10 + [False] * 3
+    assert text.endswith("\n  and 3 more: .problems of this error lists all of them")
+    assert [problem.split()[0] for problem in error.problems] == [f"t{i:02}" for i in range(13)]
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_few_problems_are_all_shown(write, count):
+    checkpoint = penstock.open(write(*(Tensor(f"t{i}", "F32", (4,)) for i in range(count))))
+    with pytest.raises(penstock.MismatchError) as caught:
+        checkpoint.load_into({f"t{i}": torch.zeros(5) for i in range(count)})
+    assert str(caught.value).splitlines()[1:] == [f"  {problem}" for problem in caught.value.problems]
+
+
 def test_not_strict_reports_what_is_on_one_side_only(write):
     path = model_file(write, "embed.weight", "norm.weight", "head.weight")
     to = {"embed.weight": torch.zeros(16, 8), "other": torch.ones(2)}
@@ -251,7 +272,7 @@ def test_a_load_that_fails_says_which_destinations_are_no_longer_what_they_were(
     assert "model.safetensors" in str(error)
     changed = [name for name, tensor in to.items() if not bool((tensor == 7.0).all())]
     assert set(changed) <= set(error.touched)
-    assert ("no longer what they were" in str(error)) == bool(error.touched)
+    assert ("overwritten, wholly or in part" in str(error)) == bool(error.touched)
 
 
 @pytest.mark.parametrize(
@@ -290,5 +311,5 @@ def test_views_that_interleave_without_sharing_a_byte_are_filled(write):
 def test_windows_that_slide_over_themselves_are_refused(write):
     path = write(Tensor("a", "F32", (4, 4)))
     sliding = torch.zeros(16).as_strided((4, 4), (2, 1))
-    with pytest.raises(penstock.MismatchError, match="the same memory"):
+    with pytest.raises(penstock.MismatchError, match="share memory"):
         penstock.open(path).load_into({"a": sliding})

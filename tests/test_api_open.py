@@ -1,12 +1,16 @@
 """Opening: what a source may be, and what a checkpoint says of itself."""
 
 import copy
+import os
 import pickle
+import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, descriptors
+from penstock.bench import synth
 from penstock.bench.synth import Tensor
 
 NAMES = [tensor.name for tensor in LAYOUT.tensors]
@@ -121,3 +125,115 @@ def test_a_checkpoint_keeps_no_descriptor(small):
     checkpoints = [penstock.open(small) for _ in range(5)]
     assert len(descriptors()) == before
     assert "11 tensors" in repr(checkpoints[0])
+
+
+# As a mapping of names to what the header says
+
+
+def test_items_and_values_are_what_indexing_gives_in_file_order(opened):
+    assert opened.items() == [(name, opened[name]) for name in opened.keys()]  # noqa: SIM118
+    assert opened.values() == [opened[name] for name in opened]
+    assert dict(opened) == dict(opened.items())
+
+
+def test_items_of_a_part_of_a_checkpoint_read_nothing(small, tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(small, copied)
+    checkpoint = penstock.open(copied)
+    shutil.rmtree(copied)
+    assert len(checkpoint.items()) == len(checkpoint.values()) == 11
+
+
+def test_get_is_none_or_the_default_for_a_name_that_is_not_there(opened):
+    assert opened.get("step") == opened["step"]
+    assert opened.get("nothing") is None
+    assert opened.get("nothing", 3) == 3
+
+
+# In a notebook
+
+
+def test_a_notebook_completes_the_names_of_tensors(opened):
+    assert opened._ipython_key_completions_() == opened.keys()
+
+
+def test_ipython_completes_a_key(opened):
+    completer = pytest.importorskip("IPython.core.completer")
+    shell = completer.IPCompleter(namespace={"checkpoint": opened}, use_jedi=False)
+    with completer.provisionalcompleter():
+        typed = 'checkpoint["layers.1.'
+        found = [match.text for match in shell.completions(typed, len(typed))]
+    assert [word.rstrip('"]') for word in found] == ["layers.1.attn.bias", "layers.1.attn.weight"]
+
+
+class Table(HTMLParser):
+    """The text of a page, and whether every element that was opened was closed in its turn."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_a_notebook_shows_files_dtypes_sizes_and_the_first_tensors(opened, small):
+    shown = Table(opened._repr_html_())
+    text = " ".join(shown.words)
+    assert "11 tensors" in text and "3 files" in text
+    for path in sorted(small.glob("*.safetensors")):
+        assert str(path) in text
+    for dtype in {opened[name].dtype for name in opened}:
+        assert dtype in shown.words
+    for name in opened:
+        assert name in shown.words
+    assert "[64, 48]" in shown.words and "6.14 kB" in shown.words
+    assert "format" in text and "pt" in text
+
+
+def test_a_notebook_shows_the_beginning_of_a_large_checkpoint(tmp_path):
+    for shard in range(30):
+        tensors = [Tensor(f"t{shard}.{i}", "U8", (1,)) for i in range(30)]
+        synth.write_file(tmp_path / f"model-{shard:05}.safetensors", tensors)
+    text = " ".join(Table(penstock.open(tmp_path)._repr_html_()).words)
+    assert "t0.0" in text and "t29.29" not in text
+    assert "model-00000.safetensors" in text and "model-00029.safetensors" not in text
+    assert "20 more files" in text and "880 more tensors" in text
+
+
+def test_what_stands_in_a_file_cannot_be_markup_in_a_notebook(tmp_path):
+    folder = tmp_path / "<i>&amp;"
+    folder.mkdir()
+    path = synth.write_file(
+        folder / "model.safetensors",
+        [Tensor('<script>alert("1")</script>', "U8", (1,))],
+        metadata={"<em>": "<img src=x onerror=alert(1)>"},
+    )
+    shown = Table(penstock.open(path)._repr_html_())
+    assert not {"script", "em", "img", "i"} & shown.tags
+    assert '<script>alert("1")</script>' in shown.words
+    assert any("<i>&amp;" in word for word in shown.words)
+
+
+def test_a_notebook_shows_a_file_name_that_is_not_utf_8(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    Path(folder).mkdir()
+    page = penstock.open(synth.write_file(Path(folder) / "a.safetensors", [Tensor("a", "U8", (1,))]))._repr_html_()
+    assert "caf\ufffd" in page
+    page.encode()
+
+
+def test_a_checkpoint_without_tensors_has_a_summary_too(write):
+    assert "0 tensors" in penstock.open(write())._repr_html_()

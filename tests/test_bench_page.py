@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -31,6 +32,7 @@ class Parsed(HTMLParser):
         self.text = ""
         self.scripts: list[tuple[dict[str, str | None], str]] = []
         self.styles = ""
+        self.headings: list[tuple[str, str | None]] = []
         self._inside = ""
         self.feed(page.read_text("utf-8"))
         self.close()
@@ -40,6 +42,9 @@ class Parsed(HTMLParser):
         self._inside = tag if tag in ("script", "style") else ""
         if tag == "script":
             self.scripts.append((dict(attrs), ""))
+        elif tag == "button":
+            self._inside, about = tag, dict(attrs).get("title")
+            self.headings.append(("", about))
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = ""
@@ -51,6 +56,9 @@ class Parsed(HTMLParser):
         elif self._inside == "style":
             self.styles += data
         else:
+            if self._inside == "button":
+                text, about = self.headings[-1]
+                self.headings[-1] = text + data, about
             self.text += data + " "
 
     @property
@@ -98,6 +106,10 @@ def test_a_quick_run_says_that_it_is_no_basis(tmp_path: Path) -> None:
         attributes["class"] for _, attributes in page.elements if (attributes.get("class") or "").startswith("card")
     ]
     assert cards[1:] == ["card", "card", "card bad", "card bad"]  # neither bounds nor who is first
+    assert "a quick run ranks no loader" in page.text
+    assert "as fast" not in page.text
+    assert "share" not in [text for text, _ in page.headings]
+    assert len(page.figures) == 1  # the timeline: bars beside each other would rank
 
 
 def test_says_plainly_what_is_not_as_one_would_wish(parsed: Parsed) -> None:
@@ -150,6 +162,68 @@ def test_every_load_is_a_dot_and_the_spread_is_the_slowest_and_the_fastest(parse
     assert sorted(dots["x"]) == pytest.approx(sorted([0.9, 1.0, 1.1, 0.8, 0.9, 1.0, 1.9, 2.0, 2.1]))
     [later] = [trace for trace in chart["data"] if trace["name"] == "later"]
     assert later["x"] == [0.95]
+
+
+def test_says_which_time_is_ranked(parsed: Parsed) -> None:
+    text = re.sub(r"\s+", " ", parsed.text)
+    assert text.count("Ranked by the time to the last byte touched") == 2  # cold of both checkpoints
+    assert text.count("Ranked by the time of the load alone") == 1
+    assert "rival 2.00 s to the last byte touched" in text
+    assert "Time to the last byte touched: cold; the others: the load alone" in text
+    assert "cold loads are ranked by the time to the last byte touched" in text  # above the timelines
+    titles = [title for title, _ in parsed.headings]
+    assert titles.count("to last byte") == titles.count("load alone") == 2
+    assert titles.count("median") == 1
+    assert titles[titles.index("to last byte") + 1] == "load alone"
+
+
+def test_bars_of_cold_loads_go_to_the_last_byte_touched_and_show_the_load_alone(parsed: Parsed) -> None:
+    chart = parsed.figures[0]["seconds"]
+    [ours] = [trace for trace in chart["data"] if trace["name"] == "penstock"]
+    assert ours["x"] == [0.9, 1.0]
+    [alone] = [trace for trace in chart["data"] if trace["name"] == "load alone"]
+    assert alone["x"] == pytest.approx([0.45, 0.5, 1.0])
+    assert "to the last byte touched" in ours["hovertext"][0]
+    assert not [trace for trace in parsed.figures[1]["seconds"]["data"] if trace["name"] == "load alone"]
+
+
+def test_results_that_were_ranked_by_the_load_alone_still_say_so(tmp_path: Path) -> None:
+    results = made_up.results() | {"schema": 2}
+    for row in results["rows"]:
+        for key in ("ranked", "load_s", "touch_s", "ceiling_s"):
+            row.pop(key, None)
+    text = Parsed(write(tmp_path, results)).text
+    assert text.count("Ranked by the time of the load alone") == 3
+    assert "Ranked by the time to the last byte" not in text
+    assert "mapped and touched" not in text  # nobody saw to the memory before
+
+
+def lines(chart: dict[str, Any]) -> dict[str, float]:
+    return {
+        shape["name"].removeprefix("ceiling: "): shape["x0"]
+        for shape in chart["layout"]["shapes"]
+        if shape.get("name", "").startswith("ceiling")
+    }
+
+
+@pytest.mark.parametrize("of", ["made up", "raw reads of their own", "another size"])
+def test_a_bars_share_is_of_the_ceiling_that_is_drawn(of: str, tmp_path: Path) -> None:
+    results = made_up.results()
+    if of == "raw reads of their own":  # before each load the disk was as fast as it happened to be
+        for run in results["runs"]:
+            run |= {"bytes": made_up.GB, "kind": "rival", "raw_s": 0.5 if run["contestant"] == "rival" else 0.8}
+    elif of == "another size":  # a ceiling that moved half of the bytes
+        for row in results["rows"]:
+            if row["kind"] == "ceiling":
+                row["bytes"] //= 2
+    page = Parsed(write(tmp_path, results))
+    for number, checkpoint in ((0, "a"), (2, "b")):
+        for unit, length in (("seconds", lambda row: row["median_s"]), ("rate", lambda row: row["gb_per_s"])):
+            at = lines(page.figures[number][unit])
+            for row in results["rows"]:
+                if (row["checkpoint"], row["scenario"]) == (checkpoint, "cold") and "share" in row:
+                    share = at[row["ceiling"]] / length(row)
+                    assert (share if unit == "seconds" else 1 / share) == pytest.approx(row["share"]), row
 
 
 def test_later_loads_of_a_process_are_marked_apart(parsed: Parsed) -> None:
@@ -227,7 +301,7 @@ def test_parts_that_are_not_there_are_left_out(absent: str, tmp_path: Path) -> N
 
 
 def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="schema 2, and these are of schema 1"):
+    with pytest.raises(ValueError, match="schemas 2 and 3, and these are of schema 1"):
         write_page(made_up.results() | {"schema": 1}, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
@@ -375,6 +449,47 @@ def test_a_trace_has_a_page_of_its_own(tmp_path: Path) -> None:
         write_trace({}, tmp_path / "none.html")
 
 
+def test_the_disks_ceiling_is_drawn_above_a_timeline(parsed: Parsed, tmp_path: Path) -> None:
+    def ceiling(page: Parsed) -> list[float]:
+        layout = page.figures[-1]["lanes"]["layout"]
+        assert all(shape["y0"] < layout["yaxis2"]["range"][1] for shape in layout["shapes"])
+        return [shape["y0"] for shape in layout["shapes"] if shape["name"] == "ceiling: disk"]
+
+    # Of a benchmark: the fastest raw read of the checkpoint's files, 1 GB in 0.8 s
+    assert ceiling(parsed) == [pytest.approx(1.25)]
+    write_trace(made_up.trace(), tmp_path / "trace.html", disk=7.5e9)
+    page = Parsed(tmp_path / "trace.html")
+    assert ceiling(page) == [7.5]
+    assert "The disk's ceiling: 7.50 GB/s" in page.text
+    write_trace(made_up.trace(), tmp_path / "trace.html", disk="the files are gone")
+    page = Parsed(tmp_path / "trace.html")
+    assert ceiling(page) == []
+    assert "The disk's ceiling is not drawn: the files are gone" in page.text
+
+
+def test_warm_loads_have_no_line_for_the_disk(tmp_path: Path) -> None:
+    results = made_up.results()
+    results["traces"][0]["scenario"] = "warm"
+    layout = Parsed(write(tmp_path, results)).figures[-1]["lanes"]["layout"]
+    assert "ceiling: disk" not in [shape["name"] for shape in layout["shapes"]]
+
+
+def test_the_command_line_measures_the_disk_of_a_load(cli: Any, big: Path, tmp_path: Path) -> None:
+    trace, page, checkpoint = tmp_path / "trace.json", tmp_path / "page.html", tmp_path / "a.safetensors"
+    shutil.copy(big, checkpoint)
+    assert cli("load", checkpoint, "--trace", trace).returncode == 0
+    for arguments, told in (
+        ([], r"The disk's ceiling: .* GB/s|The disk's ceiling is not drawn: "),  # a file system without O_DIRECT
+        (["--no-measure"], "is not drawn: it was not measured"),
+    ):
+        done = cli("trace", trace, "--html", page, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert re.search(told, Parsed(page).text)
+    checkpoint.unlink()
+    assert cli("trace", trace, "--html", page).returncode == 0
+    assert "No such file" in Parsed(page).text
+
+
 def test_the_command_line_tells_what_bounded_a_load(cli: Any, tmp_path: Path) -> None:
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     trace.write_text(json.dumps(made_up.trace()))
@@ -506,7 +621,7 @@ def test_a_click_on_a_heading_sorts(browser: Browser, page: Path) -> None:
     browser.open(page)
     names = "[...document.querySelector('#c0-s0 tbody').rows].map((row) => row.cells[0].textContent)"
     assert browser.evaluate(names)[0] == "penstock uring"
-    heading = "[...document.querySelectorAll('#c0-s0 th button')].find((b) => b.textContent.startsWith('median'))"
+    heading = "[...document.querySelectorAll('#c0-s0 th button')].find((b) => b.textContent.startsWith('to last'))"
     browser.evaluate(f"{heading}.click()")
     ascending = browser.evaluate(names)
     assert ascending[0] == "ceiling: direct"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import FAKEGPU
-from penstock.bench import ceilings, checkpoints, page_cache, reference, synth
+from penstock.bench import ceilings, checkpoints, contestants, page_cache, predecessor, process, reference, synth
 from penstock.bench.contestants import CONTESTANTS, Job, named
 from penstock.bench.forkserver import Forkserver
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
@@ -94,6 +98,73 @@ def test_touching_reads_every_page_once():
     found = touch({"a": torch.ones(10 * PAGE, dtype=torch.uint8), "b": torch.ones(0)})
     assert found["touch_absent_bytes"] == 0
     assert {"touch_s", "touch_cpu_s", "touch_major_faults", "touch_minor_faults"} < set(found)
+
+
+def test_tensors_are_touched_right_after_the_load_and_before_the_process_answers(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done: list[str] = []
+
+    def noted(what: str, result: object) -> Callable[..., Any]:
+        def call(*_: object, **__: object) -> Any:
+            done.append(what)
+            return result
+
+        return call
+
+    one = dataclasses.replace(named("pread floor"), load=noted("load", {"a": torch.ones(PAGE, dtype=torch.uint8)}))
+    monkeypatch.setattr(process, "named", lambda name: one)
+    monkeypatch.setattr(process, "touch", noted("touch", {"touch_s": 7.0}))
+    monkeypatch.setattr(process, "verify", noted("verify", {}))
+    told = iter(["load", "verify", "load", "drop", "end"])
+    said: list[dict[str, Any]] = []
+    process.serve(order(file, "pread floor"), lambda: (done.append("hears"), next(told))[1], said.append)
+    assert done == [*["hears", "load", "touch", "hears", "verify"], *["hears", "load", "touch", "hears"], "hears"]
+    assert [run["touch_s"] for run in said if "load_s" in run] == [7.0, 7.0]
+
+
+def test_the_second_start_waits_for_what_goes_on_in_the_background(file: Path, monkeypatch: pytest.MonkeyPatch):
+    waited: list[str] = []
+    fill = SimpleNamespace(seconds=0.5, nbytes=3, state="finished", reason="", wait=lambda: waited.append("waited"))
+
+    def loads(job: Job) -> dict[str, Any]:
+        contestants.note(job, {"cache_fill": fill})
+        assert not waited
+        return {"a": torch.ones(PAGE, dtype=torch.uint8)}
+
+    monkeypatch.setattr(process, "named", lambda name: dataclasses.replace(named("pread floor"), load=loads))
+    told = iter(["load", "settle", "end"])
+    said: list[dict[str, Any]] = []
+    process.serve(order(file, "pread floor"), lambda: next(told), said.append)
+    assert waited == ["waited"]
+    settled = {"fill_s": 0.5, "fill_bytes": 3, "fill_state": "finished", "fill_reason": ""}
+    assert settled.items() <= said[-1].items()
+
+
+def test_a_predecessor_maps_and_touches_the_files(tmp_path: Path):
+    if _in_memory(tmp_path):
+        pytest.skip("files lie in memory here")
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "empty"]
+    for path, size in zip(paths, (3 * PAGE + 1, 8 << 20, 0), strict=True):
+        path.write_bytes(os.urandom(size))
+    page_cache.evict(paths)
+    assert predecessor.run(predecessor.MAPPED, paths, 0) == {"kind": "mapped", "bytes": 3 * PAGE + 1 + (8 << 20)}
+    assert page_cache.resident_bytes(paths) in (None, 4 * PAGE + (8 << 20))
+
+
+def test_a_predecessor_that_fails_says_why(tmp_path: Path):
+    with pytest.raises(predecessor.PredecessorFailed, match=r"No such file or directory: .*gone"):
+        predecessor.run(predecessor.MAPPED, [tmp_path / "gone"], 0)
+
+
+def test_a_predecessor_takes_private_memory_and_leaves_the_files_alone(tmp_path: Path):
+    if _in_memory(tmp_path):
+        pytest.skip("files lie in memory here")
+    path = tmp_path / "a"
+    path.write_bytes(os.urandom(8 << 20))
+    page_cache.evict([path])
+    assert predecessor.run(predecessor.FREED, [path], 32 << 20) == {"kind": "freed", "bytes": 32 << 20}
+    assert page_cache.resident_bytes([path]) in (None, 0)
 
 
 def test_bytes_that_a_mapping_left_on_the_disk_are_seen(tmp_path: Path):

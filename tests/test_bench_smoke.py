@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ordeal import results
+from penstock.bench.scenarios import COLD
 
-# Some twenty processes that import torch each.
-pytestmark = pytest.mark.timeout(600)
+# Some twenty processes that import torch each, and what they say of the page cache: once, and alone.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.machine]
 
 BENCH = [sys.executable, "-m", "penstock.cli", "bench"]
 TWO = ["penstock", "safetensors", "penstock load_into", "safetensors copy_", "penstock copy", "pread floor"]
@@ -53,7 +55,7 @@ def loads_of(outcome: dict[str, Any], scenario: str | None = None) -> list[dict[
 
 
 def test_names_the_machine_the_versions_and_the_command(outcome: dict[str, Any]) -> None:
-    assert outcome["schema"] == 2
+    assert outcome["schema"] == 3
     assert outcome["quick"] is True
     assert outcome["preset"] is None
     assert "--checkpoint dense" in outcome["command"]
@@ -64,6 +66,7 @@ def test_names_the_machine_the_versions_and_the_command(outcome: dict[str, Any])
     assert outcome["absent"]["instanttensor"]  # it loads to GPUs only
 
 
+@results
 def test_every_load_has_every_byte_compared_with_the_files(outcome: dict[str, Any], others: dict[str, Any]) -> None:
     for run in loads_of(outcome) + loads_of(others):
         assert "error" not in run, run
@@ -77,6 +80,7 @@ def test_every_scenario_has_penstock_and_a_rival(outcome: dict[str, Any]) -> Non
     seen = {(row["scenario"], row["contestant"], row["kind"]) for row in outcome["rows"]}
     for scenario, ours, rival in [
         ("cold", "penstock", "safetensors"),
+        ("cold-freed", "penstock", "safetensors"),
         ("warm", "penstock", "safetensors"),
         ("private", "penstock copy", "pread floor"),
         ("load_into", "penstock load_into", "safetensors copy_"),
@@ -99,6 +103,7 @@ def test_rows_have_the_columns_of_the_schema(outcome: dict[str, Any]) -> None:
         "gb_per_s",
     }
     measured = {"semantics", "first_tensor_s", "load_s", "touch_s", "cpu_s", "cpu_s_per_gb", "memory", "setup_s"}
+    measured |= {"ranked"}
     for row in outcome["rows"]:
         assert always <= set(row), row
         if row["kind"] != "ceiling":
@@ -109,10 +114,47 @@ def test_rows_have_the_columns_of_the_schema(outcome: dict[str, Any]) -> None:
     assert private["memory"] > 0.9 * private["bytes"]
 
 
-def test_cold_loads_start_with_nothing_resident_and_beside_a_raw_read(outcome: dict[str, Any]) -> None:
-    assert all(run["raw_s"] > 0 for run in loads_of(outcome, "cold"))
+@pytest.mark.parametrize("scenario", COLD)
+def test_cold_loads_start_with_nothing_resident_and_beside_a_raw_read(outcome: dict[str, Any], scenario: str) -> None:
+    assert all(run["raw_s"] > 0 for run in loads_of(outcome, scenario))
     # `None`: a kernel that does not tell.
-    assert all(run["resident_before"] in (0, None) for run in outcome["runs"] if run["scenario"] == "cold")
+    assert all(run["resident_before"] in (0, None) for run in outcome["runs"] if run["scenario"] == scenario)
+
+
+@pytest.mark.parametrize(("scenario", "kind"), [("cold", "mapped"), ("cold-freed", "freed")])
+def test_every_cold_contestant_comes_after_the_same_predecessor(
+    outcome: dict[str, Any], scenario: str, kind: str
+) -> None:
+    runs = [run for run in outcome["runs"] if run["scenario"] == scenario]
+    assert {run["kind"] for run in runs} == {"penstock", "rival", "ceiling"}
+    size = next(run["bytes"] for run in runs if run["kind"] == "ceiling")  # of the files
+    assert [run["predecessor"] for run in runs] == [{"kind": kind, "bytes": size}] * len(runs)
+    assert not any("predecessor" in run for run in outcome["runs"] if run["scenario"] not in COLD)
+
+
+def test_cold_loads_are_ranked_by_the_last_byte_touched(outcome: dict[str, Any]) -> None:
+    for run in loads_of(outcome):
+        if run["scenario"] in COLD:
+            assert run["seconds"] == run["load_s"] + run["touch_s"]
+            assert run["ranked"] == "last byte touched"
+        else:
+            assert run["ranked"] == "load"
+
+
+def test_a_second_start_comes_after_the_fill_and_beside_a_warm_one(others: dict[str, Any]) -> None:
+    [run] = loads_of(others, "second")
+    assert run["first_s"] > 0
+    assert run["warm_s"] > 0
+    if "fill_s" in run:
+        assert run["fill_state"] in ("finished", "stopped")  # and not running any more
+
+
+def test_ceilings_can_be_left_out(tmp_path: Path) -> None:
+    only = ["--contestant", "pread floor", "--scenario", "cold", "--no-ceilings", "--no-traces", "--size", "3e7"]
+    found = bench(tmp_path, "--checkpoint", "llama-2-7b", *only)
+    assert [run["kind"] for run in found["runs"]] == ["rival"] * 2
+    assert found["calibration"] == []
+    assert not any("raw_s" in run for run in found["runs"])
 
 
 def test_warm_loads_start_with_everything_resident(outcome: dict[str, Any]) -> None:
@@ -154,7 +196,9 @@ def test_a_quick_run_states_the_bounds_without_judging(outcome: dict[str, Any]) 
     assert any(claim.startswith("cold: share of") for claim in claims)
     assert any("fastest rival (safetensors)" in claim for claim in claims)
     assert not any(row["judged"] for row in outcome["bounds"])
-    assert "too small to be judged" in outcome["printed"]
+    assert "too small to be judged: it shows that everything works, and ranks no loader" in outcome["printed"]
+    assert "fastest rival" not in outcome["printed"]
+    assert "GB/s" not in outcome["printed"]
 
 
 def test_a_result_file_can_be_had_as_tables_and_as_a_page(outcome: dict[str, Any], tmp_path: Path) -> None:

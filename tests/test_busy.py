@@ -11,14 +11,16 @@ from pathlib import Path
 
 import ordeal
 import pytest
+from neighbours import VARIABLE, is_quiet
 
 TOOL = Path(__file__).parents[1] / "tools" / "busy.py"
-#: Says who runs beside it, and ends with 7.
+#: Says who runs beside it and what it knows of the machine, and ends with 7.
 COMMAND = """
 import os, pathlib, sys, time
 family = lambda: pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
 time.sleep(float(sys.argv[1]))
 print(*[pid for pid in family() if int(pid) != os.getpid()], flush=True)
+print(os.environ["PENSTOCK_TEST_PRESSURE"], flush=True)
 time.sleep(float(sys.argv[2]))
 sys.exit(7)
 """
@@ -28,7 +30,9 @@ def begin(folder: Path, *times: float, limit: float = 60.0) -> subprocess.Popen[
     # Memory is taken where less than so much is available: here never
     command = [sys.executable, TOOL, "--folder", folder, "--available", str(1 << 60), "--limit", str(limit), "--"]
     command += [sys.executable, "-c", COMMAND, *map(str, times)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # What `make test-busy` has found before: nobody is busy yet
+    told = {VARIABLE: "cpu=0.00 io=0.00 memory=0.00", "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | told)
 
 
 def gone(pids: list[str]) -> bool:
@@ -47,11 +51,13 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_runs_beside_a_command_ends_with_it(tmp_path: Path) -> None:
-    process = begin(tmp_path, 0.5, 0.5)
+    process = begin(tmp_path, 1.0, 0.5)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("busy: ")
     pids = process.stdout.readline().split()
     assert len(pids) == 4
+    pressure = process.stdout.readline().strip()
+    assert pressure.startswith("cpu=") and not is_quiet(pressure)
     states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     assert sum(int(fields[11]) > 0 for fields in states) >= 2, "nobody spins"
     assert process.wait(60 * ordeal.load_factor()) == 7

@@ -299,7 +299,7 @@ def test_a_backend_is_a_route(held, given, io, taken):
     assert settings(held, **given).get("io") == io
     penstock._core.warm(str(held))
     report = load(held, **given)
-    # A file system may refuse O_DIRECT
+    # What is granted at opening may still be refused in the middle
     assert routes(report) == {taken} or (taken == "direct" and report.fallbacks)
 
 
@@ -307,6 +307,90 @@ def test_the_environment_is_asked_where_an_argument_is_missing(held, monkeypatch
     monkeypatch.setenv("INSTANTTENSOR_BACKEND", "URING, AIO")
     assert settings(held)["io"] == "uring"
     assert settings(held, backend=BackendPolicy.BUFFERED)["io"] == "buffered"
+
+
+@pytest.fixture
+def refused(held, python) -> Callable[..., str]:
+    """What a program prints to which the kernel refuses these: refused(refusals, backends, path, **environment)."""
+
+    def run(refusals: str, backends: str, path: Path = held, **environment: str) -> str:
+        code = f"""
+import sys
+from refusals import *
+from penstock.compat.instanttensor import Backend, BackendPolicy, safe_open
+refuse({refusals})
+try:
+    with safe_open(sys.argv[1], "pt", "cpu", backend={backends}) as f:
+        print(f._settings["io"], len(dict(f.tensors())))
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+        here = str(Path(__file__).parent)
+        done = python(
+            code, path, **{"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), **environment}
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+def needs(path: Path, *interfaces: str) -> None:
+    found = penstock._core.probe(str(path))
+    for name in interfaces:
+        if found[name] is not None:
+            pytest.skip(f"{name} is refused here: {found[name]}")
+
+
+@pytest.mark.parametrize(
+    ("refusals", "backends", "taken"),
+    [
+        ("NO_URING", "[Backend.URING, Backend.AIO]", "aio 24"),
+        ("NO_URING, NO_AIO", "[Backend.URING, Backend.AIO, Backend.URING_BUFFERED, Backend.MMAP]", "buffered 24"),
+        ("NO_DIRECT", "[Backend.CUFILE, Backend.AIO, Backend.URING_BUFFERED]", "uring_buffered 24"),
+        ("NO_URING", "(Backend.URING_BUFFERED, BackendPolicy.BUFFERED)", "buffered 24"),
+        ("NO_AIO", "[Backend.URING_BUFFERED, Backend.AIO]", "uring_buffered 24"),
+    ],
+)
+def test_the_first_backend_of_a_list_that_is_granted_is_used(held, refused, refusals, backends, taken):
+    needs(held, "io_uring", "libaio")
+    assert refused(refusals, backends) == taken
+
+
+def test_the_backends_of_the_variable_are_tried_in_order_too(held, refused):
+    needs(held, "libaio")
+    assert refused("NO_URING", "None", INSTANTTENSOR_BACKEND="URING,AIO") == "aio 24"
+
+
+def test_backends_that_are_all_refused_are_one_error_with_each_reason(held, refused):
+    said = refused("NO_URING, NO_AIO", "[Backend.URING, Backend.URING_BUFFERED, Backend.AIO]")
+    kind, said = said.split(" ", 1)
+    assert kind == "UnsupportedError"
+    reasons = said[said.index("(") + 1 : said.rindex(")")].split("; ")
+    assert [reason.split(": ")[0] for reason in reasons] == ["URING", "URING_BUFFERED", "AIO"]
+    assert all("io_uring" in reason and "not permitted" in reason for reason in reasons[:2])
+    assert "AIO" in reasons[2] and "not implemented" in reasons[2]
+    assert str(held) in said and "AIO_BUFFERED and MMAP work everywhere" in said
+
+
+def test_one_backend_that_is_refused_is_an_error_as_in_a_list(held, refused):
+    assert refused("NO_URING", "Backend.URING").startswith("UnsupportedError")
+
+
+def test_a_file_system_without_o_direct_rejects_the_backends_that_need_it(held, refused, tmp_path_factory):
+    said = refused("NO_DIRECT", "[Backend.AIO, Backend.CUFILE]")
+    assert said.count("refuses O_DIRECT (Invalid argument)") == 2 and said.count(str(held)) == 2
+    memory = Path("/dev/shm") / f"{tmp_path_factory.mktemp('held').name}-{os.getpid()}.safetensors"
+    try:
+        memory.write_bytes(held.read_bytes())
+    except OSError as error:
+        pytest.skip(f"no tmpfs to write to: {error}")
+    try:
+        with pytest.raises(RuntimeError, match=f"AIO: the file system of {memory}, tmpfs, refuses O_DIRECT"):
+            face.safe_open(str(memory), "pt", "cpu", backend=Backend.AIO)
+        assert settings(memory, backend=[Backend.AIO, Backend.MMAP])["io"] == "buffered"
+    finally:
+        memory.unlink()
 
 
 def settings(path: Path, device: Any = "cpu", **given: Any) -> dict[str, Any]:

@@ -207,7 +207,9 @@ def test_the_device(one: Path):
     for device in ("mps", "npu:0", "xpu", "xla", "mlu:0", "musa", "hpu"):
         alike(lambda m, device=device: m.safe_open(one, "pt", device).keys())
     for device in ("cuda:99999", True):
-        differ(lambda m, device=device: m.safe_open(one, "pt", device), anything, penstock.InvalidError, "is no device")
+        differ(
+            lambda m, device=device: m.safe_open(one, "pt", device), anything, penstock.InvalidError, "is not a device"
+        )
     for device in ("cuda:0", 0):
         alike(lambda m, device=device: m.safe_open(one, "np", device), error=safetensors.SafetensorError)
 

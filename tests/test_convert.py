@@ -179,7 +179,7 @@ def test_a_checkpoint_is_not_converted_into_its_own_directory(small: Path, cli: 
     before = sorted(path.name for path in small.iterdir())
     done = cli("convert", small, small)
     assert done.returncode == 2
-    assert "another one" in done.stderr
+    assert "give another folder" in done.stderr
     assert sorted(path.name for path in small.iterdir()) == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -19,6 +20,7 @@ import pytest
 import torch
 from models import flat
 from penstock import _core, cli
+from penstock._load import make_options
 from penstock.bench import reference
 
 ROOT = Path(__file__).parent.parent
@@ -251,6 +253,40 @@ def test_every_option_is_described():
     assert quoted(section("docs/tuning.md", "Options")) == names
     assert all(f"{name}=" in section("docs/api.md", "Options") for name in names)
     assert all(f"- {name}:" in (_core.Options.__doc__ or "") for name in names)
+
+
+def _keywords_of_options() -> list[str]:
+    """The keywords of `Options`, in the order of the type stubs."""
+    tree = ast.parse((Path(penstock.__file__).parent / "_core.pyi").read_text())
+    [options] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
+    [new] = [node for node in options.body if isinstance(node, ast.FunctionDef) and node.name == "__new__"]
+    return [argument.arg for argument in new.args.kwonlyargs]
+
+
+def test_options_stand_in_the_same_two_groups_everywhere(cli):
+    groups = _core.Options.groups()
+    assert list(groups) == ["everyday", "advanced"]
+    assert groups["everyday"] + groups["advanced"] == _core.Options.names() == _keywords_of_options()
+    told = []
+    for ask in (
+        lambda: _core.Options(nonsense=1),
+        lambda: make_options({"nonsense": 1}),
+        lambda: penstock.cli._option("nonsense"),
+    ):
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)) as caught:
+            ask()
+        told.append(str(caught.value))
+    shown = cli("load", "--help", COLUMNS="80").stdout
+    for group, names in groups.items():
+        described = (_core.Options.__doc__ or "").partition(f"{group.capitalize()} options")[2]
+        assert re.findall(r"^ *- (\w+):", described, re.M)[: len(names)] == names
+        table = section("docs/tuning.md", f"{group.capitalize()} options").partition("\n## ")[0]
+        assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == names
+        [row] = [line for line in section("docs/api.md", "Options").splitlines() if line.startswith(f"| {group} ")]
+        assert re.findall(r"`(\w+)`", row) == names
+        [part] = re.findall(rf"^{group} options[^\n]*:\n(.*?)(?:\n\n|\Z)", shown, re.M | re.S)
+        assert re.findall(r"^  (\w+)=", part, re.M) == names
+        assert all(f"{group} options: {', '.join(names)}" in text for text in told)
 
 
 def test_every_error_is_described():

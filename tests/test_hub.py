@@ -286,7 +286,7 @@ def test_a_revision_that_is_not_there(cached, weights):
 def test_a_revision_of_which_nothing_has_been_downloaded(cached):
     cached.ref("org/name", "v2", OTHER)
     said = refused("org/name@v2")
-    assert f"v2 is commit {OTHER}, of which no file has been downloaded" in said
+    assert f"v2 is commit {OTHER}, and none of its files has been downloaded" in said
     assert "main (" in said
     assert "v2 (" not in said
 
@@ -575,12 +575,12 @@ def test_what_is_missing_is_one_line(cached, cli, command):
 def test_verify_on_the_command_line(cached, cli):
     run = cli("verify", "org/name")
     assert run.returncode == 0, run.stdout
-    assert "--sha256 does" in run.stdout
+    assert "--sha256 compares" in run.stdout
     run = cli("verify", "org/name", "--sha256")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("(blob name)") == 5
     assert "git-sha1" in run.stdout
-    assert "--sha256 does" not in run.stdout
+    assert "--sha256 compares" not in run.stdout
     file = cached.snapshot("org/name") / LAYOUT.files[2]
     flip(file.resolve())
     run = cli("verify", "org/name", "--sha256", "--json")

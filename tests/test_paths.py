@@ -175,7 +175,8 @@ def test_a_folder_with_a_colon_is_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "advice"), [("file:///m", "without file://"), ("hf://org/name", "alone and as a string")]
+    ("url", "advice"),
+    [("file:///m", "without file://"), ("hf://org/name", "only where a checkpoint is opened, as one string")],
 )
 def test_what_to_do_instead_is_said(tmp_path, monkeypatch, url, advice):
     monkeypatch.chdir(tmp_path)

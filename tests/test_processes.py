@@ -184,6 +184,56 @@ print("right")
     assert run(program, file, slow, timeout=60) == "right\n"
 
 
+@pytest.mark.parametrize("io", ["direct", "uring", "aio", "threads"])
+def test_forks_during_direct_reads_lose_no_byte_in_the_parent_or_in_a_child(file, slow, io):
+    """While reads go on, children and parent compare and write what was handed out before the fork."""
+    program = (
+        HEAD
+        + f"""
+import numpy as np
+path, io = Path(path), {io!r}
+want = {{name: np.frombuffer(data, "uint8") for name, data in ordeal.contents(path).items()}}
+def right(taken, flipped):
+    for name, tensor in taken.items():
+        assert np.array_equal(tensor.reshape(-1).view("uint8"), want[name] ^ (255 if name in flipped else 0)), name
+def flip(tensor):
+    tensor.reshape(-1).view("uint8")[...] ^= 255
+def child(taken, flipped):
+    try:
+        right(taken, flipped)
+        for name, tensor in taken.items():
+            flip(tensor)
+        right(taken, set(taken) - flipped)
+        os._exit(0)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    os._exit(1)
+for turn in range(4):
+    taken, flipped, children = {{}}, set(), []
+    options = dict(io=io, cache="bypass", window=4_000_000, extent=65536, depth=[1, 8][turn % 2])
+    for name, tensor in checkpoint.stream(framework="np", options=options):
+        taken[name] = tensor
+        if len(taken) % 4 == 1:
+            children.append(os.fork())
+            children[-1] or child(taken, flipped)
+            flip(tensor)
+            flipped.add(name)
+    right(taken, flipped)
+    # While a load is under way that hands nothing out before its end.
+    with checkpoint.start(framework="np", options=dict(io=io, cache="bypass", extent=65536)) as job:
+        for _ in range(4):
+            children.append(os.fork())
+            children[-1] or child(taken, flipped)
+        right(job.result(), set())
+    right(taken, flipped)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children if pid] == [0] * len(children)
+print("right")
+"""
+    )
+    assert run(program, file, slow, timeout=100) == "right\n"
+
+
 # A module that takes half a second to import, by a thread that has begun to; `use` needs it too. Python's lock of a
 # module belongs to a thread that a child does not have.
 IMPORTING = """

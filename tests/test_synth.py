@@ -206,7 +206,7 @@ def test_the_command_lists_what_there_is(cli):
     ("arguments", "said"),
     [
         (("gpt3", "x"), "there are all-minilm-l6-v2, gpt2"),
-        (("gpt2",), "NAME of a layout and a FOLDER"),
+        (("gpt2",), "NAME of a model and a FOLDER"),
         (("gpt2", "x", "--nbytes", "3 pounds"), "such as 3GB"),
         (("gpt2", "x", "--nbytes", "1e3"), "no layer of gpt2 fits"),
         (("gpt2", "x", "--scale", "2"), "at most 1"),

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
+from ._choices import Framework, Order
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ._hub import Snapshot
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A shard file, several, a directory, an index file, or the name of a repository in the local Hub cache."""
+"""A shard file, several files, a folder, an index file, or the name of a repository in the local Hub cache."""
 
 
 def _paths_of(source: Source, argument: str) -> list[str]:
@@ -49,10 +50,11 @@ class OneFile:
 
 
 class Checkpoint:
-    """One or more safetensors files, validated whole; `penstock.open` makes them.
+    """One or more safetensors files whose headers and index are valid. `penstock.open` makes one.
 
-    Holds no descriptor and no data. Behaves like a read-only mapping of names to `TensorInfo`, in file order (files in
-    natural order of their names, tensors by offset). May be shared by threads, and used after a fork.
+    It behaves like a read-only mapping of names to `TensorInfo`, in file order: files in natural order of their names
+    (2 before 10), tensors by their offset. It holds no open file and no data. Threads may share it, and a forked child
+    may use it.
     """
 
     def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None) -> None:
@@ -72,6 +74,22 @@ class Checkpoint:
         """The tensors' names in file order."""
         return self._core.keys()
 
+    def values(self) -> list[TensorInfo]:
+        """The `TensorInfo` of each tensor, in file order. Reads nothing; `stream` gives the tensors."""
+        files = self.files
+        return [info_of(self._core, index, files) for index in range(len(self))]
+
+    def items(self) -> list[tuple[str, TensorInfo]]:
+        """(name, `TensorInfo`) of each tensor, in file order, as in ``checkpoint[name]``.
+
+        Reads nothing. `stream` gives (name, tensor) one after the other, `load` all tensors.
+        """
+        return [(info.name, info) for info in self.values()]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The `TensorInfo` of the tensor ``name``, or ``default`` if there is no such tensor."""
+        return self._info(self._core.index(name)) if name in self._core else default
+
     def __len__(self) -> int:
         return len(self._core)
 
@@ -82,7 +100,7 @@ class Checkpoint:
         return name in self._core
 
     def __getitem__(self, name: str) -> TensorInfo:
-        """What the checkpoint says of the tensor called ``name``. Raises UnknownTensorError, a KeyError."""
+        """Dtype, shape, size and place of the tensor ``name``. Raises UnknownTensorError, which is a KeyError."""
         if name not in self._core:
             raise unknown(self._core, name)
         return self._info(self._core.index(name))
@@ -92,27 +110,27 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The files' ``__metadata__`` together; where files disagree the first one counts."""
+        """The ``__metadata__`` of all files. If files disagree about a key, the first file counts."""
         return self._core.metadata() or {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """The size of all tensors together, in bytes."""
         return self._core.nbytes()
 
     @property
     def files(self) -> list[str]:
-        """Paths of the shard files, in natural order."""
+        """The paths of the shard files, in natural order."""
         return self._core.files()
 
     @property
     def warnings(self) -> list[str]:
-        """Oddities that were tolerated, such as a wrong ``total_size`` in the index."""
+        """What is odd in the files, and was tolerated, such as a wrong ``total_size`` in the index."""
         return self._core.warnings()
 
     @property
     def last_report(self) -> Report | None:
-        """The report of the last load of this checkpoint that ended well, or None."""
+        """The report of the last load of this checkpoint that succeeded, or None."""
         return self._last_report
 
     def _ended(self, load: _core.Load) -> Report:
@@ -126,37 +144,40 @@ class Checkpoint:
         device: Any = "cpu",
         names: Names = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         progress: Progress = None,
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> dict[str, Any]:
         """Loads tensors.
 
         Args:
-            device: "cpu", "cuda", "cuda:1", a GPU number, or a torch.device; for torch also "meta", for which nothing
-                is read, and what torch alone reaches, such as "xpu".
-            names: A glob ("model.layers.0.*"), a list of names and globs, or a predicate on the name; None is all.
-            dtype: Casts floating-point tensors of 16 bits and more, on the device; others stay as they are. "raw" gives
-                every tensor's bytes instead, as uint8 of shape (nbytes,).
-            framework: "pt" (the default where torch is installed), "np", or "dlpack".
-            progress: True, False, None (only on a terminal), or a callable (bytes done, bytes in all).
-            options: `Options`, or a dict of its keywords.
-            slices: What part of which tensor is wanted, as {name: slice or tuple of slices}, or as a function from
-                `TensorInfo` to that or None. Only those bytes are read. Tensors without an entry come whole.
+            device: "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device. With torch also "meta" (nothing is
+                read) and devices that only torch reaches, such as "xpu".
+            names: Which tensors: a glob ("model.layers.0.*"), a list of names and globs, or a function that takes a
+                name and returns True or False. None loads all.
+            dtype: Casts F16, BF16, F32 and F64 tensors to this dtype, on the device. Other tensors are not cast. "raw"
+                gives the bytes of every tensor instead, as uint8 of shape (nbytes,).
+            framework: Whose tensors to make: "pt" (torch, the default if it is installed), "np" (numpy), "jax", "tf",
+                "paddle", "mlx", or "dlpack".
+            progress: True, False, None (a progress bar on a terminal only), or a function that takes (bytes done, bytes
+                in all).
+            options: `Options`, or a dict with the same keywords.
+            slices: Loads only a part of some tensors: {name: slice or tuple of slices}, or a function that takes a
+                `TensorInfo` and returns such a slice or None. Only the bytes of that part are read. All other tensors
+                are loaded whole.
             order: "file", or "layer" to read layer by layer across files.
 
         Returns:
-            Tensors by name, in the order of ``names`` (file order for globs and predicates). Every one has a storage of
-            exactly its bytes, is writable, and may be kept for as long as anybody likes. Writing to one never changes
-            the file.
+            Tensors by name, in the order of ``names`` (in file order for globs and functions). Each tensor has its own
+            storage of exactly its bytes. You may write to it, which never changes the file, and keep it.
 
         Raises:
-            UnknownTensorError: a name that is not there.
-            UnsupportedError: a dtype that the framework lacks, before anything is read.
-            PenstockError: everything else, always with the file's name.
+            UnknownTensorError: no tensor has this name.
+            UnsupportedError: the framework lacks a dtype. Nothing has been read.
+            PenstockError: any other failure, with the name of the file.
         """
         return _load.load(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
 
@@ -165,36 +186,40 @@ class Checkpoint:
         device: Any = "cpu",
         names: Names = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> _load.Job:
-        """The same as `load`, in the background: returns at once, with all memory on a GPU allocated on this thread."""
+        """Starts a `load` in the background and returns at once. `Job.result` gives the tensors.
+
+        The arguments and errors are those of `load`. Memory on a GPU is allocated here, on the calling thread.
+        """
         return _load.Job(*self._prepare(device, names, dtype, framework, options, slices, order))
 
     def stream(
         self,
         device: Any = "cpu",
         names: Names = None,
-        order: str = "file",
+        order: Order = "file",
         window: int | str | None = None,
         dtype: Any = None,
-        framework: str | None = None,
+        framework: Framework | None = None,
         progress: Progress = False,
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) in the order of reading, while the next ones are being read.
+        """Yields (name, tensor) in the order of reading, while the next tensors are being read.
 
-        Arguments are checked at once; reading starts with the first tensor asked for. Tensors may be kept. Closing or
-        dropping the iterator stops the load and leaves nothing running.
+        The call checks its arguments. Reading starts when the first tensor is asked for. You may keep the tensors. If
+        you close or drop the iterator, the load stops.
 
         Args:
-            order: "file", or "layer" to get the tensors of one layer together even if they are in different files.
-            window: Most bytes read ahead of the consumer, such as "1GiB" (the default); the largest tensor always fits.
+            order: "file", or "layer" to get the tensors of one layer together, even if they are in different files.
+            window: The most bytes that are read ahead of the consumer, such as "1GiB" (the default). A next tensor that
+                is larger is read alone.
 
         The other arguments, and the errors, are those of `load`.
         """
@@ -207,10 +232,10 @@ class Checkpoint:
         device: Any,
         names: Names,
         dtype: Any,
-        framework: str | None,
+        framework: Framework | None,
         options: Options | Mapping[str, Any] | None,
         slices: Slices,
-        order: str,
+        order: Order,
     ) -> tuple[_load.Request, _load.Adapter]:
         where, made = _load.device_for(device, framework), _load.make_options(options)
         return _load.prepare(self, where, names, dtype, framework, made, slices, order)
@@ -224,25 +249,31 @@ class Checkpoint:
         slices: Slices = None,
         progress: Progress = None,
         options: Options | Mapping[str, Any] | None = None,
-        order: str = "file",
+        order: Order = "file",
     ) -> Report:
-        """Loads straight into existing tensors: no staging on the device, no second copy.
+        """Loads straight into existing tensors, without a second copy.
 
         Args:
-            module_or_mapping: A torch module (its parameters and persistent buffers), or a mapping of names to torch
-                tensors or numpy arrays, which may be on several devices. Tied tensors are loaded once, under whichever
-                of their names the checkpoint has. Non-contiguous ones are copied once more (the report says which).
-            strict: Whether names on one side only are an error; else the report lists them as ``missing`` (no bytes for
-                that destination) and ``unexpected`` (no destination for those bytes).
-            names: Restricts what is taken from the checkpoint.
-            slices: As in `load`: a destination then has the shape of its slice.
+            module_or_mapping: A torch module (its parameters and persistent buffers are filled), or a mapping of names
+                to torch tensors or numpy arrays. They may be on several devices. Tied tensors are loaded once; the
+                checkpoint needs only one of their names. A tensor that is not contiguous is filled through a temporary
+                copy, and the report lists it in ``copied_through``.
+            strict: True: a name that only one side has is an error. False: the report lists such names, as ``missing``
+                (the checkpoint has no such tensor) and ``unexpected`` (there is no destination for this tensor).
+            names: Loads only these tensors of the checkpoint, as in `load`.
+            slices: As in `load`. A destination then has the shape of its slice.
+            progress: As in `load`.
+            options: As in `load`.
+            order: As in `load`.
 
         Returns:
-            The load's report.
+            The report of the load.
 
         Raises:
-            MismatchError: destinations do not fit: one error that lists every problem, before any byte has moved.
-            PenstockError: the load failed. ``touched`` lists the names whose tensors are no longer what they were.
+            MismatchError: destinations do not fit. One error, before any byte has moved: its text shows the first ten
+                problems, ``problems`` lists all of them.
+            PenstockError: the load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
+                in part.
         """
         from . import _into
 
@@ -255,23 +286,22 @@ class Checkpoint:
     # Checking it
 
     def verify(self, progress: Progress = None, *, stall_timeout: float | None = None) -> dict[str, str | None]:
-        """Reads every byte, several files at once, and compares with the digests that a local Hub cache has of them.
+        """Reads every byte, and compares the files with the digests that a local Hub cache has of them.
 
-        Blobs of such a cache are named by the sha256 of their content, small ones by git's sha1. Of a checkpoint that
-        was opened by the name of its repository, all files of the snapshot are compared, `config.json` and the like
-        too.
+        A Hub cache names its files by the sha256 of their content, small files by the sha1 of git. If the checkpoint
+        was opened by the name of its repository, all files of the snapshot are compared, also `config.json`.
 
         Args:
             progress: As in `load`; counts bytes.
-            stall_timeout: Seconds in which no byte is read before the check fails; None is as in `open`.
+            stall_timeout: The check fails if no byte is read for so many seconds. None: as in `open`.
 
         Returns:
             What each file was compared with, by path: "blob name", "tree listing" (the cache's copy of the Hub's list
-            of files), or None where there is nothing to compare with, as for all files outside of a Hub cache.
+            of files), or None if there is nothing to compare with, as for all files outside of a Hub cache.
 
         Raises:
-            DigestError: files are damaged; names all of them.
-            StalledError: the file system does not answer; names the file.
+            DigestError: files are damaged. It names all of them.
+            StalledError: the file system does not answer. It names the file.
             PenstockError: a file cannot be read.
         """
         from . import _digest
@@ -295,7 +325,7 @@ class Checkpoint:
     # Harmless, so that it can be used like a file
 
     def close(self) -> None:
-        """Does nothing: a checkpoint holds no descriptor, and its tensors do not depend on it."""
+        """Does nothing: a checkpoint holds no open file, and its tensors do not depend on it."""
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -305,6 +335,16 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """What IPython and notebooks offer after ``checkpoint["``."""
+        return self.keys()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: files, dtypes, sizes, and the first tensors."""
+        from ._notebook import page
+
+        return page(self)
+
     def __repr__(self) -> str:
         files = self.files
         named = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} first" if files else "no files"
@@ -312,21 +352,24 @@ class Checkpoint:
 
 
 def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
-    """Opens a safetensors checkpoint: reads and validates the headers, nothing else.
+    """Opens a safetensors checkpoint: reads and checks the headers and the index, and no tensor.
 
     Args:
-        source: A shard file, a list of them, a directory, or an index file (``model.safetensors.index.json``). Or a
-            repository of the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (branch, tag or commit
-            hash), ``hf://org/name@revision/folder``. What is on disk under such a name comes first, but for ``hf://``.
-            Nothing is ever downloaded.
-        stall_timeout: Seconds without an answer of the file system before the open fails. None: PENSTOCK_STALL_TIMEOUT,
-            or 120. A header read or a file opened is an answer, and a long parse is not waited for.
+        source: A shard file, a list of shard files, a folder, or an index file (``model.safetensors.index.json``). Or
+            the name of a repository in the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (a branch,
+            a tag or a commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is
+            opened; ``hf://`` always means the cache. Nothing is ever downloaded.
+        stall_timeout: The call fails if the file system does not answer for so many seconds. None:
+            PENSTOCK_STALL_TIMEOUT, or 120.
+
+    Returns:
+        A `Checkpoint`. It holds no open file.
 
     Raises:
-        NotFoundError: (a FileNotFoundError) nothing is there, or not all of it.
-        HeaderError, IndexFileError, TruncatedError, NotACheckpointError: something is, but not a whole checkpoint.
-        StalledError: the file system does not answer; names the file.
-        InvalidError: ``source`` is nothing that could be opened. A scheme such as ``s3://`` is a FileNotFoundError too.
+        NotFoundError: (a FileNotFoundError) there is nothing, or some files are missing.
+        HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
+        StalledError: the file system does not answer. It names the file.
+        InvalidError: ``source`` is not a path. A scheme such as ``s3://`` is a FileNotFoundError too.
     """
     return open_as("source", source, stall_timeout)
 
@@ -339,7 +382,7 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
         try:
             core = _core.Checkpoint.open(paths, stall_timeout)
             if isinstance(source, OneFile) and core.files() != paths:
-                raise NotACheckpointError("a folder or an index, not a shard file", path=source.path)
+                raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
             return Checkpoint(core)
         except NotFoundError as error:
             if not isinstance(source, str):

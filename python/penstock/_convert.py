@@ -16,6 +16,7 @@ from typing import Any
 
 from . import _save
 from ._checkpoint import Checkpoint, open
+from ._choices import Layout, Order
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
@@ -48,7 +49,7 @@ def _pickles(sources: Sequence[str]) -> list[Path]:
             try:
                 shards = set(json.loads(source.read_text())["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InvalidError(f"{source}: no index of shards: {error}", path=str(source)) from None
+                raise InvalidError(f"{source} is not an index of shards: {error}", path=str(source)) from None
             found += [source.parent / name for name in sorted(shards, key=_natural)]
     return found
 
@@ -72,12 +73,12 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
         if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
             loaded = loaded["state_dict"]
         if not isinstance(loaded, Mapping):
-            raise InvalidError(f"it holds a {type(loaded).__name__}, no tensors by name", path=str(file))
+            raise InvalidError(f"it holds a {type(loaded).__name__}, not a dict of tensors", path=str(file))
         for name, tensor in loaded.items():
             if not isinstance(tensor, torch.Tensor):
-                raise InvalidError(f"{name} is a {type(tensor).__name__}, no tensor", path=str(file))
+                raise InvalidError(f"{name} is a {type(tensor).__name__}, not a tensor", path=str(file))
             if name in tensors:
-                raise InvalidError(f"two files have a tensor {name}", path=str(file))
+                raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file))
             tensors[name] = tensor.detach()
     try:
         tied = duplicates(tensors)
@@ -135,8 +136,8 @@ def convert(
     *,
     dtype: Any = None,
     max_shard_size: int | str | None = "5GB",
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
 ) -> Report:
@@ -167,7 +168,7 @@ def convert(
     if kind is not None:
         tensors = _cast(tensors, kind)
     if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
-        raise InvalidError(f"directory={str(target)!r} is where the checkpoint is: convert it to another one")
+        raise InvalidError(f"directory={str(target)!r} is the folder of the checkpoint: give another folder")
     return _save.save(
         tensors,
         target,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Final, final
 
+from penstock._choices import Cache, FillState, Io, Layout, Order
+
 __all__ = [
     "CacheFill",
     "Checkpoint",
@@ -39,42 +41,46 @@ class Options:
     def __new__(
         cls,
         *,
-        io: str | None = None,
-        cache: str | None = None,
+        cache: Cache | None = None,
+        copy: bool | None = None,
+        window: int | str | None = None,
         staging: int | str | None = None,
+        threads: int | None = None,
+        stall_timeout: float | None = None,
+        io: Io | None = None,
         extent: int | str | None = None,
         depth: int | None = None,
-        threads: int | None = None,
-        copy: bool | None = None,
         gap: int | str | None = None,
-        window: int | str | None = None,
-        stall_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
     @property
-    def io(self) -> str: ...
+    def cache(self) -> Cache: ...
     @property
-    def cache(self) -> str: ...
+    def copy(self) -> bool | None: ...
+    @property
+    def window(self) -> int: ...
     @property
     def staging(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def stall_timeout(self) -> float: ...
+    @property
+    def io(self) -> Io: ...
     @property
     def extent(self) -> int: ...
     @property
     def depth(self) -> int: ...
     @property
-    def threads(self) -> int: ...
-    @property
-    def copy(self) -> bool | None: ...
-    @property
     def gap(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def stall_timeout(self) -> float: ...
     @property
     def trace(self) -> str: ...
     @staticmethod
-    def names() -> list[str]: ...
+    def names() -> list[str]:
+        """The everyday ones first."""
+    @staticmethod
+    def groups() -> dict[str, list[str]]:
+        """Names by group: "everyday", "advanced"."""
 
 @final
 class Checkpoint:
@@ -114,7 +120,7 @@ class CacheFill:
     """The page cache being filled after a load: see `penstock.CacheFill`."""
 
     @property
-    def state(self) -> str: ...
+    def state(self) -> FillState: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -130,7 +136,7 @@ def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> No
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
 
 def head(
-    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: str, order: str
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order
 ) -> tuple[bytes, list[int]]:
     """The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it."""
 
@@ -146,8 +152,8 @@ class Save:
         metadata: dict[str, str] | None,
         options: Options,
         *,
-        layout: str,
-        order: str,
+        layout: Layout,
+        order: Order,
         most: int | None,
         sync: bool,
         checkpoint: bool,
@@ -188,7 +194,7 @@ class Load:
         wants: Sequence[int] | None = None,
         regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
         device: str = "cpu",
-        order: str = "file",
+        order: Order = "file",
         stream: bool = False,
         caller_blocks: bool = False,
         into: Sequence[tuple[int, int]] | None = None,

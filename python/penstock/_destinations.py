@@ -84,7 +84,7 @@ def _of_torch(to: Destination, tensor: Any) -> str | None:
 
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)):
-        return f"is a {kind.__name__}, whose memory is not one plain tensor: give the local tensor inside"
+        return f"is a {kind.__name__}, which is not one plain tensor in memory: give the local tensor inside it"
     if tensor.is_nested:
         return "is nested: several tensors in one"
     to.shape = tuple(tensor.shape)
@@ -94,7 +94,7 @@ def _of_torch(to: Destination, tensor: Any) -> str | None:
     if tensor.is_meta:
         return 'is on the "meta" device and has no memory: allocate it first, as with module.to_empty(device=...)'
     if tensor.layout is not torch.strided:
-        return f"has layout {tensor.layout}, not the plain strided one"
+        return f"has layout {tensor.layout}, and only strided tensors can be filled"
     if tensor.is_conj() or tensor.is_neg():
         return "is a conjugated or negated view"
     try:
@@ -108,7 +108,7 @@ def _of_torch(to: Destination, tensor: Any) -> str | None:
     if not to.nbytes:
         return None
     if not to.contiguous and _overlaps_itself(to):
-        return "is expanded: several of its elements are the same memory"
+        return "is expanded: several of its elements share memory"
     # A storage can be made smaller under its tensors, as FSDP does to free parameters
     start, past = (0, to.nbytes) if to.contiguous else _span(to, 0)
     needed, there = tensor.storage_offset() * size + past - start, tensor.untyped_storage().nbytes()
@@ -154,7 +154,7 @@ def destinations(given: Any) -> list[Destination]:
     by_memory: dict[Any, Destination] = {}
     for name, value in values:
         if not isinstance(name, str):
-            raise InvalidError(f"load_into: {name!r} is no name of a tensor")
+            raise InvalidError(f"load_into: {name!r} is not the name of a tensor: give a string")
         if is_torch(value):
             to = _torch_destination(value)
             strides = value.stride() if to.problem is None and not to.contiguous else ()

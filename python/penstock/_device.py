@@ -94,7 +94,7 @@ def any_device(device: Any) -> Device:
     match = re.fullmatch(r"([a-z]+)(?::([0-9]{1,4}))?", text)
     kind, which = match.groups() if match else ("", None)
     if kind not in ("cpu", "meta", *GPUS, *MOVED):
-        raise InvalidError(f"device={device!r} is no device: give {SPELLINGS}")
+        raise InvalidError(f"device={device!r} is not a device: give {SPELLINGS}")
     if kind == "cpu":
         return CPU
     if kind not in GPUS:
@@ -114,7 +114,7 @@ def parse_device(device: Any) -> Device:
     found = any_device(device)
     if not found.is_cpu and not found.is_gpu:
         raise UnsupportedError(
-            f"device={device!r}: here penstock loads to the CPU and to CUDA and ROCm GPUs; "
+            f"device={device!r}: penstock loads to the CPU and to CUDA and ROCm GPUs; "
             'load to "cpu" and move the tensors with the framework instead'
         )
     return found

@@ -56,7 +56,7 @@ class DLTensor:
             BufferError: a copy, or another device than the tensor's, was asked for.
         """
         if copy:
-            raise BufferError("penstock hands out its memory as it is: copy the tensor with the framework")
+            raise BufferError("penstock does not copy: copy the tensor with the framework")
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"this tensor is on DLPack device {self.__dlpack_device__()}, not {tuple(dl_device)}")
         code_bits = DTYPES[self.dtype].dlpack
@@ -82,7 +82,7 @@ class DLPack:
 
     def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
         if target not in (None, RAW):
-            raise UnsupportedError('framework="dlpack" casts nothing: leave dtype out, or ask for dtype="raw"')
+            raise UnsupportedError('framework="dlpack" does not cast: leave dtype out, or give dtype="raw"')
         self._selection = selection
         self._raw = target == RAW
 
@@ -111,7 +111,7 @@ def indexing(info: TensorInfo) -> Indexing:
     """How these are indexed: by slices, which the core can cut itself."""
 
     def refused(part: object) -> object:
-        raise SliceError(f'slice of {info.name}: framework="dlpack" has slices, not {part!r}', path=info.file)
+        raise SliceError(f'slice of {info.name}: framework="dlpack" takes slices, not {part!r}', path=info.file)
 
     return Indexing(
         Arrays(refused, refused, reversible=False), info.shape, 1, refused, lambda tensor, index: refused(index)

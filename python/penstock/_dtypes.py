@@ -81,7 +81,7 @@ def cast_target(dtype: Any) -> str | None:
     found = _SPELLINGS.get(str(name).removeprefix("torch."))
     if found is None:
         raise InvalidError(
-            f"dtype={dtype!r} is nothing that tensors can be cast to: give one of float16, bfloat16, float32, float64 "
-            f"(as a string, or of torch or numpy), or {RAW!r} for the bytes"
+            f"dtype={dtype!r} is not a dtype to cast to: give one of float16, bfloat16, float32, float64 "
+            f"(as a string, or the dtype of torch or numpy), or {RAW!r} for plain bytes"
         )
     return found

@@ -78,7 +78,7 @@ class AccessError(PenstockError, PermissionError):
 
 
 class NotACheckpointError(PenstockError, ValueError):
-    """Something is there but cannot be a shard file: a directory, a FIFO, a Git LFS pointer, an unfinished download."""
+    """What is there is not a shard file: a directory, a FIFO, a Git LFS pointer, an unfinished download."""
 
     kind = "NotACheckpoint"
 
@@ -102,7 +102,7 @@ class TruncatedError(PenstockError, EOFError):
 
 
 class DigestError(PenstockError, ValueError):
-    """A file's content does not hash to the digest that is known of it.
+    """The content of a file does not match its digest.
 
     Attributes:
         problems: One line per damaged file.
@@ -131,7 +131,7 @@ class SliceError(PenstockError, ValueError):
 
 
 class InvalidError(PenstockError, ValueError):
-    """Options or arguments that make no sense, alone or together."""
+    """Invalid options or arguments, alone or together."""
 
     kind = "Invalid"
 
@@ -143,7 +143,7 @@ class UnsupportedError(PenstockError, NotImplementedError):
 
 
 class MismatchError(PenstockError, ValueError):
-    """Destinations do not match the checkpoint."""
+    """The destinations of `load_into` do not match the checkpoint. ``problems`` lists everything that is wrong."""
 
     kind = "Mismatch"
 
@@ -155,7 +155,7 @@ class ReadError(PenstockError, OSError):
 
 
 class WriteError(PenstockError, OSError):
-    """A file could not be written: an I/O error, or a tensor that cannot be packed for it."""
+    """A file could not be written: an I/O error, or a tensor that cannot be packed."""
 
     kind = "Write"
 
@@ -179,19 +179,19 @@ class CancelledError(PenstockError):
 
 
 class DeviceError(PenstockError, RuntimeError):
-    """The accelerator or its driver reported an error, or there is none."""
+    """The GPU or its driver reported an error, or there is no GPU."""
 
     kind = "Device"
 
 
 class OutOfMemoryError(PenstockError, MemoryError):
-    """Host or device memory could not be had."""
+    """There is not enough memory on the host or the device."""
 
     kind = "OutOfMemory"
 
 
 class LimitError(PenstockError, OSError):
-    """A limit that cannot be worked around: descriptors, mappings, locked memory; disk space for `penstock synth`."""
+    """A limit of the system: descriptors, threads, mappings, locked memory; disk space for `penstock synth`."""
 
     kind = "Limit"
 
@@ -213,7 +213,7 @@ class InternalError(PenstockError, RuntimeError):
 
 
 class ArgumentTypeError(InvalidError, TypeError, AttributeError):
-    """An argument of a type that makes no sense, such as a name that is a number."""
+    """An argument of the wrong type, such as a name that is a number."""
 
 
 class SchemeError(InvalidError, FileNotFoundError):
@@ -221,11 +221,11 @@ class SchemeError(InvalidError, FileNotFoundError):
 
 
 class SharedMemoryError(InvalidError, RuntimeError):
-    """Tensors that share memory were to be saved each by itself, or none of them covers all of it."""
+    """Tensors share memory and cannot be saved one by one, or none of them covers all of it."""
 
 
 class NoValuesError(InvalidError, NotImplementedError):
-    """A tensor on the meta device was to be saved."""
+    """A tensor on the meta device has no values to save."""
 
 
 class MissingFrameworkError(UnsupportedError, ModuleNotFoundError):
@@ -241,7 +241,7 @@ class SliceIndexError(SliceError, IndexError):
 
 
 class SliceTypeError(SliceError, TypeError):
-    """Something that is no index."""
+    """An index of the wrong type."""
 
 
 _BY_KIND: dict[str, type[PenstockError]] = {

@@ -93,7 +93,7 @@ def parse(source: str) -> Reference | None:
     if match is None:
         return None
     if explicit and (other := re.match(rf"{SCHEME}(datasets|spaces|kernels|buckets)/", source)):
-        raise InvalidError(f"{source!r}: {other[1]} hold no checkpoints: only repositories of models are understood")
+        raise InvalidError(f"{source!r}: {other[1]} have no checkpoints: give a repository of a model")
     found = match.groupdict()
     repository, revision, within = found["repository"], found["revision"], (found.get("within") or "").rstrip("/")
     # A path with such an ending that is not there is a path that is not there; the Hub allows neither -- nor ..
@@ -101,16 +101,16 @@ def parse(source: str) -> Reference | None:
         return None
     if "--" in repository or ".." in repository:
         if explicit:
-            raise InvalidError(f"{source!r}: {repository} is no name of a repository: it contains -- or ..")
+            raise InvalidError(f"{source!r}: {repository} is not the name of a repository: it contains -- or ..")
         return None
     if revision is None:
         revision = DEFAULT_REVISION
     elif explicit:
         revision = unquote(revision)
     if not revision or _NO_REVISION.search(revision):
-        raise InvalidError(f"{source!r}: {revision!r} is no revision: give a branch, a tag or a commit hash after @")
+        raise InvalidError(f"{source!r}: {revision!r} is not a revision: give a branch, a tag or a commit hash after @")
     if within and any(part in ("", ".", "..") or "\0" in part for part in within.split("/")):
-        raise InvalidError(f"{source!r}: {within!r} is no path inside a repository")
+        raise InvalidError(f"{source!r}: {within!r} is not a path inside a repository")
     return Reference(repository, revision, within)
 
 
@@ -159,7 +159,7 @@ def find(source: str, absent: PenstockError | None = None) -> Snapshot:
         raise absent
     reference = parse(source)
     if reference is None:
-        raise absent or NotFoundError("no name of a repository", path=source)
+        raise absent or NotFoundError("this is not the name of a repository", path=source)
     cache = cache_folder()
     storage = cache / "--".join(("models", *reference.repository.split("/")))
     try:
@@ -200,7 +200,9 @@ def _commit(source: str, reference: Reference, storage: Path) -> str:
         message = f"{source}: {ref} holds no commit hash: the cache is damaged. {_fetch(reference, 'it again')}"
         raise NotFoundError(message, path=str(ref))
     if not _is_folder(storage / "snapshots" / commit):
-        message = f"{source}: {revision} is commit {commit}, of which no file has been downloaded{_unfinished(storage)}"
+        message = (
+            f"{source}: {revision} is commit {commit}, and none of its files has been downloaded{_unfinished(storage)}"
+        )
         message += f". {_there(storage)}. {_fetch(reference, 'it')}"
         raise NotFoundError(message, path=str(storage / "snapshots" / commit))
     return commit

@@ -14,6 +14,9 @@ from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._selection import Selection
 
+_SHOWN = 10
+"""Problems that the text of an error shows; `problems` has all of them."""
+
 
 def _match(
     selection: Selection, found: list[Destination], strict: bool
@@ -36,9 +39,11 @@ def _match(
             continue
         dtype, shape = selection.describe(wants[name])
         if shape != to.shape:
-            problems.append(f"{name} has shape {list(shape)} in the checkpoint, and its destination {list(to.shape)}")
+            problems.append(
+                f"{name} has shape {list(shape)} in the checkpoint, but {list(to.shape)} in its destination"
+            )
         if dtype != to.dtype:
-            problems.append(f"{name} is {dtype} in the checkpoint, and its destination {to.dtype}")
+            problems.append(f"{name} is {dtype} in the checkpoint, but {to.dtype} in its destination")
         pairs.append((wants[name], to))
     unexpected = [name for name in selection.names if name not in known]
     problems += memory_problems([to for _, to in pairs])
@@ -50,7 +55,9 @@ def _match(
         where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
         error = MismatchError(
             f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)} with the destinations; nothing was loaded\n  "
-            + "\n  ".join(problems),
+            + "\n  ".join(problems[:_SHOWN])
+            + f"\n  and {len(problems) - _SHOWN} more: .problems of this error lists all of them"
+            * (len(problems) > _SHOWN),
             path=files[0] if files else None,
         )
         error.problems = problems  # type: ignore[attr-defined]
@@ -172,7 +179,7 @@ def _say_touched(error: BaseException, touched: list[str]) -> None:
     """Adds to an error, or whatever else ended the load, which destinations are no longer what they were."""
     more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
     said = (
-        f"no longer what they were: {', '.join(touched[:5])}{more} (all of them in the error's .touched)"
+        f"overwritten, wholly or in part: {', '.join(touched[:5])}{more} (.touched of this error lists all)"
         if touched
         else "no destination was changed"
     )

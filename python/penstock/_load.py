@@ -16,9 +16,10 @@ from copy import copy
 from functools import cache
 from importlib.util import find_spec
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from . import _core
+from ._choices import Framework, Order
 from ._core import Options
 from ._device import Device, any_device
 from ._dtypes import cast_target
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import Checkpoint
 
-FRAMEWORKS = {
+FRAMEWORKS: dict[str, Framework] = {
     "pt": "pt",
     "torch": "pt",
     "pytorch": "pt",
@@ -57,7 +58,7 @@ FRAMEWORKS = {
     "dlpack": "dlpack",
 }
 """What people write for a framework, and what it is called here."""
-ORDERS = ("file", "layer")
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class Adapter(Protocol):
@@ -98,7 +99,7 @@ def _torch_is_installed() -> bool:
     return find_spec("torch") is not None
 
 
-def framework_named(framework: str | None) -> str:
+def framework_named(framework: str | None) -> Framework:
     """One of the values of `FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
     if framework is None:
         return "pt" if _torch_is_installed() else "np"
@@ -106,7 +107,7 @@ def framework_named(framework: str | None) -> str:
     if found is None:
         wrong = InvalidError if isinstance(framework, str) else ArgumentTypeError
         raise wrong(
-            f'framework={framework!r}: give one of {", ".join(FRAMEWORKS)}; "dlpack" serves every other framework'
+            f'framework={framework!r}: give one of {", ".join(FRAMEWORKS)}. For any other framework give "dlpack"'
         )
     return found
 
@@ -119,8 +120,8 @@ def device_for(device: Any, framework: str | None) -> Device:
     if framework_named(framework) != "pt":
         if not where.is_gpu:
             raise UnsupportedError(
-                f'device={str(where)!r} is one of torch\'s, for framework="pt"; framework={framework!r} is loaded to '
-                '"cpu", "cuda:0" and the like'
+                f"device={str(where)!r} is a device of torch: framework={framework!r} cannot load to it. Give "
+                'framework="pt", or another device such as "cpu"'
             )
         return where
     if "torch" not in sys.modules:
@@ -137,7 +138,7 @@ def check_device(framework: str, device: Device) -> None:
     if framework == "np":
         why = 'numpy arrays live in CPU memory; framework="dlpack" or "pt" loads to a GPU'
     else:
-        why = f"framework={framework!r} is loaded to the CPU only"
+        why = f"framework={framework!r} loads to the CPU only"
     raise UnsupportedError(f"device={str(device)!r}: {why}")
 
 
@@ -170,6 +171,11 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     return DLPack(selection, device, target)
 
 
+def options_listed() -> str:
+    """The names of all options by group, for an error."""
+    return "; ".join(f"{group} options: {', '.join(names)}" for group, names in Options.groups().items())
+
+
 def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:
     """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
     if isinstance(options, Options):
@@ -181,7 +187,7 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     elif isinstance(options, Mapping):
         given = dict(options)
     else:
-        raise InvalidError(f"options={options!r}: give penstock.Options(...) or a dict of its keywords")
+        raise InvalidError(f"options={options!r}: give penstock.Options(...) or a dict with the same keywords")
     given.update(changes)
     unknown = [str(name) for name in given if name not in Options.names()]
     if unknown:
@@ -191,7 +197,7 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
         raise InvalidError(
             f"unknown option{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
             + f" (did you mean {', '.join(close)}?)" * bool(close)
-            + f": the options are {', '.join(Options.names())}"
+            + f"; {options_listed()}"
         )
     if isinstance(given.get("trace"), os.PathLike):
         given["trace"] = local_path(given["trace"], "trace")
@@ -211,7 +217,7 @@ class Request(NamedTuple):
     selection: Selection
     device: Device
     options: Options
-    order: str
+    order: Order
 
 
 def check_order(order: str) -> None:
@@ -225,10 +231,10 @@ def prepare(
     device: Device,
     names: Names,
     dtype: Any,
-    framework: str | None,
+    framework: Framework | None,
     options: Options,
     slices: Slices = None,
-    order: str = "file",
+    order: Order = "file",
 ) -> tuple[Request, Adapter]:
     """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
     selection = select(checkpoint._core, names, slices)
@@ -334,10 +340,10 @@ def _copy_of(error: Exception) -> Exception:
 
 
 class Job:
-    """A load that runs in the background from the moment it is made: `Checkpoint.start` makes them.
+    """A load that runs in the background. `Checkpoint.start` makes one, and it runs from then on.
 
-    Use it as a context manager, or call `close`, `result` or `cancel`: each of them leaves nothing running. A job that
-    is dropped is cancelled. A job belongs to its process: in a forked child every method raises `ForkedError`.
+    Use it as a context manager, or call `result`, `cancel` or `close`: after each of them nothing is running. If you
+    drop a job, it is cancelled. A job belongs to its process: in a forked child every method raises `ForkedError`.
     """
 
     def __init__(self, request: Request, adapter: Adapter) -> None:
@@ -353,14 +359,17 @@ class Job:
         self._load = begin(request, adapter)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until every byte is in place, at most ``timeout`` seconds; says whether. Raises the load's error."""
+        """Waits until every byte is in place, at most ``timeout`` seconds (None: without limit).
+
+        Returns True if every byte is in place, False if the time is over. Raises the error of a load that failed.
+        """
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return True
         return self._load.wait(timeout)
 
     def done(self) -> bool:
-        """Whether the load has ended, well or badly."""
+        """Whether the load has ended, with success or with an error."""
         raise_if_forked(self._owner, "job")
         return self._result is not None or self._load.done()
 
@@ -372,12 +381,12 @@ class Job:
 
     @property
     def report(self) -> Report:
-        """What the load did: complete once it has ended, empty before (`progress` tells how far it has come)."""
+        """The report of the load. It is empty until the load has ended; `progress` says how far the load is."""
         raise_if_forked(self._owner, "job")
         return self._report if self._report is not None else report_of(self._load.report(), self._checkpoint.warnings)
 
     def cancel(self) -> None:
-        """Stops the load and waits until nothing of it runs. `result` then raises `CancelledError`."""
+        """Stops the load and waits until it has stopped. `result` then raises `CancelledError`."""
         raise_if_forked(self._owner, "job")
         if self._result is None:
             self._cancelled = True
@@ -385,7 +394,10 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Cancels what still runs and releases what was not handed out. Idempotent; never raises the load's error."""
+        """Cancels a load that still runs, and frees its memory if nobody took the tensors.
+
+        You may call it more than once. It never raises the error of the load.
+        """
         raise_if_forked(self._owner, "job")
         self._load.close()
         try:
@@ -395,14 +407,14 @@ class Job:
             self._adapter.let_go()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The tensors by name, in the order asked for; the same dictionary every time.
+        """Waits for the tensors and returns them by name, in the order asked for; each time the same dictionary.
 
-        With ``dtype=`` the tensors are cast here, on the calling thread, one after the other.
+        With ``dtype=`` the tensors are cast here, on the calling thread.
 
         Raises:
-            StalledError: (a TimeoutError) not done after ``timeout`` seconds; the load goes on.
+            StalledError: (a TimeoutError) the load is not done after ``timeout`` seconds. It goes on.
             CancelledError: the job was cancelled.
-            PenstockError: the load's own error, every time.
+            PenstockError: the load failed. Each call raises this error.
         """
         raise_if_forked(self._owner, "job")
         if self._result is not None:
@@ -415,7 +427,9 @@ class Job:
             raise
         if not ended:
             done, total = self._load.progress()
-            raise StalledError(f"the load is not done after {timeout} s ({done} of {total} bytes are); it goes on")
+            raise StalledError(
+                f"the load is not done after {timeout} s ({done} of {total} bytes are there); it goes on"
+            )
         with self._handing_out:  # each tensor can be made once, and several threads may be waiting for them
             if self._result is not None:
                 return self._result

@@ -405,7 +405,7 @@ class safe_open(_safe_open.safe_open, metaclass=_AnyHandle):
 
 
 class Patch:
-    """What `patch` returns. In force until `undo`, or the end of its ``with`` block; also if nobody keeps it."""
+    """What `patch` returns. It is in force until `undo` or the end of its ``with`` block, even if you drop it."""
 
     def __init__(self) -> None:
         self._in_force = True
@@ -415,13 +415,13 @@ class Patch:
     def places(self) -> list[str]:
         """The names that are replaced, such as ``transformers.modeling_utils.safe_open``.
 
-        Names that a module took over after the patch are not listed; `undo` finds them.
+        Names that a module imported after the patch are not listed. `undo` finds them too.
         """
         with _routing.lock:
             return sorted(_routing.places) if self._in_force else []
 
     def undo(self) -> None:
-        """Puts every name back, once all patches are undone. Does nothing the second time."""
+        """Ends this patch. When all patches have ended, every name is what it was. A second call does nothing."""
         with _routing.lock:
             if self._in_force:
                 self._in_force = False
@@ -437,14 +437,14 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Has everything that uses safetensors use penstock, until it is undone.
+    """Makes libraries that use safetensors use penstock, until the patch is undone.
 
-    Replaces ``safe_open``, ``load_file``, ``load_model``, ``save``, ``save_file`` and ``save_model`` of safetensors
-    wherever a module of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub or
-    torch.distributed.checkpoint has them, under whatever name; modules imported later take the replaced ones. What
-    penstock cannot do (frameworks and devices that it lacks, tensors of special kinds) is still done by safetensors.
-    What safetensors does not take (folders, indexes, lists, names of repositories) it refuses, with its own exceptions.
-    What is saved has the bytes that safetensors writes.
+    It replaces ``safe_open``, ``load_file``, ``load_model``, ``save``, ``save_file`` and ``save_model`` of safetensors
+    in the modules of safetensors, transformers, diffusers, accelerate, peft, huggingface_hub and
+    torch.distributed.checkpoint, under any name. Modules that are imported later get penstock's functions too. What
+    penstock cannot do (some frameworks, devices and kinds of tensors) is still done by safetensors. What safetensors
+    does not take (folders, indexes, lists, names of repositories) is refused with safetensors' own exceptions. Saved
+    files have the same bytes as those of safetensors.
 
         with penstock.patch():
             model = AutoModel.from_pretrained("model/")
@@ -453,10 +453,10 @@ def patch() -> Patch:
         ...
         patched.undo()
 
-    ``PENSTOCK_PATCH=1`` in the environment does the same for a program that cannot be edited.
+    ``PENSTOCK_PATCH=1`` in the environment does the same for a program that you cannot edit.
 
-    Patches may be nested, and undone in any order: names are put back with the last one. Files opened meanwhile stay
-    usable. Any thread may call it; threads that are loading go on with what they have.
+    Patches may be nested, and undone in any order: the names are put back when the last patch is undone. Files that
+    were opened before then stay usable. Any thread may call it. Loads that are running are not affected.
 
     Raises:
         UnsupportedError: safetensors is not installed.

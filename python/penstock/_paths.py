@@ -14,9 +14,9 @@ _COLLAPSED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 _ADVICE = {
     "file": "give the path without file://",
-    "hf": "hf:// names a repository that is opened, alone and as a string",
+    "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }
-_ELSE = "copy the files to a disk, or mount that storage, and give the path there"
+_ELSE = "copy the files to a disk, or mount that storage, and give the path"
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> str:
@@ -43,6 +43,6 @@ def local_path(path: str | os.PathLike[str], argument: str) -> str:
     rest = text[found.end() :].lstrip("/")
     raise SchemeError(
         f"{argument}={text!r}: {found[1]}:// is not supported; {_ADVICE.get(found[1].lower(), _ELSE)}. "
-        f"(A folder of this name would be './{found[1]}:/{rest}'.)",
+        f"(If you mean a folder of this name, give './{found[1]}:/{rest}'.)",
         path=text,
     )

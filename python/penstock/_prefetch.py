@@ -13,10 +13,10 @@ from ._errors import InvalidError, UnknownTensorError, raise_if_forked
 
 
 class PrefetchLoader:
-    """Tensors on their way; `safe_open.prefetch` makes them. Use it as a context manager, or close it.
+    """Tensors that are being loaded. `safe_open.prefetch` makes it. Use it as a context manager, or close it.
 
-    Loading goes on in the background, as far ahead of whoever takes the tensors as ``Options.window`` allows. Each
-    tensor is handed out once, complete on any stream, and may be kept after `close`. May be shared by threads.
+    The load runs in the background, at most ``Options.window`` bytes ahead of the program that takes the tensors. Each
+    tensor is handed out once, complete on any stream. You may keep it after `close`. Threads may share the loader.
     """
 
     def __init__(self, request: _load.Request, adapter: _load.Adapter) -> None:
@@ -64,7 +64,7 @@ class PrefetchLoader:
         return len(self._names)
 
     def take(self, name: str) -> Any:
-        """The tensor called ``name``, or the slice of it that was planned; waits until it is there.
+        """The tensor ``name``, or the slice of it that was planned. Waits until it is loaded.
 
         Raises:
             UnknownTensorError: it is not among the names, or was taken before.
@@ -81,7 +81,7 @@ class PrefetchLoader:
             return self._here.pop(name)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) of what has not been taken, as it arrives."""
+        """Yields (name, tensor) of what nobody has taken yet, as it arrives."""
         while True:
             with self._one_at_a_time:
                 self._check_open()
@@ -99,7 +99,7 @@ class PrefetchLoader:
             raise InvalidError("the prefetch loader is closed", path=self._checkpoint.files[0])
 
     def close(self) -> None:
-        """Stops the load and lets go of what was not taken. Idempotent."""
+        """Stops the load and frees the tensors that nobody has taken. You may call it more than once."""
         if os.getpid() != self._owner:
             return
         self._closed = True

@@ -88,7 +88,9 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
         return None
     if progress is not None and progress is not True:
         if not callable(progress):
-            raise InvalidError(f"progress={progress!r}: give True, False, None or a callable(done, total)")
+            raise InvalidError(
+                f"progress={progress!r}: give True, False, None or a function of (bytes done, bytes in all)"
+            )
         return _Call(progress) if _rank() == 0 else None
     if _rank() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
         return None

@@ -19,9 +19,9 @@ def _time(seconds: float) -> str:
 
 
 class Report(dict[str, Any]):
-    """A dictionary of what a load did; every key is an attribute too, and ``print(report)`` is made for people.
+    """What a load or a save did: a dictionary. Every key is an attribute too, and ``print(report)`` gives a summary.
 
-    Sizes are bytes, times seconds, rates GB/s with GB = 1e9 bytes. The keys are described in docs/api.md.
+    Sizes are in bytes, times in seconds, rates in GB/s (1 GB = 1e9 bytes). docs/api.md describes the keys.
     """
 
     def __getattr__(self, key: str) -> Any:

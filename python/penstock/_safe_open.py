@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import _load
 from ._checkpoint import Checkpoint, Source, open_as
+from ._choices import Backend, Framework, Order
 from ._core import Options
 from ._device import Device
 from ._dtypes import DTYPES
@@ -81,13 +82,13 @@ class TensorMeta(NamedTuple):
     dtype: str
     """As spelled in the header, such as ``"BF16"``."""
     shape: list[int]
-    """Extent per dimension, in elements."""
+    """The size of each dimension, in elements."""
     data_offsets: tuple[int, int]
     """(first, past-the-last) byte, counted from the start of the file's data."""
 
 
 class Slice:
-    """One tensor of an open file, not yet read: index it to get a tensor. Outlives the file's handle."""
+    """One tensor of an open file, not read yet. Index it to read a part. It stays valid after the file is closed."""
 
     def __init__(self, opened: safe_open, name: str) -> None:
         self._opened = opened
@@ -95,7 +96,7 @@ class Slice:
         self._info = opened._checkpoint[name]
 
     def get_shape(self) -> list[int]:
-        """Extent per dimension, in elements."""
+        """The size of each dimension, in elements."""
         return list(self._info.shape)
 
     def get_dtype(self) -> str:
@@ -103,16 +104,16 @@ class Slice:
         return self._info.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """What indexing the whole tensor would give, read without the rest of it.
+        """The same values as indexing the whole tensor, but only the wanted part is read.
 
-        Of whole numbers and slices (steps too) the elements asked for are read; of a list, an array of numbers or a
-        mask the positions that it names; of several of these in one index, their product, of which all but the first
-        are read from their first to their last position, unless they are evenly apart. Several ranges of positions are
-        read one by one and joined, which takes their size once more for a moment; of very many those nearer than
-        ``Options.gap`` are read as one.
+        Numbers and slices (also with steps) read the elements that they name. A list, an array of numbers or a mask
+        reads the positions that it names. An index with several lists reads the product of them; the second list and
+        those after it are read from their first to their last position, unless the distances are equal. Several ranges
+        are read one by one and joined, which takes their size once more for a moment. If there are very many, ranges
+        nearer than ``Options.gap`` are read as one.
 
         Raises:
-            SliceError: the index is none, or leads out of the tensor; also the IndexError, TypeError or ValueError that
+            SliceError: the index is invalid or out of range. It is also the IndexError, TypeError or ValueError that
                 the framework's own tensors raise.
         """
         try:
@@ -140,7 +141,7 @@ class Slice:
             return opened._made(indexing.take(opened._whole(self._name), index), self._info.dtype)
         if opened._framework == "dlpack" and (planned.rest or len(planned.parts) > 1):
             raise SliceError(
-                f'slice of {self._name}: framework="dlpack" has slices with ":" in every dimension, no other index',
+                f'slice of {self._name}: framework="dlpack" takes one slice per dimension, no other index',
                 path=self._info.file,
             )
         if planned.parts == [[(0, size, 1) for size in self._info.shape]]:
@@ -176,32 +177,36 @@ class Slice:
 
 
 class safe_open:
-    """Opens safetensors files lazily, as ``safetensors.safe_open`` does, and takes several files or a folder as well.
+    """Opens safetensors files and loads tensors when you ask for them, as ``safetensors.safe_open`` does.
 
     Args:
-        filename: A file, a list of files, a directory, or an index file.
-        framework: "pt", "np", "jax", "tf", "paddle", "mlx" or an alias of one; "dlpack"; None is torch where it is
-            installed, and numpy elsewhere.
-        device: As in `Checkpoint.load`. A GPU is touched with the first tensor, not before.
-        backend: Accepted for compatibility: "mmap" changes nothing, "pread" asks for private copies.
-        options: `Options`, or a dict of its keywords.
+        filename: A file. Also a list of files, a folder, an index file, or the name of a repository in the local Hub
+            cache.
+        framework: Whose tensors to make: "pt" (torch), "np" (numpy), "jax", "tf", "paddle", "mlx", another name of one
+            of them, or "dlpack". None is torch if it is installed, else numpy.
+        device: As in `Checkpoint.load`. A GPU is used when the first tensor is loaded, not before.
+        backend: As in safetensors: "mmap" changes nothing, "pread" gives private copies.
+        options: `Options`, or a dict with the same keywords.
 
-    Usable with and without ``with``. Tensors and slices outlive the handle.
+    You can use it with or without ``with``. Tensors and slices stay valid after it is closed.
+
+    Raises:
+        The errors of `penstock.open`, and UnsupportedError (an ImportError) if the framework is not installed.
     """
 
     def __init__(
         self,
         filename: Source,
-        framework: str | None = "pt",
+        framework: Framework | None = "pt",
         device: Any = "cpu",
         *,
-        backend: str | None = None,
+        backend: Backend | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
             wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
             raise wrong(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
-        self._framework = _load.framework_named(framework)
+        self._framework: Framework = _load.framework_named(framework)
         self._device = _load.device_for(device, framework)
         _load.check_device(self._framework, self._device)
         self._sliced_by = self._framework
@@ -316,7 +321,7 @@ class safe_open:
     def _check_name(self, name: object) -> None:
         """Raises what is wrong with the name of a tensor."""
         if not isinstance(name, str):
-            raise ArgumentTypeError(f"a tensor's name is a string, not {name!r}", path=self._checkpoint.files[0])
+            raise ArgumentTypeError(f"the name of a tensor is a string, not {name!r}", path=self._checkpoint.files[0])
         if name not in self._open():
             raise unknown(self._checkpoint._core, name)
 
@@ -329,26 +334,26 @@ class safe_open:
         return self._open().keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The files' ``__metadata__``, or None if there is none."""
+        """The ``__metadata__`` of the files, or None if there is none."""
         return self._open()._core.metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """The tensor called ``name``. Raises UnknownTensorError, a SafetensorError and KeyError."""
+        """The tensor ``name``. Raises UnknownTensorError, which is a SafetensorError and a KeyError."""
         self._check_name(name)
         return self._one(name)
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
-        """Every tensor by name, or those that ``names`` asks for: as in `Checkpoint.load`."""
+        """All tensors by name, or those that ``names`` asks for, as in `Checkpoint.load`."""
         self._open()
         return self._load(names)
 
     def get_slice(self, name: str) -> Slice:
-        """The tensor called ``name``, to be indexed. Raises as `get_tensor` does."""
+        """The tensor ``name`` as a `Slice`, which you index to read a part. Raises the errors of `get_tensor`."""
         self._check_name(name)
         return Slice(self, name)
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """What the header says of the tensor called ``name``. Raises as `get_tensor` does."""
+        """Dtype, shape and offsets of the tensor ``name``. Raises the errors of `get_tensor`."""
         self._check_name(name)
         info = self._checkpoint[name]
         core = self._checkpoint._core
@@ -363,12 +368,13 @@ class safe_open:
         device: Any = None,
         threads: int | None = None,
     ) -> PrefetchLoader:
-        """Starts loading tensors in the background, to be taken by name or as they come.
+        """Starts to load tensors in the background. Take them by name, or in the order in which they come.
 
         Args:
-            plan: The tensors wanted: by name None for the whole, or a slice (or one for each dimension); None is all.
-            device: Where to; the handle's by default.
-            threads: ``Options.threads``.
+            plan: Which tensors, as {name: None for the whole tensor, or a slice, or one slice per dimension}. None is
+                all tensors.
+            device: Where to load to. The default is the device of this handle.
+            threads: As ``Options.threads``.
         """
         checkpoint = self._open()
         for name in plan or ():
@@ -379,8 +385,8 @@ class safe_open:
         slices = None if plan is None else {name: cut for name, cut in plan.items() if cut is not None}
         return PrefetchLoader(*_load.prepare(checkpoint, where, names, None, self._framework, options, slices))
 
-    def tensors(self, names: Names = None, order: str = "file") -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor), reading ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""
+    def tensors(self, names: Names = None, order: Order = "file") -> Iterator[tuple[str, Any]]:
+        """Yields (name, tensor) and reads ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""
         return self._open().stream(str(self._device), names, order, framework=self._framework, options=self._options)
 
     def __enter__(self) -> safe_open:
@@ -397,9 +403,20 @@ def load_file(
     filename: Source,
     device: Any = "cpu",
     *,
-    framework: str | None = None,
-    backend: str | None = None,
+    framework: Framework | None = None,
+    backend: Backend | None = None,
     options: Options | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Every tensor of one or more files by name: ``safetensors.torch.load_file`` on this engine."""
+    """Loads all tensors of one or more files, by name. It replaces ``load_file`` of safetensors.
+
+    Args:
+        filename: As in `safe_open`.
+        device: As in `Checkpoint.load`.
+        framework: As in `Checkpoint.load`.
+        backend: As in `safe_open`.
+        options: `Options`, or a dict with the same keywords.
+
+    Raises:
+        The errors of `penstock.open` and of `Checkpoint.load`.
+    """
     return safe_open(filename, framework, device, backend=backend, options=options).get_tensors()

@@ -10,9 +10,10 @@ from functools import cache, partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from . import _core, _load
+from ._choices import Layout, Order
 from ._core import Options
 from ._dlpack import DLTensor
 from ._dtypes import DTYPES
@@ -30,7 +31,7 @@ from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
-LAYOUTS = ("aligned", "compact")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -61,7 +62,7 @@ def _of_torch(name: str, tensor: Any) -> Described:
     dtype = _torch_names().get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
         what = f"a {tensor.layout} tensor of {tensor.dtype}"
-        raise MissingDtypeError(f"tensor {name} is {what}, which the format does not have")
+        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors")
     if tensor.device.type == "meta":
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
     plain = tensor.detach()
@@ -75,7 +76,7 @@ def _of_torch(name: str, tensor: Any) -> Described:
         address = 0
     if known and not address and plain.numel():
         kind = type(tensor).__name__
-        raise InvalidError(f"tensor {name} is a {kind} without memory of its own: save the tensors that it stands for")
+        raise InvalidError(f"tensor {name} is a {kind} without memory of its own: save the tensors that it is made of")
     shape = tuple(plain.shape)
     if dtype == "F4" and shape:
         shape = (*shape[:-1], 2 * shape[-1])
@@ -119,7 +120,7 @@ def _numpy_names() -> dict[str, str]:
 def _of_numpy(name: str, array: Any) -> Described:
     dtype = _numpy_names().get(array.dtype.name)
     if dtype is None:
-        raise MissingDtypeError(f"tensor {name} is an array of {array.dtype}, which the format does not have")
+        raise MissingDtypeError(f"tensor {name} is an array of {array.dtype}: the format has no such dtype")
     swapped = sys.byteorder == "big" or array.dtype.byteorder == ">"
     if swapped or not array.flags.c_contiguous:
         little = array.dtype.newbyteorder("<") if swapped else array.dtype
@@ -140,7 +141,7 @@ def describe(name: object, value: Any) -> Described:
         UnsupportedError: the format lacks its dtype.
     """
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"tensors are saved by name, and {name!r} is no string")
+        raise ArgumentTypeError(f"{name!r} is not a string: the name of a tensor is a string")
     if isinstance(value, Described):
         return value
     if isinstance(value, DLTensor):
@@ -152,7 +153,7 @@ def describe(name: object, value: Any) -> Described:
         return _of_numpy(name, numpy.asarray(value))
     if hasattr(value, "__array__") and hasattr(value, "shape"):  # jax, tensorflow, mlx
         return _of_numpy(name, import_module("numpy").asarray(value))
-    raise InvalidError(f"{name} is a {type(value).__name__}: give tensors of torch, arrays of numpy or JAX")
+    raise InvalidError(f"{name} is a {type(value).__name__}: give tensors of torch, or arrays of numpy or JAX")
 
 
 def _synchronize(tensors: list[Described]) -> None:
@@ -186,11 +187,11 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
-        raise ArgumentTypeError(f"metadata={metadata!r}: give strings by name, a dict")
+        raise ArgumentTypeError(f"metadata={metadata!r}: give a dict of strings")
     found = dict(metadata)
     for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ArgumentTypeError(f"metadata: {key!r}: {value!r}: the format has strings only")
+            raise ArgumentTypeError(f"metadata: {key!r}: {value!r}: keys and values must be strings")
     return found
 
 
@@ -216,8 +217,8 @@ def _write(
     name: str,
     metadata: Mapping[str, str] | None,
     most: int | None,
-    layout: str,
-    order: str,
+    layout: Layout,
+    order: Order,
     fsync: bool,
     progress: Progress,
     options: Options | Mapping[str, Any] | None,
@@ -267,7 +268,7 @@ def _write(
             save.close()
 
 
-def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: str) -> bytes:
+def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: Layout) -> bytes:
     """The content of a file with these tensors."""
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
@@ -298,40 +299,45 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Report:
-    """Saves tensors to one safetensors file, which is there whole or not at all.
+    """Saves tensors to one safetensors file. A save that fails leaves no partial file, and keeps the old file.
 
     Args:
-        tensors: Tensors of torch (on the CPU or GPUs), arrays of numpy or JAX, and what ``framework="dlpack"`` loads
-            (of any dtype, F4 and F6 included), by name. Those that are not contiguous are copied when their turn comes,
-            a few at a time, as are those of other devices.
-        filename: The file. One that is there is replaced when the new one is whole, not before.
-        metadata: Strings by name, for the header; None writes none.
-        layout: "aligned" begins the data at a page and puts tensors in an order in which large ones are aligned;
-            "compact" is the order and padding of safetensors' own writer.
-        order: "file" keeps the order given, as far as the layout allows, "layer" keeps layers together.
-        fsync: Whether to wait until the file is on stable storage. The bytes then go past the page cache.
-        progress: True, False, None (only on a terminal), or a callable (bytes written, bytes in all).
-        options: `Options`, or a dict of its keywords: ``extent``, ``staging``, ``threads``, ``stall_timeout`` count.
+        tensors: Tensors by name: of torch (on the CPU or GPUs), of numpy or JAX, or what ``framework="dlpack"`` loads
+            (of any dtype, also F4 and F6). Tensors that are not contiguous, or are on other devices, are copied a few
+            at a time.
+        filename: The file. An old file is replaced when the new one is whole, not before.
+        metadata: A dict of strings for the header. None writes none.
+        layout: "aligned": the data begins at a page, and the order of the tensors keeps large ones aligned. "compact":
+            the order and padding of safetensors' own writer.
+        order: "file" keeps the order of ``tensors``, if the layout allows it. "layer" keeps the tensors of a layer
+            together.
+        fsync: True: wait until the file is on stable storage; the bytes go past the page cache. False: do not wait.
+        progress: True, False, None (a progress bar on a terminal only), or a function that takes (bytes written, bytes
+            in all).
+        options: `Options`, or a dict with the same keywords. Only ``extent``, ``staging``, ``threads`` and
+            ``stall_timeout`` have an effect.
 
     Returns:
-        What was written, how fast: ``nbytes``, ``file_bytes``, ``seconds``, ``sync_seconds``, ``gbps``, ``writes``,
-        ``direct_bytes``, ``threads``, ``peak_staging``, ``fallbacks``.
+        A report: ``nbytes``, ``file_bytes``, ``seconds``, ``sync_seconds``, ``gbps``, ``writes``, ``direct_bytes``,
+        ``threads``, ``peak_staging``, ``fallbacks``.
 
     Raises:
-        InvalidError: a name, metadata or argument that makes no sense. UnsupportedError: a dtype the format lacks.
-        NoSpaceError, WriteError, AccessError, NotFoundError: the file system; the old file is what it was, unless the
-            message says that the directory could not be brought to the disk. WriteError: a tensor cannot be packed.
-        OutOfMemoryError: no memory for staging, or for a tensor that is to be packed.
+        InvalidError: a name, the metadata or an argument is invalid.
+        UnsupportedError: the format lacks a dtype.
+        NoSpaceError, WriteError, AccessError, NotFoundError: the file cannot be written. The old file is unchanged,
+            unless the message says that the directory could not be brought to the disk.
+        WriteError: a tensor cannot be packed.
+        OutOfMemoryError: there is no memory for staging, or to pack a tensor.
     """
     named = local_path(filename, "filename")
     if named.endswith(("/", "/.")):
-        raise InvalidError(f"filename={named!r}: this names a folder: give the name of a file in it")
+        raise InvalidError(f"filename={named!r}: this is a folder: give the name of a file in it")
     path = Path(named)
     report, _ = _write(
         tensors,
@@ -356,34 +362,34 @@ def save(
     *,
     max_shard_size: int | str | None = "5GB",
     name: str = "model.safetensors",
-    layout: str = "aligned",
-    order: str = "file",
+    layout: Layout = "aligned",
+    order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Report:
-    """Saves a checkpoint to a directory: one file, or shards and their index if it is larger than ``max_shard_size``.
+    """Saves a checkpoint to a folder: one file, or several shards and their index.
 
-    Each file takes its name in one step, when all of them are whole; several files together do not. Where somebody may
-    read meanwhile, save to a new directory.
+    The files get their names when all of them are whole, one after the other. If another program may read the folder at
+    that moment, save to a new folder.
 
     Args:
-        tensors_or_module: Tensors by name as for `save_file`, or a torch module, of which tied tensors are saved once
-            (the metadata says under which name, and "format": "pt").
-        directory: Made if it is not there. Shards and indexes of an earlier save there are removed once the new ones
-            have their names, but for those that somebody has changed meanwhile.
-        max_shard_size: Most bytes of tensors in one file, as a number or such as "5GB" or "4.5GiB"; None is no limit. A
-            tensor that is larger has a file of its own.
-        name: Of the file, and of which the shards' names are made.
+        tensors_or_module: Tensors by name as for `save_file`, or a torch module. Tied tensors of a module are saved
+            once; the metadata says under which name, and has "format": "pt".
+        directory: The folder. It is made if it does not exist. Shards and indexes of an earlier save are removed after
+            the new files have their names, except files that somebody has changed since.
+        max_shard_size: The most bytes of tensors in one file, as a number or a text such as "5GB" or "4.5GiB". None is
+            no limit. A tensor that is larger gets a file of its own.
+        name: The name of the file. The names of shards are made from it.
 
-    The other arguments, what is returned and the errors are those of `save_file`; ``files`` lists the names. Where a
-    file of an earlier save cannot be removed, the new ones have their names all the same, and the error says so.
+    The other arguments, the report and the errors are those of `save_file`. ``files`` in the report lists the names of
+    the files. If a file of an earlier save cannot be removed, the error says so, and the new files have their names.
     """
     tensors, more = (tensors_or_module, {}) if isinstance(tensors_or_module, Mapping) else _of_module(tensors_or_module)
     if Path(name).name != name or not name:
         raise InvalidError(f"name={name!r}: give a file name")
     if os.fsencode(name).decode("utf-8", "replace") != name:
-        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index, which is JSON, could not name such files")
+        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index (JSON) cannot name such files")
     report, files = _write(
         tensors,
         str(Path(local_path(directory, "directory"))),

@@ -10,15 +10,15 @@ from . import _core
 from ._errors import InvalidError, SliceError, UnknownTensorError
 
 Names = str | Iterable[str] | Callable[[str], bool] | None
-"""A glob, a list of names and globs, or a predicate on the name; None is every tensor."""
+"""A glob, a list of names and globs, or a function from a name to True or False; None is every tensor."""
 
 Cut = slice | tuple[Any, ...]
-"""A slice, or one slice per dimension (missing ones are whole; one Ellipsis stands for as many as fit).
+"""A slice, or a tuple with one slice per dimension. Missing dimensions are whole; one Ellipsis fills the rest.
 
 Steps are 1 or more."""
 
 Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
-"""Per name the part that is wanted, or a function that says so for each tensor (None: the whole)."""
+"""The wanted part by name, or a function that takes a `TensorInfo` and returns the part or None (the whole)."""
 
 Region = list[tuple[int, int, int]]
 """(first, past-the-last, step) per dimension, in elements; the step is 1 or more."""
@@ -27,7 +27,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 class TensorInfo(NamedTuple):
-    """What the checkpoint says of one tensor."""
+    """Dtype, shape, size and place of one tensor."""
 
     name: str
     """Its name."""
@@ -136,7 +136,7 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
     found: dict[int, None] = {}
     for name in [names] if isinstance(names, str) else names:
         if not isinstance(name, str):
-            raise InvalidError(f"names: {name!r} is no name: give strings, a glob, or a predicate on the name")
+            raise InvalidError(f"names: {name!r} is not a string: give names, globs, or a function that takes a name")
         if name in core:  # a name may contain what looks like a glob
             found[core.index(name)] = None
             continue
@@ -168,9 +168,9 @@ def _region(info: TensorInfo, cut: Any) -> Region:
     for d, size in enumerate(shape):
         c = cuts[d] if d < len(cuts) else slice(None)
         if not isinstance(c, slice):
-            raise refused(f"dimension {d} wants a slice(start, stop), not {c!r}")
+            raise refused(f"dimension {d} needs a slice(start, stop), not {c!r}")
         if c.step is not None and (not isinstance(c.step, int) or c.step < 1):
-            raise refused(f"dimension {d} has step {c.step!r}; give a whole number from 1 on")
+            raise refused(f"dimension {d} has step {c.step!r}; give a whole number, 1 or more")
         for bound in (c.start, c.stop):
             # Python would clamp this; a rank whose range does not fit has been given the wrong plan
             if bound is not None and not -size <= bound <= size:
@@ -213,7 +213,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
             if name not in place:
                 if name not in core:
                     raise unknown(core, name)
-                raise InvalidError(f"slices: {name} is not among the names that are to be loaded")
+                raise InvalidError(f"slices: {name} is not among the names to load")
             want = place[name]
             regions[want] = _region(info_of(core, selection.tensor(want), files), cut)
     if any(r is not None for r in regions):

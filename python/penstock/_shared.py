@@ -55,8 +55,8 @@ def duplicates(state: Mapping[str, Any], preferred: Collection[str] = ()) -> dic
         complete = [name for name in names if _is_complete(state[name])]
         if not complete:
             raise SharedMemoryError(
-                f"{', '.join(names)} share memory, and none of them covers all of it: saving one would lose what the "
-                "others see, saving each would save the shared bytes several times. Clone what is to be saved apart"
+                f"{', '.join(names)} share memory, and none of them covers all of it. Saving one would lose what the "
+                "others hold; saving each would save the shared bytes several times. Clone the tensors to save"
             )
         kept = next((name for name in complete if name in preferred), complete[0])
         found[kept] = [name for name in names if name != kept]

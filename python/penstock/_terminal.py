@@ -115,11 +115,31 @@ class WrongUsage(Exception):
         self.usage = usage
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose descriptions may be lists: a line with a tab is a word and what it means, in two columns."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\t" not in text:
+            return super()._fill_text(text, width, indent)
+        column = min(self._max_help_position, width // 2)
+        lines = []
+        for line in text.splitlines():
+            word, _, meaning = line.partition("\t")
+            first, *rest = textwrap.wrap(meaning, max(width - column, 20), break_on_hyphens=False)
+            head = f"{indent}{word}"
+            lines += [f"{head:<{column}}{first}"] if len(head) + 2 <= column else [head, " " * column + first]
+            lines += [" " * column + more for more in rest]
+        return "\n".join(lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that says what a mistyped command, option or choice was perhaps meant to be.
 
     A word that a command does not know is an error of that command, with its own usage.
     """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Help, **more})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse. Raises WrongUsage."""

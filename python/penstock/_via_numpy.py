@@ -128,11 +128,11 @@ def arrays_of(name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
         ArgumentTypeError: no tensors by name.
     """
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"expected tensors by name, a dict, and got a {type(tensors).__name__}")
+        raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
     found = {}
     for key, tensor in tensors.items():
         if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            raise ArgumentTypeError(f"{key} is a {type(tensor).__name__}, no tensor")
+            raise ArgumentTypeError(f"{key} is a {type(tensor).__name__}, not a tensor")
         found[key] = _described(FRAMEWORKS[name], tensor)
     return found
 

@@ -1,10 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert |
-synth``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert | synth``.
 
-Exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` knows no digest to compare with, 130
-interrupted. Errors are one line on stderr
-(with PENSTOCK_TRACEBACK=1 the traceback as well); with ``--json`` standard output is one JSON document in every case.
+Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 130
+interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the traceback. With ``--json`` standard
+output is one JSON document in every case.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open
+from ._choices import Cache, Io
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
-from ._load import FRAMEWORKS, ORDERS, load, make_options
+from ._load import FRAMEWORKS, ORDERS, load, make_options, options_listed
 from ._paths import local_path
 from ._report import Report, size_text
 from ._save import LAYOUTS
@@ -36,8 +36,8 @@ from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-_SOURCE = """a safetensors file, several, a directory, an index file, or a repository of the local Hugging Face
-Hub cache: org/name, org/name@revision"""
+_SOURCE = """a safetensors file, several files, a folder, an index file, or the name of a repository in the local
+Hugging Face Hub cache: org/name, org/name@revision"""
 
 
 class _Failed(Exception):
@@ -247,12 +247,26 @@ def _inspect(args: argparse.Namespace) -> None:
 # load
 
 
+#: What `penstock load --help` says of each option: its value, and what it is for.
+_OPTIONS = {
+    "cache": ("WHAT", f"{', '.join(get_args(Cache))}: whether bytes from the disk stay in the page cache"),
+    "copy": ("BOOL", "true: private copies; false: map files wherever that is possible"),
+    "window": ("SIZE", "the most bytes that a stream reads ahead (1GiB)"),
+    "staging": ("SIZE", "the most staging memory of this process (256MiB)"),
+    "threads": ("N", "threads that read and copy (0: adapts)"),
+    "stall_timeout": ("SECONDS", "fail if nothing moves for so long (120)"),
+    "io": ("HOW", f"{', '.join(get_args(Io))}: the way of reading"),
+    "extent": ("SIZE", "the most bytes of one read (4MiB)"),
+    "depth": ("N", "the most reads in flight (0: adapts)"),
+    "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (16KiB)"),
+    "trace": ("FILE", "write what happened when, as --trace does"),
+}
+
+
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE; the names are {', '.join(_core.Options.names())}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE; {options_listed()}")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     for kind in (int, float):
@@ -314,7 +328,7 @@ def _listed(path: str) -> dict[str, str]:
             continue
         match = re.fullmatch(r"\\?([0-9a-fA-F]{64})[ \t]+\*?(.+)", line.strip())
         if match is None:
-            raise InvalidError(f"line {number} is not '<sha256>  <file>' as sha256sum writes it", path=path)
+            raise InvalidError(f"line {number} is not '<sha256>  <file>', the format of sha256sum", path=path)
         listed[Path(match.group(2)).name] = match.group(1).lower()
     return listed
 
@@ -401,11 +415,11 @@ def _verify(args: argparse.Namespace) -> None:
         lines.append(f"headers, bounds and index of {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}: {state}")
         said = ""
         if uncompared:
-            said = "contents were compared with nothing: no digest of these files is known. --digests gives them"
+            said = "no content was compared: no digest of these files is known. --digests takes a list of digests"
         elif digested:
             said = f"contents of {compared} of {len(files)} files were compared with their digests"
         elif comparable:
-            said = "contents were not compared with the digests that the Hub cache has of them: --sha256 does"
+            said = "contents were not compared. The Hub cache has their digests: --sha256 compares"
         lines += [wrapped(said)] if said else []
         return "\n".join(lines)
 
@@ -442,11 +456,11 @@ def _page_cache(args: argparse.Namespace) -> None:
         ]
         lines = [table(rows, right=(1, 3)), f"{size_text(resident)} of {size_text(nbytes)} in the page cache"]
         if not ok and evict:
-            lines.append("what is left is mapped, dirty or in use by another process: only its user can let go of it")
-        elif not ok:
             lines.append(
-                "the rest did not stay: there is less free memory (see the cgroup's limit in `penstock doctor`)"
+                "the rest is mapped, dirty or in use by another process: it stays until that process releases it"
             )
+        elif not ok:
+            lines.append("the rest did not stay: there is too little free memory (see the cgroup in `penstock doctor`)")
         return "\n".join(lines)
 
     _print(args, {"ok": ok, "files": files, "nbytes": nbytes, "resident_bytes": resident}, text)
@@ -479,6 +493,7 @@ def _doctor(args: argparse.Namespace) -> None:
 def _trace(args: argparse.Namespace) -> None:
     import dataclasses
 
+    from .bench import ceilings
     from .bench.page import timeline, write_trace
 
     wanted = "give the file that `penstock load --trace FILE` wrote"
@@ -497,10 +512,11 @@ def _trace(args: argparse.Namespace) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         # Not the error itself: one of decoding holds the whole file
         raise InvalidError(
-            f"not a trace, or not all of one ({type(error).__name__}): {wanted}", path=args.file
+            f"not a trace, or not a whole one ({type(error).__name__}): {wanted}", path=args.file
         ) from None
     if args.html:
-        write_trace(trace, args.html, f"One load: {Path(args.file).name}")
+        disk = "it was not measured (--no-measure)" if args.no_measure else ceilings.disk(timeline.files(trace))
+        write_trace(trace, args.html, f"One load: {Path(args.file).name}", disk)
     _print(args, dataclasses.asdict(summary), summary.sentence())
 
 
@@ -568,7 +584,7 @@ def _synth(args: argparse.Namespace) -> None:
         _print(args, {"layouts": listed}, table([head, *rows], right=(2, 3, 4)))
         return
     if args.name is None or args.folder is None:
-        raise InvalidError("synth takes the NAME of a layout and a FOLDER, or --list")
+        raise InvalidError("give the NAME of a model and a FOLDER, or --list")
 
     folder = Path(args.folder)
     layout = layouts.build(args.name, layers=args.layers, nbytes=args.nbytes, scale=args.scale, align=args.align)
@@ -604,16 +620,16 @@ def _synth(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock",
-        description="Loads and examines safetensors checkpoints.",
-        epilog="exit status: 0 all is well, 1 a check failed, 2 wrong usage, 3 an error, "
-        "4 verify knows no digest to compare with, 130 interrupted",
+        description="Loads and examines safetensors checkpoints. `penstock COMMAND --help` shows how to use a command.",
+        epilog="exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, "
+        "4 verify has no digest to compare with, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        made.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        made.add_argument("--json", action="store_true", help="print one JSON document instead of text")
         made.set_defaults(run=run)
         return made
 
@@ -622,76 +638,130 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     def with_patience(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        help = "fail when the file system answers nothing for so long (default: PENSTOCK_STALL_TIMEOUT, or 120)"
+        help = "fail if the file system does not answer for SECONDS (default: PENSTOCK_STALL_TIMEOUT, or 120)"
         made.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help=help)
         return made
 
     made = with_patience(with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes")))
-    made.add_argument("--tensors", action="store_true", help="list every tensor instead of folding layers together")
-    made.add_argument("--depth", type=int, metavar="N", help="show the tree down to N levels")
+    made.add_argument(
+        "--tensors", action="store_true", help="list every tensor; by default similar layers are shown as one"
+    )
+    made.add_argument("--depth", type=int, metavar="N", help="show at most N levels of the tree")
 
-    made = with_source(command("load", _load, "load the checkpoint and report how that went"))
-    made.add_argument("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
+    made = with_source(command("load", _load, "load a checkpoint and print a report: time, speed, bytes"))
+    made.add_argument("--device", default="cpu", help='where to load to: "cpu" (default), "cuda:0", ...')
     names = ", ".join(FRAMEWORKS)
-    made.add_argument("--framework", choices=list(FRAMEWORKS), metavar="NAME", help=f"also make its tensors: {names}")
-    made.add_argument("--names", action="append", metavar="GLOB", help="only these tensors; may be repeated")
-    made.add_argument("--dtype", help='cast to this floating dtype, or "raw" for bytes')
-    made.add_argument("--order", choices=ORDERS, default="file", help="order of reading (default: file)")
-    made.add_argument("--no-progress", action="store_true", help="no progress bar")
-    made.add_argument("--trace", metavar="FILE", help="write what happened when, for Chrome or Perfetto (option trace)")
+    made.add_argument(
+        "--framework", choices=list(FRAMEWORKS), metavar="NAME", help=f"also make tensors of this framework: {names}"
+    )
+    made.add_argument("--names", action="append", metavar="GLOB", help="load only these tensors; may be repeated")
+    made.add_argument("--dtype", help='cast to this floating-point dtype, or "raw" for plain bytes')
+    made.add_argument(
+        "--order",
+        choices=ORDERS,
+        default="file",
+        help="read in the order of the file, or layer by layer (default: file)",
+    )
+    made.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    made.add_argument("--trace", metavar="FILE", help="write to FILE what happened when, for Chrome or Perfetto")
     made.add_argument(
         "-o", "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
-        help=f"an option of the load; the names are {', '.join(_core.Options.names())}; may be repeated",
+        help="set one of the options below; may be repeated",
     )  # fmt: skip
+    for group, options in _core.Options.groups().items():
+        listed = [f"{name}={_OPTIONS[name][0]}\t{_OPTIONS[name][1]}" for name in options]
+        made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
 
-    help = "check headers, bounds and index, and on request every byte"
+    help = "check headers, bounds and index; with --sha256 every byte"
     made = with_patience(with_source(command("verify", _verify, help)))
     made.add_argument(
-        "--sha256", action="store_true", help="digest every file; compare where a Hub cache knows the digest"
+        "--sha256",
+        action="store_true",
+        help="hash every file, and compare it with the digest that the Hub cache has of it",
     )
-    made.add_argument("--digests", metavar="FILE", help="compare digests with this list, as sha256sum writes it")
+    made.add_argument(
+        "--digests", metavar="FILE", help="compare with the digests in FILE, which has the format of sha256sum"
+    )
 
     made = with_patience(with_source(command("warm", _page_cache, "read the files into the page cache")))
-    made.add_argument("--threads", type=int, default=0, metavar="N", help="readers (default: as the machine suggests)")
+    made.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the number of threads that read (default: penstock chooses)",
+    )
 
-    help = "drop the files from the page cache; needs no privileges"
+    help = "remove the files from the page cache; needs no root"
     with_patience(with_source(command("evict", _page_cache, help)))
 
-    made = command("doctor", _doctor, "show what this machine offers, and what penstock will therefore do")
-    made.add_argument("path", nargs="?", default=".", help="a checkpoint, or a folder on the file system in question")
-    made.add_argument("--no-measure", action="store_true", help="skip the measurement of read and copy rates")
+    made = command("doctor", _doctor, "show what this machine offers, and how penstock will load on it")
+    made.add_argument(
+        "path", nargs="?", default=".", help="a checkpoint or a folder: its file system is examined (default: .)"
+    )
+    made.add_argument("--no-measure", action="store_true", help="do not measure how fast this machine reads and copies")
 
-    made = command("trace", _trace, "say what bounded a load, from the trace that it wrote")
-    made.add_argument("file", metavar="FILE", help="what `penstock load --trace FILE` wrote")
-    made.add_argument("--html", metavar="FILE", help="also write its timeline as a page; needs plotly")
+    made = command("trace", _trace, "say what limited the speed of a load, from its trace")
+    made.add_argument("file", metavar="FILE", help="a trace: a file that `penstock load --trace FILE` wrote")
+    help = "also write the timeline as an HTML page, with the disk's ceiling; needs plotly"
+    made.add_argument("--html", metavar="FILE", help=help)
+    help = "with --html: do not read the files again to measure the disk's ceiling"
+    made.add_argument("--no-measure", action="store_true", help=help)
 
-    help = "time penstock beside other loaders and beside what this machine allows"
+    help = "compare the speed of penstock with other loaders and with the limits of this machine"
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     bench.add_arguments(made)
     made.set_defaults(run=_bench)
 
-    made = with_source(command("convert", _convert, "write a checkpoint anew: layout, shards, dtype; pickles too"))
-    made.add_argument("into", metavar="DIRECTORY", help="where to")
-    made.add_argument("--dtype", help="cast to this floating dtype")
-    made.add_argument(
-        "--max-shard-size", default="5GB", metavar="N", help='most bytes of a file, or "none" (default: 5GB)'
+    made = with_source(
+        command("convert", _convert, "rewrite a checkpoint: other layout, shard size or dtype; also from pickles")
     )
-    made.add_argument("--layout", choices=LAYOUTS, default="aligned", help="order and padding (default: aligned)")
-    made.add_argument("--order", choices=ORDERS, default="file", help="layer: keep layers together (default: file)")
-    made.add_argument("--no-fsync", dest="fsync", action="store_false", help="do not wait for stable storage")
-    made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    made.add_argument("into", metavar="DIRECTORY", help="the folder to write to")
+    made.add_argument("--dtype", help="cast to this floating-point dtype")
+    made.add_argument(
+        "--max-shard-size", default="5GB", metavar="N", help='the most bytes of one file, or "none" (default: 5GB)'
+    )
+    made.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="aligned",
+        help="aligned: large tensors begin at a page; compact: as safetensors writes (default: aligned)",
+    )
+    made.add_argument(
+        "--order", choices=ORDERS, default="file", help="layer: keep the tensors of a layer together (default: file)"
+    )
+    made.add_argument(
+        "--no-fsync", dest="fsync", action="store_false", help="do not wait until the files are on stable storage"
+    )
+    made.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
     made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
-    made.add_argument("name", nargs="?", help="a name that --list shows")
-    made.add_argument("folder", nargs="?", help="where to; must hold no files that were not written so")
-    made.add_argument("--list", action="store_true", help="show the layouts: files, tensors, bytes")
-    made.add_argument("--layers", type=int, metavar="L", help="only the first L layers, with embeddings and head")
-    made.add_argument("--nbytes", type=_size, metavar="N", help="only as many whole layers as fit: 3GB, 512MiB, 3e9")
+    made.add_argument("name", nargs="?", help="the name of a model that --list shows")
     made.add_argument(
-        "--scale", type=float, default=1, metavar="S", help="every tensor's longest dimension times S, up to 1"
+        "folder", nargs="?", help="the folder to write to; it must hold no files except those of an earlier synth"
     )
-    made.add_argument("--align", type=int, metavar="N", help="data starts at a multiple of N (default: as published)")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="other bytes (default: 0)")
+    made.add_argument("--list", action="store_true", help="list the models, with their files, tensors and bytes")
+    made.add_argument("--layers", type=int, metavar="L", help="write only the first L layers, with embeddings and head")
+    made.add_argument(
+        "--nbytes",
+        type=_size,
+        metavar="N",
+        help="write only as many whole layers as fit into N bytes: 3GB, 512MiB, 3e9",
+    )
+    made.add_argument(
+        "--scale",
+        type=float,
+        default=1,
+        metavar="S",
+        help="multiply the longest dimension of every tensor by S (at most 1)",
+    )
+    made.add_argument(
+        "--align",
+        type=int,
+        metavar="N",
+        help="begin the data at a multiple of N bytes (default: as in the published file)",
+    )
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the random bytes (default: 0)")
     return parser
 
 

@@ -13,6 +13,7 @@ import jax
 
 from . import _safe_open, _save
 from ._checkpoint import Source
+from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import SafetensorError
 from ._safe_open import safe_open
@@ -22,7 +23,7 @@ __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_fi
 
 
 def load_file(
-    filename: Source, *, backend: str = "mmap", options: Options | Mapping[str, Any] | None = None
+    filename: Source, *, backend: Backend = "mmap", options: Options | Mapping[str, Any] | None = None
 ) -> dict[str, jax.Array]:
     """Every tensor of a file (or of several, or of a directory) by name, as JAX arrays on the default device.
 
@@ -45,7 +46,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -54,6 +55,6 @@ def save_file(
     _save.save_file(found, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
-def save(tensors: dict[str, jax.Array], metadata: dict[str, str] | None = None, *, layout: str = "compact") -> bytes:
+def save(tensors: dict[str, jax.Array], metadata: dict[str, str] | None = None, *, layout: Layout = "compact") -> bytes:
     """The content of a file with these arrays."""
     return _save.to_bytes(arrays_of("jax", tensors), metadata, layout=layout)

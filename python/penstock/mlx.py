@@ -13,6 +13,7 @@ import mlx.core
 
 from . import _safe_open, _save
 from ._checkpoint import Source
+from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import SafetensorError
 from ._safe_open import safe_open
@@ -22,7 +23,7 @@ __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_fi
 
 
 def load_file(
-    filename: Source, *, backend: str = "mmap", options: Options | Mapping[str, Any] | None = None
+    filename: Source, *, backend: Backend = "mmap", options: Options | Mapping[str, Any] | None = None
 ) -> dict[str, mlx.core.array]:
     """Every tensor of a file (or of several, or of a directory) by name."""
     return _safe_open.load_file(filename, framework="mlx", backend=backend, options=options)
@@ -42,7 +43,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -52,7 +53,7 @@ def save_file(
 
 
 def save(
-    tensors: dict[str, mlx.core.array], metadata: dict[str, str] | None = None, *, layout: str = "compact"
+    tensors: dict[str, mlx.core.array], metadata: dict[str, str] | None = None, *, layout: Layout = "compact"
 ) -> bytes:
     """The content of a file with these arrays."""
     return _save.to_bytes(arrays_of("mlx", tensors), metadata, layout=layout)

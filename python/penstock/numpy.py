@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from . import _safe_open, _save
 from ._checkpoint import Source
+from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import ArgumentTypeError, SafetensorError
 from ._safe_open import safe_open
@@ -24,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 def load_file(
-    filename: Source, *, backend: str = "mmap", options: Options | Mapping[str, Any] | None = None
+    filename: Source, *, backend: Backend = "mmap", options: Options | Mapping[str, Any] | None = None
 ) -> dict[str, Array]:
     """Every tensor of a file (or of several, or of a directory) by name, as numpy arrays."""
     return _safe_open.load_file(filename, framework="np", backend=backend, options=options)
@@ -54,7 +55,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -67,7 +68,7 @@ def save_file(
     _save.save_file(tensor_dict, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
-def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None, *, layout: str = "compact") -> bytes:
+def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None, *, layout: Layout = "compact") -> bytes:
     """The content of a file with these arrays."""
     _checked(tensor_dict)
     return _save.to_bytes(tensor_dict, metadata, layout=layout)

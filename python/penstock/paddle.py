@@ -13,6 +13,7 @@ import paddle
 
 from . import _safe_open, _save
 from ._checkpoint import Source
+from ._choices import Backend, Layout
 from ._core import Options
 from ._device import parse_device
 from ._errors import SafetensorError
@@ -24,7 +25,11 @@ __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_fi
 
 
 def load_file(
-    filename: Source, device: Any = "cpu", *, backend: str = "mmap", options: Options | Mapping[str, Any] | None = None
+    filename: Source,
+    device: Any = "cpu",
+    *,
+    backend: Backend = "mmap",
+    options: Options | Mapping[str, Any] | None = None,
 ) -> dict[str, paddle.Tensor]:
     """Every tensor of a file (or of several, or of a directory) by name, in CPU memory."""
     return _safe_open.load_file(filename, device, framework="paddle", backend=backend, options=options)
@@ -45,7 +50,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -55,7 +60,7 @@ def save_file(
 
 
 def save(
-    tensors: dict[str, paddle.Tensor], metadata: dict[str, str] | None = None, *, layout: str = "compact"
+    tensors: dict[str, paddle.Tensor], metadata: dict[str, str] | None = None, *, layout: Layout = "compact"
 ) -> bytes:
     """The content of a file with these tensors."""
     return _save.to_bytes(arrays_of("paddle", tensors), metadata, layout=layout)

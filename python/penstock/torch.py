@@ -13,6 +13,7 @@ import torch
 
 from . import _safe_open, _save
 from ._checkpoint import Source
+from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import ArgumentTypeError, InvalidError, NoValuesError, SafetensorError, SharedMemoryError
 from ._safe_open import safe_open
@@ -25,7 +26,7 @@ def load_file(
     filename: Source,
     device: str | int | torch.device = "cpu",
     *,
-    backend: str = "mmap",
+    backend: Backend = "mmap",
     options: Options | Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every tensor of a file (or of several, or of a directory) by name, on ``device``."""
@@ -46,24 +47,24 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def _check(tensors: Mapping[str, torch.Tensor], help: str = "") -> None:
     """Raises what ``safetensors.torch`` raises for tensors that it does not save."""
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"expected tensors by name, a dict, and got a {type(tensors).__name__}")
+        raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, no torch.Tensor")
+            raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
         raise InvalidError(
-            f"{', '.join(sparse)}: sparse tensors, which the format does not have. `.to_dense()` makes dense ones, "
+            f"{', '.join(sparse)}: the format has no sparse tensors. `.to_dense()` makes dense ones, "
             "which may be much larger"
         )
     without = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if without:
-        raise NoValuesError(f"{', '.join(without)}: on the meta device, with no values to save")
+        raise NoValuesError(f"{', '.join(without)}: on the meta device: there are no values to save")
     shared = groups(tensors)
     if shared:
         listed = "; ".join(", ".join(names) for names in shared)
         raise SharedMemoryError(
-            f"these tensors share memory: {listed}. Saved each by itself they take more room, and are no longer one "
+            f"these tensors share memory: {listed}. Saved one by one they take more room, and are no longer one "
             "when they are loaded. `save_model` saves a module's tied tensors once; `.clone()` makes separate ones"
         )
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
@@ -79,7 +80,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -93,7 +94,9 @@ def save_file(
     _save.save_file(tensors, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
-def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None, *, layout: str = "compact") -> bytes:
+def save(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None, *, layout: Layout = "compact"
+) -> bytes:
     """The content of a file with these tensors. Raises what `save_file` does."""
     _check(tensors)
     return _save.to_bytes(tensors, metadata, layout=layout)
@@ -105,7 +108,7 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
     *,
-    layout: str = "aligned",
+    layout: Layout = "aligned",
     fsync: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
@@ -137,7 +140,7 @@ def load_model(
     strict: bool = True,
     device: str | int | torch.device = "cpu",
     *,
-    backend: str = "mmap",
+    backend: Backend = "mmap",
     options: Options | Mapping[str, Any] | None = None,
 ) -> tuple[set[str], list[str]]:
     """Loads a file's tensors into a module; those that are tied to one that the file has are not missed.

@@ -109,6 +109,8 @@ pub(crate) struct State {
     pub(crate) messages: Vec<Message>,
     /// Wants in hand-out order that the owner has not asked for yet (streams only).
     pub(crate) ready: VecDeque<u32>,
+    /// Wants that the owner was given and did not take yet.
+    handed: Vec<u32>,
     /// Blocks that the owner is asked to grant.
     pub(crate) wanted: Vec<u32>,
     pub(crate) arrived: u64,
@@ -285,7 +287,14 @@ impl Load {
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next> {
         self.wait_until(timeout, |state| {
             if let Some(want) = state.ready.pop_front() {
+                state.handed.push(want);
                 return Some(self.still_there(want, state).map(|()| Next::Ready(want)));
+            }
+            // A consumer that waits for the next one has no more use for the room of those before.
+            if !state.handed.is_empty() {
+                let handed = std::mem::take(&mut state.handed);
+                state.messages.extend(handed.into_iter().map(Message::Take));
+                self.shared.inbox.ring();
             }
             match &state.outcome {
                 Some(Ok(())) => return Some(Ok(Next::End)),
@@ -318,9 +327,11 @@ impl Load {
         })
     }
 
-    /// Tells the engine that the consumer has taken this want: its bytes no longer count against the window.
+    /// Tells the engine that the consumer has taken this want: its bytes no longer count against the window. Where the next one
+    /// is asked for first and has not arrived, that says the same.
     pub fn take(&self, want: u32) -> Result<()> {
         self.same_process()?;
+        self.shared.lock().handed.retain(|&handed| handed != want);
         self.shared.tell(Message::Take(want));
         Ok(())
     }

@@ -59,6 +59,33 @@ pub(crate) fn page_size() -> u64 {
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE)
 }
 
+/// Whether O_DIRECT may fill memory that a forked child inherits.
+///
+/// A fork makes all private pages read-only, in the parent too, and whichever process writes to a page next gets a copy. If
+/// that is the parent while a read fills the page, the read goes on in the old page and the parent's copy lacks the bytes.
+/// From 6.3 on O_DIRECT pins its pages as `page_needs_cow_for_dma` (5.12) wants it: a fork copies them for the child at
+/// once and the parent keeps its own. Before that the reference is a plain one, and it depends on who writes to a page
+/// while it is read into. Nobody does where a page belongs to one read: extents end at multiples of [`PAGE`], blocks begin
+/// there, a tensor is handed out after all reads of its pages, and the child's writes copy the child's page. Two cases are
+/// left. Where pages are larger than [`PAGE`], two reads share one, and the second one to start copies it. Before 5.8 the
+/// first write to a huge page after a fork copies all 2 MiB of it, not 4 KiB, with other reads under way in them.
+pub(crate) fn direct_reads_survive_forks() -> bool {
+    // SAFETY: zeros are a valid value of these arrays.
+    let mut name: libc::utsname = unsafe { std::mem::zeroed() };
+    // SAFETY: it writes to `name` alone.
+    if unsafe { libc::uname(&raw mut name) } != 0 {
+        return false;
+    }
+    let release: Vec<u8> = name.release.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
+    survive_forks(&String::from_utf8_lossy(&release), page_size())
+}
+
+fn survive_forks(release: &str, page: u64) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    version >= (6, 3) || (version >= (5, 8) && page <= PAGE)
+}
+
 /// The tightest memory limit of the control groups that this process is in, in bytes.
 pub fn cgroup_memory_limit() -> Option<u64> {
     cgroup_folders().into_iter().filter_map(|(dir, v2)| limit(&dir, v2)).min()
@@ -136,6 +163,23 @@ mod tests {
         assert!(memory_available() > 0 && memory_available() <= total);
         assert!(memory_most() >= memory_available());
         assert!(cores() >= 1);
+    }
+
+    #[test]
+    fn direct_reads_land_in_inherited_memory_where_a_fork_cannot_take_their_bytes() {
+        for (release, page, survive) in [
+            ("6.18.44", 65536, true),
+            ("6.3.0-rc1", 65536, true),
+            ("6.1.0-40-amd64", 4096, true),
+            ("6.1.0-40-arm64-64k", 65536, false),
+            ("5.8.0", 4096, true),
+            ("5.4.0-150-generic", 4096, false),
+            ("4.18.0-553.el8.x86_64", 4096, false),
+            ("", 4096, false),
+            ("kernel", 4096, false),
+        ] {
+            assert_eq!(survive_forks(release, page), survive, "{release} {page}");
+        }
     }
 
     #[test]

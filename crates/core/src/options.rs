@@ -107,7 +107,7 @@ pub struct Options {
     pub gap: u64,
     /// Order of reading and hand-out.
     pub order: Order,
-    /// Most bytes read ahead of the consumer of a stream; at least the largest tensor is always allowed.
+    /// Most bytes read ahead of the consumer of a stream; or the next tensor alone where that is larger.
     pub window: u64,
     /// If nothing moves for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,

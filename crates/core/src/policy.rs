@@ -102,6 +102,8 @@ impl Plan {
             cold: if past_the_cache || !keep || tries { Route::Direct } else { Route::Buffered },
             warm: if past_the_cache { Route::Direct } else { Route::Buffered },
             scatter: (device == Where::Cpu).then_some(PAGE),
+            direct_in_place: machine::direct_reads_survive_forks(),
+            window: request.stream.then_some(options.window),
         };
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
         report.tensors = wants.len() as u64;

@@ -137,6 +137,10 @@ pub struct Limits {
     /// this many wanted bytes. Smaller rows go through a slab, because an iovec costs more than a copy. `None`:
     /// everything that does not land in place goes through a slab.
     pub scatter: Option<u64>,
+    /// O_DIRECT may land in blocks. Else it goes through slabs, which no forked child inherits.
+    pub direct_in_place: bool,
+    /// Most bytes read ahead of the consumer of a stream; `None` where nobody takes anything before the end.
+    pub window: Option<u64>,
 }
 
 /// The extents to read, in order.
@@ -164,7 +168,7 @@ const RESIDENT: u64 = 64 * KIB;
 /// us each) does not matter.
 const RESIDENT_MAPPED: u64 = 1024 * MIB;
 /// If the order jumps by more than this many extents' bytes, neighbours in the file are not read together: that would
-/// bring bytes long before their turn.
+/// bring bytes long before their turn. In a stream a quarter of the window is enough for that.
 const JUMP: u64 = 16;
 /// Storage devices interleave within this many extents if the order is not that of the files.
 const WINDOW: u64 = 64;
@@ -211,12 +215,16 @@ impl Schedule {
             plan.file(&Rules::read(file, traits, limits, size), &read);
         }
         let mut schedule = plan.schedule;
-        schedule.sort(layout, files, in_file_order, limits.extent);
+        schedule.sort(layout, files, in_file_order, limits);
         schedule
     }
 
     /// Orders the extents by the first want that needs them, and interleaves storage devices.
-    fn sort(&mut self, layout: &Layout, files: &[FileTraits], in_file_order: bool, extent: u64) {
+    ///
+    /// In a stream they interleave within half a window. What another device brings before its turn waits for the consumer,
+    /// and the next tensor must still find room. So nothing of another device comes between the extents of a tensor that
+    /// began in an earlier stretch: such a tensor may fill the window alone.
+    fn sort(&mut self, layout: &Layout, files: &[FileTraits], in_file_order: bool, limits: &Limits) {
         let mut rank = vec![0u32; layout.order.len()];
         for (at, &want) in (0..).zip(&layout.order) {
             rank[want as usize] = at;
@@ -229,18 +237,26 @@ impl Schedule {
         if !keyed.is_sorted_by_key(|k| k.0) {
             keyed.sort_by_key(|k| k.0);
         }
-        self.extents = keyed.into_iter().map(|k| k.1).collect();
 
         let storage = |e: &Extent| files[e.file as usize].storage;
-        if self.extents.windows(2).all(|e| storage(&e[0]) == storage(&e[1])) {
+        if keyed.windows(2).all(|e| storage(&e[0].1) == storage(&e[1].1)) {
+            self.extents = keyed.into_iter().map(|k| k.1).collect();
             return;
         }
-        let most = if in_file_order { u64::MAX } else { extent.saturating_mul(WINDOW) };
-        let mut rest = std::mem::take(&mut self.extents).into_iter().peekable();
-        while rest.peek().is_some() {
+        let most = if in_file_order { u64::MAX } else { limits.extent.saturating_mul(WINDOW) };
+        let most = limits.window.map_or(most, |window| most.min(window / 2));
+        let mut rest = keyed.into_iter().peekable();
+        // The first want of the last extent of the stretch before.
+        let mut before = None;
+        while let Some(&(begun, _)) = rest.peek() {
+            let continued = limits.window.is_some() && before == Some(begun);
             let mut bytes = 0u64;
             let mut queues: Vec<(u32, Vec<Extent>)> = Vec::new();
-            while let Some(e) = rest.next_if(|e| bytes == 0 || bytes.saturating_add(e.len) <= most) {
+            let within = |bytes: u64, e: &(Option<u32>, Extent)| {
+                bytes == 0 || (bytes.saturating_add(e.1.len) <= most && (!continued || e.0 == begun))
+            };
+            while let Some((first, e)) = rest.next_if(|e| within(bytes, e)) {
+                before = Some(first);
                 bytes += e.len;
                 let device = storage(&e);
                 match queues.iter_mut().find(|q| q.0 == device) {
@@ -345,6 +361,8 @@ struct Rules {
     /// Most bytes of an extent, a multiple of `unit`.
     extent: u64,
     gap: u64,
+    direct_in_place: bool,
+    window: Option<u64>,
     cold: Route,
     warm: Route,
     /// Sorted, disjoint, on whole units, none of them shorter than [`RESIDENT`].
@@ -366,6 +384,8 @@ impl Rules {
             step: if extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE },
             extent: (extent / PAGE * PAGE).max(PAGE),
             gap: limits.gap,
+            direct_in_place: limits.direct_in_place,
+            window: limits.window,
             cold: Route::Mapped,
             warm: Route::Mapped,
             resident: Vec::new(),
@@ -411,6 +431,8 @@ impl Rules {
             step: if traits.filled && unit == PAGE && extent >= HUGE_PAGE { HUGE_PAGE } else { unit },
             extent,
             gap,
+            direct_in_place: limits.direct_in_place,
+            window: limits.window,
             cold,
             warm,
             resident,
@@ -567,7 +589,7 @@ impl Plan<'_> {
         let layout = self.layout;
         let atoms =
             Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
-        let jump = rules.extent.saturating_mul(JUMP);
+        let jump = rules.window.map_or(u64::MAX, |window| window / 4).min(rules.extent.saturating_mul(JUMP));
         let (mut end, mut before) = (0u64, 0..0);
         for atom in atoms {
             if !self.atoms.is_empty()
@@ -673,6 +695,7 @@ impl Plan<'_> {
 
     /// Cuts a part of the span, alike in landing and route, into extents.
     fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Route) {
+        let home = home.filter(|_| route != Route::Direct || rules.direct_in_place);
         let whole_units = route != Route::Buffered;
         let (mut at, end) =
             if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };

@@ -7,14 +7,16 @@ mod checkpoints;
 
 use penstock::device::api::{Api, LIBRARY_VARIABLE};
 use penstock::device::gpu::{GpuMemory, SharedContext};
-use penstock::error::ErrorKind;
+use penstock::error::{ErrorKind, Result};
 use penstock::format::Checkpoint;
 use penstock::load::{Load, Memory, Next, Request, Where};
 use penstock::options::{Io, Options};
 use penstock::placement::Want;
-use penstock::source::{Release, Throttle, Throttling};
+use penstock::source::{Done, Read, Release, Source, Throttle, Throttling};
 use std::fs;
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -126,7 +128,7 @@ fn a_slow_source_of_a_stream_is_not_taken_for_a_slow_consumer() {
     let mut request = bench.request(true);
     request.options.window = 2 * MIB;
     let (load, _) = bench.start(request, Throttling { rate: Some(SLOW), ..Throttling::default() });
-    drain(&load, Duration::ZERO);
+    drain(&load, Duration::ZERO, 0);
     let report = load.report();
     assert_eq!(report.bottleneck, "source", "{report:?}");
     assert!(report.waits.source > 4 * report.waits.consumer, "{report:?}");
@@ -139,20 +141,148 @@ fn a_slow_consumer_is_what_bounds_the_stream() {
     let mut request = bench.request(true);
     request.options.window = 2 * MIB;
     let (load, _) = bench.start(request, Throttling::default());
-    drain(&load, Duration::from_millis(100));
+    drain(&load, Duration::from_millis(100), TENSORS);
     let report = load.report();
     assert_eq!(report.bottleneck, "consumer", "{report:?}");
     assert!(report.waits.consumer.as_secs_f64() > 0.6 * report.seconds, "{report:?}");
 }
 
-/// Takes every want, each after a while.
-fn drain(load: &Load, pause: Duration) {
+/// A source that counts the bytes that were asked of it, and keeps the worst excess over a bound.
+struct Counted {
+    inner: Box<dyn Source>,
+    asked: u64,
+    bound: Arc<AtomicU64>,
+    excess: Arc<AtomicU64>,
+}
+
+impl Source for Counted {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        let need = read.need;
+        self.inner.submit(read)?;
+        self.asked += need;
+        let excess = self.asked.saturating_sub(self.bound.load(Ordering::SeqCst));
+        self.excess.fetch_max(excess, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        self.inner.poll(done)
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.inner.wake()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+}
+
+/// Streams tensors of these sizes in MiB, one list for each file on a storage device of its own, and pauses before it takes
+/// one. Gives the most bytes by which the reads passed the window, or the next tensor alone where that is larger, and two
+/// reads besides: the first and the last read of a tensor bring others too.
+fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes: bool) -> u64 {
+    let folder = tempfile::tempdir().unwrap();
+    let paths: Vec<PathBuf> = (0..files.len()).map(|f| folder.path().join(format!("{f}.safetensors"))).collect();
+    for (f, (path, sizes)) in paths.iter().zip(files).enumerate() {
+        let names: Vec<String> = (0..sizes.len()).map(|i| format!("{f}.{i:03}")).collect();
+        let tensors: Vec<(&str, u64)> = names.iter().zip(*sizes).map(|(n, s)| (n.as_str(), s * MIB)).collect();
+        checkpoints::write(path, &tensors);
+    }
+    let checkpoint = Arc::new(Checkpoint::open(&paths).unwrap());
+    let sizes: Vec<u64> = files.concat().iter().map(|s| s * MIB).collect();
+    let slack = 2 * options.extent;
+    let request = Request {
+        wants: Want::all(&checkpoint),
+        checkpoint,
+        device: Where::Cpu,
+        memory: Memory::Ours,
+        options: Options { window, copy: Some(true), ..options },
+        stream: true,
+    };
+    let (bound, excess) = (Arc::new(AtomicU64::new(window.max(sizes[0]) + slack)), Arc::new(AtomicU64::new(0)));
+    let storage: Vec<u64> = (0..files.len() as u64).collect();
+    let load = Load::start_on_volumes(request, &storage, |inner, _| {
+        Ok(Box::new(Counted { inner, asked: 0, bound: bound.clone(), excess: excess.clone() }))
+    });
+    let load = load.unwrap();
+    let mut taken = 0;
+    loop {
+        std::thread::sleep(Duration::from_millis(20));
+        match load.next(Some(Duration::from_secs(30))).unwrap() {
+            Next::Ready(want) => {
+                assert_eq!(want as usize, taken);
+                taken += 1;
+                // What the engine may ask for next, before it hears of it.
+                let next = sizes.get(taken).copied().unwrap_or(0);
+                bound.store(sizes[..taken].iter().sum::<u64>() + window.max(next) + slack, Ordering::SeqCst);
+                if takes {
+                    load.take(want).unwrap();
+                }
+            }
+            Next::End => break,
+            other => panic!("{other:?} after {taken} of {}", sizes.len()),
+        }
+    }
+    assert_eq!(taken, sizes.len());
+    excess.load(Ordering::SeqCst)
+}
+
+/// Ways to read with extents of 256 KiB: in place, and by way of slabs of which only a few are there.
+fn small_reads() -> Options {
+    Options { io: Io::Buffered, extent: MIB / 4, staging: MIB, depth: 8, ..Options::default() }
+}
+
+/// Small tensors before and after one that is far larger than the window.
+const UNEVEN: &[u64] = &[1, 1, 1, 1, 1, 1, 1, 1, 24, 1, 1, 1, 1, 1, 1, 1, 1, 3, 1, 1];
+
+#[test]
+fn a_stream_reads_ahead_its_window_or_the_next_tensor_alone() {
+    let _alone = alone();
+    for window in [1, 2 * MIB, 5 * MIB] {
+        assert_eq!(excess_over_the_window(&[UNEVEN], window, small_reads(), true), 0, "window {window}");
+    }
+    let direct = Options { io: Io::Direct, ..small_reads() };
+    assert_eq!(excess_over_the_window(&[UNEVEN], 2 * MIB, direct, true), 0, "past the page cache");
+}
+
+/// Else the files that come later would be read whole while the first one is handed out.
+#[test]
+fn a_stream_of_files_on_several_devices_keeps_to_its_window_too() {
+    let _alone = alone();
+    let even = [1; 24];
+    for window in [1, 2 * MIB, 5 * MIB] {
+        for files in [[UNEVEN, &even], [&even, UNEVEN]] {
+            assert_eq!(excess_over_the_window(&files, window, small_reads(), true), 0, "window {window}");
+        }
+    }
+}
+
+/// To ask for the next one says the same.
+#[test]
+fn a_stream_goes_on_for_a_consumer_that_never_says_that_it_took_a_tensor() {
+    let _alone = alone();
+    assert_eq!(excess_over_the_window(&[UNEVEN], 2 * MIB, small_reads(), false), 0);
+}
+
+/// Takes every want, and pauses after so many of them.
+fn drain(load: &Load, pause: Duration, pauses: usize) {
     let mut taken = 0;
     loop {
         match load.next(None).unwrap() {
             Next::Ready(want) => {
                 taken += 1;
-                std::thread::sleep(pause);
+                if taken <= pauses {
+                    std::thread::sleep(pause);
+                }
                 drop(load.view(want).unwrap());
                 load.take(want).unwrap();
             }
@@ -308,7 +438,7 @@ fn a_consumer_slower_than_the_stall_timeout_is_not_an_error() {
     request.options.window = MIB;
     request.options.stall_timeout = Duration::from_millis(300);
     let (load, _) = bench.start(request, Throttling::default());
-    drain(&load, Duration::from_millis(720));
+    drain(&load, Duration::from_millis(720), 4);
 }
 
 #[test]

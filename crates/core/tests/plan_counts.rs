@@ -12,8 +12,15 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
-const LIMITS: Limits =
-    Limits { extent: 4 * MIB, gap: 16 << 10, cold: Route::Direct, warm: Route::Buffered, scatter: Some(4096) };
+const LIMITS: Limits = Limits {
+    extent: 4 * MIB,
+    gap: 16 << 10,
+    cold: Route::Direct,
+    warm: Route::Buffered,
+    scatter: Some(4096),
+    direct_in_place: true,
+    window: None,
+};
 
 /// A checkpoint of one file whose data section starts at `data_start`.
 fn checkpoint<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a str, Vec<u64>)>, data_start: usize) -> Checkpoint {

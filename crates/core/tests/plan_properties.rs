@@ -104,6 +104,9 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
     let mut blocks: Vec<Vec<u8>> = layout.blocks.iter().map(|b| vec![0; b.nbytes as usize]).collect();
     let mut arrivals = blocks.clone();
     let mut brought = vec![0u32; wants.len()];
+    // Pages of blocks, by the extent that brings bytes of them, and whether that is O_DIRECT in place.
+    let mut pages: Vec<Vec<(u64, bool)>> =
+        layout.blocks.iter().map(|b| vec![(u64::MAX, false); b.nbytes.div_ceil(PAGE) as usize]).collect();
 
     for e in &schedule.extents {
         let unit = unit(files, limits, e);
@@ -153,7 +156,14 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
             }
         }
 
+        let in_place = e.route == Route::Direct && matches!(e.landing, Landing::Block { .. });
         let mut put = |block: u32, to: u64, bytes: &[u8]| {
+            for page in to / PAGE..(to + bytes.len() as u64).div_ceil(PAGE) {
+                let of = (e.offset | u64::from(e.file) << 48, in_place);
+                let before = std::mem::replace(&mut pages[block as usize][page as usize], of);
+                let apart = before.0 == u64::MAX || before == of || !(before.1 || in_place);
+                assert!(apart, "a page is shared with a direct read: {e:?}");
+            }
             let (block, to) = (block as usize, to as usize);
             blocks[block][to..to + bytes.len()].copy_from_slice(bytes);
             arrivals[block][to..to + bytes.len()].iter_mut().for_each(|n| *n += 1);
@@ -168,6 +178,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 put(block, e.offset, &bytes[..(past - e.offset) as usize]);
             }
             Landing::Block { block } => {
+                assert!(e.route != Route::Direct || limits.direct_in_place, "{e:?}");
                 let BlockKind::Mirror { file, start } = layout.blocks[block as usize].kind else { panic!("{e:?}") };
                 assert_eq!(file, e.file);
                 put(block, e.offset - start, &bytes);
@@ -326,6 +337,8 @@ fn case() -> impl Strategy<Value = Case> {
         route(),
         route(),
         prop::sample::select(vec![None, Some(1), Some(64), Some(4096)]),
+        prop::bool::weighted(0.7),
+        prop::sample::select(vec![None, Some(1), Some(50_000), Some(1 << 20)]),
     );
     (
         prop::collection::vec(file(), 1..4),
@@ -348,7 +361,15 @@ fn case() -> impl Strategy<Value = Case> {
                 .into_iter()
                 .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident, filled: false })
                 .collect(),
-            limits: Limits { extent: limits.0, gap: limits.1, cold: limits.2, warm: limits.3, scatter: limits.4 },
+            limits: Limits {
+                extent: limits.0,
+                gap: limits.1,
+                cold: limits.2,
+                warm: limits.3,
+                scatter: limits.4,
+                direct_in_place: limits.5,
+                window: limits.6,
+            },
             target,
             mapped,
             order,
@@ -444,6 +465,41 @@ proptest! {
         prop_assert_eq!((&schedule.extents, &schedule.pieces), (&again.extents, &again.pieces));
     }
 
+    /// Else a stream would have to read more than its window before it could hand out the next tensor.
+    #[test]
+    fn what_comes_before_the_last_byte_of_a_tensor_of_a_stream_fits_into_the_window(
+        files in prop::collection::vec(prop::collection::vec(1..30_000u64, 1..24), 1..4),
+        storage in prop::collection::vec(0..3u32, 3),
+        extent in prop::sample::select(vec![PAGE, 8192, 20480]),
+        window in 0..150_000u64,
+    ) {
+        let files: Vec<(Vec<Tensor>, usize)> = (0..)
+            .zip(files)
+            .map(|(f, sizes)| {
+                let tensors = (0..).zip(sizes).map(|(i, size)| (name(f, i), DType::U8, vec![size]));
+                (tensors.collect(), 0)
+            })
+            .collect();
+        let c = checkpoint(&files);
+        let wants = Want::all(&c);
+        let layout = Layout::new(&c, &wants, &Target::Foreign, Order::File, 0).unwrap();
+        let traits: Vec<FileTraits> =
+            storage.iter().map(|&storage| FileTraits { storage, ..FileTraits::default() }).collect();
+        let (cold, warm, window) = (Route::Buffered, Route::Buffered, Some(window));
+        let limits = Limits { extent, gap: 0, cold, warm, scatter: Some(1), direct_in_place: true, window };
+        let schedule = Schedule::new(&c, &layout, &traits, &limits);
+        check(&c, &wants, &layout, &traits, &limits, &schedule);
+        let pieces = |e: &Extent| schedule.pieces[e.pieces.start as usize..e.pieces.end as usize].to_vec();
+        let mut taken = vec![false; wants.len()];
+        for &next in &layout.order {
+            let last = schedule.extents.iter().rposition(|e| pieces(e).iter().any(|p| p.want == next)).unwrap();
+            let read = schedule.extents[..=last].iter().flat_map(pieces).filter(|p| !taken[p.want as usize]);
+            let (read, alone) = (read.map(|p| p.nbytes()).sum::<u64>(), layout.places[next as usize].nbytes);
+            prop_assert!(read <= window.unwrap().max(alone) + 2 * extent, "{} for {}: {:?}", read, next, limits);
+            taken[next as usize] = true;
+        }
+    }
+
     /// A cut within one would have it mapped in 512 small pages.
     #[test]
     fn mapped_files_are_cut_between_huge_pages(
@@ -456,7 +512,7 @@ proptest! {
         let tensors = (0..).zip(&sizes).map(|(i, &(n, _))| (name(0, i), DType::U8, vec![n])).collect();
         let c = checkpoint(&[(tensors, padding)]);
         let wants: Vec<Want> = (0..).zip(&sizes).filter(|(_, s)| s.1).map(|(i, _)| Want::whole(i)).collect();
-        let limits = Limits { extent, gap, cold: Route::Buffered, warm: Route::Buffered, scatter: None };
+        let limits = Limits { extent, gap, cold: Route::Buffered, warm: Route::Buffered, scatter: None, direct_in_place: true, window: None };
         let size = c.files()[0].identity.size;
         let there = if resident { 0..size } else { PAGE..size };
         // If some bytes are cold, the first page is one of them, and it is wanted unless the header fills it.
@@ -513,7 +569,7 @@ proptest! {
         }
         let targets = [Target::Cpu { mapped: vec![false], misaligned: false }, Target::Gpu, Target::Foreign];
         let target = &targets[usize::from(target)];
-        let limits = Limits { extent, gap, cold: Route::Direct, warm: Route::Buffered, scatter };
+        let limits = Limits { extent, gap, cold: Route::Direct, warm: Route::Buffered, scatter, direct_in_place: true, window: None };
         let there = bytes / 3..bytes / 2;
         let traits = [FileTraits { direct_align: Some(512), resident: vec![there], ..FileTraits::default() }];
         let layout = Layout::new(&c, &wants, target, Order::File, gap).unwrap();

@@ -22,32 +22,45 @@ const IO: Spellings<Io> = &[
 ];
 const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
 
-const NAMES: [&str; 11] =
-    ["io", "cache", "staging", "extent", "depth", "threads", "copy", "gap", "window", "stall_timeout", "trace"];
+/// Options that a user may well set; all names stand in this order wherever options are listed.
+const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
+/// Options for measurements, for unusual storage, and for finding out what is wrong.
+const ADVANCED: [&str; 5] = ["io", "extent", "depth", "gap", "trace"];
 
-/// How a load travels. Every default is right for nearly every load.
+fn names() -> impl Iterator<Item = &'static str> {
+    EVERYDAY.into_iter().chain(ADVANCED)
+}
+
+/// How a load travels. The defaults are right for nearly everybody.
 ///
-/// The environment variable `PENSTOCK_` + the option's name in capitals sets an option for a whole process. An argument
-/// in code overrides the variable. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of 1024; KB,
-/// MB, GB are powers of 1000).
+/// An environment variable, `PENSTOCK_` and the name in capitals, sets another default for a whole process. An argument in
+/// code wins over it. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of 1024, KB, MB, GB powers of
+/// 1000).
 ///
-/// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads". "buffered" reads
-///   through the page cache with a thread pool, "uring_buffered" with io_uring. The last three read with O_DIRECT
-///   through io_uring, Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
-/// - cache: "auto" | "keep" | "bypass": whether cold bytes stay in the page cache.
-/// - staging: most bytes of staging memory of this process (default 256 MiB).
-/// - extent: most bytes of one I/O, a multiple of 4096 (default 4 MiB).
-/// - depth: most reads in flight; 0 adapts.
-/// - threads: workers of the buffered and mapped routes; 0 adapts.
-/// - copy: on the CPU, True gives private copies, False maps wherever the file system allows it, None maps local
-///   files (with cache="bypass" only those that are resident).
-/// - gap: extra bytes between two wanted runs are read, not skipped, up to this many (default 16 KiB).
-/// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
-/// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
-/// - trace: file for a trace of the load, for Chrome or Perfetto; "" (the default) for none. "{pid}" and "{n}" in it
-///   stand for the process and the number of the traced load in it.
+/// Everyday options:
 ///
-/// Raises ValueError for unknown options and impossible values, and lists the possible ones.
+/// - cache: "auto" | "keep" | "bypass": whether bytes that come from the disk stay in the page cache.
+/// - copy: on the CPU. True gives private copies. False maps files wherever the file system allows it. None (the default)
+///   maps local files (with cache="bypass" only those that are resident).
+/// - window: the most bytes that a stream reads ahead of its consumer (default 1 GiB). A next tensor that is larger is
+///   read alone.
+/// - staging: the most bytes of staging memory of this process (default 256 MiB).
+/// - threads: the number of threads that read through the page cache and copy; 0 (the default) adapts.
+/// - stall_timeout: seconds. If nothing moves for so long, reads count as hung, and the load fails (default 120).
+///
+/// Advanced options, for measurements, unusual storage and finding out what is wrong:
+///
+/// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads": the way of reading.
+///   "buffered" reads through the page cache by a thread pool, "uring_buffered" by io_uring. "direct" reads past it with
+///   O_DIRECT, by the best interface that this system grants; "uring", "aio" and "threads" name the interface.
+/// - extent: the most bytes of one read, a multiple of 4096 (default 4 MiB).
+/// - depth: the most reads in flight; 0 (the default) adapts.
+/// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too (default 16 KiB).
+/// - trace: a file. The load writes to it what happened when, for Chrome or Perfetto. "{pid}" and "{n}" in the name stand
+///   for the process and the number of the traced load in it. "" (the default) writes none.
+///
+/// Raises ValueError for an unknown option or an impossible value, and lists the possible ones; TypeError for a value of
+/// the wrong type.
 #[pyclass(frozen, module = "penstock", eq, from_py_object)]
 #[derive(Clone, PartialEq)]
 pub(crate) struct Options(pub(crate) Core);
@@ -115,10 +128,21 @@ impl Options {
         answer(py, || Ok(self.0.trace.as_str()))
     }
 
-    /// Names of all options.
+    /// Names of all options, the everyday ones first.
     #[staticmethod]
     fn names(py: Python<'_>) -> Answer<'_, Vec<&'static str>> {
-        answer(py, || Ok(NAMES.to_vec()))
+        answer(py, || Ok(names().collect::<Vec<_>>()))
+    }
+
+    /// Names of the options by group: "everyday" and "advanced".
+    #[staticmethod]
+    fn groups(py: Python<'_>) -> Answer<'_, Bound<'_, PyDict>> {
+        answer(py, || {
+            let groups = PyDict::new(py);
+            groups.set_item("everyday", EVERYDAY.to_vec())?;
+            groups.set_item("advanced", ADVANCED.to_vec())?;
+            Ok(groups)
+        })
     }
 
     fn __repr__<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
@@ -129,7 +153,7 @@ impl Options {
 impl Options {
     fn of(values: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut options = Core::default();
-        for name in NAMES {
+        for name in names() {
             let variable = format!("PENSTOCK_{}", name.to_uppercase());
             if let Ok(text) = std::env::var(&variable) {
                 set_text(&mut options, name, &text)
@@ -138,10 +162,11 @@ impl Options {
         }
         for (name, value) in values.into_iter().flatten() {
             let name: String = name.extract()?;
-            if !NAMES.contains(&name.as_str()) {
+            if !names().any(|known| known == name) {
                 return Err(PyValueError::new_err(format!(
-                    "there is no option {name:?}; the options are {}",
-                    NAMES.join(", ")
+                    "there is no option {name:?}; everyday options: {}; advanced options: {}",
+                    EVERYDAY.join(", "),
+                    ADVANCED.join(", ")
                 )));
             }
             if !(value.is_none() && name != "copy") {
@@ -170,17 +195,17 @@ impl Options {
             Some(false) => "False",
         };
         format!(
-            "Options(io={:?}, cache={:?}, staging={}, extent={}, depth={}, threads={}, copy={copy}, gap={}, window={}, \
-             stall_timeout={}, trace={:?})",
-            spelling(IO, self.0.io),
+            "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
+             depth={}, gap={}, trace={:?})",
             spelling(CACHE, self.0.cache),
+            self.0.window,
             self.0.staging,
+            self.0.threads,
+            self.0.stall_timeout.as_secs_f64(),
+            spelling(IO, self.0.io),
             self.0.extent,
             self.0.depth,
-            self.0.threads,
             self.0.gap,
-            self.0.window,
-            self.0.stall_timeout.as_secs_f64(),
             self.0.trace,
         )
     }

@@ -6,6 +6,7 @@ Only what the arguments need is imported here: `penstock --help` must not wait f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -16,36 +17,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import InvalidError
-from .presets import PRESETS, room
+from .presets import PRESETS, SUMMARY, room
 from .scenarios import CORE, SCENARIOS
+from .scenarios import chosen as chosen_scenarios
 
 if TYPE_CHECKING:
     from .checkpoints import Kind
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, judges nothing")
-    tables = f"redo a published table, and print it beside ours: {', '.join(PRESETS)}"
-    add("--preset", choices=PRESETS, metavar="NAME", help=tables)
-    add("--rounds", type=int, metavar="N", help="processes per contestant and scenario (3; quick: 1)")
-    scenarios = f"only this one, of {', '.join(SCENARIOS)}; may be repeated"
+    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, ranks no loader")
+    tables = f"{SUMMARY.name}: cold and warm loads in minutes; or repeat a published comparison: {', '.join(PRESETS)}"
+    add("--preset", choices=[SUMMARY.name, *PRESETS], metavar="NAME", help=tables)
+    rounds = f"processes for each contestant and scenario (default: 3; {SUMMARY.name}: 4; --quick: 1)"
+    add("--rounds", type=int, metavar="N", help=rounds)
+    scenarios = f"run only this one: {', '.join(SCENARIOS)}; may be repeated; cold means cold-freed too"
     add("--scenario", action="append", choices=SCENARIOS, metavar="NAME", help=scenarios)
     named = "minilm, gpt2, dense, moe, huge, many, or a model of `penstock synth`"
-    add("--checkpoint", action="append", metavar="NAME", help=f"only this one: {named}; may be repeated")
-    add("--contestant", action="append", metavar="NAME", help="only this one; may be repeated")
-    add("--device", default="cpu", help='"cpu" (default), "cuda:0", ...')
-    add("--no-routes", dest="routes", action="store_false", help="each loader's own choice of route only")
-    add("--no-traces", dest="traces", action="store_false", help="no extra loads for timelines")
-    add("--size", type=float, metavar="BYTES", help="most bytes of a model that can be cut (as the disk allows)")
-    add("--loads", type=int, default=0, metavar="N", help="loads of one process for latencies (50)")
-    where = "where checkpoints lie (.bench/checkpoints); several take the shards in turn: one for each drive"
+    add("--checkpoint", action="append", metavar="NAME", help=f"load only this one: {named}; may be repeated")
+    add("--contestant", action="append", metavar="NAME", help="run only this loader; may be repeated")
+    add("--device", default="cpu", help='where to load to: "cpu" (default), "cuda:0", ...')
+    add("--no-routes", dest="routes", action="store_false", help="leave out the loaders with a forced way of reading")
+    help = "leave out what the machine allows, which takes half of the time"
+    add("--no-ceilings", dest="ceilings", action="store_false", help=help)
+    add("--no-traces", dest="traces", action="store_false", help="leave out the extra loads that make timelines")
+    add(
+        "--size",
+        type=float,
+        metavar="BYTES",
+        help="the most bytes of a checkpoint that can be made smaller (default: what the disk allows)",
+    )
+    add("--loads", type=int, default=0, metavar="N", help="loads in one process, to measure latencies (default: 50)")
+    where = "where checkpoints are written (default: .bench/checkpoints); repeat it to spread the shards over drives"
     add("--folder", type=Path, action="append", help=where)
-    add("--json", type=Path, metavar="FILE", help="where results go (.bench/results.json)")
-    add("--html", type=Path, metavar="FILE", help="also make a page of them")
-    only = "only print a result file as Markdown tables, with --html as a page too"
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE (default: .bench/results.json)")
+    add("--html", type=Path, metavar="FILE", help="also write the results as an HTML page")
+    only = "run nothing: print a file of results as Markdown tables (with --html as a page too)"
     add("--tables", type=Path, metavar="RESULTS", help=only)
 
 
@@ -57,7 +67,9 @@ def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]
     def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:
         return Kind(lambda: fitted(name, allowed), scenarios, routes=True)
 
-    if arguments.preset:
+    if arguments.preset == SUMMARY.name:
+        known = {name: dataclasses.replace(FULL[name], scenarios=SUMMARY.scenarios) for name in SUMMARY.models}
+    elif arguments.preset:
         preset = PRESETS[arguments.preset]
         allowed = arguments.size or room(folders, len(preset.models), "tmpfs" in preset.scenarios)
         known = {name: model(name, allowed, preset.scenarios) for name in preset.models}
@@ -100,18 +112,20 @@ def run(arguments: argparse.Namespace) -> bool:
     for name in arguments.contestant or ():
         if name not in known:
             raise InvalidError(f"no such contestant: {name} (there are {', '.join(known)})")
-    preset = PRESETS[arguments.preset] if arguments.preset else None
-    part = arguments.preset or ("quick" if arguments.quick else "full")
+    summary = arguments.preset == SUMMARY.name
+    preset = SUMMARY if summary else PRESETS[arguments.preset] if arguments.preset else None
+    part = "full" if summary else arguments.preset or ("quick" if arguments.quick else "full")
     folders = [folder / part for folder in arguments.folder or [Path(".bench/checkpoints")]]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        rounds=arguments.rounds or (1 if arguments.quick else 3),
+        rounds=arguments.rounds or (1 if arguments.quick else 4 if summary else 3),
         folders=folders,
         device=arguments.device,
         routes=arguments.routes,
         quick=arguments.quick,
-        traces=arguments.traces,
+        traces=arguments.traces and not summary,
+        ceilings=arguments.ceilings and not summary,
         preset=arguments.preset,
         contestants=tuple(arguments.contestant or (preset.contestants if preset else ())),
         loads=arguments.loads or (5 if arguments.quick else 0),
@@ -151,7 +165,8 @@ def run(arguments: argparse.Namespace) -> bool:
     partial = place.with_name(place.name + ".partial")
     with server:
         for name, kind in chosen.items():
-            for _scenario in bench.checkpoint(name, kind.layout(), arguments.scenario or kind.scenarios, kind.routes):
+            scenarios = chosen_scenarios(arguments.scenario or kind.scenarios)
+            for _scenario in bench.checkpoint(name, kind.layout(), scenarios, kind.routes):
                 partial.write_text(json.dumps(result(), indent=1) + "\n")
                 partial.replace(place)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import reference
+from .scenarios import COLD
 from .verification import torch_dtype
 
 State = dict[str, Any]
@@ -40,6 +41,8 @@ class Job:
     noted: dict[str, Any] = field(default_factory=dict)
     #: File for penstock's trace of the load.
     trace: str | None = None
+    #: Waits for what the loader still does in the background after the load, and tells of it.
+    background: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def paths(self) -> list[str]:
@@ -94,10 +97,23 @@ def penstock(**options: Any) -> Callable[[Job], Tensors]:
         job.noted["open_s"] = time.perf_counter() - begun
         chosen_options = penstock.Options(**chosen) if chosen else None
         state = checkpoint.load(job.device, dtype=job.dtype, progress=False, options=chosen_options)
-        job.noted["report"] = plain(checkpoint.last_report)
+        note(job, checkpoint.last_report)
         return state
 
     return load
+
+
+def note(job: Job, report: Any) -> None:
+    """Keeps a report of penstock for the JSON, and the way to wait for what goes on after the load."""
+    job.noted["report"] = plain(report)
+    if (fill := report.get("cache_fill")) is not None:
+        job.background.append(lambda: filled(fill))
+
+
+def filled(fill: Any) -> dict[str, Any]:
+    """Waits until the page cache is filled."""
+    fill.wait()
+    return {"fill_s": fill.seconds, "fill_bytes": fill.nbytes, "fill_state": fill.state, "fill_reason": fill.reason}
 
 
 def penstock_stream(job: Job) -> Pairs:
@@ -111,7 +127,7 @@ def penstock_load_into(job: Job) -> Tensors:
 
     options = {"trace": job.trace} if job.trace else None
     checkpoint = penstock.open(job.source)
-    job.noted["report"] = plain(checkpoint.load_into(job.parameters, progress=False, options=options))
+    note(job, checkpoint.load_into(job.parameters, progress=False, options=options))
     return job.parameters
 
 
@@ -318,11 +334,11 @@ def pread_fully(descriptor: int, into: memoryview, at: int) -> None:
 # the page cache, its better setting; cold it runs with both.
 _BUFFERED = {"FASTSAFETENSORS_ODIRECT": "0"}
 #: Scenarios whose bytes come, at least in part, from the disk.
-_FROM_DISK = ("cold", "half", "second", "two", "beside-disk", "limited")
+_FROM_DISK = (*COLD, "half", "second", "two", "beside-disk", "limited")
 #: Scenarios whose bytes are in memory.
 _FROM_MEMORY = ("warm", "private", "tmpfs", "cast", "beside-memory", "latency")
 #: Scenarios that pickled weights take part in: another format, whose loader has other work to do.
-_PICKLED = ("cold", "warm", "private", "tmpfs")
+_PICKLED = (*COLD, "warm", "private", "tmpfs")
 _CPU, _CUDA = ("cpu",), ("cuda",)
 
 
@@ -338,16 +354,20 @@ def _ours(
 CONTESTANTS: list[Contestant] = [
     _ours("penstock", penstock()),
     _ours("penstock copy", penstock(copy=True), "private", _CPU),
-    _ours("penstock stream", penstock_stream, scenarios=("cold", "warm")),
+    _ours("penstock stream", penstock_stream, scenarios=(*COLD, "warm")),
     _ours("penstock load_into", penstock_load_into, "into"),
-    _ours("penstock keep", penstock(cache="keep"), scenarios=("cold", "second"), route=True),
-    _ours("penstock bypass", penstock(cache="bypass"), scenarios=("cold", "second"), route=True),
-    _ours("penstock copy keep", penstock(copy=True, cache="keep"), "private", _CPU, ("cold", "second"), route=True),
-    _ours("penstock mapped", penstock(io="mapped"), "any", _CPU, ("cold", "warm"), route=True),
-    _ours("penstock buffered", penstock(io="buffered"), "private", scenarios=("cold", "private", "warm"), route=True),
-    _ours("penstock uring", penstock(io="uring"), "private", scenarios=("cold",), route=True),
-    _ours("penstock aio", penstock(io="aio"), "private", scenarios=("cold",), route=True),
-    _ours("penstock threads", penstock(io="threads"), "private", scenarios=("cold",), route=True),
+    _ours("penstock keep", penstock(cache="keep"), scenarios=(*COLD, "second"), route=True),
+    _ours("penstock bypass", penstock(cache="bypass"), scenarios=(*COLD, "second"), route=True),
+    _ours("penstock copy keep", penstock(copy=True, cache="keep"), "private", _CPU, (*COLD, "second"), route=True),
+    _ours("penstock mapped", penstock(io="mapped"), "any", _CPU, (*COLD, "warm"), route=True),
+    _ours("penstock buffered", penstock(io="buffered"), "private", scenarios=(*COLD, "private", "warm"), route=True),
+    _ours(
+        "penstock uring buffered", penstock(io="uring_buffered"), "private", scenarios=(*COLD, "private", "warm"),
+        route=True,
+    ),
+    _ours("penstock uring", penstock(io="uring"), "private", scenarios=(*COLD, "private", "warm"), route=True),
+    _ours("penstock aio", penstock(io="aio"), "private", scenarios=COLD, route=True),
+    _ours("penstock threads", penstock(io="threads"), "private", scenarios=COLD, route=True),
     Contestant("safetensors", "safetensors", safetensors()),
     Contestant("safetensors pread", "safetensors", safetensors(backend="pread"), "private"),
     Contestant("safetensors clone", "safetensors", safetensors_clone, "private", _CPU),

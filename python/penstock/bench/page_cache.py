@@ -57,15 +57,16 @@ def fill(paths: Iterable[Path]) -> None:
                 pass
 
 
-def free_memory(nbytes: int) -> None:
+def free_memory(nbytes: int) -> int:
     """Uses and frees that much memory, so that it is there: a virtual machine gives free memory back to its host.
 
-    At most two thirds of what is free, so that it takes none from the page cache.
+    At most two thirds of what is free, so that it takes none from the page cache. Returns how much it was.
     """
     nbytes = min(nbytes, os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE * 2 // 3)
     if nbytes <= 0:
-        return
+        return 0
     with mmap.mmap(-1, nbytes) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, nbytes)
         gc.collect()  # the view of it, or it cannot be closed
+    return nbytes

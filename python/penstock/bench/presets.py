@@ -1,7 +1,7 @@
-"""Presets: the runs behind published tables, done again, and the published figures beside ours.
+"""Presets: a short run for a summary of a machine, and the runs behind published tables, done again.
 
-The figures are in `published.json`, each table with its source, its machine, and what makes it another measurement
-than ours.
+Beside a published table's rerun its published figures are printed. They are in `published.json`, each table with its
+source, its machine, and what makes it another measurement than ours.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ _SHARE_OF_MEMORY = 0.35
 class Preset:
     name: str
     about: str
-    #: Names of public models, as `penstock synth` knows them.
+    #: Names of public models, as `penstock synth` knows them; of checkpoints of the benchmark in `SUMMARY`.
     models: tuple[str, ...]
     scenarios: tuple[str, ...]
     #: Names of contestants; none: all of them.
     contestants: tuple[str, ...] = ()
 
 
+#: No published table: Penstock and the loaders that are the fastest on a CPU, where it matters most. Without ceilings
+#: and timelines it takes minutes.
+SUMMARY = Preset(
+    "summary",
+    "GPT-2, a dense and a mixture checkpoint: cold in both states of memory, and warm",
+    ("gpt2", "dense", "moe"),
+    ("cold", "warm"),
+    ("penstock", "penstock copy", "safetensors", "fastsafetensors", "runai streamer"),
+)
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (

@@ -1,9 +1,10 @@
 """Loads in a fresh process: both ends of the pipe.
 
-The child (`main`) imports and prepares, says that it is ready, and waits. Told to go, it loads
-once with the clock running and says how that went; told to verify, it touches every page, compares every byte with the
-files, drops the tensors, and is ready for its next load. The parent uses the waits to put the page cache and the memory
-into the state that the scenario asks for, and to look at what a load left behind.
+The child (`main`) imports and prepares, says that it is ready, and waits. Told to go, it loads once with the clock
+running, touches every page of the tensors (timed apart), and says how that went. Told to settle, it waits until the
+loader has ended what it does in the background. Told to verify, it compares every byte with the files. Then it drops
+the tensors and is ready for its next load. The parent uses the waits to put the page cache and the memory into the
+state that the scenario asks for, and to look at what a load left behind.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class LoadProcess:
         return LoadFailed(otherwise or lines[-1])
 
     def say(self, what: str) -> None:
-        """Tells the process to go on: `load`, then `verify`, `touch` (every page) or `drop`; `end` at the end."""
+        """Tells the process to go on: `load`, then `verify`, `settle` or `drop`; `end` at the end."""
         try:
             self._to.write(what + "\n")
             self._to.flush()
@@ -242,6 +243,7 @@ def load(contestant: Contestant, job: Job, compared: list[Path]) -> tuple[Run, S
     import torch
 
     job.noted.clear()
+    job.background.clear()
     castable = reference.entries_of(compared) if job.dtype and not contestant.casts else {}
     names = [name for name, entry in castable.items() if entry.dtype in CASTABLE]
     memory, cpu, begun = resident(), time.process_time(), time.perf_counter()
@@ -269,7 +271,7 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
             say({"absent": str(error)})
             return
         raise
-    # What they import when they are first used, as whoever named it at the start of a program would have it.
+    # A program that names these at its start has imported them before its first load.
     if contestant.module in ("safetensors", "penstock"):
         importlib.import_module({"safetensors": "safetensors.torch", "penstock": "penstock._torch"}[contestant.module])
     obstacle = contestant.obstacle()
@@ -295,13 +297,15 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
     number = 0
     while hear() == "load":
         run, state = load(contestant, job, compared)
-        say(run)
+        # At once: a loader that goes on in the background after it has returned gains no time by that.
+        say(run | touch(state) if order.device == "cpu" else run)
         told = hear()
         found: Run = {"load": number, "setup_s": setup}
-        if order.device == "cpu" and told in ("verify", "touch"):
-            found |= touch(state)
         if told == "verify":
             found |= verify(state, compared, order.dtype)
+        elif told == "settle":
+            for wait in job.background:
+                found |= wait()
         say(found)
         number += 1
         del state

@@ -12,6 +12,9 @@ from .scenarios import SCENARIOS, ceilings
 Run = dict[str, Any]
 Row = dict[str, Any]
 
+#: The time that rows are ranked by, as a run's and a row's `ranked` names it. Older result files have none: the load.
+TOUCHED, ALONE = "last byte touched", "load"
+
 #: How much faster than the fastest measurement of its ceiling the median of a contestant must be to be called a fault.
 #: Both sides are few measurements on a machine that does other things too. The fastest of the ceiling has noise on its
 #: side already (a median is compared with a minimum); what is left is that it may not have been tried at its best.
@@ -57,9 +60,14 @@ def figures(group: list[Run]) -> Row:
     }
     if later:
         row |= {"later_s": float(statistics.median(later)), "p99_s": percentile(later, 99)}
-    for name in ("first_tensor_s", "load_s", "touch_s", "open_s", "cpu_s", "setup_s"):
+    if "ranked" in first[0]:
+        row["ranked"] = first[0]["ranked"]
+    for name in ("first_tensor_s", "load_s", "touch_s", "open_s", "cpu_s", "setup_s", "first_s", "warm_s"):
         if all(name in run for run in first):
             row[name] = median(first, name)
+    fills = [run["fill_s"] for run in first if run.get("fill_state") == "finished"]
+    if fills:
+        row["fill_s"] = float(statistics.median(fills))
     for name in ("memory", "pinned", "device_memory", "cache_left"):
         known = [run[name] for run in first if run.get(name) is not None]
         if known:
@@ -74,7 +82,10 @@ def figures(group: list[Run]) -> Row:
 
 
 def judge(rows: list[Row], runs: list[Run], calibration: list[dict[str, Any]], on_gpu: bool) -> None:
-    """Puts each row beside its ceiling: `ceiling`, `share`, and `fault` where it is above it."""
+    """Puts each row beside its ceiling: `ceiling`, its `ceiling_s`, `share`, and `fault` where the row is above it.
+
+    The share is of `ceiling_s`: the ceiling's median for as many bytes. The page draws the ceiling there too.
+    """
     for row in rows:
         if row["kind"] == "ceiling" or "error" in row:
             continue
@@ -98,14 +109,12 @@ def judge(rows: list[Row], runs: list[Run], calibration: list[dict[str, Any]], o
                 found.append(max(stages))
         if not found:
             continue
-        usual_rate, _, name = min(found)
-        best = min(stage[1] for stage in found) * row["bytes"]
-        mine = [run for run in beside if run["contestant"] == row["contestant"] and run.get("load", 0) == 0]
-        if name == "direct":  # measured right before each of them
-            row["share"] = float(statistics.median(run["raw_s"] / run["seconds"] for run in mine))
-        else:
-            row["share"] = usual_rate * row["bytes"] / row["median_s"]
-        row["ceiling"] = name
+        usual_rate, _, row["ceiling"] = min(found)
+        row["ceiling_s"] = usual_rate * row["bytes"]
+        row["share"] = row["ceiling_s"] / row["median_s"]
+        # Of all ways the fastest single measurement: it may be of another way than the one that is usually the fastest.
+        best_rate, name = min(stage[1:] for stage in found)
+        best = best_rate * row["bytes"]
         if row["median_s"] < best * (1 - TOLERANCE):
             row["fault"] = (
                 f"{row['median_s']:.3f} s, and {name} alone took {best:.3f} s at its fastest: either that was not "

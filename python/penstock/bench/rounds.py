@@ -1,8 +1,9 @@
 """Rounds: every contestant and ceiling takes its turn on one checkpoint, in an order that rotates.
 
-Every load runs in a fresh process; imports are not timed. After a load one byte of every page is read (timed apart,
-with its page faults), then every byte is compared with the files. Seconds are those of the load, and where touching the
-pages afterwards still read from the disk, of the touch as well. GB are 1e9 bytes.
+Every load runs in a fresh process; imports are not timed. Right after a load one thread reads one byte of every page of
+every tensor (timed apart, with its page faults); then every byte is compared with the files. Loads from the disk into
+CPU memory are ranked by the time to the last byte touched: load and touch. All other loads are ranked by the load
+alone; where the touch still read from the disk, the touch is added. GB are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import ceilings
+from . import ceilings, predecessor
 from .checkpoints import NoRoom, Placed, in_memory, place
 from .contestants import CONTESTANTS, Contestant
 from .forkserver import Forkserver
@@ -28,8 +29,8 @@ from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
 from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
 from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
-from .results import Run
-from .scenarios import SCENARIOS, Scenario, accepts
+from .results import ALONE, TOUCHED, Run
+from .scenarios import COLD, SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
 from .synth import Layout
 
@@ -52,6 +53,8 @@ class Settings:
     routes: bool = True
     quick: bool = False
     traces: bool = True
+    #: Whether ceilings are measured beside the loaders.
+    ceilings: bool = True
     preset: str | None = None
     #: Names of contestants; none: all of them.
     contestants: tuple[str, ...] = ()
@@ -131,11 +134,13 @@ class Bench:
 
     def measures(self, scenario: Scenario, entrants: list[Contestant]) -> list[str]:
         """Ceilings that take their turn among the contestants. The raw read does not: it precedes each cold load."""
+        if not self.settings.ceilings:
+            return []
         on_gpu = self.settings.on_gpu
         wanted = dict.fromkeys(
             stage for one in entrants for way in bounding(scenario, one.semantics, on_gpu) for stage in way
         )
-        if scenario.name == "cold":
+        if scenario.name in COLD:
             wanted |= {"place": None} if not on_gpu else {"device_alloc": None}
         return [stage for stage in wanted if stage != "direct"]
 
@@ -172,16 +177,16 @@ class Bench:
             entrants.remove(one)
             self.absent[f"{one.name}, {placed.name}"] = f"takes a minute and more for {placed.tensors:,} tensors"
         if not entrants:
-            raise Absent("nobody to compare; on a GPU all memory is private, and `warm` compares all of it")
+            raise Absent("no loader to compare; on a GPU all memory is private, and `warm` compares all of it")
         if scenario.limited:
             with MemoryLimit(placed.nbytes):
                 pass  # raises where there can be none
         measures = self.measures(scenario, entrants)
-        for measure in ["direct", *measures] if scenario.from_disk else measures:
+        for measure in ["direct", *measures] if scenario.from_disk and self.settings.ceilings else measures:
             self.best(placed, measure, best)
         main = [one for one in entrants if not one.route]
         if scenario.cache == "full" and not scenario.tmpfs:
-            # In the folios that plain reads leave, not in those of whoever loaded last.
+            # In the folios that plain reads leave, not in those of the loader before.
             evict(placed.files)
             fill(placed.files)
         for number in range(self.settings.rounds):
@@ -209,12 +214,22 @@ class Bench:
     # One turn
 
     def before(self, scenario: Scenario, files: list[Path], raw: ceilings.Settings | None = None) -> Run:
-        """Puts page cache and memory into the scenario's state; with settings for it, reads the cold files raw."""
+        """Puts page cache and memory into the scenario's state; with settings for it, reads the cold files raw.
+
+        Every contestant finds the same, whichever came before it. For loads from the disk a process sees to that, the
+        predecessor. For loads from the page cache as much memory is taken and given back here as their tensors can
+        want: a virtual machine may have given memory that was free for long back to its host, and then it is a third
+        slower to fill.
+        """
         size = sum(path.stat().st_size for path in files)
         found: Run = {}
         if scenario.from_disk and raw is not None:
             evict(files)
             found["raw_s"] = ceilings.measure("direct", raw, files)["seconds"]
+        if scenario.from_disk:
+            if scenario.predecessor == predecessor.FREED:
+                evict(files)
+            found["predecessor"] = predecessor.run(scenario.predecessor, files, size)
         if scenario.cache == "empty":
             evict(files)
         elif scenario.cache == "half":
@@ -222,12 +237,8 @@ class Bench:
             evict_second_half(files)
         elif scenario.cache == "full" and not is_full(files):
             fill(files)
-        # Each finds as much memory that was freed just now, whoever came before: for the page cache and for tensors of
-        # its own. Else the one after a contestant that leaves no page cache gets memory that was free for long, which a
-        # virtual machine may have given back to its host: a third slower to fill. What goes to a GPU needs only room
-        # for staging, besides the page cache.
-        own = min(size, 512 << 20) if self.settings.on_gpu else size
-        free_memory(own + size if scenario.from_disk else own)
+        if not scenario.from_disk:
+            free_memory(min(size, 512 << 20) if self.settings.on_gpu else size)
         resident = resident_bytes(files)
         if scenario.cache == "half" and "raw_s" in found:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
@@ -235,10 +246,11 @@ class Bench:
 
     def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: ceilings.Settings) -> Run:
         with neighbour(scenario, placed):
-            found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
+            found: Run = {}
             try:
+                found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
                 measured = self.measured(placed, measure, settings)
-            except RuntimeError as error:
+            except (RuntimeError, predecessor.PredecessorFailed) as error:
                 return found | {"error": str(error)}
         run = {"load_s": measured["seconds"], "bytes": measured["bytes"], "ceiling": ceilings.text(settings)}
         return found | run
@@ -252,8 +264,7 @@ class Bench:
         runs: list[Run] = []
         found: Run = {}
         try:
-            if scenario.cache == "left":
-                self.first_start(contestant, order, placed, files)
+            first = self.first_start(contestant, order, placed, files) if scenario.cache == "left" else {}
             with contextlib.ExitStack() as stack:
                 limit = stack.enter_context(MemoryLimit(int(1.25 * placed.nbytes))) if scenario.limited else None
                 processes = [
@@ -271,7 +282,7 @@ class Bench:
                     probes.append(self._gpu_memory.in_use)
                 for number in range(self.loads_of(scenario)):
                     with neighbour(scenario, placed):
-                        found = self.before(scenario, files, raw) if number == 0 else {}
+                        found = first | self.before(scenario, files, raw) if number == 0 else {}
                         with Sampled(probes) as sampled:
                             for process in processes:
                                 process.say("load")
@@ -284,7 +295,9 @@ class Bench:
                     runs.append(run | beyond(sampled.peaks, run, placed.nbytes))
                 for process in processes:
                     process.say("end")
-        except LoadFailed as error:
+            if scenario.cache == "left":
+                runs[0]["warm_s"] = self.warm_start(contestant, order, placed, files)
+        except (LoadFailed, predecessor.PredecessorFailed) as error:
             why = " (killed: the memory of its control group was used up)" if scenario.limited else ""
             return [*runs, found | {"error": str(error) + (why if str(error).endswith("-9") else "")}]
         return runs
@@ -293,17 +306,32 @@ class Bench:
         """Loads of one process."""
         return self.settings.loads if scenario.name == "latency" and self.settings.loads else scenario.loads
 
-    def first_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> None:
-        """A cold load whose tensors are used, by a process of its own: what it leaves in the page cache counts."""
+    def first_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> Run:
+        """A cold load whose tensors are used, by a process of its own: what it leaves in the page cache counts.
+
+        The process lives until the loader has ended what it does in the background. Gives what it tells of that.
+        """
         with LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process:
             said = process.hear()
             if "absent" in said:
                 raise Absent(said["absent"])
             self.before(SCENARIOS["cold"], files)
-            for what in ("load", "touch"):
-                process.say(what)
-                process.hear()
+            process.say("load")
+            cold = process.hear()
+            process.say("settle")
+            settled = {name: value for name, value in process.hear().items() if name.startswith("fill_")}
             process.say("end")
+        return {"first_s": cold["load_s"] + cold.get("touch_s", 0.0)} | settled
+
+    def warm_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> float:
+        """Seconds of a warm load by one more process, for the second start to stand beside."""
+        with LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process:
+            process.hear()
+            self.before(SCENARIOS["warm"], files)
+            process.say("load")
+            warm = process.hear()
+            process.say("end")
+        return alone(warm)
 
     def order(self, contestant: Contestant, scenario: Scenario, placed: Placed) -> Order:
         compared = [str(path) for path in placed.files]
@@ -337,10 +365,11 @@ class Bench:
 
     def record(self, run: Run) -> None:
         if "load_s" in run and "error" not in run:
-            # A load that left its bytes on the disk is not over.
-            lazy = run.get("touch_absent_bytes", 0) > 0 or run.get("touch_major_faults", 0) > 0
-            run["seconds"] = run["load_s"] + (run["touch_s"] if lazy else 0)
-            if lazy:
+            touched = run["kind"] != "ceiling" and SCENARIOS[run["scenario"]].from_disk and "touch_s" in run
+            if run["kind"] != "ceiling":
+                run["ranked"] = TOUCHED if touched else ALONE
+            run["seconds"] = run["load_s"] + run["touch_s"] if touched else alone(run)
+            if touched or left_on_disk(run):
                 run["cpu_s"] += run["touch_cpu_s"]
         self.runs.append(run)
         if run.get("load", 0) > 0:
@@ -369,7 +398,7 @@ class Bench:
                         process.say(what)
                         process.hear()
                     process.say("end")
-            except LoadFailed as error:
+            except (LoadFailed, predecessor.PredecessorFailed) as error:
                 self.absent[f"trace of {placed.name}, {scenario.name}"] = str(error)
                 return
             if not file.exists() or file.stat().st_size > _LARGEST_TRACE:
@@ -378,6 +407,16 @@ class Bench:
                 return
             about = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": contestant.name}
             self.traces.append(about | {"trace": json.loads(file.read_text())})
+
+
+def left_on_disk(run: Run) -> bool:
+    """Whether touching the tensors still read from the disk: such a load was not over when it returned."""
+    return bool(run.get("touch_absent_bytes", 0) > 0 or run.get("touch_major_faults", 0) > 0)
+
+
+def alone(run: Run) -> float:
+    """Seconds of the load alone, and of the touch only where that still read from the disk."""
+    return float(run["load_s"] + (run["touch_s"] if left_on_disk(run) else 0))
 
 
 def rotated(turns: list[Turn], number: int) -> list[Turn]:
@@ -397,9 +436,10 @@ def together(runs: list[Run]) -> Run:
     """What processes that loaded at the same time found, as one: the slowest one's seconds, all of their work."""
     if len(runs) == 1:
         return runs[0]
-    slowest = max(runs, key=lambda run: run["load_s"])
+    slowest = max(runs, key=lambda run: run["load_s"] + run.get("touch_s", 0.0))
     return slowest | {
         "cpu_s": sum(run["cpu_s"] for run in runs),
+        "touch_cpu_s": sum(run.get("touch_cpu_s", 0.0) for run in runs),
         "memory": sum(run["memory"] for run in runs),
         "verified_bytes": min(run["verified_bytes"] for run in runs),
         "different": [name for run in runs for name in run["different"]],

@@ -1,8 +1,9 @@
-"""What is in the page cache before a load, what is loaded to where, and who is in the way.
+"""What is in the page cache before a load, what is loaded to where, and what else the machine does meanwhile.
 
 | scenario | page cache before | what is loaded |
 |---|---|---|
-| `cold` | empty (checked), and a raw O_DIRECT read of the same files just before | tensors, any memory |
+| `cold` | empty (checked); before it a process that mapped and touched the files: memory in use | tensors, any memory |
+| `cold-freed` | empty (checked); before it a process that took and gave back private memory | tensors, any memory |
 | `warm` | full (checked) | tensors, any memory: zero copy is what is compared; three loads in each process |
 | `private` | full | tensors in memory of their own |
 | `load_into` | full | existing parameters whose pages are in use |
@@ -19,7 +20,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .predecessor import FREED, MAPPED, STATES
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,25 @@ class Scenario:
     tmpfs: bool = False
     #: The dtype that tensors are cast to.
     dtype: str | None = None
+    #: The process that ends right before each load from the disk.
+    predecessor: str = MAPPED
 
     @property
     def from_disk(self) -> bool:
+        """Such loads into CPU memory are ranked by the time to the last byte touched, others by the load alone."""
         return self.cache == "empty" or self.cache == "half"
+
+    @property
+    def state(self) -> str | None:
+        """What the predecessor leaves behind, where there is one."""
+        return STATES[self.predecessor] if self.from_disk else None
 
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario("cold", "empty"),
+        Scenario("cold-freed", "empty", predecessor=FREED),
         Scenario("warm", "full", ("any",), loads=3),
         Scenario("private", "full", ("private",)),
         Scenario("load_into", "full", ("into",)),
@@ -66,14 +79,21 @@ SCENARIOS: dict[str, Scenario] = {
     )
 }
 
+#: Cold loads: from the same empty page cache, in two states of memory.
+COLD = ("cold", "cold-freed")
 #: What is compared of every checkpoint.
-CORE = ("cold", "warm", "private", "load_into")
+CORE = (*COLD, "warm", "private", "load_into")
+
+
+def chosen(names: Iterable[str]) -> tuple[str, ...]:
+    """The scenarios that are meant: `cold` means both states of memory."""
+    return tuple(dict.fromkeys(one for name in names for one in (COLD if name == "cold" else (name,))))
 
 
 def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
     """Whether a contestant with these semantics is compared in the scenario."""
     if on_gpu and semantics != "into":
-        # Memory of a GPU is private memory, whoever fills it: there `warm` compares all of them.
+        # On a GPU all memory is private: there `warm` compares all loaders.
         return "any" in scenario.semantics
     return semantics in scenario.semantics
 

@@ -76,11 +76,12 @@ _BYTES = ctypes.POINTER(ctypes.c_ubyte)
 
 
 def touch(state: dict[str, Any]) -> dict[str, float]:
-    """Reads one byte of every page of every tensor, in address order: seconds, processor time and page faults.
+    """Reads one byte of every page of every tensor, in address order, by one thread: for every contestant the same.
 
-    `touch_absent_bytes` are those of pages that were not in memory before. Faults do not tell: the kernel reads ahead
-    of whoever goes through a mapping in order, and a wait for a page that is on its way is no major fault. Tensors
-    within a page of each other are touched as one range, so that this does not measure Python.
+    Gives seconds, processor time and page faults. `touch_absent_bytes` are the bytes of pages that were not in memory
+    before. The faults alone do not show them: the kernel reads ahead for a program that goes through a mapping in
+    order, and a wait for a page that is on its way is no major fault. Tensors within a page of each other are touched
+    as one range, so that this does not measure Python.
     """
     page = resource.getpagesize()
     spans: list[list[int]] = []

@@ -35,7 +35,7 @@ class Device:
         kind, colon, number = s.partition(":")
         kinds = {known.value: known for known in DeviceType}
         if kind.lower() not in kinds or (colon and not number.isdecimal()):
-            raise InvalidError(f"{s!r} is no device: give one of {', '.join(kinds)}, with or without :NUMBER")
+            raise InvalidError(f"{s!r} is not a device: give one of {', '.join(kinds)}, with or without :NUMBER")
         return cls(kinds[kind.lower()], int(number) if colon else None)
 
 

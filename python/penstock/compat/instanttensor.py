@@ -16,16 +16,17 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
-from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
+from .._choices import NameMatch
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
+from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
 from ._process_group import check_alone
 
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
@@ -33,56 +34,6 @@ __all__ = ["Backend", "BackendPolicy", "safe_open"]
 _PAGE = 4096
 _SINGLES = 2
 """Tensors that `safe_open.get_tensor` loads one by one before a caller counts as one who wants them all."""
-
-
-class Backend(Enum):
-    """How files are read. Each stands for a value of `Options.io`."""
-
-    AIO = 0
-    AIO_BUFFERED = 1
-    URING = 2
-    URING_BUFFERED = 3
-    CUFILE = 4
-    MMAP = 5
-
-
-class BackendPolicy(Enum):
-    """A choice of backends by what they have in common."""
-
-    BUFFERED = "BUFFERED"
-
-
-_ROUTES: dict[Backend | BackendPolicy, str] = {
-    Backend.AIO: "aio",
-    Backend.AIO_BUFFERED: "buffered",
-    Backend.URING: "uring",
-    Backend.URING_BUFFERED: "uring_buffered",
-    # What it is chosen for: past the page cache. There is no GPUDirect Storage here
-    Backend.CUFILE: "direct",
-    # Their mapping is copied from; only without a copy, and on the CPU, is it what tensors lie in here
-    Backend.MMAP: "buffered",
-    BackendPolicy.BUFFERED: "buffered",
-}
-_NAMES = ", ".join(choice.name for choice in _ROUTES)
-
-
-def _candidates(backend: Any) -> Sequence[Backend | BackendPolicy]:
-    """The backends asked for, by argument or else by INSTANTTENSOR_BACKEND; none where nobody asks."""
-    if backend is None:
-        text = os.environ.get("INSTANTTENSOR_BACKEND")
-        if text is None:
-            return ()
-        by_name = {choice.name: choice for choice in _ROUTES}
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        if not names or any(name not in by_name for name in names):
-            raise InvalidError(f"INSTANTTENSOR_BACKEND={text!r}: give one or more of {_NAMES}, between commas")
-        return [by_name[name] for name in names]
-    listed = backend if isinstance(backend, (list, tuple)) else [backend]
-    if any(not isinstance(choice, (Backend, BackendPolicy)) for choice in listed):
-        raise TypeError(f"backend={backend!r}: give a Backend or BackendPolicy, or a list of them: {_NAMES}")
-    if not listed:
-        raise InvalidError(f"backend=[]: give None, or one or more of {_NAMES}")
-    return listed
 
 
 def _number(value: Any, name: str, least: int) -> int | None:
@@ -110,8 +61,8 @@ def _check_fraction(value: Any) -> None:
 
 def _matcher(patterns: Any, mode: str) -> Callable[[str], bool]:
     """Whether a whole name, in its own case, is matched by one of ``patterns``."""
-    if mode not in ("glob", "exact", "regex"):
-        raise InvalidError(f"tensor_name_match_mode={mode!r}: give one of glob, exact, regex")
+    if mode not in get_args(NameMatch):
+        raise InvalidError(f"tensor_name_match_mode={mode!r}: give one of {', '.join(get_args(NameMatch))}")
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"tensor_filter={patterns!r}: give None or a list of strings")
     # Literal names may be as many as there are tensors
@@ -123,18 +74,15 @@ def _matcher(patterns: Any, mode: str) -> Callable[[str], bool]:
             if pattern not in literal
         ]
     except re.error as error:
-        raise InvalidError(f"tensor_filter: {error.pattern!r} is no regular expression: {error}") from error
+        raise InvalidError(f"tensor_filter: {error.pattern!r} is not a regular expression: {error}") from error
     return lambda name: name in literal or any(expression.fullmatch(name) for expression in expressions)
 
 
 def _settings_for(
-    on_cpu: bool, copy: bool, backend: Any, buffer_size: Any, chunk_size: Any, concurrency: Any, io_depth: Any
+    on_cpu: bool, copy: bool, buffer_size: Any, chunk_size: Any, concurrency: Any, io_depth: Any
 ) -> dict[str, Any]:
     """Keywords of `Options` for what was asked for, by argument or else by environment variable."""
     settings: dict[str, Any] = {"copy": True} if copy and on_cpu else {}
-    for choice in _candidates(backend)[:1]:
-        mapped = choice is Backend.MMAP and on_cpu and not copy
-        settings["io"] = "mapped" if mapped else _ROUTES[choice]
     extent = _number(chunk_size, "chunk_size", 1)
     window = _number(buffer_size, "buffer_size", 1)
     threads = _number(concurrency, "concurrency", 0)
@@ -172,8 +120,8 @@ class safe_open:
             tensor.
         copy: On the CPU: private memory; else files are mapped where that is possible. No difference on a GPU, where
             memory is always the tensor's own.
-        backend: A `Backend` or `BackendPolicy`, or a list of them of which the first counts: what the kernel refuses is
-            replaced while the load runs.
+        backend: A `Backend` or `BackendPolicy`, or a list of them. They are tried in order: the first one that the
+            kernel and the file system grant is used.
         tensor_filter: Patterns of names; only tensors that one of them matches are there, and read.
         tensor_name_match_mode: "glob", "exact" or "regex", all of the whole name.
 
@@ -185,7 +133,8 @@ class safe_open:
         buffer_size: Most bytes read ahead.
 
     Raises:
-        UnsupportedError: a process group of several ranks; a dtype that torch lacks.
+        UnsupportedError: (a RuntimeError) a process group of several ranks; a dtype that torch lacks; none of the
+            backends can be used, and why not each.
         InvalidError: (a ValueError) settings that make no sense. It lists those that do.
         NotFoundError: (a FileNotFoundError) and every other PenstockError of `penstock.open`.
     """
@@ -204,9 +153,9 @@ class safe_open:
         max_free_mem_usage: float | None = None,
         load_now: bool = True,
         copy: bool = True,
-        backend: Backend | BackendPolicy | Sequence[Backend | BackendPolicy] | None = None,
+        backend: Choice | Sequence[Choice] | None = None,
         tensor_filter: list[str] | None = None,
-        tensor_name_match_mode: str = "glob",
+        tensor_name_match_mode: NameMatch = "glob",
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
@@ -214,11 +163,14 @@ class safe_open:
         _check_fraction(max_free_mem_usage)
         matches = _matcher([] if tensor_filter is None else tensor_filter, tensor_name_match_mode)
         on_cpu = _device.parse_device(device).is_cpu
-        self._settings = _settings_for(on_cpu, copy, backend, buffer_size, chunk_size, concurrency, io_depth)
-        options = Options(**self._settings)
+        self._settings = _settings_for(on_cpu, copy, buffer_size, chunk_size, concurrency, io_depth)
+        options, backends = Options(**self._settings), candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
         self._checkpoint = open_as("filename", filename)
+        io = io_for(backends, self._checkpoint.files, mapped=on_cpu and not copy)
+        if io is not None:
+            self._settings["io"] = io
         self._names = None if tensor_filter is None else [name for name in self._checkpoint if matches(name)]
         self._selected = None if self._names is None else set(self._names)
         self.total_tensor_size = (
@@ -241,7 +193,7 @@ class safe_open:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the safe_open context exited: nothing can be read from it any more")
+            raise ClosedError("the safe_open context exited: it can no longer be read")
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) in file order, reading ahead. Tensors own their memory and may be kept.
@@ -323,7 +275,7 @@ class safe_open:
         odd = info.dtype == "F4" and (not shape or shape[-1] % 2)
         if dtype is None or odd:
             raise UnsupportedError(
-                f"tensor {name} is {info.dtype} of shape {list(shape)}: torch {torch.__version__} lacks that",
+                f"tensor {name} is {info.dtype} of shape {list(shape)}: torch {torch.__version__} has no such tensors",
                 path=info.file,
             )
         return dtype, torch.Size((*shape[:-1], shape[-1] // 2) if info.dtype == "F4" else shape)

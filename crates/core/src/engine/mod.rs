@@ -117,6 +117,9 @@ listed! {
         EndBeforeDrained,
         IgnoreCancel,
         IgnoreWindow,
+        WindowOfLargest,
+        WindowForWhatIsHandedOut,
+        HaltAtLargeTensor,
         NeverShrinkWindow,
         LeakSlabOnFailure,
         AcceptDoubleCompletion,
@@ -125,6 +128,52 @@ listed! {
         HandOutOfOrder,
         SecondLegTwice,
         StartExtentTwice,
+    }
+}
+
+/// What bounds the read-ahead of a stream: the window, or the next tensor alone where that is larger.
+///
+/// The next tensor is the first one in hand-out order that the consumer has not taken. All extents up to its last one may
+/// start, or the consumer would wait for ever. Any other extent has to fit into the window together with what is read
+/// already. Extents are read whole: what else lies in those of the next tensor comes with it.
+struct Window {
+    bytes: u64,
+    /// For each want one more than the number of the last extent that brings bytes of it; 0 for an empty tensor.
+    ends: Vec<u32>,
+    taken: Vec<bool>,
+    /// Position in `layout.order` of the first want that was not taken.
+    next: usize,
+}
+
+impl Window {
+    fn new(bytes: u64, schedule: &Schedule, wants: usize) -> Window {
+        let mut ends = vec![0; wants];
+        for (i, e) in (1..).zip(&schedule.extents) {
+            for p in &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize] {
+                ends[p.want as usize] = i;
+            }
+        }
+        Window { bytes, ends, taken: vec![false; wants], next: 0 }
+    }
+
+    /// The first want that was not taken.
+    fn next(&self, order: &[u32]) -> Option<u32> {
+        order.get(self.next).copied()
+    }
+
+    /// Whether extent number `extent` may start while `ahead` bytes are read and not taken, `wanted` being its own.
+    fn admits(&self, order: &[u32], ahead: u64, (extent, wanted): (usize, u64)) -> bool {
+        ahead.saturating_add(wanted) <= self.bytes
+            || self.next(order).is_none_or(|next| extent < self.ends[next as usize] as usize)
+    }
+
+    /// The consumer took `want`; false if it had done so before.
+    fn take(&mut self, order: &[u32], want: u32) -> bool {
+        let first = !std::mem::replace(&mut self.taken[want as usize], true);
+        while self.next(order).is_some_and(|next| self.taken[next as usize]) {
+            self.next += 1;
+        }
+        first
     }
 }
 
@@ -148,7 +197,8 @@ pub(crate) struct Engine<S> {
     touched: Vec<bool>,
     /// Next position in `layout.order` to hand out.
     hand_out: usize,
-    window: u64,
+    /// `None`: nobody takes anything before the end, and nothing is bounded.
+    window: Option<Window>,
     /// Wanted bytes started and not yet taken.
     ahead: u64,
     bytes_arrived: u64,
@@ -173,11 +223,10 @@ macro_rules! mutated {
 }
 
 impl<S> Engine<S> {
-    /// An engine for one load. `window` bounds wanted bytes started and not yet taken; `None` for a load that hands
-    /// everything out at its end.
+    /// An engine for one load. `window` bounds wanted bytes started and not yet taken (see [`Window`]); `None` for a load
+    /// that hands everything out at its end.
     pub(crate) fn new(schedule: Arc<Schedule>, layout: Arc<Layout>, depth: usize, window: Option<u64>) -> Self {
         let extents = schedule.extents.len();
-        let largest = layout.places.iter().map(|p| p.nbytes).max().unwrap_or(0);
         let mut missing = vec![0; layout.places.len()];
         for piece in &schedule.pieces {
             missing[piece.want as usize] += 1;
@@ -195,7 +244,7 @@ impl<S> Engine<S> {
             missing,
             touched: vec![false; layout.places.len()],
             hand_out: 0,
-            window: window.map_or(u64::MAX, |w| w.max(largest)),
+            window: window.map(|bytes| Window::new(bytes, &schedule, layout.places.len())),
             ahead: 0,
             bytes_arrived: 0,
             failure: None,
@@ -306,7 +355,9 @@ impl<S> Engine<S> {
 
     /// The consumer took want number `want`.
     pub(crate) fn take(&mut self, want: u32) {
-        if !mutated!(self, NeverShrinkWindow) {
+        let Some(window) = &mut self.window else { return };
+        let first = window.take(&self.layout.order, want);
+        if first && !mutated!(self, NeverShrinkWindow) {
             self.ahead = self.ahead.saturating_sub(self.layout.places[want as usize].nbytes);
         }
     }
@@ -468,9 +519,9 @@ impl<S> Engine<S> {
             return;
         }
         let mut ahead = self.ahead;
-        let from = if self.window == u64::MAX { self.cursor.max(self.all_granted_before) } else { self.cursor };
+        let from = if self.window.is_none() { self.cursor.max(self.all_granted_before) } else { self.cursor };
         for (i, e) in self.schedule.extents.iter().enumerate().skip(from) {
-            if ahead > 0 && ahead.saturating_add(e.wanted) > self.window && i > self.cursor {
+            if i > self.cursor && !self.admits(i, ahead) {
                 break;
             }
             ahead = ahead.saturating_add(e.wanted);
@@ -498,11 +549,10 @@ impl<S> Engine<S> {
         }
     }
 
+    /// Whether what the consumer of a stream takes next has arrived.
     fn next_is_ready(&self) -> bool {
-        match self.layout.order.get(self.hand_out) {
-            Some(&want) => self.missing[want as usize] == 0,
-            None => true,
-        }
+        let next = self.window.as_ref().and_then(|window| window.next(&self.layout.order));
+        next.is_none_or(|want| self.missing[want as usize] == 0)
     }
 
     /// Whether everything has arrived.
@@ -513,22 +563,30 @@ impl<S> Engine<S> {
             && self.failure.is_none()
     }
 
-    /// The window lets an extent start if its bytes fit, or if what the consumer waits for could not come otherwise: the
-    /// next want in hand-out order is incomplete and nothing is in flight that might complete it.
     fn window_admits(&self, i: usize) -> bool {
+        self.admits(i, self.ahead)
+    }
+
+    fn admits(&self, i: usize, ahead: u64) -> bool {
+        let Some(window) = &self.window else { return true };
         if mutated!(self, IgnoreWindow) {
             return true;
         }
-        let e = &self.schedule.extents[i];
-        if self.ahead == 0 || self.ahead.saturating_add(e.wanted) <= self.window {
-            return true;
+        let wanted = self.schedule.extents[i].wanted;
+        if mutated!(self, HaltAtLargeTensor) {
+            return ahead == 0 || ahead.saturating_add(wanted) <= window.bytes;
         }
-        if self.next_is_ready() {
-            return false;
+        if mutated!(self, WindowOfLargest) {
+            let largest = self.layout.places.iter().map(|p| p.nbytes).max().unwrap_or(0);
+            return ahead.saturating_add(wanted) <= window.bytes.max(largest)
+                || window.admits(&self.layout.order, ahead, (i, wanted));
         }
-        let next = self.layout.order[self.hand_out];
-        self.first_in_flight + self.second_in_flight + self.landed.len() == 0
-            || self.pieces_of(i).iter().any(|p| p.want == next)
+        if mutated!(self, WindowForWhatIsHandedOut) {
+            let next = self.layout.order.get(self.hand_out);
+            return ahead.saturating_add(wanted) <= window.bytes
+                || next.is_none_or(|&next| i < window.ends[next as usize] as usize);
+        }
+        window.admits(&self.layout.order, ahead, (i, wanted))
     }
 
     fn missing_grant(&self, i: usize) -> Option<u32> {

@@ -217,8 +217,15 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
         .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new(), filled: false })
         .collect();
-    let limits =
-        Limits { extent: options.extent, gap: options.gap, cold: Route::Direct, warm: Route::Buffered, scatter: None };
+    let limits = Limits {
+        extent: options.extent,
+        gap: options.gap,
+        cold: Route::Direct,
+        warm: Route::Buffered,
+        scatter: None,
+        direct_in_place: true,
+        window: None,
+    };
     let layout =
         Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File, options.gap).unwrap());
     let schedule = Arc::new(Schedule::new(checkpoint, &layout, &traits, &limits));

@@ -4,7 +4,7 @@
 |---|---|
 | `document` | the page: what it says, in which order |
 | `masthead`, `verdict` | whose figures these are; what they come to |
-| `findings` | who is first, what missed, what cannot be true |
+| `findings` | which loader is first, which bounds are missed, which rows cannot be true |
 | `tables` | rows as tables |
 | `charts` | loads beside each other, as plotly figures |
 | `timeline`, `lanes` | one load from its trace: what bounded it; what happened when, as a plotly figure |

@@ -7,6 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from ..results import TOUCHED
 from .findings import SEMANTICS, Row, alike, ceiling_name, finished, loads_of
 from .markup import plot_text
 from .theme import FONT, light
@@ -32,6 +33,10 @@ class Scale:
 
     def of(self, seconds: float, nbytes: float) -> float:
         return nbytes / seconds / self.scale if self.per_second else seconds / self.scale
+
+    def at(self, length: float) -> str:
+        """A length of this scale, for people."""
+        return rate(length * self.scale) if self.per_second else duration(length * self.scale)
 
     def told(self, seconds: float, nbytes: float) -> str:
         return rate(nbytes / seconds) if self.per_second else duration(seconds)
@@ -112,11 +117,22 @@ class _Bars:
                     self.failed.append((self.end, row))
                     self.end += 1
         self.ceilings = finished(rows, "ceiling")
+        # What a share is of is drawn where the share has it, and each ceiling for as many bytes as the loads move
+        self.nbytes = max((float(row["bytes"]) for _, row in self.bars), default=0.0)
+        self.shared = {
+            ceiling_name(str(row["ceiling"])): float(row["ceiling_s"]) / float(row["bytes"])
+            for _, row in self.bars
+            if row.get("ceiling") and row.get("ceiling_s")
+        }
         self.first = [loads_of(runs, row) for _, row in self.bars]
         self.later = [loads_of(runs, row, later=True) for _, row in self.bars]
         self.top = 12 + LABEL * len(self.ceilings)
         self.inside = round(ROW * self.end)
-        lengths = [self.length(row) for row in self.ceilings] + [self.ends(row)[1] for _, row in self.bars]
+        lengths = [self.ceiling(row) for row in self.ceilings] + [self.ends(row)[1] for _, row in self.bars]
+        self.alone = [
+            (how.of(float(row["load_s"]), row["bytes"]), y) for y, row in self.bars if row.get("ranked") == TOUCHED
+        ]
+        lengths += [length for length, _ in self.alone]
         for (_, row), first, later in zip(self.bars, self.first, self.later, strict=True):
             lengths += [how.of(seconds, row["bytes"]) for seconds in first + later]
         self.reach = 1.04 * max(lengths)
@@ -124,10 +140,17 @@ class _Bars:
     def length(self, row: Row) -> float:
         return self.how.of(float(row["median_s"]), row["bytes"])
 
+    def ceiling(self, row: Row) -> float:
+        """Where a ceiling is drawn: its time for as many bytes as the loads move, or its rate."""
+        rate = self.shared.get(ceiling_name(row["contestant"]), float(row["median_s"]) / row["bytes"])
+        return self.how.of(rate * self.nbytes, self.nbytes)
+
     def ends(self, row: Row) -> tuple[float, float]:
         """The whisker: of the fastest and the slowest load."""
-        seconds = [float(row.get(key) or row["median_s"]) for key in ("min_s", "max_s")]
-        low, high = sorted(self.how.of(each, row["bytes"]) for each in seconds)
+        nbytes = self.nbytes if row.get("kind") == "ceiling" else row["bytes"]
+        scale = nbytes / row["bytes"]
+        seconds = [float(row.get(key) or row["median_s"]) * scale for key in ("min_s", "max_s")]
+        low, high = sorted(self.how.of(each, nbytes) for each in seconds)
         return low, high
 
     def figure(self) -> Figure:
@@ -151,6 +174,8 @@ class _Bars:
         traces += _marks(
             "later loads", points, {"size": 4, "symbol": "diamond", "color": light("text"), "opacity": 0.35}
         )
+        tick = {"size": 22, "symbol": "line-ns", "line": {"color": light("page"), "width": 3}}
+        traces += _marks("load alone", self.alone, tick)
         points = [(self.how.of(float(row["later_s"]), row["bytes"]), y) for y, row in self.bars if row.get("later_s")]
         diamond = {
             "size": 10,
@@ -213,7 +238,7 @@ class _Bars:
         """Lines, with the spread of those that loads are compared with, and their names above."""
         compared = {ceiling_name(str(row["ceiling"])) for _, row in self.bars if row.get("ceiling")}
         shapes, names = [], []
-        stacked = _stacked([(self.length(row), row) for row in self.ceilings], self.reach)
+        stacked = _stacked([(self.ceiling(row), row) for row in self.ceilings], self.reach)
         for rise, (at, row) in enumerate(stacked):
             name = ceiling_name(row["contestant"])
             main = name in compared or not compared
@@ -234,7 +259,7 @@ class _Bars:
                 | {
                     "x": at, "y": 1, "showarrow": False, "yanchor": "bottom", "yshift": LABEL * rise + 2,
                     "xanchor": "right" if at > MIDDLE * self.reach else "left",
-                    "text": f"ceiling <b>{plot_text(name)}</b> {self.how.told(float(row['median_s']), row['bytes'])}",
+                    "text": f"ceiling <b>{plot_text(name)}</b> {self.how.at(at)}",
                     "font": {"size": 12, "color": light("text" if main else "muted")},
                     "bgcolor": light("page"), "borderpad": 1,
                 }
@@ -330,6 +355,9 @@ def _hover(row: Row) -> str:
         lines.append(f"{duration(row['min_s'])} to {duration(row['max_s'])} in {row.get('loads', '?')} loads")
     if row.get("later_s"):
         lines.append(f"later loads of the same process {duration(row['later_s'])}")
+    if row.get("ranked") == TOUCHED:
+        lines[1] += " to the last byte touched"
+        lines.append(f"the load alone {duration(row['load_s'])}, the touch {duration(row['touch_s'])}")
     if row.get("share") is not None:
         lines.append(f"{digits(row['share'])} of ceiling {plot_text(ceiling_name(str(row.get('ceiling', ''))))}")
     if row.get("cpu_s") is not None:

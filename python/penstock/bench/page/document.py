@@ -11,22 +11,26 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from ..results import TOUCHED
+from ..scenarios import SCENARIOS as KNOWN
 from . import charts, lanes, masthead, tables, theme, timeline, verdict
 from .findings import Contest, Row, Verdict, judged, sections, with_ceilings
 from .markup import Html, anchor, data, join, tag
 from .units import digits, duration, rate, size
 
-SCHEMA = 2
+#: Schemas of results that have a page. Those of schema 2 rank every row by the load alone.
+SCHEMAS = (2, 3)
 
 #: What each scenario is, in a line.
 SCENARIOS = {
-    "cold": "Nothing of the files in the page cache.",
+    "cold": "Nothing of the files in the page cache. Memory in use before: a process mapped and touched them.",
+    "cold-freed": "Nothing of the files in the page cache. Before, a process took and gave back private memory.",
     "warm": "All of the files in the page cache; any memory counts, a mapping of the files too.",
     "private": "All of the files in the page cache; tensors in memory of their own.",
     "load_into": "All of the files in the page cache; into existing parameters whose pages are in use.",
     "tmpfs": "The files lie in memory (tmpfs).",
     "half": "The first half of each file in the page cache.",
-    "second": "The page cache as a cold load by the same loader left it.",
+    "second": "The page cache as a cold load by the same loader left it, after all that it did in the background.",
     "cast": "All of the files in the page cache; floating-point tensors cast to F16.",
     "two": "Nothing in the page cache; two processes load at once, and the slower one counts.",
     "beside-memory": "All of the files in the page cache; a neighbour copies memory meanwhile.",
@@ -40,7 +44,7 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
     """Writes the page of one run of the benchmark.
 
     Args:
-        results: What `penstock bench --json` writes, schema 2.
+        results: What `penstock bench --json` writes, schema 2 or 3.
         path: The HTML file to write; about 5 MB, nearly all of it plotly's script.
 
     Raises:
@@ -48,8 +52,9 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
         ModuleNotFoundError: plotly is not installed.
         OSError: the file cannot be written.
     """
-    if results.get("schema") != SCHEMA:
-        raise ValueError(f"the page shows results of schema {SCHEMA}, and these are of schema {results.get('schema')}")
+    if results.get("schema") not in SCHEMAS:
+        known = " and ".join(map(str, SCHEMAS))
+        raise ValueError(f"the page shows results of schemas {known}, and these are of schema {results.get('schema')}")
     page = _Page()
     found = judged(results)
     parts = [
@@ -59,7 +64,7 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
             "main",
             verdict.section(found, results),
             *_results(page, results, found),
-            _timelines(page, results.get("traces") or []),
+            _timelines(page, results.get("traces") or [], results.get("calibration") or []),
             _calibration(results.get("calibration") or []),
         ),
         _footer(),
@@ -68,13 +73,16 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
     Path(path).write_text(page.document(title, join(*parts)), "utf-8")
 
 
-def write_trace(trace: dict[str, Any], path: str | Path, title: str = "One load") -> None:
+def write_trace(
+    trace: dict[str, Any], path: str | Path, title: str = "One load", disk: float | str | None = None
+) -> None:
     """Writes a page with the timeline of one load.
 
     Args:
         trace: What `penstock load --trace` writes.
         path: The HTML file to write.
         title: The heading.
+        disk: The disk's ceiling, in bytes a second; or why it is not known.
 
     Raises:
         ValueError: this is no such trace.
@@ -93,7 +101,12 @@ def write_trace(trace: dict[str, Any], path: str | Path, title: str = "One load"
     ]
     lead = tag("p", " · ".join(part for part in told if part), class_="lead")
     top = tag("header", tag("h1", title), lead, class_="top")
-    main = tag("main", _lanes(page, trace, None))
+    if isinstance(disk, str):
+        said = f"The disk's ceiling is not drawn: {disk}."
+    else:
+        said = f"The disk's ceiling: {rate(disk)}, read past the page cache with no loader in the way." if disk else ""
+    note = tag("p", f"{said} {_LOAD_ALONE}".strip(), class_="note")
+    main = tag("main", note, _lanes(page, trace, None, None if isinstance(disk, str) else disk))
     Path(path).write_text(page.document(title, join(top, main, _footer())), "utf-8")
 
 
@@ -153,12 +166,12 @@ def _results(page: _Page, results: dict[str, Any], found: Verdict) -> list[Html]
         inside: list[object] = [tag("h2", checkpoint)]
         told = _about(about, scenarios)
         inside.append(tag("p", told, class_="note") if told else None)
-        if c == 0:
+        if c == 0 and not results.get("quick"):
             inside.append(_key(results))
         for s, (scenario, rows) in enumerate(scenarios.items()):
             here = [k for k in found.contests if (k.checkpoint, k.scenario) == (checkpoint, scenario)]
             beside = runs.get(checkpoint, {}).get(scenario, [])
-            inside.append(_scenario(page, scenario, rows, beside, here, anchor(c, s)))
+            inside.append(_scenario(page, scenario, rows, beside, here, anchor(c, s), bool(results.get("quick"))))
         parts.append(tag("section", *inside, id=anchor(c)))
     return parts
 
@@ -191,6 +204,7 @@ def _key(results: dict[str, Any]) -> Html:
         (ceilings, tag("i", class_="line"), "ceiling: no loader in the way (band: its spread)"),
         (True, tag("i", class_="spread"), "fastest to slowest"),
         (bool(results.get("runs")), tag("i", class_="load"), "one load"),
+        (any(row.get("ranked") == TOUCHED for row in rows), tag("i", class_="alone"), "the load alone"),
         (any(row.get("later_s") for row in rows), tag("i", class_="later"), "later loads of the same process"),
         (any(row.get("fault") for row in rows), tag("i", class_="fault"), "above its ceiling: measurement fault"),
     ]  # fmt: skip
@@ -198,29 +212,46 @@ def _key(results: dict[str, Any]) -> Html:
 
 
 def _scenario(
-    page: _Page, scenario: str, rows: list[Row], runs: list[Row], contests: list[Contest], place: str
+    page: _Page, scenario: str, rows: list[Row], runs: list[Row], contests: list[Contest], place: str, quick: bool
 ) -> Html:
     checkpoint = rows[0]["checkpoint"]
     label = f"{checkpoint}, {scenario}"
     rows = with_ceilings(rows, runs)
-    figures = charts.bars(rows, runs)
+    # Bars beside each other rank, and a quick run does not
+    figures = None if quick else charts.bars(rows, runs)
     chart = page.chart(figures, f"{label}: bars of all loaders; the table below has the figures") if figures else None
     said = [_said(contest) for contest in contests]
     return tag(
         "section",
         tag("h3", label),
-        tag("p", SCENARIOS[scenario], class_="note") if scenario in SCENARIOS else None,
+        tag("p", _about_scenario(scenario, rows, quick), class_="note"),
         *(tag("p", line, class_="verdict") for line in said),
         chart,
-        tables.results_table(rows, f"{label}: all figures"),
+        tables.results_table(rows, f"{label}: all figures", in_turn=quick),
         id=place,
     )
+
+
+def _about_scenario(scenario: str, rows: list[Row], quick: bool) -> str:
+    """What the scenario is, and which time its rows are ranked by."""
+    touched = any(row.get("ranked") == TOUCHED for row in rows)
+    # Older results have cold loads of one kind only, whatever the memory before
+    about = SCENARIOS.get(scenario, "") if touched or scenario != "cold" else "Nothing of the files in the page cache."
+    return " ".join(part for part in (about, "Not ranked." if quick else ranked_by(touched)) if part)
+
+
+def ranked_by(touched: bool) -> str:
+    """Which time rows are ranked by, in a sentence."""
+    if touched:
+        return "Ranked by the time to the last byte touched: the load, then one byte of every page read by one thread."
+    return "Ranked by the time of the load alone."
 
 
 def _said(contest: Contest) -> Html:
     sign = tag("span", "✓" if contest.first else "✕", class_=f"sign {'good' if contest.first else 'bad'}")
     ours, rival = str(contest.ours["contestant"]), str(contest.rival["contestant"])
-    told = f" {ours} {duration(contest.ours[contest.key])}, {rival} {duration(contest.rival[contest.key])}: "
+    last = " to the last byte touched" if contest.touched else ""
+    told = f" {ours} {duration(contest.ours[contest.key])}, {rival} {duration(contest.rival[contest.key])}{last}: "
     what = f" {contest.what}:" if contest.what else ""
     overlap = "; their spreads overlap" if contest.overlap else ""
     return join(sign, what, told, tag("b", f"{digits(contest.times)}× as fast"), overlap)
@@ -229,14 +260,20 @@ def _said(contest: Contest) -> Html:
 # one load over time
 
 
-def _timelines(page: _Page, traces: list[dict[str, Any]]) -> Html | None:
+def _timelines(page: _Page, traces: list[dict[str, Any]], calibration: list[Row]) -> Html | None:
     if not traces:
         return None
     parts = [
-        _lanes(page, found["trace"], ", ".join(str(found[key]) for key in ("checkpoint", "scenario", "contestant")))
+        _lanes(
+            page,
+            found["trace"],
+            ", ".join(str(found[key]) for key in ("checkpoint", "scenario", "contestant")),
+            _disk(found, calibration),
+        )
         for found in traces
     ]
     note = (
+        f"{_LOAD_ALONE} Where the bytes come from the disk, the dashed line is its ceiling. "
         "One load each. A lane for every worker; what lies above is the rate at which bytes arrived. "
         "Events too short to be told apart are drawn as one bar, paler where it was idle in between. "
         "Drag to look closer, double-click to go back."
@@ -244,7 +281,24 @@ def _timelines(page: _Page, traces: list[dict[str, Any]]) -> Html | None:
     return tag("section", tag("h2", "Timelines"), tag("p", note, class_="note"), *parts, id="timelines")
 
 
-def _lanes(page: _Page, trace: dict[str, Any], title: str | None) -> Html:
+#: What a timeline shows of a load that is ranked by more.
+_LOAD_ALONE = "A timeline ends when the load returns; cold loads are ranked by the time to the last byte touched."
+
+
+def _disk(found: dict[str, Any], calibration: list[Row]) -> float | None:
+    """The fastest raw read of a checkpoint, in bytes a second, where a timeline is of a load from the disk."""
+    scenario = KNOWN.get(str(found["scenario"]))
+    if scenario is None or not scenario.from_disk:
+        return None
+    rates = [
+        tried["bytes"] / tried["seconds"]
+        for tried in calibration
+        if (tried["checkpoint"], tried["measure"]) == (found["checkpoint"], "direct") and tried["seconds"]
+    ]
+    return max(rates, default=None)
+
+
+def _lanes(page: _Page, trace: dict[str, Any], title: str | None, disk: float | None) -> Html:
     found = timeline.lanes(trace)
     said = timeline.summarise(trace, found).sentence()
     names = {
@@ -254,7 +308,7 @@ def _lanes(page: _Page, trace: dict[str, Any], title: str | None) -> Html:
         "wait": "engine waits",
     }
     key = [tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in lanes.roles(found)]
-    chart = page.chart({"lanes": lanes.figure(trace)}, f"Timeline: {said}") if found else None
+    chart = page.chart({"lanes": lanes.figure(trace, disk)}, f"Timeline: {said}") if found else None
     return tag(
         "div",
         tag("h3", title) if title else None,

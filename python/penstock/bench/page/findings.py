@@ -1,4 +1,4 @@
-"""What the rows of a benchmark say, before anybody looks at them: who is first, what missed, what cannot be true."""
+"""What the rows of a benchmark say: which loader is first, which bounds are missed, which rows cannot be true."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ..results import TOUCHED
 
 Row = dict[str, Any]
 
@@ -94,6 +96,11 @@ class Contest:
         return ", ".join(part for part in (kind, "later loads" if self.loads == "later" else None) if part)
 
     @property
+    def touched(self) -> bool:
+        """Whether it is about the time to the last byte touched."""
+        return self.loads == "first" and self.ours.get("ranked") == TOUCHED
+
+    @property
     def key(self) -> str:
         return "median_s" if self.loads == "first" else "later_s"
 
@@ -157,7 +164,7 @@ def judged(results: dict[str, Any]) -> Verdict:
         held=[bound for bound in to_judge if bound["holds"]],
         missed=[bound for bound in to_judge if not bound["holds"]],
         unjudged=[bound for bound in bounds if not bound.get("judged")],
-        contests=contests(rows),
+        contests=[] if results.get("quick") else contests(rows),  # too small a run to say which is first
         faults=[row for row in rows if row.get("fault")],
         failed=[row for row in rows if row.get("median_s") is None],
         unverified=[row for row in loads if not row.get("verified")],

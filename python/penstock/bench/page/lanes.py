@@ -47,8 +47,8 @@ def roles(found: list[Lane]) -> list[str]:
     ]
 
 
-def figure(trace: dict[str, Any]) -> Figure:
-    """The lanes and, above them, the rates at which bytes arrived."""
+def figure(trace: dict[str, Any], disk: float | None = None) -> Figure:
+    """The lanes and, above them, the rates at which bytes arrived; beside them the disk's, in bytes a second."""
     found = lanes(trace)
     summary = summarise(trace, found)
     span = max(summary.total * 1e6, 1e-9)
@@ -90,9 +90,14 @@ def figure(trace: dict[str, Any]) -> Figure:
         },
     }
     if rates:
+        if disk is not None:
+            line, name = _disk(disk / 1e9)
+            shapes.append(line)
+            annotations.append(name)
+        highest = max([*(point for points in rates.values() for point in points), (disk or 0) / 1e9])
         arrangement["yaxis2"] = quiet | {
             "domain": [below, 1],
-            "rangemode": "tozero",
+            "range": [0, 1.25 * highest or 1],
             "fixedrange": True,
             "gridcolor": light("rule"),
             "nticks": 4,
@@ -175,6 +180,20 @@ def _first_tensor(summary: Summary, scale: float) -> tuple[list[dict[str, Any]],
         "font": {"size": 12, "color": light("muted")},
     }  # fmt: skip
     return [line], [name]
+
+
+def _disk(at: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A line at the rate of the disk with no loader in the way, and its name above it."""
+    line = {
+        "type": "line", "xref": "paper", "yref": "y2", "x0": 0, "x1": 1, "y0": at, "y1": at, "layer": "above",
+        "line": {"color": light("text"), "width": 1.25, "dash": "dash"}, "name": "ceiling: disk",
+    }  # fmt: skip
+    name = {
+        "xref": "paper", "yref": "y2", "x": 1, "y": at, "xanchor": "right", "yanchor": "bottom", "showarrow": False,
+        "text": f"ceiling <b>disk</b> {digits(at)} GB/s", "font": {"size": 12, "color": light("muted")},
+        "bgcolor": light("page"), "borderpad": 1,
+    }  # fmt: skip
+    return line, name
 
 
 def _axis(unit: str) -> str:

@@ -12,7 +12,7 @@ from .units import size
 
 
 def masthead(results: dict[str, Any]) -> Html:
-    """Machine, versions, command, date and load averages, so that nobody mistakes whose figures these are."""
+    """Machine, versions, command, date and load averages, so that a reader sees where the figures come from."""
     machine: dict[str, Any] = results["machine"]
     when = datetime.datetime.fromisoformat(results["time"].replace("Z", "+00:00"))
     hour = when.strftime("%H:%M") + (" UTC" if when.utcoffset() == datetime.timedelta(0) else f" {when:%z}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..results import TOUCHED
 from .findings import SEMANTICS, Row, alike, ceiling_name
 from .markup import Html, join, tag
 from .units import SIZES, TIMES, places, rate, size, unit_for
@@ -35,7 +36,6 @@ COLUMNS = (
     Column("GB/s", "gb_per_s", "number"),
     Column("ceiling", "ceiling", told=lambda name: ceiling_name(str(name)), about="what bounds it on this machine"),
     Column("share", "share", "number", about="of that ceiling"),
-    Column("share of raw", "share_of_raw", "number", about="of the raw O_DIRECT read right before it"),
     Column("first tensor", "first_tensor_s", "seconds"),
     Column("open", "open_s", "seconds"),
     Column("load", "load_s", "seconds"),
@@ -47,12 +47,22 @@ COLUMNS = (
     Column("device memory", "device_memory", "bytes", about="peak allocated beyond the weights"),
     Column("cache left", "cache_left", "bytes", about="of the files, in the page cache afterwards"),
     Column("set-up", "setup_s", "seconds", about="imports and context creation, not part of the load"),
+    Column("first start", "first_s", "seconds", about="the cold load before a second start, touch included"),
+    Column("fill", "fill_s", "seconds", about="filling the page cache after the first start, in the background"),
+    Column("warm", "warm_s", "seconds", about="a warm load of the same run, beside the second start"),
     Column("loads", "loads", "number"),
     Column("every byte", "verified", told=lambda same: "verified" if same else "different"),
     Column("settings", "settings"),
     Column("fault", "fault", about="faster than its ceiling: the measurement is wrong"),
     Column("error", "error"),
 )  # fmt: skip
+#: What leads in a table that is ranked by the time to the last byte touched, instead of the median and the load.
+_TO_LAST_BYTE = (
+    Column("to last byte", "median_s", "load", about="median: the load, then one byte of every page touched"),
+    Column("load alone", "load_s", "load", about="median, without the touch"),
+)
+#: Columns that a quick run, which judges nothing, has none of.
+JUDGING = ("ceiling", "share", "fault")
 #: Columns whose text may be long: they wrap.
 LONG = ("settings", "fault", "error")
 
@@ -98,10 +108,18 @@ def in_order(rows: list[Row]) -> list[Row]:
     return loaders + sorted((row for row in rows if row.get("kind") == "ceiling"), key=speed)
 
 
-def results_table(rows: list[Row], label: str) -> Html:
-    """Everything that is known of the loads of one scenario; columns that nobody has are left out."""
-    rows = in_order(rows)
-    columns = [chosen for chosen in COLUMNS if any(chosen.value(row) is not None for row in rows)]
+def results_table(rows: list[Row], label: str, in_turn: bool = False) -> Html:
+    """Everything that is known of the loads of one scenario; columns without a value are left out.
+
+    The fastest comes first, except with `in_turn`: then rows stand as they were measured, without what judges them.
+    """
+    rows = rows if in_turn else in_order(rows)
+    known = [chosen for chosen in COLUMNS if not (in_turn and chosen.key in JUDGING)]
+    if any(row.get("ranked") == TOUCHED for row in rows):
+        place = [chosen.key for chosen in known].index("median_s")
+        kept = [chosen for chosen in known if chosen.key not in ("median_s", "load_s")]
+        known = [*kept[:place], *_TO_LAST_BYTE, *kept[place:]]
+    columns = [chosen for chosen in known if any(chosen.value(row) is not None for row in rows)]
     made = [_cells(chosen, rows) for chosen in columns]
     head = [tag("th", tag("button", "contestant", type="button"), scope="col", class_="left")]
     for chosen, (title, _) in zip(columns, made, strict=True):

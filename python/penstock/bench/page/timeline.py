@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from .units import duration, percent
@@ -92,6 +93,12 @@ def lanes(trace: dict[str, Any]) -> list[Lane]:
         return known, lane.kind, lane.number
 
     return sorted(filled, key=order)
+
+
+def files(trace: dict[str, Any]) -> list[Path]:
+    """The files that a load read, by its trace."""
+    names = dict.fromkeys(event.file for lane in lanes(trace) for event in lane.events if event.file is not None)
+    return list(map(Path, names))
 
 
 def union(intervals: Iterable[Interval]) -> float:

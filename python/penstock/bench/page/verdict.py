@@ -37,7 +37,7 @@ def _of(some: int, all_of_it: int) -> Html:
 
 
 def _cards(found: Verdict, quick: bool) -> list[Html]:
-    """Four figures. A quick run is no basis for a comparison: who is first gets no sign there."""
+    """Four figures. A quick run is no basis for a comparison: it has no contests."""
     judged = len(found.held) + len(found.missed)
     missed = "none missed" if not found.missed else f"{len(found.missed)} missed"
     if not judged:
@@ -48,11 +48,10 @@ def _cards(found: Verdict, quick: bool) -> list[Html]:
     first = sum(contest.first for contest in found.contests)
     if found.contests:
         told = "first everywhere" if not found.behind else f"not first in {len(found.behind)}"
-        firsts = _card(
-            "Penstock is first in", _of(first, len(found.contests)), told, None if quick else not found.behind
-        )
+        firsts = _card("Penstock is first in", _of(first, len(found.contests)), told, not found.behind)
     else:
-        firsts = _card("Penstock is first in", "–", "no other loader ran", None)
+        told = "a quick run ranks no loader" if quick else "no other loader ran"
+        firsts = _card("Penstock is first in", "–", told, None)
     faults = len(found.faults)
     above = "nothing is above its ceiling" if not faults else "faster than the ceiling: measured wrongly"
     checked = found.verified + len(found.unverified)
@@ -85,6 +84,9 @@ def _matrix(found: Verdict, results: dict[str, Any]) -> Html | None:
         rows.append(tag("tr", tag("th", scenario, scope="row"), *cells))
     head = tag("tr", tag("th"), *(tag("th", checkpoint, scope="col") for checkpoint in measured))
     caption = "Times as fast as the fastest other loader of like semantics, by median; times: penstock / the other"
+    touched = dict.fromkeys(contest.scenario for contest in found.contests if contest.touched)
+    if touched:
+        caption += f". Time to the last byte touched: {', '.join(touched)}; the others: the load alone"
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix")
     return join(tag("p", caption, class_="note"), tables.scroll(table, caption))
 
@@ -146,6 +148,7 @@ def _behind(contest: Contest) -> Html:
     overlap = "; their spreads overlap" if contest.overlap else ""
     return join(
         tag("b", f"{contest.checkpoint}, {contest.scenario}{what}"),
+        " (to the last byte touched)" if contest.touched else "",
         f": {contest.rival['contestant']} takes {duration(contest.rival[contest.key])}, ",
         f"{contest.ours['contestant']} {duration(contest.ours[contest.key])}{overlap}",
     )

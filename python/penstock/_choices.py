@@ -1,0 +1,45 @@
+"""The fixed sets of values that options and arguments take, as types: a type checker and an editor know them.
+
+Each list stands once in Python, here. `tests/test_api_types.py` compares them with what the core takes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
+"""`Options.io`: the way of reading."""
+
+Cache = Literal["auto", "keep", "bypass"]
+"""`Options.cache`: what stays in the page cache."""
+
+Framework = Literal[
+    "pt",
+    "torch",
+    "pytorch",
+    "np",
+    "numpy",
+    "jax",
+    "flax",
+    "tf",
+    "tensorflow",
+    "paddle",
+    "mlx",
+    "dlpack",
+]
+"""``framework=``: whose tensors are made."""
+
+Order = Literal["file", "layer"]
+"""``order=`` of reading and of saving."""
+
+Layout = Literal["aligned", "compact"]
+"""``layout=`` of a saved file."""
+
+Backend = Literal["mmap", "pread"]
+"""``backend=`` of the functions that safetensors has too."""
+
+NameMatch = Literal["glob", "exact", "regex"]
+"""``tensor_name_match_mode=`` of the InstantTensor interface."""
+
+FillState = Literal["running", "finished", "stopped"]
+"""`CacheFill.state`."""
