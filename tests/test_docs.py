@@ -79,7 +79,7 @@ def test_python_examples_run(here, page):
         "build_the_model": lambda: None,
         "model": {name: torch.empty(t.shape, dtype=torch.bfloat16) for name, t in _tensors("model")},
     }
-    patches = penstock._patch._routing.patches
+    patches = set(penstock._patch._routing.patches)
     try:
         for code in blocks(page, "python"):
             code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
@@ -87,8 +87,8 @@ def test_python_examples_run(here, page):
                 exec(compile(code, page, "exec"), known)
     finally:
         # A program may leave its patch in force for good; the tests after this one are not to have it
-        while penstock._patch._routing.patches > patches:
-            penstock._patch._routing.end()
+        for patched in penstock._patch._routing.patches - patches:
+            patched.undo()
 
 
 MINILM = "all-MiniLM-L6-v2"

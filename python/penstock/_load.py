@@ -124,7 +124,7 @@ def device_for(device: Any, framework: str | None) -> Device:
             )
         return where
     if "torch" not in sys.modules:
-        with importing:
+        with importing():
             import torch  # noqa: F401
         where = any_device(device)
     return where
@@ -146,7 +146,7 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
     if name == "pt":
-        with importing:
+        with importing():
             import torch  # noqa: F401
 
             from ._torch import Torch
@@ -156,7 +156,7 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
 
         return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
     if name == "np":
-        with importing:
+        with importing():
             import numpy  # noqa: F401
 
             from ._numpy import Numpy
@@ -241,8 +241,8 @@ def prepare(
 def collector_paused() -> Iterator[None]:
     """No garbage collection meanwhile: with 371,474 new tensors it would scan all of them again and again."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:
@@ -266,8 +266,16 @@ def _end_all() -> None:
     """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
     _core.exiting()
     _core.stop_fills("the process ends", 0)
-    for load in list(_begun):
+    for load in _still_there():
         load.close()
+
+
+def _still_there() -> list[_core.Load]:
+    while True:
+        try:
+            return list(_begun)
+        except RuntimeError:  # a daemon thread has begun one meanwhile
+            continue
 
 
 def begin(
@@ -349,7 +357,10 @@ class Job:
         self._result: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._report: Report | None = None
+        # Held while the tensors are made. A thread that waits for it waits for another that makes them, and can be
+        # interrupted. A thread that has it already is in a signal handler or a `__del__`: see `_makes`
         self._handing_out = threading.RLock()
+        self._makes = False
         self._load = begin(request, adapter)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -402,6 +413,7 @@ class Job:
         Raises:
             StalledError: (a TimeoutError) not done after ``timeout`` seconds; the load goes on.
             CancelledError: the job was cancelled.
+            InvalidError: called by a signal handler or a ``__del__`` while its own thread makes the result.
             PenstockError: the load's own error, every time.
         """
         raise_if_forked(self._owner, "job")
@@ -420,11 +432,19 @@ class Job:
             if self._result is not None:
                 return self._result
             self._raise_again()
+            if self._makes:
+                raise InvalidError(
+                    "this very thread is making the result just now: a signal handler or a __del__ that runs in the "
+                    "middle of that cannot have it; it is there once the thread goes on"
+                )
+            self._makes = True
             try:
                 return self._hand_out()
             except BaseException as error:
                 self._remember(error)
                 raise
+            finally:
+                self._makes = False
 
     def _raise_again(self) -> None:
         """Raises what an earlier `result` has raised. It cannot be found again: the load is closed."""

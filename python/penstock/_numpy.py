@@ -25,7 +25,7 @@ def numpy_dtype(name: str) -> Any:
     if dtype.numpy is not None:
         return numpy.dtype(dtype.numpy)
     if dtype.ml_dtypes is not None and importlib.util.find_spec("ml_dtypes") is not None:
-        with importing:
+        with importing():
             found = getattr(importlib.import_module("ml_dtypes"), dtype.ml_dtypes, None)
         return None if found is None else numpy.dtype(found)
     return None

@@ -67,7 +67,7 @@ def module_of(name: str) -> Any:
     """
     framework = FRAMEWORKS[name]
     try:
-        with importing:
+        with importing():
             return importlib.import_module(framework.module)
     except ImportError as error:
         raise MissingFrameworkError(f"framework={name!r} needs {framework.package}: {error}") from None
