@@ -31,6 +31,7 @@ from ._errors import (
     UnsupportedError,
     raise_if_forked,
 )
+from ._frameworks import need
 from ._late_imports import importing
 from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
@@ -124,8 +125,7 @@ def device_for(device: Any, framework: str | None) -> Device:
             )
         return where
     if "torch" not in sys.modules:
-        with importing():
-            import torch  # noqa: F401
+        need("pt")
         where = any_device(device)
     return where
 
@@ -142,13 +142,17 @@ def check_device(framework: str, device: Device) -> None:
 
 
 def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
-    """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
+    """The adapter of ``framework``; imports the framework.
+
+    Raises:
+        MissingFrameworkError: it cannot be imported.
+        UnsupportedError: before a byte moves, if it lacks a wanted dtype.
+    """
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
+    need(name)
     if name == "pt":
         with importing():
-            import torch  # noqa: F401
-
             from ._torch import Torch
         if device.is_cpu or device.is_gpu:
             return Torch(selection, device, target)
@@ -157,8 +161,6 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
         return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
     if name == "np":
         with importing():
-            import numpy  # noqa: F401
-
             from ._numpy import Numpy
         return Numpy(selection, target)
     if name != "dlpack":

@@ -36,6 +36,7 @@ from ._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ._frameworks import need
 
 PACKAGES = (
     "safetensors",
@@ -220,10 +221,7 @@ def _can_load(framework: Any, device: Any) -> bool:
     try:
         name = _load.framework_named(framework)
         where = _load.device_for(device, framework)
-        if name not in ("pt", "np", "dlpack"):
-            from ._via_numpy import module_of
-
-            module_of(name)
+        need(name)
     except PenstockError:
         return False
     if isinstance(device, int):

@@ -23,6 +23,7 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
+from ._frameworks import need
 from ._indexing import Indexing, Plan, plan
 from ._late_imports import importing
 from ._prefetch import PrefetchLoader
@@ -173,6 +174,10 @@ class safe_open:
         options: `Options`, or a dict of its keywords.
 
     Usable with and without ``with``. Tensors and slices outlive the handle.
+
+    Raises:
+        MissingFrameworkError: (an ImportError) the framework cannot be imported.
+        PenstockError: as `penstock.open`.
     """
 
     def __init__(
@@ -191,11 +196,8 @@ class safe_open:
         self._device = _load.device_for(device, framework)
         _load.check_device(self._framework, self._device)
         self._sliced_by = self._framework
+        need(self._framework)
         if self._framework not in ("pt", "np", "dlpack"):
-            with importing():
-                from ._via_numpy import module_of
-
-                module_of(self._framework)
             self._sliced_by = "np" if self._device.is_cpu else self._framework
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
