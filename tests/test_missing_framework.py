@@ -57,10 +57,13 @@ if missing == "torch":
         "gpu": lambda: penstock.safe_open(path, "pt", "cuda:0"),
         "meta": lambda: checkpoint.load("meta", framework="pt"),
         "xpu": lambda: checkpoint.load("xpu", framework="pt"),
+        "fastsafe_open": lambda: fastsafetensors.fastsafe_open(path, nogds=True, device="cpu"),
         "instanttensor": lambda: instanttensor.safe_open(path, "pt", "cpu"),
+    }
+if missing == "torch" and way != "import":  # these look for torch first and import it later
+    calls |= {
         "instanttensor later": lambda: instanttensor.safe_open(path, "pt", "cpu", load_now=False),
         "fastsafetensors": lambda: fastsafetensors.SafeTensorsFileLoader(group, "cpu"),
-        "fastsafe_open": lambda: fastsafetensors.fastsafe_open(path, nogds=True, device="cpu"),
         "ParallelLoader": lambda: fastsafetensors.ParallelLoader(group, [path], device="cpu"),
         "AutoLoader": lambda: fastsafetensors.AutoLoader(group, [path], device="cpu"),
         "ParallelSaver": lambda: fastsafetensors.ParallelSaver(),

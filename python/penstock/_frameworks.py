@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from ._errors import MissingFrameworkError
@@ -24,6 +25,20 @@ def module_named(module: str, framework: str, package: str) -> Any:
             return importlib.import_module(module)
     except ImportError as error:
         raise MissingFrameworkError(f"framework={framework!r} needs {package}: {error}") from None
+
+
+def need_torch() -> None:
+    """Looks for torch and does not import it.
+
+    Raises:
+        MissingFrameworkError: it is not installed.
+    """
+    try:
+        found = find_spec("torch")
+    except (ImportError, ValueError) as error:
+        raise MissingFrameworkError(f"framework='pt' needs torch: {error}") from None
+    if found is None:
+        raise MissingFrameworkError("framework='pt' needs torch: it is not installed")
 
 
 def need(framework: str) -> None:

@@ -3,6 +3,6 @@
     from penstock.compat.instanttensor import safe_open
     from penstock.compat.fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-docs/compatibility.md says, name by name, what each does here and what is different on purpose. The other loader
-is never imported, and torch when a file is opened.
+docs/compatibility.md says, name by name, what each does here and what is different on purpose. Neither the other loader
+nor torch is imported until a tensor is asked for.
 """

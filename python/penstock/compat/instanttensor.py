@@ -24,7 +24,7 @@ from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
-from .._frameworks import need
+from .._frameworks import need_torch
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._process_group import check_alone
@@ -211,7 +211,7 @@ class safe_open:
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
-        need("pt")
+        need_torch()
         check_alone(process_group, "process_group")
         _check_fraction(max_free_mem_usage)
         matches = _matcher([] if tensor_filter is None else tensor_filter, tensor_name_match_mode)
