@@ -24,7 +24,7 @@ from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
-from .._frameworks import need_torch
+from .._frameworks import need, need_torch
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._process_group import check_alone
@@ -317,6 +317,7 @@ class safe_open:
             UnknownTensorError: (a KeyError) no such tensor, or the filter leaves it out.
             UnsupportedError: torch lacks the dtype.
         """
+        need("pt")
         import torch
 
         info = self._info(name)
