@@ -710,6 +710,15 @@ def _wants_json(arguments: Sequence[str]) -> bool:
     return "bench" not in options[:1] and any(len(word) > 2 and "--json".startswith(word) for word in options)
 
 
+def _wants_traceback() -> bool:
+    value = os.environ.get("PENSTOCK_TRACEBACK", "0")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidError(f"PENSTOCK_TRACEBACK={value!r}: must be UTF-8") from None
+    return value not in ("", "0")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
     parser = _parser()
@@ -728,7 +737,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be UTF-8; they are written as the bytes that they are
         sys.stdout.reconfigure(errors="surrogateescape")
+    traceback_wanted = False
     try:
+        traceback_wanted = _wants_traceback()
         _refuse_schemes(args)
         args.run(args)
         sys.stdout.flush()
@@ -742,7 +753,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:
-        if os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
+        if traceback_wanted:
             import traceback
 
             traceback.print_exc()
