@@ -224,6 +224,8 @@ class Load:
     def cancel(self) -> None: ...
     def close(self) -> None:
         """Cancels if still running and waits until nothing of it runs any more. Idempotent."""
+    def let_go(self) -> None:
+        """Closes it and lets go of everything that was not handed out. Idempotent."""
     def progress(self) -> tuple[int, int]:
         """(bytes ready, bytes wanted)."""
     def report(self) -> dict[str, Any]: ...

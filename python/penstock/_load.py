@@ -404,8 +404,14 @@ class Job:
         try:
             self._load.wait(0)
         except PenstockError:
-            # Whoever holds on to a failed job, as a traceback does, must not hold on to gigabytes
-            self._adapter.let_go()
+            self._let_go()
+        if (self._cancelled or self._error is not None) and not self._makes:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nobody gets a result any more. What holds on to the job, as a traceback does, must not hold on to gigabytes."""
+        self._load.let_go()
+        self._adapter.let_go()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The tensors by name, in the order asked for; the same dictionary every time.
@@ -443,10 +449,15 @@ class Job:
             try:
                 return self._hand_out()
             except BaseException as error:
-                self._remember(error)
+                if not (self._cancelled and isinstance(error, PenstockError)):
+                    self._remember(error)
+                    raise
+                self._raise_again()  # cancelled by another thread in the middle of it
                 raise
             finally:
                 self._makes = False
+                if self._result is None:
+                    self._let_go()
 
     def _raise_again(self) -> None:
         """Raises what an earlier `result` has raised. It cannot be found again: the load is closed."""
@@ -490,6 +501,8 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._result is None:
+            self._cancelled = True
         self.close()
 
 
@@ -545,5 +558,5 @@ def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[t
             write_trace(load, request.checkpoint._ended(load))
         finally:
             if os.getpid() == owner:
-                load.close()
+                load.let_go()
                 adapter.let_go()

@@ -133,7 +133,7 @@ class PrefetchLoader:
         if os.getpid() != self._owner:
             return
         self._closed = True
-        self._load.close()
+        self._load.let_go()
         self._here.clear()
         self._adapter.let_go()
 

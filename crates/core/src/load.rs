@@ -379,7 +379,15 @@ impl Load {
         }
     }
 
-    /// Lets go of everything that was not handed out.
+    /// Closes the load and lets go of everything that was not handed out: nothing can be taken from it any more. For an owner
+    /// that gives up on a load which has ended well, and is kept alive itself, as by a traceback.
+    pub fn let_go(&self) {
+        if self.pid == std::process::id() {
+            self.close();
+            self.release();
+        }
+    }
+
     fn release(&self) {
         let mut state = self.shared.lock();
         let State { blocks, viewed, unviewed, .. } = &mut *state;
