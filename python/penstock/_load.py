@@ -409,7 +409,7 @@ class Job:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Nobody gets a result any more. What holds on to the job, as a traceback does, must not hold on to gigabytes."""
+        """There will be no result. What holds on to the job, as a traceback does, must not hold on to gigabytes."""
         self._load.let_go()
         self._adapter.let_go()
 

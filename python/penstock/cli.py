@@ -424,8 +424,8 @@ def _page_cache(args: argparse.Namespace) -> None:
     evict = args.command == "evict"
     files: list[dict[str, Any]] = []
     for path in paths:
-        before, nbytes, _ = _core.residency(path)
-        after = _core.evict(path) if evict else _core.warm(path, args.threads)
+        before, nbytes, _ = _core.residency(path, args.stall_timeout)
+        after = _core.evict(path) if evict else _core.warm(path, args.threads, args.stall_timeout)
         files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
     resident, nbytes = sum(f["resident_bytes"] for f in files), sum(f["nbytes"] for f in files)
     ok = resident == 0 if evict else resident >= nbytes
