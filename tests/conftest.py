@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,12 @@ from penstock.bench.synth import Layout, Tensor
 
 torch = pytest.importorskip("torch")
 
-#: Hooks for the marks `machine` and `pairwise`; fixtures: checkpoints with the layouts of public models.
-pytest_plugins = ["machine", "models", "pairwise"]
+#: What failed tests leave; hooks for the marks `machine` and `pairwise`; checkpoints with the layouts of public models.
+pytest_plugins = ["aftermath", "machine", "models", "pairwise"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAKEGPU = os.environ.get("PENSTOCK_TEST_FAKEGPU")
 if FAKEGPU:
@@ -46,6 +51,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def text(parameter: object) -> str:
     """The name of a parameter, as `str` without an address: processes of a parallel run must agree on names."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(parameter))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A name with an address is another in each process, and a parallel run stops before its first test."""
+    if " at 0x" in item.nodeid:
+        raise pytest.UsageError(f"{item.nodeid}: name its parameters with `ids=text`")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -212,7 +223,9 @@ def nothing_left_running() -> Iterator[None]:
     penstock._core.stop_fills("the test is over", 30)
     if ordeal.threads():
         gc.collect()  # a load in a cycle, such as a traceback makes, ends with it
-    assert not ordeal.threads(MOMENT, fills=True), "left running"
+    if left := ordeal.threads(MOMENT, fills=True):
+        ordeal.give_up_threads()  # those that this test started are not of the next ones
+        pytest.fail(f"left running: {left}")
     if _opened_since(before):
         gc.collect()  # a file in a cycle, the same
     assert not _opened_since(before), "left open"

@@ -59,13 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # --- Trying again ---
 
-_FAILED = pytest.StashKey["tuple[BaseException, Moment] | None"]()
+#: How a test has failed: kind and text of the error, and the moment. The error itself would keep what the test had.
+_FAILED = pytest.StashKey["tuple[type[BaseException], str, Moment] | None"]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     if call.excinfo is not None and call.when != "teardown":
-        item.stash[_FAILED] = (call.excinfo.value, Moment.now(pagecache.given_up()))  # before its fixtures end
+        error = call.excinfo.value
+        item.stash[_FAILED] = (type(error), str(error), Moment.now(pagecache.given_up()))  # before its fixtures end
     return (yield)  # type: ignore[return-value]
 
 
@@ -103,17 +105,17 @@ AGAIN = "tried again"
 
 
 def _excuse(
-    failed: tuple[BaseException, Moment] | None, before: Moment, reports: list[pytest.TestReport]
+    failed: tuple[type[BaseException], str, Moment] | None, before: Moment, reports: list[pytest.TestReport]
 ) -> str | None:
     """Why a failure is no finding; None where it is one, or where nothing failed."""
     if failed is None or any(report.failed and report.when == "teardown" for report in reports):
         return None
-    error, then = failed
-    if isinstance(error, NotQuiet):
-        return str(error)
-    if type(error) is not AssertionError or (disturbance := then.disturbance(before)) is None:
+    kind, text, then = failed
+    if issubclass(kind, NotQuiet):
+        return text
+    if kind is not AssertionError or (disturbance := then.disturbance(before)) is None:
         return None
-    return f"{disturbance}: {str(error).splitlines()[0] if str(error) else 'an assertion failed'}"
+    return f"{disturbance}: {text.splitlines()[0] if text else 'an assertion failed'}"
 
 
 def _forget_failed_fixtures(item: Any) -> None:

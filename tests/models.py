@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pagecache
 import pytest
 from ordeal import results
 from penstock.bench import layouts, reference, synth
@@ -51,6 +52,13 @@ class Model:
         """A tensor with its shape and elements of its size, whatever its dtype (of whole bytes) means."""
         entry = self.entries[name]
         return self.bytes_of(name).view(f"V{BITS[entry.dtype] // 8}").reshape(entry.shape)
+
+    def near(self, state: str) -> None:
+        """Brings the files near a state of the page cache.
+
+        For tests whose results are the same in every state: they run beside others, and the route of a load varies.
+        """
+        pagecache.near(self.files, state)
 
     @results
     def same(self, tensors: dict[str, Any]) -> None:

@@ -163,7 +163,7 @@ def test_a_fork_ends_it(cold: Path, other: Path) -> None:
         + """
 pid = os.fork()
 if pid == 0:
-    assert fill.wait() and fill.state == "stopped" and "forked from" in fill.reason, fill
+    assert fill.wait() and fill.state == "stopped" and "parent process" in fill.reason, fill
     fill.stop()
     again = penstock.open(path)._core.fill()
     assert again.wait(60) and again.state == "finished", again

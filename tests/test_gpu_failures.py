@@ -15,6 +15,7 @@ import fakegpu
 import penstock
 import pytest
 from fakegpu import FakeGpu, FakeTorch, fresh, settle, threads, torch_on
+from ordeal import load_factor
 from penstock.bench import reference, synth
 from penstock.bench.synth import Tensor
 
@@ -171,7 +172,7 @@ def test_torch_without_memory(gpu: FakeTorch, file: Path) -> None:
 def test_a_context_lost_in_the_middle(fake: FakeGpu, file: Path) -> None:
     fake.configure(sticky="6:700")
     error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
-    assert "700" in str(error) and "started anew" in str(error)
+    assert "700" in str(error) and "must be restarted" in str(error)
     # And for everybody after: nothing works in this process, but it says so at once.
     started = time.monotonic()
     fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
@@ -184,7 +185,7 @@ def test_every_error_that_loses_the_context_says_that_the_process_has_to_be_star
 ) -> None:
     fake.configure(sticky=f"3:{code}")
     error = fails(file, "Device", lambda: penstock.open(file).load("cuda:0", framework="dlpack", options=OPTIONS))
-    assert f"({code})" in str(error) and "started anew" in str(error), error
+    assert f"({code})" in str(error) and "must be restarted" in str(error), error
 
 
 @pytest.mark.parametrize("code", [801, 712, 1, 2])
@@ -235,7 +236,6 @@ def test_a_driver_that_is_not_there(fake: FakeGpu, file: Path, monkeypatch: pyte
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.02])
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
 @pytest.mark.parametrize("name", ["dlpack", "pt"])
-@pytest.mark.machine
 def test_a_job_that_is_not_let_finish(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, file: Path, name: str, how: str, delay: float
 ) -> None:
@@ -250,7 +250,7 @@ def test_a_job_that_is_not_let_finish(
                 job.result()
         elif how == "close":
             job.close()
-        assert how == "drop" or (settle(threads, []) == [] and time.monotonic() - started < 5)
+        assert how == "drop" or (settle(threads, []) == [] and time.monotonic() - started < 5 * load_factor())
         del job
         gc.collect()
         assert settle(threads, []) == []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pagecache
 import penstock
 import pytest
 import torch
 from models import ROUTES, UNICODE, Model, Way, flat
+from pagecache import near
 from penstock.bench import synth
 from penstock.bench.synth import BITS
 
@@ -51,7 +51,7 @@ def alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_torch_tensors_are_those_of_safetensors(written: Path, way: Way) -> None:
-    pagecache.put([written], "cold")
+    near([written], "cold")
     ours = penstock.open(written).load(framework="pt", options=way.options)
     theirs = theirs_in_torch.load_file(written)
     assert set(ours) == set(theirs)

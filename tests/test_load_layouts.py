@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pagecache
 import penstock
 import pytest
 import torch
 from models import ROUTES, SPARSE, Model, Way, accounted, flat
+from pagecache import near
 from penstock.bench import reference
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -27,7 +27,7 @@ load_file = pytest.importorskip("safetensors.torch").load_file
     ids=str,
 )
 def test_gpt2(gpt2: Path, way: Way, state: str) -> None:
-    pagecache.put([gpt2 / "model.safetensors"], state)
+    near([gpt2 / "model.safetensors"], state)
     checkpoint = penstock.open(gpt2)
     ours = checkpoint.load(options=way.options, progress=False)
     theirs = load_file(gpt2 / "model.safetensors")
@@ -69,7 +69,7 @@ def test_a_mixture_of_9266_tensors_in_four_files(moe: Model, way: Way, state: st
     assert len(moe.entries) == 9266
     assert len(moe.files) == 4
     checkpoint = penstock.open(moe.source)
-    pagecache.put(moe.files, state)
+    moe.near(state)
     ours = checkpoint.load(options=way.options, progress=False)
     accounted(checkpoint.last_report, moe.nbytes)
     theirs: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def test_offsets_beyond_4_gib(sparse: Path, way: Way) -> None:
     assert entries["last"].offset > 6 << 30
     checkpoint = penstock.open(sparse)
     assert checkpoint["last"].offsets == (entries["last"].offset, sparse.stat().st_size)
-    pagecache.evict(sparse)
+    near([sparse], "cold")
     tensors = checkpoint.load(names=names, options=way.options, progress=False)
     for name, tensor in tensors.items():
         assert np.array_equal(flat(tensor), reference.raw(entries[name])), name

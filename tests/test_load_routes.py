@@ -53,7 +53,7 @@ def test_options_that_contradict_each_other_are_refused(llama: Model, way: Way) 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.cache != "auto" or w.io not in ("auto", "direct")], ids=str)
 def test_shapes_names_and_offsets_of_every_kind(odd: Model, way: Way, state: str) -> None:
     checkpoint = penstock.open(odd.source)
-    pagecache.put(odd.files, state)
+    odd.near(state)
     tensors = checkpoint.load(options=way.options, dtype="raw", framework="np", progress=False)
     odd.same(tensors)
     accounted(checkpoint.last_report, odd.nbytes)
@@ -74,7 +74,7 @@ def test_existing_tensors_are_filled(llama: Model, way: Way, state: str) -> None
 
     tensors = {key: torch.from_numpy(array).view(torch.bfloat16) for key, array in into.items()}
     checkpoint = penstock.open(llama.source)
-    pagecache.put(llama.files, state)
+    llama.near(state)
     report = checkpoint.load_into(tensors, options=way.options, progress=False)
     llama.same({key: tensor.contiguous() for key, tensor in tensors.items()})
     accounted(report, llama.nbytes)
@@ -85,7 +85,7 @@ def test_existing_tensors_are_filled(llama: Model, way: Way, state: str) -> None
 @pytest.mark.parametrize("order", ["file", "layer"])
 def test_streams_give_every_tensor_once(llama: Model, way: Way, order: str) -> None:
     checkpoint = penstock.open(llama.source)
-    pagecache.put(llama.files, "half")
+    llama.near("half")
     largest = max(entry.nbytes for entry in llama.entries.values())
     found = {}
     for name, tensor in checkpoint.stream(order=order, window=largest, options=way.options):
@@ -105,7 +105,7 @@ def test_streams_give_every_tensor_once(llama: Model, way: Way, order: str) -> N
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_background_loads_give_the_same(llama: Model, way: Way) -> None:
     checkpoint = penstock.open(llama.source)
-    pagecache.put(llama.files, "cold")
+    llama.near("cold")
     with checkpoint.start(options=way.options) as first, checkpoint.start(options=way.options) as second:
         llama.same(first.result())
         llama.same(second.result())
@@ -113,7 +113,7 @@ def test_background_loads_give_the_same(llama: Model, way: Way) -> None:
 
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_safe_open_gives_the_same(llama: Model, way: Way) -> None:
-    pagecache.put(llama.files, "cold")
+    llama.near("cold")
     with penstock.safe_open(llama.files, framework="pt", options=way.options) as file:
         assert file.offset_keys() == list(llama.entries)
         llama.same({name: file.get_tensor(name) for name in file.offset_keys()})
@@ -127,7 +127,7 @@ def test_safe_open_gives_the_same(llama: Model, way: Way) -> None:
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_reads_of_any_size_and_number(llama: Model, way: Way, extent: str) -> None:
     checkpoint = penstock.open(llama.source)
-    pagecache.put(llama.files, "half")
+    llama.near("half")
     for depth in (1, 7):
         options = {**way.options, "extent": extent, "staging": "128MiB", "depth": depth, "threads": 3}
         tensors = checkpoint.load(options=options, progress=False)

@@ -78,7 +78,7 @@ def test_opened_within_400_ms_and_loaded_within_1800_ms(
         assert 0 < report["seconds_per_tensor"] < 1e-4
         if opening <= 0.4 and both <= 1.8:
             return
-    pytest.fail(f"{TRIES} tries: {json.dumps(seen, indent=1)}")
+    raise AssertionError(f"{TRIES} tries: {json.dumps(seen, indent=1)}")
 
 
 @pytest.mark.parametrize("copy", [None, True], ids=["mapped", "private"])

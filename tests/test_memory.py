@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pagecache
 import penstock
 import pytest
 import torch
 from models import MIB, ROUTES, Model, Way, flat
+from pagecache import near
 
 #: What a load may take besides its destination and its staging memory, and what it may take for each tensor besides.
 ROOM, PER_TENSOR = 64 * MIB, 1 << 10
@@ -130,7 +130,7 @@ BOUNDED = {"staging": STAGING, "extent": 2 * MIB}
 )
 def test_memory_beyond_the_destination(gpt2: Path, measure: Any, way: Way, state: str) -> None:
     path = gpt2 / "model.safetensors"
-    pagecache.put([path], state)
+    near([path], state)
     seen = measure(gpt2, {**way.options, **BOUNDED})
     # Mapped files are page cache, not anonymous memory
     mapped = seen["routes"]["mapped"]["bytes"] > 0
@@ -146,7 +146,7 @@ def test_memory_beyond_the_destination(gpt2: Path, measure: Any, way: Way, state
 @pytest.mark.parametrize("way", [way for way in ROUTES if way.io != "mapped"], ids=str)
 def test_memory_of_a_column_slice_of_everything(gpt2: Path, measure: Any, way: Way) -> None:
     """Rows too short for a read each go through staging memory: here 548 MB of them, through 32 MiB."""
-    pagecache.put([gpt2 / "model.safetensors"], "cold")
+    near([gpt2 / "model.safetensors"], "cold")
     seen = measure(gpt2, {**way.options, **BOUNDED}, rank=[1, 4])
     assert seen["peak"] - seen["nbytes"] <= STAGING + ROOM + PER_TENSOR * seen["tensors"], seen
     assert 0 < seen["peak_staging"] <= STAGING
@@ -157,7 +157,7 @@ def test_memory_of_a_column_slice_of_everything(gpt2: Path, measure: Any, way: W
     "way", [Way("buffered", "auto", None), Way("direct", "auto", None), Way("auto", "bypass", None)], ids=str
 )
 def test_memory_of_a_load_into_existing_tensors(gpt2: Path, measure: Any, way: Way) -> None:
-    pagecache.put([gpt2 / "model.safetensors"], "cold")
+    near([gpt2 / "model.safetensors"], "cold")
     seen = measure(gpt2, {**way.options, **BOUNDED}, into=True)
     assert seen["peak"] <= STAGING + ROOM + PER_TENSOR * seen["tensors"], seen
     assert seen["peak_staging"] <= STAGING
@@ -166,7 +166,7 @@ def test_memory_of_a_load_into_existing_tensors(gpt2: Path, measure: Any, way: W
 @pytest.mark.parametrize("io", ["buffered", "uring_buffered", "direct", "aio", "threads"])
 def test_memory_of_a_stream_whose_tensors_are_dropped(gpt2: Path, measure: Any, io: str) -> None:
     """Read-ahead is the window and the largest tensor, whatever the size of the checkpoint."""
-    pagecache.put([gpt2 / "model.safetensors"], "cold")
+    near([gpt2 / "model.safetensors"], "cold")
     largest = 50257 * 768 * 4
     seen = measure(gpt2, {"io": io, **BOUNDED, "window": "16MiB"}, stream=True)
     assert seen["peak"] <= max(16 * MIB, largest) + largest + STAGING + ROOM + PER_TENSOR * seen["tensors"], seen
@@ -187,7 +187,7 @@ def test_memory_for_many_tensors(moe: Model, measure: Any, way: Way) -> None:
 @pytest.mark.parametrize("way", [way for way in ROUTES if way.io != "mapped"], ids=str)
 def test_staging_stays_under_its_limit(experts: Model, way: Way, staging: int) -> None:
     checkpoint = penstock.open(experts.source)
-    pagecache.put(experts.files, "cold")
+    experts.near("cold")
     slices = {name: (..., slice(0, checkpoint[name].shape[-1] // 2)) for name in checkpoint}
     jobs = [checkpoint.start(slices=slices, options={**way.options, "staging": staging}) for _ in range(3)]
     results = [job.result() for job in jobs]
@@ -283,6 +283,5 @@ def test_writing_changes_neither_the_file_nor_other_tensors(experts: Model, way:
     for tensor in list(tensors.values())[::2]:
         assert not flat(tensor).any()
     experts.same(others)
-    pagecache.warm(path)
     assert hashlib.sha256(path.read_bytes()).digest() == before
     experts.same(penstock.open(path).load(framework=framework, options=way.options, **raw))

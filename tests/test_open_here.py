@@ -91,7 +91,7 @@ def ways(source):
         assert len(penstock.open(source)) == count
         return count, "here"
     except penstock.LimitError as e:
-        assert "cannot start a thread" in str(e), e
+        assert "cannot start the thread" in str(e), e
         return count, "aside"
 
 folder = Path(sys.argv[1])

@@ -93,7 +93,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[Model, Plan]:
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 def test_ranks_together_have_everything_once(planned: tuple[Model, Plan], way: Way, ranks: int) -> None:
     model, plan = planned
-    pagecache.put(model.files, "half")
+    model.near("half")
     checkpoint = penstock.open(model.source)
     alone, nbytes = 0, 0
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in model.entries}

@@ -26,8 +26,6 @@ from ordeal import load_factor
 from penstock.bench import synth
 from penstock.bench.synth import Layout, Tensor
 
-pytestmark = pytest.mark.machine
-
 #: The example `load` of the core, built in release.
 EXAMPLE = os.environ.get("PENSTOCK_TEST_EXAMPLE")
 
@@ -174,6 +172,7 @@ def calls_between(log: Path) -> list[tuple[str, str]]:
     return list(calls.values())
 
 
+@pytest.mark.machine
 def test_calls_that_are_interrupted_count_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("""7 access("/counted/begin", F_OK) = -1 ENOENT
@@ -280,6 +279,7 @@ THREADS = "the engine's, two that read, two that copy"
 
 
 @pytest.mark.parametrize("route", SYSTEM_CALLS, ids=lambda route: route.name)
+@pytest.mark.machine
 def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], first: Path, guard: Path) -> None:
     pagecache.put([guard], "cold" if route.cold else "warm")
     traced = trace(first, guard, **route.how)
@@ -297,6 +297,7 @@ def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], firs
     )
 
 
+@pytest.mark.machine
 def test_a_small_warm_load_starts_no_thread_and_leaves_no_descriptor(trace: Callable[..., Traced], first: Path) -> None:
     traced = trace(first, first)
     kinds = traced.kinds
@@ -317,6 +318,7 @@ def test_a_small_warm_load_starts_no_thread_and_leaves_no_descriptor(trace: Call
 
 
 @pytest.mark.parametrize(("source", "most"), [("file", 12), ("folder", 30)])
+@pytest.mark.machine
 def test_an_open_on_a_disk_that_was_loaded_from_starts_no_thread(
     trace: Callable[..., Traced], first: Path, tmp_path: Path, source: str, most: int
 ) -> None:

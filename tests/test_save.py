@@ -301,7 +301,7 @@ except penstock.AccessError as error:
         os.chown(out / f"model{end}", 65534, 65534)
     done = python(code, out)
     path, _, message = done.stdout.partition(" ")
-    assert path == f"./{theirs.name}" and "earlier save (the new one is whole)" in message, done.stderr
+    assert path == f"./{theirs.name}" and "earlier save (the new save is complete)" in message, done.stderr
     assert inside(out) == sorted(["model.safetensors", theirs.name])  # what can be removed is
     assert torch.equal(penstock.open(out / "model.safetensors").load()["a"], torch.ones(3))
 

@@ -24,16 +24,23 @@ class DLTensor:
         nbytes: Size in bytes.
     """
 
-    __slots__ = ("_format", "_view", "dtype", "nbytes", "shape")
+    __slots__ = ("_stored", "_view", "dtype", "nbytes", "shape")
 
     def __init__(self, view: _core.View, dtype: str, shape: tuple[int, ...]) -> None:
-        self._format = (dtype, shape)
+        # A tuple in each tensor would be one more object to make: only where it says something else
+        self._stored: tuple[str, tuple[int, ...]] | None = None
         if DTYPES[dtype].dlpack is None:
+            self._stored = (dtype, shape)
             dtype, shape = "U8", (view.nbytes,)
         self.dtype = dtype
         self.shape = shape
         self.nbytes = view.nbytes
         self._view = view
+
+    @property
+    def _format(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of its header."""
+        return self._stored or (self.dtype, self.shape)
 
     def __dlpack__(
         self,

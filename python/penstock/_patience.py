@@ -83,7 +83,7 @@ def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | No
     try:
         thread.start()
     except RuntimeError as error:
-        raise LimitError(f"cannot start a thread to look at the files with: {error}", path=path) from error
+        raise LimitError(f"cannot start the thread that opens the files: {error}", path=path) from error
     before, moved = 0, time.monotonic()
     while not over.wait(min(LOOK, stall)):
         now = time.monotonic()

@@ -5,9 +5,9 @@
 //!     [--unchecked] [--open] PATH...
 //! ```
 //!
-//! `PATH` is a shard file, several, a directory or an index file. `--copy` asks for private memory even where a file could
-//! be mapped. `--unchecked` leaves out the comparison and the report, and `--open` the load too: for tools that count what
-//! the rest takes. What each step took goes to standard output, an error to standard error.
+//! `PATH` is a shard file, several, a directory or an index file. `--copy` asks for private memory even if a file could
+//! be mapped. `--unchecked` omits the comparison and the report, and `--open` also the load: for tools that count the
+//! cost of the rest. The duration of each step goes to standard output, an error to standard error.
 
 use penstock::format::Checkpoint;
 use penstock::load::{Load, Memory, Request, Where};

@@ -1,7 +1,8 @@
-//! Work that may hang in the kernel, done on a thread that can be left behind.
+//! Detached calls: work that may hang in the kernel, done on a thread that can be left behind.
 //!
-//! Opening a file of a network mount whose server is gone, or asking for its size, cannot be interrupted: whoever does it
-//! is lost until the server comes back. So it is done aside, and who asked for it waits only as long as it makes sense.
+//! Opening a file of a network mount whose server is gone, or asking for its size, cannot be interrupted: the thread
+//! that does it is lost until the server comes back. So a separate thread does it, and the caller waits only for a
+//! limited time.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::Files;
@@ -9,12 +10,12 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// How often the one who waits looks whether to go on waiting.
+/// How often the waiting thread checks whether to continue.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Does `work` on a thread of its own and waits for it. Gives up where `go_on` says so (kind `Cancelled`) and where for
-/// `stall` neither the work ended nor `progress` changed (kind `Timeout`); what is given up keeps its thread and everything
-/// it owns until it ends.
+/// Does `work` on a separate thread and waits for it. Gives up if `go_on` says no (kind `Cancelled`), or if for `stall`
+/// the work has not ended and `progress` has not changed (kind `Timeout`). Work that is given up keeps its thread and
+/// everything that it owns until it ends.
 pub(crate) fn aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
     stall: Option<Duration>,
@@ -25,16 +26,17 @@ pub(crate) fn aside<T: Send + 'static>(
     let thread = std::thread::Builder::new().name("penstock-ask".into());
     let thread = thread
         .spawn(move || {
-            // Nobody may be there any more to hear it; then what it made is dropped here.
+            // The caller may have given up. Then the result is dropped here.
             let _unheard = tell.send(work());
         })
-        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start a thread to look at the files with: {e}")))?;
+        .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the thread that opens the files: {e}")))?;
     let mut moved = Instant::now();
     let mut before = progress();
     loop {
         match told.recv_timeout(LOOK.min(stall.unwrap_or(LOOK))) {
             Ok(result) => {
-                // It has nothing left to do but to end; whoever counts threads then finds none.
+                // The thread has nothing left to do except to end. After the join, a caller that counts threads finds
+                // none.
                 let _ended = thread.join();
                 return result;
             }
@@ -62,13 +64,14 @@ pub(crate) fn aside<T: Send + 'static>(
     }
 }
 
-/// Does such work on the caller's own thread, where it is known not to hang. A panic is the error that it is aside.
+/// Does such work on the caller's own thread, if it is known not to hang. A panic becomes the same error as on a
+/// separate thread.
 pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()))
 }
 
 fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "looking at the files panicked; please report this")
+    Error::new(ErrorKind::Internal, "the code that opens the files panicked; please report this")
 }
 
 /// Does work that asks the file system about `files`, at most `stall` per answer.
@@ -79,7 +82,7 @@ pub(crate) fn patiently<T: Send + 'static>(
     go_on: impl FnMut() -> bool,
 ) -> Result<T> {
     let mut busy = 0;
-    // Where nobody asks, it is the planning that takes its time.
+    // While no answer is waited for, the planning takes its time.
     let progress = || {
         files.asking().map_or_else(
             || {

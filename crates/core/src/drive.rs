@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// A cancelled or failed load waits this long for what is in flight, then quarantines it.
 const DRAIN: Duration = Duration::from_secs(2);
-/// Blocks of our own allocated on a GPU between two looks at sources and device: an allocation takes 30 ms/GiB.
+/// GPU blocks that the engine thread allocates between two polls of source and device: an allocation takes 30 ms/GiB.
 const ALLOCATIONS_PER_ROUND: usize = 4;
 
 /// Everything one load's engine thread works with.
@@ -39,32 +39,32 @@ pub(crate) struct Driver {
     pub(crate) device: Option<Box<dyn Device>>,
     pub(crate) ring: Share,
     pub(crate) blocks: Vec<Option<Block>>,
-    /// Wants per block that are not ready yet: after the last one nothing is written to the block any more.
+    /// Wants per block that are not ready yet. After the last one, nothing is written to the block any more.
     pub(crate) unready: Vec<u32>,
-    /// Where GPU blocks are allocated here, if they are.
+    /// Set if the engine thread allocates the GPU blocks itself.
     pub(crate) gpu: Option<GpuBlocks>,
     pub(crate) stream: bool,
     pub(crate) stall: Duration,
-    /// A read that the source had no room for.
+    /// A read for which the source had no room.
     pub(crate) held_back: Option<Read>,
     pub(crate) report: Report,
     pub(crate) tally: Tally,
     pub(crate) began: Began,
     pub(crate) fence: Option<Fence>,
-    /// No page cache is filled meanwhile, where this load wants the disk.
+    /// Pauses fills of the page cache during this load, if the load wants the disk.
     pub(crate) _disk: Option<DiskUse>,
-    /// The page cache is filled after the load with what went past it, unless the source chose to keep it. For each file,
-    /// whether it is wanted whole.
+    /// What went past the page cache is filled into it after the load, unless the source chose to keep it. For each
+    /// file: whether it is wanted whole.
     pub(crate) fills: Option<Vec<bool>>,
     /// The load runs on its caller's thread, reads included.
     pub(crate) here: bool,
     pub(crate) record: Option<Record>,
 }
 
-/// What the engine thread keeps to record the load.
+/// What the engine thread needs to record the load.
 pub(crate) struct Record {
     timeline: Arc<Timeline>,
-    /// When each extent's read, then its copies, were started.
+    /// When the read of each extent was started, then when its copies were.
     started: Vec<Instant>,
     ready: u64,
 }
@@ -91,14 +91,14 @@ impl Record {
 impl Slabs for Share {
     type Slab = Arc<Lease>;
     fn acquire(&mut self) -> Result<Option<Arc<Lease>>> {
-        // Quiet first, then look: a slab that becomes free after the look rings again.
+        // Clear first, then look: a slab that becomes free after the look notifies again.
         self.quiet();
         Ok(self.try_acquire()?.map(Arc::new))
     }
 }
 
-/// Blocks of our own on a GPU. The context is retained by the engine thread, when the first block is wanted: creating one
-/// takes 0.1 s and more, which the first reads overlap.
+/// GPU blocks that the engine thread allocates itself. It retains the context when the first block is wanted: creating
+/// a context takes 0.1 s and more, and the first reads go on meanwhile.
 pub(crate) struct GpuBlocks {
     api: Arc<Api>,
     ordinal: u32,
@@ -143,7 +143,7 @@ impl Began {
     }
 }
 
-/// When nothing moved, or a failed load has to end.
+/// When something last moved, and when a failed load has to end.
 struct Clock {
     moved: Instant,
     drain_until: Option<Instant>,
@@ -161,31 +161,32 @@ impl Driver {
         .unwrap_or_else(|panic| Err(panicked(&*panic)));
         shared.lock().touched = self.touched();
         let fill = shared.lock().report.cache_fill.clone();
-        // Sources and device go before the outcome is told: who has seen it may count threads and descriptors. Told it must
-        // be, though, or its owner waits for ever.
+        // Drop the source and the device before publishing the outcome: a caller that has seen the outcome may count
+        // threads and descriptors. Publish even if the drop panics, or the owner waits forever.
         let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
         let outcome = outcome.and(gone.map_err(|panic| panicked(&*panic)));
         if let Some(fill) = fill.filter(|_| outcome.is_ok()) {
             fill.start();
         }
         let mut state = shared.lock();
-        // To take down streams and threads is a part of the load: it is over when the caller can go on.
+        // Ending streams and threads is a part of the load: it is over when the caller can go on.
         state.report.seconds = began.seconds();
         state.report.cpu_seconds = began.cpu_seconds();
         drop(state);
         shared.end(outcome);
     }
 
-    /// Wants whose destination is no longer what it was. Also of a load that went well: where one of several fails, the
-    /// others have been written to as well.
+    /// Wants whose destination has been overwritten. A load that went well reports them too: if one of several loads
+    /// fails, the destinations of the others have been overwritten as well.
     fn touched(&self) -> Vec<u32> {
         (0..).zip(self.engine.touched()).filter(|t| *t.1).map(|t| t.0).collect()
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
-        // Before the files are compared: looking at what is left touches some of it.
+        // Before the files are compared, because this touches some of the pages that were left.
         let touches = self.source.take_touches();
-        // A file that changed while it was read gives a mixture of old and new bytes: no tensor of it may be believed.
+        // A file that changed while it was read gives a mixture of old and new bytes. None of its tensors can be
+        // trusted.
         let outcome = outcome.and_then(|()| self.unchanged(None));
         let outcome = outcome.map_err(|e| somewhere(e, &self.checkpoint));
         let report = &mut self.report;
@@ -212,7 +213,7 @@ impl Driver {
             report.fallbacks.extend(device.fallbacks());
         }
         if self.here {
-            // The caller's own thread mapped the pages: there was nothing else to wait for.
+            // The caller's own thread mapped the pages, so the load waited for nothing else.
             report.waits.source = engine;
             report.find_bottleneck(Duration::ZERO);
         } else {
@@ -285,7 +286,7 @@ impl Driver {
         }
     }
 
-    /// An error of kind `Changed` unless these files, or all that were opened, are what they were.
+    /// An error of kind `Changed` if one of these files (`None`: of all files that were opened) has changed.
     fn unchanged(&self, which: Option<Vec<u32>>) -> Result<()> {
         let files = self.files.clone();
         let look = move || match which {
@@ -299,8 +300,7 @@ impl Driver {
         patiently(&self.files, look, self.stall, go_on)
     }
 
-    /// Nothing may be handed out that could be a mixture: the files of `wants` must be what they were after the last of
-    /// their bytes was read.
+    /// Hands out no mixture: after the last of their bytes was read, the files of `wants` must be unchanged.
     fn hand_out(&mut self, wants: Vec<u32>) -> Vec<u32> {
         let mut which: Vec<u32> = Vec::new();
         for &want in &wants {
@@ -341,7 +341,7 @@ impl Driver {
         }
     }
 
-    /// Allocates GPU blocks where they are ours. True if there are more to allocate at once.
+    /// Allocates GPU blocks if the engine thread does that. True if more blocks can be allocated at once.
     fn allocate_blocks(&mut self) -> bool {
         let Some(gpu) = &mut self.gpu else { return false };
         if self.engine.failed() {
@@ -371,7 +371,7 @@ impl Driver {
         wanted.len() > ALLOCATIONS_PER_ROUND
     }
 
-    /// Carries out what the engine says until it has nothing to say.
+    /// Carries out the engine's actions until it has none.
     fn act(&mut self) -> Result<()> {
         if let Some(read) = self.held_back.take() {
             if self.engine.failed() {
@@ -443,7 +443,7 @@ impl Driver {
         })
     }
 
-    /// The places of an extent's pieces in file order, with the gaps between them discarded.
+    /// The places of an extent's pieces in file order. The gaps between them are discarded.
     fn scatter(&self, e: &Extent, pieces: &[Piece]) -> Result<Vec<(*mut u8, usize)>> {
         let mut rows = Vec::with_capacity(pieces.len());
         for p in pieces {
@@ -493,8 +493,8 @@ impl Driver {
         Ok(Batch { ticket: Ticket(u64::from(extent)), slab: (from, slab.len()), copies, keep })
     }
 
-    /// Bytes behind a piece that may be overwritten: where it ends a tensor in a dense block on a GPU, those up to the next
-    /// possible tensor start.
+    /// Bytes after a piece that may be overwritten. If the piece ends a tensor in a dense block on a GPU, these are the
+    /// bytes up to the next possible tensor start.
     fn pad(&self, p: &Piece) -> u32 {
         let place = self.layout.places[p.want as usize];
         let block = self.layout.blocks[p.block as usize];
@@ -526,7 +526,7 @@ impl Driver {
         })
     }
 
-    /// Tells the owner what is new: wants ready, blocks wanted, bytes arrived.
+    /// Tells the owner the news: wants ready, blocks wanted, bytes arrived.
     fn publish(&mut self, told: &mut u64) {
         let mut ready = Vec::new();
         let begun = Instant::now();
@@ -573,13 +573,13 @@ impl Driver {
         }
     }
 
-    /// Sleeps until something finishes or arrives, or a deadline passes; deals with the deadline.
+    /// Sleeps until something finishes or arrives, or a deadline passes. Handles the deadline.
     fn sleep(&mut self, clock: &mut Clock) {
         let waits_for = self.engine.waits_for();
         let ours = matches!(waits_for, Wait::Source | Wait::Device | Wait::Slabs);
         let deadline = clock.drain_until.or_else(|| ours.then(|| clock.moved + self.stall));
-        // The ring's descriptor is made quiet when a slab is asked for, so it may stay readable while none is wanted (a slab
-        // came back after the window closed, or while a failed load drains): then it is not to wake anybody.
+        // The ring's descriptor is cleared when a slab is requested. So it may stay readable while no slab is wanted (a
+        // slab came back after the window closed, or while a failed load drains). It must not wake the thread then.
         let slabs = if self.held_back.is_none() && self.engine.wants_slab() { self.ring.fd() } else { -1 };
         let fds = [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs];
         let before = Instant::now();
@@ -598,10 +598,11 @@ impl Driver {
         }
     }
 
-    /// Nothing moved for too long, or a failed load does not drain: gives up on what is in flight.
+    /// Nothing moved for too long, or a failed load does not drain: gives up what is in flight.
     fn overdue(&mut self, clock: &mut Clock, waits_for: Wait) {
         if clock.drain_until.is_some() {
-            // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not wait for them.
+            // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not wait for
+            // these slabs.
             self.engine.abandon().iter().for_each(|slab| slab.set_apart());
             if let Some(device) = &mut self.device {
                 device.abandon();
@@ -630,7 +631,7 @@ impl Driver {
         self.engine.fail(error);
     }
 
-    /// The error with the file and range of the extent that it befell.
+    /// The error, with the file and range of the extent that failed.
     fn located(&self, error: Error, ticket: Ticket) -> Error {
         match self.schedule.extents.get(ticket.0 as usize) {
             Some(e) => {

@@ -1,8 +1,8 @@
 //! The one error type of the crate.
 //!
-//! Every error says what happened, in which file and byte range, why, and where it helps what to do next. Callers match
-//! on [`ErrorKind`]; people read the [`Display`](std::fmt::Display) text, which always contains the file's name where
-//! a file is concerned.
+//! Every error says what happened, in which file and byte range, why, and (where it helps) what to do next. Callers
+//! match on [`ErrorKind`]. People read the [`Display`](std::fmt::Display) text, which contains the file's name if a
+//! file is concerned.
 
 use std::fmt;
 use std::io;
@@ -17,7 +17,7 @@ pub enum ErrorKind {
     NotFound,
     /// The operating system refused access.
     Permission,
-    /// Something is there but it cannot be a shard file: a directory, FIFO, device or socket, a Git LFS pointer, an
+    /// The path exists but cannot be a shard file: a directory, FIFO, device or socket, a Git LFS pointer, an
     /// unfinished download, a page of HTML.
     NotACheckpoint,
     /// A shard file's header is malformed: length, JSON, duplicate keys, dtype, shape, offsets, overlaps, holes.
@@ -30,9 +30,9 @@ pub enum ErrorKind {
     Changed,
     /// A name that the checkpoint does not contain.
     UnknownTensor,
-    /// A slice outside its tensor, or one that does not fall on whole bytes.
+    /// A slice outside its tensor, or one that does not begin and end at whole bytes.
     Slice,
-    /// Options or arguments that make no sense, alone or together.
+    /// Options or arguments that are invalid, alone or together.
     Invalid,
     /// This build, machine or framework cannot do that.
     Unsupported,
@@ -40,7 +40,7 @@ pub enum ErrorKind {
     Mismatch,
     /// The operating system reported an I/O error.
     Io,
-    /// The same while writing.
+    /// The operating system reported an I/O error while writing.
     Write,
     /// A file does not fit: the disk is full, or a quota or limit forbids more.
     NoSpace,
@@ -50,9 +50,9 @@ pub enum ErrorKind {
     Cancelled,
     /// The accelerator or its driver reported an error.
     Device,
-    /// Host or device memory could not be had.
+    /// Host or device memory could not be allocated.
     OutOfMemory,
-    /// A process limit (file descriptors, mappings, locked memory) was hit and could not be worked around.
+    /// A process limit (file descriptors, mappings, locked memory) was reached, and there was no way around it.
     Limit,
     /// The process forked: a job or handle of the parent was used in the child.
     Forked,
@@ -60,7 +60,7 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// An error of this crate: kind, message, and where known the file, the byte range in it and the cause.
+/// An error of this crate: kind, message, and if known the file, the byte range in it and the cause.
 pub struct Error(Box<Inner>);
 
 #[derive(Clone)]
@@ -109,14 +109,14 @@ impl Error {
         e
     }
 
-    /// The same error with the file it concerns; an earlier path is kept.
+    /// The same error with the file that it concerns; an earlier path is kept.
     #[must_use]
     pub fn at(mut self, path: impl AsRef<Path>) -> Self {
         self.0.path.get_or_insert_with(|| path.as_ref().to_path_buf());
         self
     }
 
-    /// The same error with the byte range of the file it concerns; an earlier range is kept.
+    /// The same error with the byte range of the file that it concerns; an earlier range is kept.
     #[must_use]
     pub fn range(mut self, range: Range<u64>) -> Self {
         self.0.range.get_or_insert(range);
@@ -138,7 +138,7 @@ impl Error {
         self.0.range.clone()
     }
 
-    /// The operating system's error number, where it was the cause.
+    /// The operating system's error number, if that was the cause.
     pub fn errno(&self) -> Option<i32> {
         self.0.errno
     }

@@ -1,8 +1,10 @@
-//! Layout: every want's place in every destination block. Pure: same input, same layout, on every rank.
+//! Layout: the place of every want in the destination blocks. It is pure: the same input gives the same layout on every
+//! rank.
 //!
-//! What decides a want's block is whether its bytes can stay at the phase they have in the file: a single run whose file
-//! offset suits its dtype can be mapped, or read in place into memory that mirrors the file. Everything else is copied to
-//! dense memory. Two wants never share bytes of a block: what is handed out may be written to.
+//! A want's block depends on one question: can its bytes keep the offset within a page that they have in the file? If
+//! the want is a single run whose file offset suits its dtype, it can be mapped, or read in place into memory that
+//! mirrors the file. Everything else is copied to dense memory. Two wants never share bytes of a block, because the
+//! caller may write to a tensor.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint};
@@ -18,7 +20,7 @@ pub enum Target {
     Cpu {
         /// One flag per file of the checkpoint.
         mapped: Vec<bool>,
-        /// What a mapped file misaligns is left there.
+        /// Tensors that a mapped file misaligns stay in the mapping.
         misaligned: bool,
     },
     /// Memory of one accelerator, dense blocks.
@@ -30,13 +32,13 @@ pub enum Target {
 /// One destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSpec {
-    /// How its memory comes about.
+    /// What kind of memory it is.
     pub kind: BlockKind,
     /// Its size in bytes.
     pub nbytes: u64,
 }
 
-/// How a block's memory comes about.
+/// What kind of memory a block has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockKind {
     /// File number `file` mapped whole: offset in the block = offset in the file.
@@ -61,7 +63,7 @@ pub enum BlockKind {
     },
 }
 
-/// Where a want's bytes go: `Runs::nbytes` dense bytes from `offset` on in block number `block`.
+/// Where a want's bytes go: `Runs::nbytes` dense bytes from `offset` in block number `block`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Number of the block in [`Layout::blocks`].
@@ -72,7 +74,7 @@ pub struct Place {
     pub nbytes: u64,
 }
 
-/// Every want's place.
+/// The place of every want.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Layout {
     /// The destinations, in the order in which hand-out first touches them.
@@ -87,34 +89,34 @@ pub struct Layout {
     pub order: Vec<u32>,
 }
 
-/// A want of at least this many bytes has a dense block of its own, so that dropping it gives its memory back; smaller
+/// A want of at least this many bytes has its own dense block, so that dropping it gives its memory back. Smaller
 /// neighbours share blocks.
 const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
 
-/// Most bytes of all blocks, or all places, of one layout.
+/// Most bytes of all blocks, or of all places, of one layout.
 const MOST: u64 = i64::MAX as u64;
 
-/// Most strips of one want: each is a copy of its own, and takes 64 bytes of memory while the load runs.
+/// Most strips of one want: each is a separate copy, and takes 64 bytes of memory during the load.
 const MOST_STRIPS: u64 = 1 << 24;
 
 /// "No block yet" while blocks are numbered.
 const NONE: u32 = u32::MAX;
 
 impl Layout {
-    /// Lays `wants` out for `target` in the given order. `gap` is the coalescing limit in bytes, which decides what one
+    /// Lays `wants` out for `target` in the given order. `gap` is the coalescing limit in bytes: it decides what one
     /// mirror block spans.
     ///
-    /// [`Order::Layer`] groups tensors by the first number in their dotted name together with what stands before it
-    /// (`model.layers.9.`, `model.layers.10.`, in numeric order), and tensors without a number by the module that owns them
-    /// (`model.norm.`). A stack of layers stands where the first of its tensors stands in the files, as does a module
-    /// without a number: embeddings that precede the stack in the file stay before it, whatever follows its first tensor
-    /// comes after its last layer. Within a group, file order.
+    /// [`Order::Layer`] groups tensors by the first number in their dotted name, together with the text before it
+    /// (`model.layers.9.`, `model.layers.10.`, in numeric order). Tensors without a number are grouped by the module
+    /// that owns them (`model.norm.`). A group of layers, or a module without a number, stands where its first tensor
+    /// stands in the files. So embeddings that come before the layers in the file stay before them, and tensors that
+    /// come after the first tensor of the layers come after the last layer. Within a group the order is that of the
+    /// file.
     ///
     /// # Errors
-    /// Those of [`Runs::of`]; `Limit` beyond 2^32 - 2 wants, and where all blocks together have more bytes than an address
-    /// can have (a sparse file may be as large as that, and wanted many times over), or a slice falls into more than 2^24
-    /// pieces; `Invalid` where `mapped` does not have
-    /// one flag per file.
+    /// Those of [`Runs::of`]. `Limit` for more than 2^32 - 2 wants, for blocks that together have more bytes than an
+    /// address space (a sparse file may be that large, and wanted many times), and for a slice of more than 2^24
+    /// strips. `Invalid` if `mapped` does not have one flag per file.
     pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
         if wants.len() >= NONE as usize {
             return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
@@ -152,7 +154,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Refuses what no address space holds, so that nobody who sums bytes of a layout up has to fear an overflow.
+    /// Refuses sizes that no address space holds, so that sums of a layout's bytes cannot overflow.
     fn check_size(&self) -> Result<()> {
         let blocks = self.blocks.iter().try_fold(0u64, |n, b| n.checked_add(b.nbytes.checked_next_multiple_of(PAGE)?));
         let places = self.places.iter().try_fold(0u64, |n, p| n.checked_add(p.nbytes));
@@ -165,8 +167,8 @@ impl Layout {
         }
     }
 
-    /// Want numbers by file and offset; of wants that start together the longest run first. Depends on the wants' numbers
-    /// only where their bytes are the same.
+    /// Want numbers by file and offset. Of wants that start together, the longest run comes first. The wants' numbers
+    /// decide only between wants of the same bytes.
     pub(crate) fn by_file(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.runs.len() as u32).collect();
         let key = |&w: &u32| {
@@ -207,7 +209,7 @@ impl Layout {
                 };
                 (*number, self.runs[want as usize].start - first)
             } else {
-                // An empty want needs a place but no bytes: it sits wherever the shared block has come to.
+                // An empty want needs a place but no bytes: it gets the current end of the shared block.
                 let used = self.blocks.get(shared as usize).map(|b| b.nbytes.next_multiple_of(align));
                 match used {
                     Some(at) if nbytes < OWN_BLOCK && at + nbytes <= SHARED_BLOCK => {
@@ -229,16 +231,16 @@ impl Layout {
     }
 }
 
-/// Refuses slices that fall into more pieces than a plan can list. Apart by more than `gap` they could lie in 256 GiB at the
-/// least with the default; nearer ones take dimensions, and steps, that no model has.
+/// Refuses slices with more strips than a plan can list. So many strips, further apart than the default `gap`, need a
+/// file of at least 256 GiB. Strips that are nearer need dimensions, and steps, that no model has.
 fn check_strips(checkpoint: &Checkpoint, wants: &[Want], runs: &[Runs], gap: u64) -> Result<()> {
     for (want, runs) in wants.iter().zip(runs).filter(|(_, runs)| !runs.axes.is_empty()) {
         let strips = runs.strips(gap).count;
         if strips > MOST_STRIPS {
             let info = checkpoint.tensor(want.tensor);
             let text = format!(
-                "a slice of tensor {} falls into {strips} pieces, and at most {MOST_STRIPS} fit one load: take it in parts, \
-                 take a part without gaps and cut that in memory, or raise `gap`, up to which pieces are read together",
+                "a slice of tensor {} has {strips} pieces in its file, and one load takes at most {MOST_STRIPS}: load it in parts, \
+                 load a part without gaps and slice that in memory, or raise `gap`, so that neighbours are read together",
                 quoted(info.name)
             );
             return Err(Error::new(ErrorKind::Limit, text).at(&checkpoint.files()[info.file as usize].path));
@@ -247,7 +249,7 @@ fn check_strips(checkpoint: &Checkpoint, wants: &[Want], runs: &[Runs], gap: u64
     Ok(())
 }
 
-/// Blocks at the file's phase, not yet numbered, and which want lives in which of them.
+/// Mirror blocks and mapped files that hold wants, not yet numbered, and which want lives in which of them.
 #[derive(Default)]
 struct Homes {
     blocks: Vec<BlockSpec>,
@@ -265,7 +267,7 @@ impl Homes {
         gap: u64,
     ) -> Homes {
         let mut homes = Homes { blocks: Vec::new(), of_want: vec![NONE; wants.len()] };
-        // The file, and how far its bytes are taken by wants that live in place.
+        // The file, and up to where its bytes belong to wants that live in place.
         let mut taken = (NONE, 0);
         for &want in by_file {
             let (file, runs) = (layout.files[want as usize], &layout.runs[want as usize]);
@@ -322,13 +324,14 @@ pub(crate) fn layer(name: &str) -> (&str, Option<u64>) {
     let mut at = 0;
     for part in name.split('.') {
         if part.bytes().all(|b| b.is_ascii_digit()) {
-            // All digits, so only an empty part or a number beyond 64 bits fails to parse: no layer has such a number.
+            // It has only digits, so parsing fails only for an empty part or a number beyond 64 bits. No layer has such
+            // a number.
             if let Ok(number) = part.parse() {
                 return (&name[..at], Some(number));
             }
         }
         at += part.len() + 1;
     }
-    // A name without a dot has no owner but itself.
+    // A name without a dot has no owner except itself.
     (name.rsplit_once('.').map_or(name, |(module, _)| module), None)
 }

@@ -2,28 +2,28 @@
 //!
 //! # The idea
 //!
-//! Moving bytes and making tensors are two different things. A checkpoint is a set of byte ranges in files; a load is a
-//! plan that says which ranges go to which addresses; an engine keeps every device on the way busy until the plan is done;
-//! tensors are views put on the bytes afterwards. So there is one plan over all shard files instead of one loop per file,
-//! a process that wants a third of every tensor reads a third of the bytes, and what fills fresh CPU memory also fills a
-//! GPU, or tensors that exist already.
+//! Penstock separates moving bytes from making tensors. A checkpoint is a set of byte ranges in files. A load is a plan
+//! that says which ranges go to which addresses. An engine keeps every device on the way busy until the plan is done.
+//! Tensors are views that are made on the bytes afterwards. So there is one plan over all shard files instead of one
+//! loop per file. A process that wants a third of every tensor reads a third of the bytes. The same engine fills new
+//! CPU memory, a GPU, and tensors that exist already.
 //!
-//! A load is a walk through five stages, one module each:
+//! A load goes through five stages, one module each:
 //!
 //! | stage | module | what it makes |
 //! |---|---|---|
-//! | open | [`mod@format`] | a [`Checkpoint`], validated whole before a byte is moved |
+//! | open | [`mod@format`] | a [`Checkpoint`], validated as a whole before a byte is moved |
 //! | want | [`placement`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
 //! | lay out | [`layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
 //! | schedule | [`schedule`] | the extents to read, in order, each with its route and its pieces |
 //! | drive | [`load`] | a [`Load`]: a thread that sleeps while [`source`]s read and [`device`]s copy |
 //!
-//! Which route an extent takes (mapped, through the page cache, or past it) is decided for each from the file system, from
-//! what is resident and from the [`Options`]; a route that the kernel refuses is replaced while the load runs, and the
+//! The route of each extent (mapped, through the page cache, or past it) depends on the file system, on what is
+//! resident and on the [`Options`]. If the kernel refuses a route, another replaces it during the load, and the
 //! [`Report`] says so.
 //!
-//! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them alive;
-//! Linux only.
+//! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them
+//! alive. It runs on Linux only.
 //!
 //! # Example
 //!
@@ -71,11 +71,11 @@
 //!
 //! # What can be relied on
 //!
-//! Nothing is handed out before it is complete, and what is handed out is never overwritten from here. Every wait ends:
-//! with success, with an [`Error`] that names file, byte range and cause, or with cancellation. A load that is dropped
-//! leaves no thread, descriptor or mapping behind; what hangs in the kernel for good is left to itself together with its
-//! memory and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test that holds
-//! each.
+//! Nothing is handed out before it is complete, and this crate never overwrites what it has handed out. Every wait
+//! ends: with success, with an [`Error`] that names file, byte range and cause, or with cancellation. A load that is
+//! dropped leaves no thread, descriptor or mapping behind. What hangs in the kernel for good is left behind together
+//! with its memory, and counted ([`source::quarantined`]). `docs/architecture.md` lists these invariants with the test
+//! that holds each.
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 

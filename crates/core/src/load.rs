@@ -1,7 +1,7 @@
-//! One load as its owner sees it: started from a request, granted memory, waited for, handed out, ended.
+//! One load, as its owner sees it: it is started from a request, granted memory, waited for, handed out, ended.
 //!
-//! The engine thread owns sources, device and state machine and sleeps in one `poll`; callers talk to it through an inbox
-//! and a condition variable. It never runs foreign code and never waits for a caller.
+//! The engine thread owns source, device and state machine, and sleeps in one `poll`. Callers talk to it through an
+//! inbox and a condition variable. It runs no foreign code and waits for no caller.
 
 use crate::device::{Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
@@ -24,10 +24,10 @@ use std::time::{Duration, Instant};
 
 mod start;
 
-/// Something that keeps memory alive.
+/// Keeps memory alive.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// Where the tensors are to be.
+/// Where the tensors go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
     /// In the memory of this machine.
@@ -36,7 +36,7 @@ pub enum Where {
     Gpu(u32),
 }
 
-/// Whose memory the tensors are to be in.
+/// Whose memory the tensors go to.
 pub enum Memory {
     /// Allocated here.
     Ours,
@@ -46,9 +46,9 @@ pub enum Memory {
     Into {
         /// Address (host address or device pointer) and size in bytes of each want's destination.
         tensors: Vec<(u64, u64)>,
-        /// Keeps them alive; held until nothing can write to them any more.
+        /// Keeps the tensors alive; held until nothing can write to them any more.
         keep: Keep,
-        /// What the tensors' stream still does to them.
+        /// The work that is still queued on the tensors' stream.
         fence: Option<Fence>,
     },
 }
@@ -57,13 +57,13 @@ pub enum Memory {
 pub struct Request {
     /// The checkpoint.
     pub checkpoint: Arc<Checkpoint>,
-    /// What is wanted of it.
+    /// The tensors and slices that are wanted.
     pub wants: Vec<Want>,
-    /// Where the tensors are to be.
+    /// Where the tensors go.
     pub device: Where,
-    /// Whose memory.
+    /// Whose memory they go to.
     pub memory: Memory,
-    /// How.
+    /// The options of the load.
     pub options: Options,
     /// Whether the consumer takes tensors one by one (`next`, `take`), with read-ahead bounded by `options.window`.
     pub stream: bool,
@@ -74,11 +74,11 @@ pub struct Request {
 pub enum Next {
     /// This want is ready, the next in hand-out order.
     Ready(u32),
-    /// The engine would go on if it were granted blocks: see [`Load::wanted_blocks`].
+    /// The engine can go on when it is granted blocks: see [`Load::wanted_blocks`].
     Grant,
     /// Everything has been handed out.
     End,
-    /// The time is up.
+    /// The timeout has passed.
     TimedOut,
 }
 
@@ -90,7 +90,8 @@ pub struct Load {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     nbytes: u64,
-    /// The files of a stream that maps some of them: to see that they are still whole when a tensor is handed out.
+    /// The files of a stream that maps some of them: for the check, at hand-out, that they are still as long as they
+    /// were.
     mapped: Option<Files>,
     timeline: Option<Arc<Timeline>>,
     pid: u32,
@@ -108,13 +109,13 @@ pub(crate) struct State {
     pub(crate) messages: Vec<Message>,
     /// Wants in hand-out order that the owner has not asked for yet (streams only).
     pub(crate) ready: VecDeque<u32>,
-    /// Blocks the owner is asked to grant.
+    /// Blocks that the owner is asked to grant.
     pub(crate) wanted: Vec<u32>,
     pub(crate) arrived: u64,
     pub(crate) blocks: Vec<Option<Block>>,
     granted: Vec<bool>,
     viewed: Vec<bool>,
-    /// Wants per block that were not handed out yet: after the last one the load keeps the block no longer.
+    /// Wants per block that were not handed out yet. After the last one, the load no longer holds the block.
     unviewed: Vec<u32>,
     pub(crate) touched: Vec<u32>,
     pub(crate) outcome: Option<Result<()>>,
@@ -133,10 +134,10 @@ impl State {
         self.granted[block as usize]
     }
 
-    /// The block's memory is there.
+    /// The block's memory has been granted.
     pub(crate) fn give(&mut self, block: u32, memory: Block) {
         self.granted[block as usize] = true;
-        // Where only empty wants lay in it and all of them are gone, nobody will ask.
+        // If only empty wants lay in the block and all of them are handed out, nothing will ask for it.
         if self.unviewed[block as usize] > 0 {
             self.blocks[block as usize] = Some(memory);
         }
@@ -164,14 +165,14 @@ impl Shared {
         self.inbox.ring();
     }
 
-    /// The state, in which every message told until now can be seen; a later one rings the inbox again.
+    /// The state, with every message sent until now. A later message notifies the inbox again.
     pub(crate) fn with_news(&self) -> MutexGuard<'_, State> {
-        // Quiet first, then look.
+        // Clear first, then look.
         self.inbox.quiet();
         self.lock()
     }
 
-    /// Ends the load for all who wait for it.
+    /// Ends the load for all threads that wait for it.
     pub(crate) fn end(&self, outcome: Result<()>) {
         let mut state = self.lock();
         state.wanted.clear();
@@ -179,7 +180,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// What `found` finds in the state, once it does; `None` where `timeout` passes first.
+    /// Waits until `found` finds something in the state, and returns that; `None` if `timeout` passes first.
     fn wait_until<T>(&self, timeout: Option<Duration>, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut state = self.lock();
@@ -199,19 +200,19 @@ impl Shared {
 }
 
 impl Load {
-    /// Plans the load and starts it. Fails at once where the request makes no sense, a file has gone or changed, or there
-    /// is no such device; what goes wrong later is told by [`wait`](Self::wait) and [`next`](Self::next).
+    /// Plans the load and starts it. Fails at once if the request is invalid, a file has gone or changed, or there is
+    /// no such device. [`wait`](Self::wait) and [`next`](Self::next) report later errors.
     pub fn start(request: Request) -> Result<Load> {
         Self::start_while(request, || true)
     }
 
-    /// The same, given up (kind `Cancelled`) once `go_on`, asked every 50 ms while the files are being looked at, says so:
-    /// on a network mount whose server is gone that may take until the stall timeout.
+    /// The same, but `go_on` is asked every 50 ms while the files are being opened. If it says no, the start fails with
+    /// kind `Cancelled`. On a network mount whose server is gone, opening may take until the stall timeout.
     pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
         start::start(request, StandIns::default(), go_on)
     }
 
-    /// The same with another device than the request's own, for tests that take a fence away.
+    /// The same with another device than the request's own, for tests that remove a fence.
     #[doc(hidden)]
     pub fn start_on(request: Request, device: Option<Box<dyn Device>>) -> Result<Load> {
         start::start(request, StandIns { device, ..StandIns::default() }, || true)
@@ -226,7 +227,7 @@ impl Load {
         start::start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
     }
 
-    /// The same with the files on storage devices of these numbers, one for each file.
+    /// The same, with a given storage device number for each file.
     #[doc(hidden)]
     pub fn start_on_volumes(
         request: Request,
@@ -242,24 +243,24 @@ impl Load {
         &self.checkpoint
     }
 
-    /// What is wanted, in the order of the request.
+    /// The wants, in the order of the request.
     pub fn wants(&self) -> &[Want] {
         &self.wants
     }
 
-    /// Where everything goes.
+    /// The layout: where everything goes.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Blocks the engine would like to have granted now, in order.
+    /// Blocks that the engine wants to have granted now, in order.
     pub fn wanted_blocks(&self) -> Result<Vec<u32>> {
         self.same_process()?;
         Ok(self.shared.lock().wanted.clone())
     }
 
-    /// Grants the memory of a block: `address` is a device pointer to at least the block's size, `keep` keeps it alive for
-    /// as long as the engine or a tensor needs it, `fence` is what the allocating stream may still do to it.
+    /// Grants the memory of a block. `address` is a device pointer to at least the block's size. `keep` keeps it alive
+    /// as long as the engine or a tensor needs it. `fence` is the work still queued on the allocating stream.
     pub fn grant(&self, block: u32, address: u64, keep: Keep, fence: Option<Fence>) -> Result<()> {
         self.same_process()?;
         let mut state = self.shared.lock();
@@ -279,8 +280,8 @@ impl Load {
         Ok(())
     }
 
-    /// The next want in hand-out order, waiting for it at most `timeout` (`None`: however long it takes; every wait ends,
-    /// because the load does).
+    /// The next want in hand-out order. Waits at most `timeout`; `None` waits without a limit. Every wait ends, because
+    /// the load ends.
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next> {
         self.wait_until(timeout, |state| {
             if let Some(want) = state.ready.pop_front() {
@@ -296,16 +297,18 @@ impl Load {
         .unwrap_or(Ok(Next::TimedOut))
     }
 
-    /// The engine looked at the file when the want became ready, which may have been long before it was asked for. Of what
-    /// was read nothing can change by then, but a mapping is the file: where that was cut off, touching it is SIGBUS.
+    /// The engine compared the file when the want became ready, which may have been long before this call. Bytes that
+    /// were read cannot change any more. But a mapping is the file: if the file was truncated, touching the mapping is
+    /// SIGBUS.
     fn still_there(&self, want: u32, state: &mut State) -> Result<()> {
         let block = self.layout.places[want as usize].block;
         let (Some(files), BlockKind::Mapped { file }) = (&self.mapped, self.layout.blocks[block as usize].kind) else {
             return Ok(());
         };
-        // For each tensor anew, which takes 2 us: whoever cut the file off before asking is told so, however soon they ask.
+        // Checked again for each tensor, which takes 2 us: a truncation before this call is reported, however short
+        // before.
         files.verify_file(file).inspect_err(|e| {
-            // Nothing more comes out of this load.
+            // Nothing more is handed out by this load.
             state.ready.clear();
             if let Some(outcome) = &mut state.outcome {
                 *outcome = Err(e.clone());
@@ -322,7 +325,7 @@ impl Load {
         Ok(())
     }
 
-    /// Waits for the end of the load, at most `timeout`; `false` where that passed first. An ended load's error is
+    /// Waits for the end of the load, at most `timeout`; `false` if that passed first. The error of an ended load is
     /// returned every time.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
         self.wait_until(timeout, |state| state.outcome.clone()).map_or(Ok(false), |outcome| outcome.map(|()| true))
@@ -348,7 +351,7 @@ impl Load {
         }
     }
 
-    /// Whether the load has ended, well or not.
+    /// Whether the load has ended, with or without an error.
     pub fn is_done(&self) -> bool {
         self.pid != std::process::id() || self.shared.lock().outcome.is_some()
     }
@@ -363,17 +366,18 @@ impl Load {
     /// Cancels the load if it still runs, and waits until nothing of it runs any more.
     pub fn close(&self) {
         if self.pid != std::process::id() {
-            // A forked child has no such thread to wait for, and a lock that it held then is never free here.
+            // A forked child has no such thread to wait for, and a lock that the thread held at the fork never becomes
+            // free here.
             return;
         }
-        // Held until the thread has ended: whoever closes the load as well waits for that too.
+        // Held until the thread has ended, so that a second caller of `close` waits for that too.
         let mut running = lock(&self.thread);
         let Some(thread) = running.take() else { return };
         self.cancel();
-        // The engine thread bounds its own end (DRAIN), and a panic in it has been turned into an outcome.
+        // The engine thread limits its own end (DRAIN), and a panic in it has been turned into an outcome.
         let _ = thread.join();
         drop(running);
-        // Whoever holds on to a failed load, as a traceback does, must not hold on to gigabytes.
+        // A traceback may hold a failed load. It must not hold gigabytes.
         if matches!(self.shared.lock().outcome, Some(Err(_))) {
             self.release();
         }
@@ -388,6 +392,7 @@ impl Load {
         }
     }
 
+    /// Drops everything that was not handed out.
     fn release(&self) {
         let mut state = self.shared.lock();
         let State { blocks, viewed, unviewed, .. } = &mut *state;
@@ -395,12 +400,12 @@ impl Load {
         for (place, viewed) in self.layout.places.iter().zip(viewed) {
             if !std::mem::replace(viewed, true) {
                 unviewed[place.block as usize] -= 1;
-                // Places that were never handed out have no view to give their memory back when it is dropped.
+                // Places that were never handed out have no view, so no view gives their memory back.
                 left.extend(blocks[place.block as usize].as_ref().map(|b| b.view(place.offset, place.nbytes)));
             }
         }
         let blocks: Vec<Option<Block>> = blocks.iter_mut().map(Option::take).collect();
-        // Freeing calls into drivers and frameworks: not with the lock.
+        // Freeing calls into drivers and frameworks, so the lock is not held.
         drop(state);
         drop((left, blocks));
     }
@@ -410,7 +415,7 @@ impl Load {
         (self.shared.lock().arrived, self.nbytes)
     }
 
-    /// The account of the load; complete once it has ended.
+    /// The report of the load; complete when it has ended.
     pub fn report(&self) -> Report {
         self.shared.lock().report.clone()
     }
@@ -427,24 +432,24 @@ impl Load {
         self.timeline.is_some()
     }
 
-    /// Writes the trace that `Options::trace` asked for, with `report` (JSON) in it, and once only. A load that is dropped
-    /// writes it too, with an account of its own, but says nothing where that fails.
+    /// Writes the trace that `Options::trace` asked for, with `report` (JSON) in it, only once. A load that is dropped
+    /// writes its trace too, with its own report, but reports no error if that fails.
     pub fn write_trace(&self, report: &serde_json::Value) -> Result<()> {
         self.same_process()?;
         self.timeline.as_ref().map_or(Ok(()), |timeline| timeline.write(&self.checkpoint, report))
     }
 
-    /// Wants whose destination is no longer what it was before the load; known once it has ended.
+    /// Wants whose destination has been overwritten, or may have been; known when the load has ended.
     pub fn touched(&self) -> Vec<u32> {
         self.shared.lock().touched.clone()
     }
 
-    /// The bytes of a want, complete. Once per want, after `next` gave it out or `wait` was told the end.
+    /// The bytes of a want, complete. Allowed once per want, after `next` gave it out or `wait` reported the end.
     pub fn view(&self, want: u32) -> Result<View> {
         self.view_in(&mut self.shared.lock(), want)
     }
 
-    /// The bytes of several wants, as [`view`](Self::view) gives them, in one go.
+    /// The bytes of several wants, as [`view`](Self::view) gives them, in one call.
     pub fn views(&self, wants: &[u32]) -> Result<Vec<View>> {
         let mut views = Vec::with_capacity(wants.len());
         let mut state = self.shared.lock();
@@ -452,7 +457,7 @@ impl Load {
             match self.view_in(&mut state, want) {
                 Ok(view) => views.push(view),
                 Err(e) => {
-                    // Freeing what was viewed calls into drivers and frameworks: not with the lock.
+                    // Freeing what was viewed calls into drivers and frameworks, so the lock is not held.
                     drop(state);
                     return Err(e);
                 }
@@ -476,13 +481,13 @@ impl Load {
         let slot = &mut state.blocks[place.block as usize];
         match if last { slot.take() } else { slot.clone() } {
             Some(block) => Ok(block.view(place.offset, place.nbytes)),
-            // An empty tensor is complete from the start, which may be before its block is there.
+            // An empty tensor is complete from the start, perhaps before its block has memory.
             None if place.nbytes == 0 => Ok(Block::held(0, Arc::new(())).view(0, 0)),
             None => Err(Error::new(ErrorKind::Internal, "a tensor was asked for before its block")),
         }
     }
 
-    /// Address of a want's first byte, once its block is there: a host address or a device pointer.
+    /// Address of a want's first byte, when its block has memory: a host address or a device pointer.
     pub fn address(&self, want: u32) -> Result<u64> {
         let place = self.layout.places.get(want as usize);
         let place = place.ok_or_else(|| Error::new(ErrorKind::Invalid, format!("there is no want {want}")))?;
@@ -523,8 +528,8 @@ impl Drop for Load {
     }
 }
 
-/// Every error names a file: one that concerns no file in particular, such as a GPU that is not there, names the first of
-/// the checkpoint that was to be loaded.
+/// Every error names a file. An error that concerns no file in particular, such as a missing GPU, names the first file
+/// of the checkpoint.
 pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
     match checkpoint.files().first() {
         Some(file) => error.at(&file.path),

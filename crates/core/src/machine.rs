@@ -1,4 +1,4 @@
-//! What this process may use of the machine: cores and memory, as affinity masks and control groups leave them.
+//! What this process may use of the machine: the cores and the memory that affinity masks and control groups leave it.
 
 use crate::options::PAGE;
 use std::fs;
@@ -10,7 +10,7 @@ pub fn cores() -> usize {
     allowed.max(1)
 }
 
-/// The core that the caller runs on, where that can be told.
+/// The core that the caller runs on, if that is known.
 pub(crate) fn processor() -> Option<usize> {
     // SAFETY: it only reads.
     usize::try_from(unsafe { libc::sched_getcpu() }).ok()
@@ -37,14 +37,14 @@ pub(crate) fn go_to(core: usize) {
     }
 }
 
-/// Bytes of memory that this process can still take without pushing anything but clean page cache out: the system's
+/// Bytes of memory that this process can still take if the kernel evicts nothing except clean page cache: the system's
 /// `MemAvailable`, cut by what its control groups leave.
 pub fn memory_available() -> u64 {
     let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
     cgroup_memory_left().map_or(system, |left| left.min(system))
 }
 
-/// Bytes of memory and swap that this process could have if nobody else had any.
+/// Bytes of memory and swap that this process could have if no other process used any.
 pub(crate) fn memory_most() -> u64 {
     let memory = meminfo("MemTotal:").unwrap_or(u64::MAX);
     let memory = cgroup_memory_limit().map_or(memory, |limit| limit.min(memory));
@@ -53,7 +53,8 @@ pub(crate) fn memory_most() -> u64 {
 
 /// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.
 pub(crate) fn page_size() -> u64 {
-    // Asked each time, which costs nothing: a child that was forked while another thread asked would wait for ever.
+    // Asked each time, which costs nothing. A cached value needs a lock: a child that was forked while another thread
+    // asked would wait forever.
     // SAFETY: sysconf only reads.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE)
 }
@@ -69,7 +70,7 @@ fn cgroup_memory_left() -> Option<u64> {
         .filter_map(|(dir, v2)| {
             let limit = limit(&dir, v2)?;
             let used = number(&dir.join(if v2 { "memory.current" } else { "memory.usage_in_bytes" }))?;
-            // Inactive file pages are counted as used but are given up first.
+            // Inactive file pages count as used, but the kernel gives them up first.
             let clean = fs::read_to_string(dir.join("memory.stat")).ok().and_then(|stat| {
                 stat.lines()
                     .find_map(|l| l.strip_prefix(if v2 { "inactive_file " } else { "total_inactive_file " }))
@@ -82,7 +83,7 @@ fn cgroup_memory_left() -> Option<u64> {
 
 fn limit(dir: &std::path::Path, v2: bool) -> Option<u64> {
     let limit = number(&dir.join(if v2 { "memory.max" } else { "memory.limit_in_bytes" }))?;
-    // Version 1 spells "no limit" as the largest multiple of the page size.
+    // Version 1 writes "no limit" as the largest multiple of the page size.
     (limit < 1 << 60).then_some(limit)
 }
 
@@ -91,7 +92,8 @@ fn number(path: &std::path::Path) -> Option<u64> {
 }
 
 /// Folders of the memory controller for this process and every group above it, innermost first, and whether they are
-/// version 2. Inside a container the path in /proc/self/cgroup may lie outside the mount: then the mount's root is it.
+/// version 2. Inside a container the path in /proc/self/cgroup may lie outside the mount. Then the mount's root is
+/// used.
 fn cgroup_folders() -> Vec<(PathBuf, bool)> {
     let mut folders = Vec::new();
     let Ok(groups) = fs::read_to_string("/proc/self/cgroup") else { return folders };

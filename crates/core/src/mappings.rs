@@ -1,8 +1,8 @@
 //! What this process has mapped, and whether it may write there.
 //!
-//! Tensors that are to be filled come from other libraries. Their memory can be read-only, unmapped, or a mapping of a file
-//! that has become shorter. A write to such memory kills the process, so it is looked at first. `/proc/self/maps` tells
-//! the rights of a mapping (proc(5)), and madvise(2) whether a page of it can be had.
+//! Tensors that a load fills come from other libraries. Their memory can be read-only, unmapped, or a mapping of a file
+//! that has become shorter. A write to such memory kills the process, so it is checked first. `/proc/self/maps` gives
+//! the rights of a mapping (proc(5)), and madvise(2) tells whether a page of it is available.
 
 use crate::machine::page_size;
 use std::fmt;
@@ -25,7 +25,7 @@ pub enum Refusal {
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Unmapped => "is in memory that this process no longer has",
+            Self::Unmapped => "is in memory that is no longer mapped",
             Self::ReadOnly => "is in memory that this process may not write to",
             Self::Lost => "is in memory that is gone: the file that it maps has become shorter, or cannot be read",
         })
@@ -41,17 +41,17 @@ struct Mapping {
     file: bool,
 }
 
-/// Which of these address ranges cannot be written to, by number, and why. None of them may be empty.
+/// Which of these address ranges cannot be written to (by number), and why. No range may be empty.
 ///
-/// Where `/proc` cannot be read nothing is known, and none is named.
+/// If `/proc` cannot be read, nothing is known, and no range is returned.
 pub fn unwritable(spans: &[Range<u64>]) -> Vec<(usize, Refusal)> {
     let all: Vec<usize> = (0..spans.len()).collect();
     let found = refused(spans, &all);
     if found.is_empty() {
         return found;
     }
-    // The kernel lists mappings page by page of text. Another thread that maps and unmaps meanwhile can hide one: only
-    // what is missing twice is missing.
+    // The kernel lists mappings page by page of text. Another thread that maps and unmaps meanwhile can hide one. So
+    // only a mapping that is missing twice is missing.
     let suspects: Vec<usize> = found.iter().map(|f| f.0).collect();
     refused(spans, &suspects)
 }
@@ -99,8 +99,8 @@ fn refused(spans: &[Range<u64>], which: &[usize]) -> Vec<(usize, Refusal)> {
     found
 }
 
-/// Which spans end in pages that their file no longer has. A file is cut at its end, so that where the last page of a
-/// mapping is there all pages before it are.
+/// Which spans end in pages that their file no longer has. A file is cut at its end: if the last page of a mapping is
+/// there, all pages before it are there.
 fn lost(mut in_files: Vec<(usize, u64, usize)>) -> Vec<usize> {
     in_files.sort_unstable();
     let mut found = Vec::new();
@@ -115,13 +115,13 @@ fn lost(mut in_files: Vec<(usize, u64, usize)>) -> Vec<usize> {
     found
 }
 
-/// Whether the page of this address can be had. It is read from its file where that has not happened yet.
+/// Whether the page of this address is available. If the page is not in memory yet, this reads it from its file.
 fn is_there(address: u64) -> bool {
     let page = page_size();
     let at = (address - address % page) as *mut libc::c_void;
     // SAFETY: it changes no byte. Where nothing is mapped it is an error, as it is where an access would be SIGBUS.
     let refused = unsafe { libc::madvise(at, page as usize, libc::MADV_POPULATE_READ) } != 0;
-    // Anything else is a kernel before 5.14, or memory of a device: nothing is known then.
+    // Any other error is a kernel before 5.14, or memory of a device: nothing is known then.
     !(refused && io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT))
 }
 
@@ -132,7 +132,7 @@ fn text() -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// The mappings in the kernel's list, in which they ascend.
+/// The mappings in the kernel's list, which are in ascending order.
 fn parse(text: &[u8]) -> Vec<Mapping> {
     text.split(|&b| b == b'\n').filter_map(line).collect()
 }

@@ -1,9 +1,9 @@
 //! Destination memory: where tensors live after the load, and what keeps it alive.
 //!
-//! All private CPU memory of one load is one `Arena`: a single anonymous mapping, 2 MiB aligned, with huge pages asked
-//! for. Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages that no other tensor of
-//! the arena lies in, so a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping (the
-//! kernel allows 65,530 by default).
+//! All private CPU memory of one load is one `Arena`: a single anonymous mapping, aligned to 2 MiB, that asks for huge
+//! pages. Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
+//! tensor of the arena lies. So a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping
+//! (the kernel allows 65,530 by default).
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
@@ -16,7 +16,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::Arc;
 
-/// An anonymous mapping, 2 MiB aligned where it is at least that large.
+/// An anonymous mapping. It is aligned to 2 MiB if it is at least that large.
 pub(crate) struct Anonymous {
     at: *mut u8,
     len: usize,
@@ -28,7 +28,7 @@ unsafe impl Send for Anonymous {}
 unsafe impl Sync for Anonymous {}
 
 impl Anonymous {
-    /// `len` bytes (rounded up to pages) of zeroed memory that is not yet resident; huge pages are asked for.
+    /// `len` bytes (rounded up to pages) of zeroed memory that is not yet resident. It asks for huge pages.
     pub(crate) fn new(len: u64) -> Result<Self> {
         let refused = |e: &io::Error| {
             Error::new(
@@ -37,7 +37,8 @@ impl Anonymous {
             )
         };
         let huge = HUGE_PAGE as usize;
-        // Of the kernel's own size: an address that is no multiple of it cannot be unmapped, and the slack would stay.
+        // Rounded to the kernel's own page size: an address that is not a multiple of it cannot be unmapped, and the
+        // slack would stay.
         let page = page_size();
         let wanted = len.max(page).checked_next_multiple_of(page).and_then(|n| usize::try_from(n).ok());
         let wanted = wanted
@@ -70,7 +71,8 @@ impl Anonymous {
                 libc::munmap((aligned + wanted) as *mut libc::c_void, tail);
             }
             if slack > 0 {
-                // Advice only: without huge pages the load is slower (2.0 against 3.4 GB/s of first touch), not wrong.
+                // Advice only: without huge pages the load is slower (first touch at 2.0 instead of 3.4 GB/s), not
+                // wrong.
                 libc::madvise(aligned as *mut libc::c_void, wanted, libc::MADV_HUGEPAGE);
             }
         }
@@ -87,8 +89,8 @@ impl Anonymous {
         self.len
     }
 
-    /// Keeps a forked child from inheriting these pages: memory a device writes to or reads from must not be copied on
-    /// write under it.
+    /// Keeps a forked child from inheriting these pages: a device writes to them or reads from them, and copy-on-write
+    /// would move them.
     pub(crate) fn keep_from_children(&self) {
         // SAFETY: the range is this mapping.
         unsafe { libc::madvise(self.at.cast(), self.len, libc::MADV_DONTFORK) };
@@ -135,7 +137,7 @@ impl Mapping {
         if at == libc::MAP_FAILED {
             let cause = io::Error::last_os_error();
             return Err(match cause.raw_os_error() {
-                // Of addresses, not of memory: nothing is allocated yet.
+                // Out of addresses, not of memory: nothing is allocated yet.
                 Some(libc::ENOMEM) => Error::io(
                     "map the file (has this process as many mappings as vm.max_map_count allows, or as many addresses as \
                      ulimit -v?)",
@@ -151,8 +153,8 @@ impl Mapping {
         Ok(Self { at: at.cast(), len: size, no_further: AtomicBool::new(false) })
     }
 
-    /// Whether a fault is to bring in nothing behind its own (huge) page. To be taken back when the load is over: the kernel
-    /// also takes such pages for the first ones to be given up.
+    /// Whether a fault brings in nothing behind its own (huge) page. Taken back when the load is over, because the
+    /// kernel also evicts such pages first.
     pub(crate) fn read_no_further(&self, no_further: bool) {
         if self.no_further.swap(no_further, Ordering::Relaxed) != no_further {
             let advice = if no_further { libc::MADV_RANDOM } else { libc::MADV_NORMAL };
@@ -200,7 +202,7 @@ impl Arena {
         first as usize..end as usize
     }
 
-    /// A place is no longer used: huge pages without tenants go back to the system.
+    /// A place is no longer used: huge pages without places go back to the system.
     fn vacate(&self, offset: u64, nbytes: u64) {
         let huge = HUGE_PAGE as usize;
         let mut free = 0..0;
@@ -212,7 +214,7 @@ impl Arena {
             }
         };
         for page in Self::pages(offset, nbytes) {
-            // AcqRel: whoever takes the count to zero must see all writes of earlier tenants as over.
+            // AcqRel: the thread that takes the count to zero must see all earlier writes to these pages as done.
             if self.tenants[page].fetch_sub(1, Ordering::AcqRel) == 1 {
                 if free.end == page {
                     free.end = page + 1;
@@ -238,7 +240,7 @@ enum Owner {
     Mapping(Arc<Mapping>),
     /// Offset of the block in the arena.
     Arena(Arc<Arena>, u64),
-    /// The caller's, or a device allocation: alive as long as this is.
+    /// Memory of the caller, or a device allocation: alive as long as this is.
     Held(Arc<dyn Any + Send + Sync>),
 }
 
@@ -262,7 +264,7 @@ impl Block {
         self.address
     }
 
-    /// All bytes that are wanted of it are there.
+    /// All wanted bytes of the block have arrived.
     pub(crate) fn complete(&self) {
         if let Owner::Mapping(mapping) = &self.owner {
             mapping.read_no_further(false);
@@ -284,7 +286,7 @@ impl Block {
     }
 }
 
-/// The bytes of one want, and a share in the memory they lie in.
+/// The bytes of one want, with a share in the memory that holds them.
 pub struct View {
     address: u64,
     nbytes: u64,
@@ -303,7 +305,7 @@ impl View {
         self.nbytes
     }
 
-    /// Whether somebody else's object keeps the memory alive, and is let go with the last view.
+    /// Whether another object keeps the memory alive. It is released with the last view.
     pub fn is_held(&self) -> bool {
         matches!(self.block.owner, Owner::Held(_))
     }

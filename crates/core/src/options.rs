@@ -1,5 +1,5 @@
-//! Every default and limit, in one place. Python's `penstock.Options` mirrors this struct and adds nothing; `order` and
-//! `misaligned` are arguments of each load there.
+//! Every default and limit of the options, in one place. Python's `penstock.Options` mirrors this struct and adds
+//! nothing. `order` and `misaligned` are arguments of each load in Python.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ pub(crate) const GIB: u64 = 1 << 30;
 /// 1e9 bytes, the unit of rates.
 pub(crate) const GB: f64 = 1e9;
 
-/// Page size assumed for alignment of reads and of file-phase blocks: O_DIRECT needs 512 or 4096 and both divide it.
+/// Page size assumed for the alignment of reads and of mirror blocks: O_DIRECT needs 512 or 4096, and both divide it.
 pub const PAGE: u64 = 4096;
 /// A transparent huge page; also the granule in which private CPU memory is given back.
 pub const HUGE_PAGE: u64 = 2 * MIB;
@@ -18,17 +18,17 @@ pub const HUGE_PAGE: u64 = 2 * MIB;
 pub const GPU_ALIGN: u64 = 256;
 /// Where tensors start in dense blocks allocated on the CPU (a cache line).
 pub const CPU_ALIGN: u64 = 64;
-/// Small neighbours share an allocated block of at most this size; a larger tensor has a block of its own.
+/// Small neighbours share an allocated block of at most this size; a larger tensor has its own block.
 pub const SHARED_BLOCK: u64 = 32 * MIB;
 
-/// Plain staging memory that stays for the next load once the last one of the process has ended: 16 slabs of the default
-/// size. What is registered with a GPU's driver all stays.
+/// Plain staging memory that stays for the next load after the last load of the process has ended: 16 slabs of the
+/// default size. All memory that is registered with a GPU's driver stays.
 pub const IDLE_STAGING: u64 = 64 * MIB;
 
-/// Registered staging memory that loads to GPUs are content with, under a `staging` limit of `limit` bytes in slabs of
-/// `slab` bytes: half of the limit, and at least two slabs. By default that is 32 slabs of 4 MiB. A link of 55 GB/s drains
-/// one in 76 us and a core fills one in 0.5 to 0.8 ms out of the page cache, so that some 10 slabs are being filled at a
-/// time; 24 keep both sides busy (`engine/virtual_time.rs`), and each one more costs 0.4 ms to register.
+/// How much registered staging memory loads to GPUs keep, with a `staging` limit of `limit` bytes in slabs of `slab`
+/// bytes: half of the limit, and at least two slabs. By default that is 32 slabs of 4 MiB. A link of 55 GB/s drains a
+/// slab in 76 us, and a core fills one in 0.5 to 0.8 ms out of the page cache, so about 10 slabs are being filled at a
+/// time. 24 keep both sides busy (`engine/virtual_time.rs`), and each further slab costs 0.4 ms to register.
 pub const fn pool_bytes(limit: u64, slab: u64) -> u64 {
     if limit / 2 > 2 * slab {
         limit / 2
@@ -37,7 +37,7 @@ pub const fn pool_bytes(limit: u64, slab: u64) -> u64 {
     }
 }
 
-/// How bytes should travel.
+/// How bytes travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
     /// Chosen per extent from file system, residency, device and cache policy.
@@ -62,7 +62,8 @@ pub enum Io {
 /// What a load does to the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cache {
-    /// Keep what is mapped, and copies where that costs nothing, by the memory left and the pace of the storage; else bypass.
+    /// Keep what is mapped. Keep copies too if that costs nothing, judged by the memory left and the pace of the
+    /// storage. Otherwise bypass.
     #[default]
     Auto,
     /// Cold bytes go through the page cache, so that the next start is warm.
@@ -77,14 +78,14 @@ pub enum Order {
     /// As they stand in the files.
     #[default]
     File,
-    /// Grouped by layer (the first number in the name), files within.
+    /// Grouped by layer (the first number in the name); within a group in the order of the files.
     Layer,
 }
 
-/// Options of one load. `Default` is what nearly everybody should use.
+/// Options of one load. `Default` is right for nearly every load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// How bytes should travel.
+    /// How bytes travel.
     pub io: Io,
     /// What the load does to the page cache.
     pub cache: Cache,
@@ -96,22 +97,22 @@ pub struct Options {
     pub depth: u32,
     /// Worker threads of the buffered and mapped routes; 0 adapts to cores and file system.
     pub threads: u32,
-    /// On a CPU target: `Some(true)` gives private copies, `Some(false)` insists on mapping where the file system allows
-    /// it, `None` maps what is worth mapping.
+    /// On a CPU target: `Some(true)` gives private copies. `Some(false)` insists on mapping where the file system
+    /// allows it. `None` maps local files; with [`Cache::Bypass`] only those that are resident.
     pub copy: Option<bool>,
-    /// Tensors that the file misaligns may stay where they are in its mapping: for consumers that read any address, as torch
-    /// does. Else they are copied to where they are aligned.
+    /// Tensors that the file misaligns may stay in its mapping: for consumers that read any address, as torch does.
+    /// Otherwise they are copied to aligned memory.
     pub misaligned: bool,
-    /// Unwanted bytes between two wanted runs are read, not skipped, up to this many.
+    /// Extra bytes between two wanted runs are read, not skipped, up to this many.
     pub gap: u64,
     /// Order of reading and hand-out.
     pub order: Order,
     /// Most bytes read ahead of the consumer of a stream; at least the largest tensor is always allowed.
     pub window: u64,
-    /// With nothing moving for this long, reads count as hung and the load fails.
+    /// If nothing moves for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,
-    /// File that a trace of the load is written to, for Chrome or Perfetto; empty: none. `{pid}` and `{n}` in it stand for
-    /// the process and the number of the traced load in it.
+    /// File for a trace of the load, for Chrome or Perfetto; empty: no trace. `{pid}` and `{n}` in it stand for the
+    /// process and the number of the traced load in it.
     pub trace: String,
 }
 

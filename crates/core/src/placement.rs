@@ -1,4 +1,4 @@
-//! Placement: what part of each tensor this process wants, as contiguous byte ranges ("runs").
+//! Placement: which part of each tensor this process wants, as contiguous byte ranges ("runs").
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint, TensorInfo};
@@ -43,7 +43,7 @@ impl Want {
         Self { tensor, region: None }
     }
 
-    /// Of tensor number `tensor` a range (or slice) per dimension.
+    /// A part of tensor number `tensor`: one range (or slice) per dimension.
     pub fn part<S: Into<AxisSlice>>(tensor: u32, region: impl IntoIterator<Item = S>) -> Self {
         Self { tensor, region: Some(region.into_iter().map(Into::into).collect()) }
     }
@@ -62,8 +62,9 @@ impl Want {
     }
 }
 
-/// The runs of one want: `count` runs of `len` bytes each, nested in up to rank-many strided axes, in ascending order of
-/// both file offset and dense (row-major) destination offset. Never materialised: a column slice has millions of runs.
+/// The runs of one want: `count` runs of `len` bytes each, nested in strided axes (at most as many as dimensions), in
+/// ascending order of both file offset and dense (row-major) destination offset. They are never listed: a column slice
+/// has millions of runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Runs {
     /// Offset of the first run, from the start of the file.
@@ -75,11 +76,11 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The runs of `want`, as few and as long as they can be; with steps two may touch.
+    /// The runs of `want`, as few and as long as possible. With steps, two runs may touch.
     ///
     /// # Errors
-    /// `Slice` if the region has the wrong rank, leaves the tensor, or does not fall on whole bytes (sub-byte dtypes);
-    /// `UnknownTensor` if the checkpoint has no tensor of that number.
+    /// `Slice` if the region has the wrong rank, leaves the tensor, or does not begin and end at whole bytes (sub-byte
+    /// dtypes); `UnknownTensor` if the checkpoint has no tensor of that number.
     pub fn of(checkpoint: &Checkpoint, want: &Want) -> Result<Runs> {
         if want.tensor as usize >= checkpoint.len() {
             return Err(Error::new(
@@ -120,8 +121,8 @@ impl Runs {
         if region.iter().any(|r| r.start == r.end) {
             return Ok(Runs { start: info.begin, len: 0, axes: Vec::new() });
         }
-        // No product below overflows: opening the checkpoint has multiplied this shape out, and as nothing here is empty
-        // every factor is at least 1.
+        // No product below overflows: opening the checkpoint has computed the product of this shape. Nothing here is
+        // empty, so every factor is at least 1.
         let bits = info.dtype.bits();
         let (mut start, mut len, mut stride) = (0, bits, bits);
         let mut whole = true;
@@ -130,15 +131,15 @@ impl Runs {
             let count = r.count();
             start += r.start * stride;
             if whole && (r.step == 1 || count == 1) {
-                // Everything further in is wanted in full, so this range is contiguous.
+                // All inner dimensions are wanted in full, so this range is contiguous.
                 len *= count;
                 whole = count == extent;
             } else if count > 1 {
                 whole = false;
-                // Within the tensor, or there would not be two of them.
+                // There are at least two, so the step stays within the tensor.
                 let step = r.step * stride;
                 match axes.last_mut() {
-                    // The next axis out goes on where this one ends: one longer axis.
+                    // The next outer axis continues where this one ends: they are one longer axis.
                     Some(inner) if inner.0 * inner.1 == step => inner.0 *= count,
                     _ => axes.push((count, step)),
                 }
@@ -146,7 +147,7 @@ impl Runs {
             stride *= extent;
         }
         if start % 8 != 0 || len % 8 != 0 || axes.iter().any(|a| a.1 % 8 != 0) {
-            return fail(format!("with {bits} bits to an element it does not fall on whole bytes"));
+            return fail(format!("its elements have {bits} bits each, and it does not begin and end at whole bytes"));
         }
         axes.reverse();
         axes.iter_mut().for_each(|a| a.1 /= 8);
@@ -178,10 +179,11 @@ impl Runs {
         self.axes.iter().map(|&(n, s)| (n - 1) * s).sum::<u64>() + self.start + self.len
     }
 
-    /// How these runs are read, where what lies between two of them is read as well up to `gap` bytes.
+    /// How these runs are read. Bytes between two runs are read too if they are at most `gap`.
     ///
-    /// Along the innermost axis, unless that makes very many strips (every second element of each kernel of a convolution:
-    /// two runs each): then along the longest of the axes whose runs are near enough.
+    /// Strips go along the innermost axis. The exception is a want with very many strips (every second element of each
+    /// kernel of a convolution: two runs per strip). Then they go along the longest of the axes whose runs are near
+    /// enough.
     pub fn strips(&self, gap: u64) -> Strips {
         let all = self.count();
         let mut found = Strips { count: all, runs: 1, stride: self.len, inner: 1 };
@@ -199,19 +201,21 @@ impl Runs {
     }
 }
 
-/// More strips than this are fewer if that can be, though what is copied is then not dense at the destination.
+/// More strips than this are reduced if possible, although a copied strip is then not dense at the destination.
 const MANY: u64 = 16 << 10;
 
-/// Runs of one want taken together: `count` times as many `runs`, `stride` bytes apart in the file, along one axis.
+/// Runs of one want that are read together: `count` times as many `runs`, `stride` bytes apart in the file, along one
+/// axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Strips {
     /// How many strips.
     pub count: u64,
     /// Runs in each.
     pub runs: u64,
-    /// Bytes of the file from one run of a strip to the next; the length of a run where it has one alone.
+    /// Bytes of the file from one run of a strip to the next; the length of a run if the strip has only one.
     pub stride: u64,
-    /// By how much the numbers of a strip's runs differ: runs of other strips lie between them if that is more than 1.
+    /// Difference between the numbers of neighbouring runs of a strip: if it is more than 1, runs of other strips lie
+    /// between them.
     pub inner: u64,
 }
 
@@ -231,12 +235,12 @@ fn spelled(region: &[AxisSlice]) -> String {
     format!("[{}]", region.iter().map(spelled).collect::<Vec<_>>().join(", "))
 }
 
-/// Numbers of the tensors that `patterns` name, ascending and each once. A pattern is a tensor's exact name, or else a
-/// glob as in Python's `fnmatch.fnmatchcase`: `*` any text (dots too), `?` one character, `[a-z]` one of these, `[!a-z]`
-/// one not of these.
+/// Numbers of the tensors that `patterns` name, ascending, each once. A pattern is a tensor's exact name, or else a
+/// glob as in Python's `fnmatch.fnmatchcase`: `*` any text (dots too), `?` one character, `[a-z]` one of these,
+/// `[!a-z]` one that is not among these.
 ///
 /// # Errors
-/// `UnknownTensor` that lists every pattern without a tensor, with the names that come close.
+/// `UnknownTensor`, which lists every pattern without a tensor and the names that come close.
 pub fn names_matching<S: AsRef<str>>(checkpoint: &Checkpoint, patterns: &[S]) -> Result<Vec<u32>> {
     const SHOWN: usize = 8;
     let mut numbers = Vec::new();
@@ -283,8 +287,8 @@ pub fn names_matching<S: AsRef<str>>(checkpoint: &Checkpoint, patterns: &[S]) ->
     Err(error)
 }
 
-/// Up to three names that share most of their beginning and end with `name`: one pass over all names, where an edit
-/// distance would take seconds on 371,474 of them.
+/// Up to three names that share most of their beginning and end with `name`. This takes one pass over all names; an
+/// edit distance would take seconds for 371,474 names.
 fn close_to(checkpoint: &Checkpoint, name: &str) -> Vec<String> {
     let mut best: Vec<(usize, u32)> = Vec::new();
     for t in checkpoint.tensors() {
@@ -313,7 +317,7 @@ enum Token {
     /// `?`
     One,
     Char(char),
-    /// `[...]`: inclusive ranges, and whether they are to be avoided.
+    /// `[...]`: inclusive ranges, and whether the set is negated.
     Set(Vec<(char, char)>, bool),
 }
 
@@ -324,7 +328,7 @@ impl Glob {
         while let Some(c) = rest.chars().next() {
             rest = &rest[c.len_utf8()..];
             tokens.push(match c {
-                // Two stars say what one says, and would cost a backtrack.
+                // Two stars match what one matches, and would cost a backtrack.
                 '*' if matches!(tokens.last(), Some(Token::Many)) => continue,
                 '*' => Token::Many,
                 '?' => Token::One,
@@ -333,7 +337,7 @@ impl Glob {
                         rest = after;
                         token
                     }
-                    // Never closed: a bracket like any other character.
+                    // Never closed: it is a bracket like any other character.
                     None => Token::Char('['),
                 },
                 other => Token::Char(other),
@@ -344,7 +348,7 @@ impl Glob {
 
     fn matches(&self, name: &str) -> bool {
         let (mut rest, mut at) = (name.chars(), 0);
-        // Where to go on after the last star when what follows it does not fit: one character further.
+        // Where to continue after the last star if the rest does not match: one character further.
         let mut retry: Option<(std::str::Chars<'_>, usize)> = None;
         loop {
             let mut ahead = rest.clone();
@@ -374,7 +378,7 @@ impl Glob {
     }
 }
 
-/// The set that begins after a `[`, and what follows its `]`. A `]` right at the beginning stands for itself.
+/// The set that begins after a `[`, and the text after its `]`. A `]` right at the beginning is an ordinary character.
 fn set(text: &str) -> Option<(Token, &str)> {
     let (avoid, body) = match text.strip_prefix('!') {
         Some(body) => (true, body),

@@ -1,4 +1,4 @@
-//! Policy: which files are mapped, which routes cold and warm bytes take, and what becomes of the page cache.
+//! Policy: which files are mapped, which routes cold and warm bytes take, and what happens to the page cache.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
@@ -18,22 +18,22 @@ pub(crate) struct Plan {
     pub(crate) schedule: Schedule,
     pub(crate) report: Report,
     pub(crate) cold: Cold,
-    /// For each file, whether its cold bytes are brought into the page cache by huge pages before they are read.
+    /// For each file: whether its cold bytes are brought into the page cache by huge pages before they are read.
     pub(crate) filled: Vec<bool>,
-    /// For each file, whether it is mapped, and cold, and wanted in part: no more of it is to be brought in.
+    /// For each file: whether it is mapped and cold, and only a part of it is wanted. Nothing else of it is brought in.
     pub(crate) in_part: Vec<bool>,
 }
 
-/// What is to be done with bytes that the page cache does not hold.
+/// What happens to bytes that the page cache does not hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cold {
-    /// There are none: nothing will wait for a disk.
+    /// There are no such bytes: nothing will wait for a disk.
     None,
-    /// They are to stay in it.
+    /// They stay in the page cache.
     Keep,
-    /// They are to leave it as it is.
+    /// They go past the page cache and leave it as it is.
     Bypass,
-    /// The pace of the storage is to decide.
+    /// The pace of the storage decides.
     Try,
 }
 
@@ -62,8 +62,8 @@ impl Plan {
             if let Some(f) = spans.iter().zip(&mapped).position(|(span, mapped)| span.is_some() && !mapped) {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
-                    "io=\"mapped\" was asked for, but a file on this kind of file system is never mapped (a mapping of \
-                     a file that another machine truncates kills its reader); use io=\"auto\"",
+                    "io=\"mapped\" was asked for, but files on this kind of file system are never mapped: if another \
+                     machine truncates a mapped file, its reader is killed; use io=\"auto\"",
                 )
                 .at(files.path(f as u32)));
             }
@@ -79,20 +79,20 @@ impl Plan {
         let (keep, reason) = keep_in_cache(options, cold, copied);
         report.cache_reason = reason;
         report.cache = if keep || (cold == 0 && !past_the_cache) { "keep" } else { "bypass" };
-        // Between two samples there may be pages that the cache does not hold: all of them are populated then, and none is
-        // left to a first touch that would have to read the disk.
+        // Between two samples there may be pages that the page cache does not hold. So all pages are populated: a first
+        // touch must not have to read the disk.
         (0..mapped.len()).filter(|&f| mapped[f] && sampled[f]).for_each(|f| traits[f].resident.clear());
         let mut in_part = vec![false; traits.len()];
         for f in 0..traits.len() {
             let cold = matches!(&facts[f], Some((facts, false)) if facts.mappable);
-            // Who asks for a slice asks for no more, however nearly it is the whole.
+            // Slices never fill a whole file, even if the slice is nearly all of its tensor.
             let whole = !cut[f] && spans[f].as_ref().is_some_and(|s| nearly(wanted[f], s.end - s.start));
             traits[f].filled = keep && cold && whole && !mapped[f];
             in_part[f] = mapped[f] && cold && !whole;
         }
 
-        // Into tensors whose pages are in use a copy out of the page
-        // cache costs no more than what O_DIRECT needs besides. Else it depends.
+        // Existing tensors on the CPU: their pages are in use already, so a copy out of the page cache costs no more than
+        // O_DIRECT. New memory: it depends on the storage.
         let fresh = private && !(device == Where::Cpu && matches!(memory, Memory::Into { .. }));
         let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && direct >= WORTH_A_TRIAL;
 
@@ -107,7 +107,7 @@ impl Plan {
         report.tensors = wants.len() as u64;
         report.nbytes = layout.places.iter().map(|p| p.nbytes).sum();
         for e in &schedule.extents {
-            // A direct read is asked for whole sectors; what lies past the end of its file never arrives.
+            // A direct read covers whole sectors. The part past the end of the file never arrives.
             let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
             report.slack_bytes += e.slack.saturating_sub(past_end);
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
@@ -123,24 +123,24 @@ impl Plan {
     }
 }
 
-/// What the files are like where something is wanted of them. One entry per file, `None` where nothing is.
+/// Facts about the files. Each list has one entry per file; `None` means that nothing of the file is wanted.
 struct Survey {
-    /// From the first wanted byte to the last: nothing else is asked about.
+    /// From the first wanted byte to the last. Residency is asked for this range only.
     spans: Vec<Option<Range<u64>>>,
-    /// Wanted bytes in it; what is wanted twice counts twice.
+    /// Wanted bytes in the span. Bytes that are wanted twice count twice.
     wanted: Vec<u64>,
-    /// Whether of some tensor a part is wanted.
+    /// Whether only a part of some tensor is wanted.
     cut: Vec<bool>,
-    /// And whether the page cache holds all that is wanted.
+    /// Facts of the file, and whether the page cache holds all of its span.
     facts: Vec<Option<(Facts, bool)>>,
     traits: Vec<FileTraits>,
-    /// Whether what the page cache holds was sampled, not counted.
+    /// Whether residency was sampled, not counted.
     sampled: Vec<bool>,
-    /// For each file, bytes of its span that the page cache does not hold.
+    /// Bytes of the span that the page cache does not hold.
     missing: Vec<u64>,
     /// Wanted bytes that the page cache does not hold, at most.
     cold: u64,
-    /// Of these, those that can be read past it as well as through it.
+    /// Those of the cold bytes that can be read past the page cache as well as through it.
     direct: u64,
     /// What the survey found and cost.
     report: Report,
@@ -153,14 +153,14 @@ impl Survey {
         let mut cut = vec![false; spans.len()];
         for want in wants {
             let info = checkpoint.tensor(want.tensor);
-            // A whole tensor's size is known: no list of its dimensions for each of 371,474.
+            // The size of a whole tensor is known. A list of dimensions for each of 371,474 tensors would take long.
             let part = want.region.as_ref().and_then(|_| {
                 let elements = want.shape(&info).iter().try_fold(1u64, |n, &d| n.checked_mul(d));
                 elements.and_then(|n| info.dtype.nbytes(n))
             });
             let nbytes = part.unwrap_or(info.nbytes());
             cut[info.file as usize] |= nbytes < info.nbytes();
-            // More than there can be is refused by the layout.
+            // The sum may saturate: the layout refuses loads of that size.
             let of_file = &mut wanted[info.file as usize];
             *of_file = of_file.saturating_add(nbytes);
             let span = spans[info.file as usize].get_or_insert(info.begin..info.end);
@@ -183,8 +183,8 @@ impl Survey {
             cold = u64::saturating_add(cold, missing[f]);
             traits[f] = FileTraits {
                 storage: found.storage as u32,
-                // Elsewhere O_DIRECT gives up the server's read-ahead (0.49 against 2.44 GiB/s were published), so it is
-                // for whoever asks for it.
+                // On a network, O_DIRECT gives up the server's read-ahead (published: 0.49 against 2.44 GiB/s). So it is
+                // used only if the caller asks for it.
                 direct_align: found.direct_align.filter(|_| found.kind == FsKind::Local || past_the_cache),
                 resident: residency.ranges,
                 filled: false,
@@ -194,14 +194,14 @@ impl Survey {
             }
             facts[f] = Some((found, missing[f] == 0));
         }
-        // A rank that wants an eighth of every tensor leaves no more than that in the cache.
+        // A rank that wants an eighth of every tensor brings only that eighth into the page cache.
         let all = wanted.iter().fold(0, |sum: u64, n| sum.saturating_add(*n));
         let (cold, direct) = (cold.min(all), direct.min(all));
         Ok(Survey { spans, wanted, cut, facts, traits, sampled, missing, cold, direct, report })
     }
 }
 
-/// Whether so many bytes are all of a span but for a few gaps.
+/// Whether so many bytes are all of a span, except for a few gaps (at most a sixteenth).
 fn nearly(wanted: u64, span: u64) -> bool {
     wanted >= span - span / 16
 }
@@ -210,8 +210,8 @@ fn reads_past_the_cache(io: Io) -> bool {
     matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
 }
 
-/// Cold bytes that are copied, at most: of each file as many as are wanted elsewhere than in its mapping (slices that are no single
-/// run, what is misaligned, what is wanted twice), and no more than are `missing` in the page cache.
+/// An upper bound of the cold bytes that are copied. Of each file these are the bytes that do not stay in its mapping (slices
+/// of several runs, misaligned tensors, bytes that are wanted twice), and at most those `missing` in the page cache.
 fn cold_copies(layout: &Layout, missing: &[u64]) -> u64 {
     let mut wanted = vec![0u64; missing.len()];
     for (place, &file) in layout.places.iter().zip(&layout.files) {
@@ -223,22 +223,22 @@ fn cold_copies(layout: &Layout, missing: &[u64]) -> u64 {
     wanted.iter().zip(missing).fold(0, |sum, (wanted, missing)| sum.saturating_add(*wanted.min(missing)))
 }
 
-/// Whether cold bytes, of which so many are `copied`, are to stay in the page cache, and why.
+/// Whether cold bytes stay in the page cache, and why. `copied` of them are copied, not mapped.
 fn keep_in_cache(options: &Options, cold: u64, copied: u64) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
-        // Nothing is kept for its sake, and nothing thrown out.
+        // Nothing is cold, so nothing enters the page cache and nothing is evicted.
         _ if cold == 0 && !reads_past_the_cache(options.io) => {
-            (options.cache == Cache::Auto, "all of it is there already".into())
+            (options.cache == Cache::Auto, "the page cache holds all of it".into())
         }
         Cache::Bypass => (false, "asked for".into()),
         Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
         Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
         Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
-        // Private memory would take as much room, and not give it back under pressure.
+        // Private memory would take as much room, and the kernel could not take it back under memory pressure.
         Cache::Auto if copied == 0 => (true, format!("{cold} cold bytes are mapped, not copied")),
         Cache::Auto => {
-            // Half: the destination, the rest of the program and the cache of others need room too.
+            // Half: the destination, the rest of the program and other programs' page cache need room too.
             let room = machine::memory_available() / 2;
             let (keep, not) = if copied <= room { (true, "") } else { (false, "do not ") };
             let mapped = match cold.saturating_sub(copied) {
@@ -286,7 +286,7 @@ fn check(options: &Options, device: Where, memory: &Memory) -> Result<()> {
         _ => {}
     }
     if options.extent < PAGE || options.extent % PAGE != 0 {
-        return refuse("extent must be a multiple of 4096 bytes and at least that");
+        return refuse("extent must be a multiple of 4096 bytes, and at least 4096");
     }
     if options.staging < 2 * options.extent {
         return refuse("staging must hold at least two extents");

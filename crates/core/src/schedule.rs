@@ -1,10 +1,10 @@
 //! Schedule: the extents to read, in order, cut and coalesced, each with its route and its pieces.
 //!
-//! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans; a span is divided
-//! where its route or landing changes, and what is left is cut into extents. Every division falls on a page of the file
-//! (or the larger unit of O_DIRECT), and runs that touch the same page are in the same span: no page is read twice, and
-//! what a read in place brings along beside its wanted bytes never belongs to anybody else. The one exception is a file
-//! that is both mapped and read: its mapped bytes are populated on their own.
+//! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans. A span is divided
+//! where its route or landing changes, and each part is cut into extents. Every division falls on a page of the file
+//! (or on the larger unit of O_DIRECT), and runs that touch the same page are in the same span. So no page is read
+//! twice, and the extra bytes of a read in place never belong to another want. The one exception is a file that is both
+//! mapped and read: its mapped bytes are populated separately.
 
 use crate::format::Checkpoint;
 use crate::layout::{BlockKind, Layout};
@@ -43,17 +43,17 @@ pub enum Landing {
     Mapping {
         /// The mapped block.
         block: u32,
-        /// Whether the page cache held all of it when it was asked.
+        /// Whether the page cache held all of it when the load asked.
         resident: bool,
     },
-    /// In place in a mirror block, at the extent's own phase (alignment slack included).
+    /// In place in a mirror block, at the extent's own offset within a page (alignment slack included).
     Block {
         /// The mirror block.
         block: u32,
     },
-    /// Scattered by the read itself to its pieces' places (buffered route into CPU memory).
+    /// The read itself scatters it to its pieces' places (buffered route into CPU memory).
     Scatter,
-    /// In a slab; then a copy of its pieces to their places.
+    /// In a slab. Then its pieces are copied to their places.
     Slab,
 }
 
@@ -62,19 +62,20 @@ pub enum Landing {
 pub struct Extent {
     /// The file.
     pub file: u32,
-    /// First byte read (page-aligned for direct, as is the end unless the file ends there).
+    /// First byte read. For direct reads it is page-aligned; so is the end, unless the file ends there.
     pub offset: u64,
     /// Bytes read.
     pub len: u64,
-    /// Bytes from `offset` on that must arrive; the rest, past the last wanted byte, may be cut short by the end of file.
+    /// Bytes from `offset` that must arrive. The rest, after the last wanted byte, may be cut short by the end of the
+    /// file.
     pub need: u64,
-    /// The route it starts with; a refused route may change while the load runs.
+    /// The route it starts with. If the route is refused, it may change during the load.
     pub route: Route,
     /// Where its bytes arrive.
     pub landing: Landing,
     /// Its pieces in [`Schedule::pieces`].
     pub pieces: Range<u32>,
-    /// Distinct wanted bytes in it; `len` less this is slack and gap.
+    /// Distinct wanted bytes in it; the rest of `len` is slack and gaps.
     pub wanted: u64,
     /// Bytes of alignment slack before the first and after the last wanted byte.
     pub slack: u64,
@@ -108,16 +109,16 @@ impl Piece {
     }
 }
 
-/// What the schedule needs to know of a file besides the checkpoint.
+/// What the schedule needs to know of a file, apart from the checkpoint.
 #[derive(Debug, Clone, Default)]
 pub struct FileTraits {
     /// Number of the storage device; extents of different devices interleave.
     pub storage: u32,
-    /// Bytes that O_DIRECT offsets and lengths must be multiples of; `None` where O_DIRECT is not to be used.
+    /// Bytes that O_DIRECT offsets and lengths must be multiples of; `None` if O_DIRECT is not used.
     pub direct_align: Option<u64>,
     /// Sorted, disjoint byte ranges whose pages are resident.
     pub resident: Vec<Range<u64>>,
-    /// Buffered reads bring whole huge pages into the page cache first, and so are cut between them.
+    /// Buffered reads first bring whole huge pages into the page cache, so extents are cut between huge pages.
     pub filled: bool,
 }
 
@@ -126,15 +127,15 @@ pub struct FileTraits {
 pub struct Limits {
     /// Most bytes of one extent (a multiple of the page size).
     pub extent: u64,
-    /// Unwanted bytes between two runs that are read rather than skipped, at most.
+    /// Extra bytes between two runs are read, not skipped, up to this many.
     pub gap: u64,
     /// Route of bytes that are not resident.
     pub cold: Route,
-    /// Route of resident bytes; `Mapped` blocks are always populated, whatever this says.
+    /// Route of resident bytes. `Mapped` blocks are always populated, whatever this says.
     pub warm: Route,
-    /// Buffered extents into CPU memory scatter to their places where rows (and the gaps between them) average at least
-    /// this many wanted bytes; below, they go through a slab (an iovec costs more than a copy). `None`: everything that is
-    /// not in place goes through a slab.
+    /// Buffered extents into CPU memory scatter to their places if rows (and the gaps between them) average at least
+    /// this many wanted bytes. Smaller rows go through a slab, because an iovec costs more than a copy. `None`:
+    /// everything that does not land in place goes through a slab.
     pub scatter: Option<u64>,
 }
 
@@ -149,32 +150,33 @@ pub struct Schedule {
     pub extents_of_want: Vec<u32>,
 }
 
-/// Most pieces of one extent, so that the work behind one read is bounded.
+/// Most pieces of one extent. This bounds the work of one read.
 const PIECES: usize = 16 * 1024;
 /// Most entries of one scattering read, gaps included: half of what one preadv takes (IOV_MAX is 1024).
 const SCATTER_ENTRIES: u64 = 512;
-/// In-place bytes beside bytes that are not go along through the slab when they are fewer than this: copying them costs
-/// less than a read of their own.
+/// If fewer in-place bytes than this lie beside bytes that go through a slab, they go through the slab too: copying
+/// them costs less than a separate read.
 const IN_PLACE: u64 = 64 * KIB;
-/// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they save.
+/// Resident stretches shorter than this are read with the cold bytes around them: two more reads cost more than they
+/// save.
 const RESIDENT: u64 = 64 * KIB;
-/// Mapping pages that are all there moves no byte and touches none. Extents this large keep what it costs to hand them out
-/// (20 us each) out of sight.
+/// Mapping resident pages moves no byte and touches no page. With extents this large, the cost of handing them out (20
+/// us each) does not matter.
 const RESIDENT_MAPPED: u64 = 1024 * MIB;
-/// Where the order jumps by more than this many extents' bytes, neighbours in the file are not read together: it would
+/// If the order jumps by more than this many extents' bytes, neighbours in the file are not read together: that would
 /// bring bytes long before their turn.
 const JUMP: u64 = 16;
-/// Storage devices interleave within this many extents where the order is not that of the files.
+/// Storage devices interleave within this many extents if the order is not that of the files.
 const WINDOW: u64 = 64;
 
 impl Schedule {
     /// Cuts, coalesces, routes and orders the runs of `layout`. `files` has one entry per file of the checkpoint.
     ///
-    /// Extents are cut from the start of each coalesced stretch on, at multiples of the page size in the file, as long as
-    /// `limits.extent` allows; the last two share what is left evenly, so that no short tail costs a read. An extent that
-    /// goes through a slab leaves room there to move neighbours of a block apart to the distance they have in the block
-    /// (the sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`), unless it is a
-    /// single page.
+    /// Extents are cut from the start of each coalesced stretch, at multiples of the page size in the file, as long as
+    /// `limits.extent` allows. The last two share the rest evenly, so that no short tail costs a read. An extent that
+    /// goes through a slab leaves room there: neighbours of a block can be moved apart to the distance that they have
+    /// in the block. The sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`. A
+    /// single page is the exception.
     pub fn new(checkpoint: &Checkpoint, layout: &Layout, files: &[FileTraits], limits: &Limits) -> Schedule {
         let count = layout.runs.len();
         let by_file = layout.by_file();
@@ -250,7 +252,7 @@ impl Schedule {
         }
     }
 
-    /// Appends the queues' extents so that at every moment each has given about the same share of its bytes.
+    /// Appends the queues' extents so that at every moment each queue has given about the same share of its bytes.
     fn interleave(&mut self, queues: Vec<(u32, Vec<Extent>)>) {
         let mut queues: Vec<_> = queues
             .into_iter()
@@ -309,7 +311,7 @@ pub struct Totals {
     pub wanted: u64,
     /// Alignment slack in bytes, part of it past the end of the files.
     pub slack: u64,
-    /// Unwanted bytes between wanted ones that are read rather than skipped.
+    /// Extra bytes between wanted ones that are read, not skipped.
     pub gap: u64,
 }
 
@@ -322,7 +324,7 @@ pub struct RouteTotals {
     pub bytes: u64,
 }
 
-/// For each want, how many bytes come before it in the order.
+/// For each want: how many bytes come before it in the order.
 fn turns(layout: &Layout) -> Vec<u64> {
     let mut turns = vec![0; layout.order.len()];
     let mut at = 0;
@@ -333,24 +335,24 @@ fn turns(layout: &Layout) -> Vec<u64> {
     turns
 }
 
-/// What holds for all extents of one file that are read alike.
+/// Rules for all extents of one file that are read alike.
 struct Rules {
     file: u32,
-    /// Divisions fall on multiples of this in the file, and whole multiples are read where that is allowed.
+    /// Divisions are at multiples of this in the file, and whole multiples are read where that is allowed.
     unit: u64,
-    /// Cuts fall on multiples of this where an extent is long enough, a multiple of `unit`.
+    /// Cuts are at multiples of this if an extent is long enough; a multiple of `unit`.
     step: u64,
     /// Most bytes of an extent, a multiple of `unit`.
     extent: u64,
     gap: u64,
     cold: Route,
     warm: Route,
-    /// Sorted, disjoint, on whole units, none of them short.
+    /// Sorted, disjoint, on whole units, none of them shorter than [`RESIDENT`].
     resident: Vec<Range<u64>>,
     /// Whether the page cache holds all that is wanted (mapped files only).
     all_resident: bool,
     scatter: Option<u64>,
-    /// Whether mirror blocks are read in place: their padding is a page, no more.
+    /// Whether mirror blocks are read in place. Their padding is only one page.
     in_place: bool,
 }
 
@@ -389,7 +391,7 @@ impl Rules {
         let mut resident: Vec<Range<u64>> = Vec::new();
         if cold != warm {
             for r in &traits.resident {
-                // A partly resident unit counts as cold, except for the end of the file.
+                // A partly resident unit counts as cold. The exception is the end of the file.
                 let end = if r.end >= size { r.end.next_multiple_of(unit) } else { r.end / unit * unit };
                 let start = r.start.next_multiple_of(unit);
                 match resident.last_mut() {
@@ -440,7 +442,7 @@ struct Atom {
     stride: u64,
     /// Dense offset of the first row within the want.
     to: u64,
-    /// And from row to row.
+    /// Bytes from row to row within the want.
     to_stride: u64,
 }
 
@@ -449,7 +451,7 @@ impl Atom {
         self.start + (self.rows - 1) * self.stride + self.len
     }
 
-    /// The parts of it between `from` and `past` in the file: a row cut short, whole rows, a row cut short.
+    /// The parts of it between `from` and `past` in the file: a cut row, whole rows, a cut row.
     fn clip(&self, from: u64, past: u64, mut give: impl FnMut(Atom)) {
         let mut row = 0;
         if from > self.start {
@@ -483,13 +485,13 @@ impl Atom {
     }
 }
 
-/// The atoms of wants sorted by file offset, in order of their offsets: their strips. Rows further apart than `gap` come one
-/// by one, so that several wants can fill each other's gaps; no more than one atom per want is held.
+/// The atoms (strips) of wants that are sorted by file offset, in order of their offsets. Rows that are further apart
+/// than `gap` come one by one, so that several wants can fill each other's gaps. At most one atom per want is held.
 struct Atoms<'a> {
     runs: &'a [Runs],
     wants: std::iter::Peekable<std::slice::Iter<'a, u32>>,
     gap: u64,
-    /// Strided wants under way: file offset of the next atom, want, number of the next atom.
+    /// Strided wants in progress: file offset of the next atom, want, number of the next atom.
     open: BinaryHeap<Reverse<(u64, u32, u64)>>,
 }
 
@@ -528,7 +530,7 @@ impl Iterator for Atoms<'_> {
     }
 }
 
-/// A schedule in the making.
+/// A schedule that is being made.
 struct Plan<'a> {
     layout: &'a Layout,
     schedule: Schedule,
@@ -539,10 +541,10 @@ struct Plan<'a> {
     /// The span being built, sorted by start, and file offsets at which it must be cut.
     atoms: Vec<Atom>,
     breaks: Vec<u64>,
-    /// Atoms of the span from here on lie wholly ahead; of those before, the ones in `carry` are not done.
+    /// From here, the atoms of the span lie completely ahead. Of those before, the ones in `carry` are not done.
     next: usize,
     carry: Vec<usize>,
-    /// Pieces of the extent being built, `from` counted from the start of the file.
+    /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     scratch: Vec<Piece>,
 }
 
@@ -551,7 +553,7 @@ impl Plan<'_> {
         self.layout.blocks[self.layout.places[want as usize].block as usize].kind
     }
 
-    /// The block in which the bytes of `want` stay at the file's phase, if there is one.
+    /// The block in which the bytes of `want` keep the file's offset within a page, if there is one.
     fn home(&self, rules: &Rules, want: u32) -> Option<u32> {
         match self.kind(want) {
             BlockKind::Mapped { .. } | BlockKind::Mirror { .. } if rules.in_place => {
@@ -617,7 +619,7 @@ impl Plan<'_> {
         self.breaks.clear();
     }
 
-    /// Divides the span into parts that land in one block in place and parts that do not. Where both meet within a unit,
+    /// Divides the span into parts that land in one block in place and parts that do not. If both meet within a unit,
     /// the unit does not land in place.
     fn landings(&self, rules: &Rules, end: u64) -> Vec<(Range<u64>, Option<u32>)> {
         let start = self.atoms[0].start;
@@ -737,7 +739,7 @@ impl Plan<'_> {
             match stop {
                 Some(Stop::NoScatter) => return Gathered::NoScatter,
                 Some(Stop::At(offset)) if rules.down(offset) > from => return Gathered::CutAt(rules.down(offset)),
-                // Within one unit there is no cutting; scattering can at least be given up.
+                // There is no cutting within one unit. But scattering can be given up.
                 Some(Stop::At(_)) if scatter.is_some() => return Gathered::NoScatter,
                 _ => {}
             }
@@ -796,12 +798,12 @@ impl Plan<'_> {
     }
 }
 
-/// One past the last byte that a piece takes.
+/// One past the last byte of a piece.
 fn end(piece: &Piece) -> u64 {
     piece.from + (piece.rows - 1) * piece.from_stride + piece.len
 }
 
-/// Appends a piece, as part of the last one where it goes on with it.
+/// Appends a piece. If it continues the last piece, it becomes a part of it.
 fn push(pieces: &mut Vec<Piece>, piece: Piece) {
     if let Some(last) = pieces.last_mut() {
         if last.want == piece.want && last.len == piece.len && piece.rows == 1 && piece.from >= end(last) {
@@ -819,9 +821,9 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
     pieces.push(piece);
 }
 
-/// Bytes that at least one of the pieces takes; sorted by `from`.
+/// Bytes that at least one of the pieces takes. The pieces are sorted by `from`.
 fn distinct(pieces: &[Piece]) -> u64 {
-    // One want's strips lie between each other and do not overlap.
+    // Strips of one want lie between each other and do not overlap.
     let one = pieces.windows(2).all(|p| p[0].want == p[1].want);
     if one || pieces.windows(2).all(|p| end(&p[0]) <= p[1].from) {
         return pieces.iter().map(Piece::nbytes).sum();
@@ -852,20 +854,20 @@ struct Load {
     bytes: u64,
     /// Scatter entries, gaps included.
     entries: u64,
-    /// By how much neighbours move apart in a slab.
+    /// How far neighbours move apart in a slab.
     moved: u64,
 }
 
 /// Why an extent cannot take a piece.
 enum Stop {
-    /// It has to end here at the latest.
+    /// It must end here at the latest.
     At(u64),
     NoScatter,
 }
 
 impl Load {
     fn add(&mut self, piece: &Piece, last: Option<&Piece>) {
-        // Of one want, what follows in the file follows in the block.
+        // Within one want, what follows in the file follows in the block.
         if let Some(last) = last.filter(|last| last.want != piece.want) {
             let last_to = last.to + (last.rows - 1) * last.to_stride + last.len;
             let apart = piece.to.checked_sub(last_to).filter(|d| *d < GPU_ALIGN && last.block == piece.block);
@@ -878,7 +880,7 @@ impl Load {
         self.end = self.end.max(end(piece));
     }
 
-    /// Whether the extent, which was at `before`, is overfull with `piece`.
+    /// Whether `piece` makes the extent too full. `before` is the state without the piece.
     fn excess(
         &self,
         rules: &Rules,
@@ -898,7 +900,7 @@ impl Load {
             None => (piece.from - self.base + self.moved > rules.extent).then_some(Stop::At(piece.from)),
             Some(_) if self.entries <= SCATTER_ENTRIES => None,
             Some(least) => {
-                // As many rows as still fit, if what is there then is worth scattering.
+                // As many rows as still fit, if they are then worth scattering.
                 let spare = SCATTER_ENTRIES.saturating_sub(before.entries + 1);
                 let rows = (if piece.from_stride > piece.len { spare / 2 } else { spare }).min(piece.rows - 1);
                 let entries = before.entries + 2 * rows;
@@ -909,9 +911,9 @@ impl Load {
     }
 }
 
-/// What came of gathering the pieces of a range.
+/// Result of gathering the pieces of a range.
 enum Gathered {
-    /// All are there; the number of scatter entries where they scatter.
+    /// All are there; the number of scatter entries if they scatter.
     All(Option<u64>),
     /// There are too many: cut here, within the range.
     CutAt(u64),

@@ -1,36 +1,37 @@
 //! The ring of slabs: staging memory that lives for the process and that all its loads share.
 //!
-//! A [`Share`] is one load's place in the ring. [`Share::try_acquire`] never waits: where nothing can be had now it gives
-//! `None`, and the share's descriptor becomes readable when it is worth asking again. A [`Lease`] gives its slab back when
-//! it is dropped.
+//! A [`Share`] is one load's place in the ring. [`Share::try_acquire`] never waits: if no slab is available now, it
+//! returns `None`, and the share's descriptor becomes readable when it is worth asking again. Dropping a [`Lease`]
+//! gives its slab back.
 //!
-//! - **Bounded.** All slabs of the process together stay under the `staging` limit of the load that asks (invariant 3);
-//!   only two slabs are granted whatever the limit and whatever is in quarantine, or nothing could move at all.
-//! - **Fair.** With several loads active each has an equal part of its limit, at least two slabs, and a load that holds
-//!   nothing comes before one that holds something. A load therefore waits only for reads and copies under way, never for
-//!   another load's consumer: no read is submitted before its destination is granted, so no slab is held idle.
-//! - **Hot.** The slab given back last is given out first: its lines are still in the CPU's cache, where a copy runs at 7
-//!   instead of 5 GB/s.
-//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes of plain slabs stay, those that the next load's first reads go
-//!   to while more are made. The rest goes back to the system. Registered slabs all stay.
+//! - **Bounded.** All slabs of the process together stay under the `staging` limit of the load that asks (invariant 3).
+//!   There is one exception: two slabs are always granted, whatever the limit and the quarantine are, or nothing could
+//!   move.
+//! - **Fair.** If several loads are active, each has an equal part of its limit, at least two slabs. A load that holds
+//!   no slab comes before one that holds some. So a load waits only for reads and copies in flight, never for another
+//!   load's consumer: no read is submitted before its destination is granted, so no slab is held idle.
+//! - **Hot.** The slab that was given back last is given out first: its lines are still in the CPU's cache, where a
+//!   copy runs at 7 instead of 5 GB/s.
+//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes of plain slabs stay: the next load's first reads go to
+//!   them while more are made. The rest goes back to the system. All registered slabs stay.
 //!
 //! # The pool of registered slabs
-//! A GPU copies fast, and beside other work, only from memory that its driver has registered (pinned). That costs 0.1 to
-//! 0.6 s per GiB, so it is done once: registered slabs are never unregistered between loads, only by [`Ring::trim`]. A
-//! registration holds for the whole process, so all GPUs of one driver share the pool.
+//! A GPU copies fast, and beside other work, only from memory that its driver has registered (pinned). Registering
+//! costs 0.1 to 0.6 s per GiB, so it is done once: only [`Ring::trim`] unregisters slabs, and nothing does between
+//! loads. A registration holds for the whole process, so all GPUs of one driver share the pool.
 //!
 //! A load to a GPU [pins](Share::pin) its share. The [`Growth`] that it gets says which slabs to register, in the
-//! background, until there are [`pool_bytes`] of them or as many as the load has use for. The share gets registered slabs
-//! only, as long as more are on the way or enough exist: it waits for one that comes back rather than make another. Where
-//! the driver refuses to register, it gets plain slabs.
+//! background, until there are [`pool_bytes`] of them or as many as the load can use. As long as more are being
+//! registered or enough exist, the share gets registered slabs only: it waits for one that comes back, and makes no
+//! other. If the driver refuses to register, it gets plain slabs.
 //!
 //! # Fork
-//! Slabs are marked MADV_DONTFORK. A fork would otherwise mark their pages copy-on-write; the parent's next write to a
-//! page would then move it away from under a DMA in flight, be it the driver's or an O_DIRECT read's (open(2), NOTES, asks
-//! for MADV_DONTFORK for this reason), and the child would carry up to 256 MiB that it cannot use. So a child finds no
-//! memory there; it gets a ring of its own, and whatever it inherited of the parent's does nothing when dropped.
+//! Slabs are marked MADV_DONTFORK. Otherwise a fork would mark their pages copy-on-write. The parent's next write to a
+//! page would then move the page while a DMA is in flight, of the driver or of an O_DIRECT read (for this reason
+//! open(2), NOTES, asks for MADV_DONTFORK). Also, the child would carry up to 256 MiB that it cannot use. So a child
+//! finds no memory there. It gets its own ring, and what it inherited of the parent's does nothing when dropped.
 //!
-//! At exit nothing is freed: the driver may be gone before our statics would be, and the kernel frees memory faster.
+//! At exit nothing is freed: the driver may be gone by then, and the kernel frees memory faster.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
@@ -330,7 +331,7 @@ impl Ring {
         Some(state.scratch.swap_remove(at))
     }
 
-    /// Keeps a buffer, nothing of which is used any more, for the next load.
+    /// Keeps a buffer that is no longer used for the next load.
     pub(crate) fn give_scratch(&self, scratch: Slab) {
         self.lock().scratch.push(scratch);
     }
@@ -510,8 +511,8 @@ impl Share {
     }
 
     /// From now on this load is to have slabs that are registered with `driver` (a number above 0): enough for `nbytes`
-    /// bytes at once, within what is [allowed](pool_bytes). Whoever gets the growth registers what it gives, or drops it,
-    /// and then the load goes on with plain slabs.
+    /// bytes at once, within what is [allowed](pool_bytes). The owner of the growth registers its slabs, or drops it;
+    /// then the load continues with plain slabs.
     pub fn pin(&mut self, driver: u64, nbytes: u64) -> Growth {
         let wanted = nbytes.div_ceil(self.slab).max(1).saturating_mul(self.slab);
         let pinned = Pinned { driver, enough: pool_bytes(self.limit, self.slab).min(wanted) };
@@ -606,7 +607,7 @@ impl Growth {
         self.pinned.driver
     }
 
-    /// Whether there are fewer registered slabs than the load has use for, and nobody has stopped growth.
+    /// Whether there are fewer registered slabs than the load can use, and growth was not stopped.
     pub(crate) fn is_wanted(&self) -> bool {
         self.ring.pid == std::process::id() && self.is_wanted_in(&self.ring.lock())
     }

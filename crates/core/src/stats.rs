@@ -14,7 +14,7 @@ pub struct RouteTotals {
     pub extents: u64,
 }
 
-/// Time spent waiting, by what was waited for.
+/// Time spent waiting, by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Waits {
     /// For the storage.
@@ -42,20 +42,20 @@ impl Waits {
     }
 }
 
-/// Where reads and copies are under way at once it shows only later which of them is the slower: while the staging memory
-/// fills, 256 MiB of it, the source is never idle however slow the device is. So that time is held back until one of them
-/// has nothing to do.
+/// While reads and copies are both in flight, it is not known yet which of them is slower: as long as the staging
+/// memory (256 MiB) fills, the source is never idle, however slow the device is. So that time is held back until one of
+/// them has nothing to do.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     waits: Waits,
-    /// Time with both legs in flight that nobody has been charged with.
+    /// Time with both legs in flight that is not charged yet.
     undecided: Duration,
-    /// Time since then with nothing left to read, and copies in flight.
+    /// Time since then with nothing left to read and copies in flight.
     drained: Duration,
 }
 
-/// Copies that go on for this part of the time before, once there is nothing more to read, are a backlog. Copies that
-/// several workers make at once, or that a device needs time to tell of, end sooner.
+/// After the last read, copies that continue for this share of the time before are a backlog. Shorter ones are not:
+/// several workers finish together, and a device needs time to report a copy.
 const BACKLOG: u32 = 20;
 
 impl Tally {
@@ -66,9 +66,9 @@ impl Tally {
                 self.undecided += time;
                 return;
             }
-            // The device had taken all there was.
+            // The device had taken everything.
             Wait::Source => self.settle(Wait::Source),
-            // What was read fills the staging memory.
+            // The staging memory is full of bytes that were read.
             Wait::Device if reads > 0 => self.settle(Wait::Device),
             Wait::Device => {
                 self.drained += time;
@@ -86,23 +86,23 @@ impl Tally {
         self.drained = Duration::ZERO;
     }
 
-    /// What was waited for, in all.
+    /// All waits together.
     pub(crate) fn waits(&mut self) -> Waits {
         self.settle(Wait::Source);
         self.waits
     }
 }
 
-/// The account of one load. Times are in seconds of wall clock unless they say otherwise; GB are 1e9 bytes.
+/// The report of one load. Times are in seconds of wall clock unless the field says otherwise; GB are 1e9 bytes.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
     /// From the call to the last byte in place.
     pub seconds: f64,
-    /// Of these, until the first read was submitted: residency, layout, schedule.
+    /// The part of it before the first read was submitted: residency, layout, schedule.
     pub plan_seconds: f64,
     /// From the call until the first want in hand-out order was ready.
     pub first_tensor_seconds: Option<f64>,
-    /// CPU seconds of the whole process meanwhile, other threads of the program included.
+    /// CPU seconds of the whole process during the load, other threads of the program included.
     pub cpu_seconds: f64,
     /// CPU seconds of the engine thread alone.
     pub engine_cpu_seconds: f64,
@@ -114,17 +114,17 @@ pub struct Report {
     pub routes: [RouteTotals; 3],
     /// Bytes read only because O_DIRECT reads whole sectors.
     pub slack_bytes: u64,
-    /// Unwanted bytes between wanted ones, read because skipping them would have cost more.
+    /// Extra bytes between wanted ones, read because skipping them would have cost more.
     pub gap_bytes: u64,
-    /// Bytes in the page cache at the start, between the first and the last wanted byte of each file.
+    /// Bytes in the page cache when the load began, between the first and the last wanted byte of each file.
     pub resident_bytes: u64,
-    /// System calls it took to find that out.
+    /// System calls for finding that out.
     pub residency_probes: u64,
-    /// Bytes that were in the page cache and are mapped, gaps included, but have no page table entries yet: the first touch of
-    /// each page is a minor fault, as with any mapping.
+    /// Bytes that were in the page cache and are mapped, gaps included, but have no page table entries yet. The first
+    /// touch of each page is a minor fault, as with any mapping.
     pub first_touch_bytes: u64,
-    /// Seconds that the first touch of all of these will take one thread: an estimate from at most 128 pages. `None` where
-    /// none could be made.
+    /// Seconds that the first touch of all of these will take one thread: an estimate from at most 128 pages. `None` if
+    /// there is no estimate.
     pub first_touch_seconds: Option<f64>,
     /// Pages that the load has touched after the disk had filled them.
     pub touched_pages: u64,
@@ -132,19 +132,19 @@ pub struct Report {
     pub touch_calls: u64,
     /// Most staging memory in use by this process during the load, in bytes.
     pub peak_staging: u64,
-    /// Routes that were refused, and what took their place.
+    /// Routes that were refused, and what replaced them.
     pub fallbacks: Vec<Fallback>,
-    /// What the engine waited for, and how long.
+    /// What the engine waited for, and for how long.
     pub waits: Waits,
-    /// The stage that bounded the load: "source", "device", "staging", "consumer", "allocation", or "engine" where it
-    /// hardly waited at all.
+    /// The stage that limited the load: "source", "device", "staging", "consumer", "allocation", or "engine" if the
+    /// engine hardly waited.
     pub bottleneck: &'static str,
-    /// What becomes of the page cache: "keep", "bypass", or "fill" where cold bytes were read past it and it is filled after
-    /// the load.
+    /// What happens to the page cache: "keep", "bypass", or "fill" if cold bytes were read past it and it is filled
+    /// after the load.
     pub cache: &'static str,
     /// Why that was chosen.
     pub cache_reason: String,
-    /// The filling of the page cache, where `cache` is "fill".
+    /// The fill of the page cache, if `cache` is "fill".
     pub cache_fill: Option<CacheFill>,
 }
 
@@ -155,7 +155,8 @@ impl Report {
         totals.extents += 1;
     }
 
-    /// Names the stage that the engine waited for longest; the engine itself where it was busy longer than that.
+    /// Names the stage that the engine waited for longest. If the engine was busy longer than that, it names the
+    /// engine.
     pub(crate) fn find_bottleneck(&mut self, busy: Duration) {
         let w = &self.waits;
         let stages = [

@@ -1,5 +1,5 @@
-//! What happened in a load, and when: recorded where `Options::trace` names a file, written there in the JSON that Chrome
-//! (`about:tracing`) and Perfetto read.
+//! What happened in a load, and when. It is recorded if `Options::trace` names a file, and written there in the JSON
+//! that Chrome (`about:tracing`) and Perfetto read.
 //!
 //! | lane | what is in it |
 //! |---|---|
@@ -12,8 +12,8 @@
 //! | `hand-out` | tensors becoming ready |
 //! | `consumer` | what the load's owner marks: making tensors of the bytes, and what it did between two of them |
 //!
-//! Times are microseconds since the load was asked for, by CLOCK_MONOTONIC. The format is described in "Trace Event Format"
-//! (Google, 2016): complete events (`"ph": "X"`) and the names of lanes (`"ph": "M"`).
+//! Times are microseconds since the load was requested, by CLOCK_MONOTONIC. The format is described in "Trace Event
+//! Format" (Google, 2016): complete events (`"ph": "X"`) and the names of lanes (`"ph": "M"`).
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
@@ -29,14 +29,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Where a span belongs.
+/// The lane of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Lane {
     Plan,
     Engine,
     /// A thread of the read pool.
     Reader(u32),
-    /// From submission to completion of a read, whoever does it.
+    /// From submission to completion of a read, on any thread.
     Reading,
     /// A copy worker.
     Copier(u32),
@@ -48,7 +48,7 @@ pub(crate) enum Lane {
     Owner,
 }
 
-/// Something that took time, or happened at one.
+/// An event with a duration, or at a point in time.
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
     pub(crate) lane: Lane,
@@ -83,7 +83,7 @@ pub(crate) struct Timeline {
     begun: Instant,
     spans: Mutex<Vec<Span>>,
     path: PathBuf,
-    /// Taken by whoever writes it.
+    /// Taken by the call that writes it.
     file: Mutex<Option<File>>,
 }
 
@@ -91,14 +91,15 @@ pub(crate) struct Timeline {
 static TRACED: AtomicU64 = AtomicU64::new(0);
 
 impl Timeline {
-    /// A record that is going to be written to `pattern`, in which `{pid}` and `{n}` stand for the process and the number
-    /// of the traced load in it. The file is made now, so that a path that cannot be written to is told before the load; so
-    /// is one of a file that is no trace, which a slip of the keyboard must not destroy: it may be a checkpoint.
+    /// A record that will be written to `pattern`, in which `{pid}` and `{n}` stand for the process and the number of
+    /// the traced load in it. The file is made now, so that a path that cannot be written to is an error before the
+    /// load. A file that is not a trace is an error too: a typing mistake must not destroy it, it may be a checkpoint.
     pub(crate) fn new(pattern: &str) -> Result<Timeline> {
         let number = TRACED.fetch_add(1, Ordering::Relaxed).to_string();
         let path = PathBuf::from(pattern.replace("{pid}", &std::process::id().to_string()).replace("{n}", &number));
         if holds_something_else(&path) {
-            let text = "the trace would overwrite this file, which is none: remove it first, or name another one";
+            let text =
+                "the trace would overwrite this file, which is not a trace: remove it first, or name another file";
             return Err(Error::new(ErrorKind::Invalid, text).at(&path));
         }
         let file = File::create(&path).map_err(|e| Error::io("create the trace", &e).at(&path))?;
@@ -130,7 +131,7 @@ impl Timeline {
 
     fn events(&self, mut spans: Vec<Span>, checkpoint: &Checkpoint) -> Vec<Value> {
         spans.sort_by_key(|s| s.begun);
-        // Who did a read or a copy knows better when it was done than who asked for it.
+        // The thread that did a read or a copy knows better when it was done than the thread that requested it.
         let of = |done: fn(&Span) -> bool| spans.iter().filter(|s| done(s)).filter_map(|s| s.extent).collect();
         let read: HashSet<u64> = of(|s| matches!(s.lane, Lane::Reader(_)));
         let copied: HashSet<u64> = of(|s| matches!(s.lane, Lane::Copier(_)));
@@ -197,10 +198,11 @@ impl Timeline {
     }
 }
 
-/// How a trace of ours begins: serde_json writes the keys of an object in their order.
+/// The beginning of our traces: serde_json writes the keys of an object in their order.
 const FIRST: &[u8] = br#"{"displayTimeUnit":"ms","#;
 
-/// Whether there is a file with bytes that are no trace of ours. What cannot be read is for `File::create` to tell.
+/// Whether there is a file with bytes that are not a trace of ours. If the file cannot be read, `File::create` reports
+/// that.
 fn holds_something_else(path: &Path) -> bool {
     let Ok(metadata) = path.metadata() else { return false };
     if !metadata.is_file() || metadata.len() == 0 {
@@ -214,7 +216,7 @@ fn micros(from: Instant, to: Instant) -> f64 {
     to.saturating_duration_since(from).as_nanos() as f64 / 1e3
 }
 
-/// Lanes for spans that overlap: each goes to the first that is free when it begins.
+/// Lanes for spans that overlap: each span goes to the first lane that is free when it begins.
 #[derive(Default)]
 struct Slots {
     free_at: Vec<Instant>,

@@ -1,18 +1,18 @@
-//! How other threads wake the one that sleeps in `poll(2)`: an eventfd.
+//! How other threads wake the thread that sleeps in `poll(2)`: an eventfd.
 
 use crate::error::{Error, Result};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// An eventfd: readable from [`ring`](Self::ring) until [`quiet`](Self::quiet).
+/// An eventfd: readable from [`ring`](Self::ring) (notify) until [`quiet`](Self::quiet) (clear).
 ///
-/// The pattern that loses no wake-up: the waker first makes its news visible, then rings; the woken thread is first
-/// quiet, then looks for news.
+/// With this pattern no wake-up is lost: the waker first makes its news visible, then notifies; the woken thread first
+/// clears, then looks for news.
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
 impl Wake {
-    /// A new one, not readable, closed on exec.
+    /// A new one: not readable, closed on exec.
     pub fn new() -> Result<Self> {
         // SAFETY: no pointer is passed; the result is checked.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -28,20 +28,21 @@ impl Wake {
         self.0.as_raw_fd()
     }
 
-    /// Makes the descriptor readable. It fails only where the counter is at its maximum, and then it is readable.
+    /// Notifies: makes the descriptor readable. The write fails only if the counter is at its maximum, and then the
+    /// descriptor is readable.
     pub fn ring(&self) {
         // SAFETY: eight readable bytes, as eventfd(2) asks.
         unsafe { libc::write(self.fd(), (&raw const ONE).cast(), 8) };
     }
 
-    /// Makes the descriptor unreadable until the next ring.
+    /// Clears: makes the descriptor unreadable until the next notification.
     pub fn quiet(&self) {
         let mut count = 0u64;
         // SAFETY: eight writable bytes, as eventfd(2) asks. EAGAIN means that it was quiet already.
         unsafe { libc::read(self.fd(), (&raw mut count).cast(), 8) };
     }
 
-    /// Whether it was rung since it was last quiet; waits up to `timeout_ms` (-1: for ever) for that.
+    /// Whether it was notified since it was last cleared; waits up to `timeout_ms` (-1: without a limit) for that.
     pub fn wait(&self, timeout_ms: i32) -> bool {
         let mut fd = libc::pollfd { fd: self.fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, as the count says.

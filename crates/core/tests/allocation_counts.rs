@@ -2,7 +2,7 @@
 //! a checkpoint may have 371,474 tensors, and an allocation with its release costs 20 to 100 ns, a page that it touches
 //! first 250 ns more.
 //!
-//! What is bounded is the slope between two sizes, so that what every load costs once does not count.
+//! The bound is on the slope between two sizes, so that the fixed cost of every load does not count.
 #![allow(clippy::unwrap_used)]
 
 #[path = "checkpoints/mod.rs"]
@@ -74,8 +74,8 @@ fn counted<T>(work: impl FnOnce() -> T) -> (T, Counted) {
 
 const STEPS: [&str; 5] = ["open", "wants", "load, mapped", "load, private", "hand-out"];
 
-/// What each step takes with a warm checkpoint of so many tensors of 4 bytes in two files with an index: the least of a few
-/// times, since threads of a load that have more to do one time than another may need a larger list.
+/// The cost of each step with a warm checkpoint of so many tensors of 4 bytes in two files with an index. It is the
+/// least of a few runs, because threads of a load that have more to do in one run may need a larger list.
 fn steps(index: &Path) -> [Counted; 5] {
     let mut least: Option<[Counted; 5]> = None;
     for _ in 0..3 {

@@ -1,5 +1,5 @@
-//! What is particular to accelerators: fences, registrations, contexts, failures. On the fake driver, which logs misuse;
-//! every check that keeps the log empty has a counterpart that fills it.
+//! What is special about accelerators: fences, registrations, contexts, failures. The tests use the fake driver, which
+//! logs misuse. Every check that keeps the log empty has a counterpart that fills it.
 #![allow(clippy::unwrap_used)]
 
 mod device;
@@ -259,7 +259,7 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
         let stream = gpu.fake.stream_create(0, 1);
         // SAFETY: live handles.
         unsafe { current.record(event, Stream(stream)) }.unwrap();
-        // Where the context is to fail, the device has to make it itself.
+        // If the context has to fail, the device must make it itself.
         let before_the_context = CALLS.iter().position(|c| c == &(*call, *nth, *first)).unwrap() < 4;
         let slab = gpu.slab();
         let (memory, to) = if before_the_context {
@@ -324,7 +324,7 @@ fn after_a_lost_context_every_batch_fails_at_once() {
     let failed: Vec<_> = done.iter().filter_map(|c| c.result.as_ref().err()).collect();
     assert!(failed.len() >= 17, "{} failed", failed.len());
     assert!(
-        failed.iter().all(|e| e.kind() == ErrorKind::Device && e.to_string().contains("started anew")),
+        failed.iter().all(|e| e.kind() == ErrorKind::Device && e.to_string().contains("must be restarted")),
         "{failed:?}"
     );
     let copies = gpu.fake.counter("copies");

@@ -343,7 +343,7 @@ fn files_that_are_not_there_or_may_not_be_read() {
     let mode = std::os::unix::fs::PermissionsExt::from_mode;
     fs::set_permissions(folder.path(), mode(0o755)).expect("mode set");
     fs::set_permissions(&file, mode(0o000)).expect("mode set");
-    // Root reads everything; as somebody else (for this thread's file accesses only) it may not.
+    // Root can read everything. Another user (for this thread's file accesses only) cannot.
     // SAFETY: plain system calls on this thread.
     let before = unsafe { libc::setfsuid(65_534) };
     assert_eq!(refused(&file).kind(), ErrorKind::Permission);

@@ -291,7 +291,7 @@ fn malformed_indexes() {
 fn every_missing_shard_is_reported_in_one_error() {
     let d = folder();
     write(d.path().join("m-2.safetensors"), &[("b", 1)]);
-    // Malformed as well: what is missing is said first, because that is what has to be done first.
+    // One file is malformed as well. Missing files are reported first, because they must be fetched first.
     fs::write(d.path().join("m-1.safetensors"), "").expect("written");
     symlink("nowhere", d.path().join("m-4.safetensors")).expect("linked");
     let files: Vec<String> = (1..=40).map(|i| format!("m-{i}.safetensors")).collect();
@@ -433,12 +433,12 @@ fn an_identity_sees_rewrites_and_replacement_but_not_chmod_or_links() {
     let file = File::options().write(true).open(&path).expect("opened");
     file.set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_nanos(1_700_000_000_000_000_001)).expect("set");
     let e = was.check(&now(&path)).expect_err("modified");
-    assert!(e.kind() == Changed && e.to_string().contains("modified at"), "{e}");
+    assert!(e.kind() == Changed && e.to_string().contains("it was written to"), "{e}");
     file.set_len(3).expect("cut");
     let e = was.check(&now(&path)).expect_err("shorter");
-    assert!(e.to_string().contains("bytes long and is 3 now"), "{e}");
+    assert!(e.to_string().contains("it was truncated from"), "{e}");
     fs::remove_file(&path).expect("removed");
     write(&path, &[("a", 10)]);
     let e = was.check(&now(&path)).expect_err("another file");
-    assert!(e.to_string().contains("another file stands in its place"), "{e}");
+    assert!(e.to_string().contains("it was replaced by another file"), "{e}");
 }

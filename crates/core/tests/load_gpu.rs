@@ -132,7 +132,7 @@ fn streamed(sabotage: Sabotage, wrap: impl FnOnce(GpuDevice) -> Box<dyn Device>)
     let checkpoint = &model.checkpoint;
     let mut gpu = cuda();
     gpu.sabotage = sabotage;
-    // Long enough that whoever does not wait is early, however busy the machine.
+    // Long enough that a caller that does not wait is early, however busy the machine is.
     gpu.fake.configure("copy_delay_us", "4000");
     let mut framework = Framework::new(&gpu);
     let load = Load::start_on(request(checkpoint, Memory::Granted, true), Some(wrap(gpu.gpu()))).unwrap();
@@ -221,7 +221,7 @@ fn without_registration_the_driver_notices() {
     assert!(log.contains("unregistered-memory"), "{log}");
 }
 
-/// Tells of batches before they are done: what the engine does with it is to use their slabs again and to hand out.
+/// Reports batches before they are done: the engine then reuses their slabs and hands out their tensors.
 struct Hasty {
     device: GpuDevice,
     early: Vec<Copied>,
@@ -364,7 +364,7 @@ fn blocks_of_a_stream_are_let_go_as_they_are_handed_out() {
         }
     }
     assert!(held > 20 * MIB && most > 0);
-    // The load itself is still there, and holds nothing of what was handed out.
+    // The load itself still exists, and holds nothing of the tensors that were handed out.
     assert_eq!(gpu.fake.counter("device_bytes"), 0);
     assert!(load.view(0).is_err());
     drop(load);

@@ -23,18 +23,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
-/// What a load may have where nobody sets it.
+/// The staging memory of a load that does not set it.
 const STAGING: u64 = 256 * MIB;
 /// GB/s.
 const GB: f64 = 1e9;
-/// Share of the slower side's rate that has to be reached. What is missing: the first extent passes one side before the
-/// other has anything to do, and the last one the other way about (4 MiB of 512, so 0.8 % of the faster side's time; 1.6 %
-/// where four volumes of 0.25 GB/s begin side by side), and planning, starting threads, and the first touch of staging
-/// memory take some milliseconds of 268 at 2 GB/s.
+/// Share of the slower side's rate that must be reached. The rest has these causes. The first extent passes one side
+/// before the other has anything to do, and so does the last extent in the other direction: 4 MiB of 512, so 0.8 % of
+/// the faster side's time; 1.6 % if four volumes of 0.25 GB/s begin side by side. Planning, starting threads, and the
+/// first touch of staging memory take some milliseconds of 268 at 2 GB/s.
 const SHARE: f64 = 0.95;
-/// How long one case is tried. Two cores that other programs share may fail to move 2 GB/s out of the page cache, and wake
-/// a thread 20 ms late where the whole load takes 270; then it is not the pipeline that was measured. A pipeline that does
-/// not overlap its two sides, or waits where it need not, fails every time.
+/// How long one case is tried. Two cores that other programs share may fail to move 2 GB/s out of the page cache, or
+/// wake a thread 20 ms late in a load of 270 ms. Then the measurement is not about the pipeline. A pipeline that does
+/// not overlap its two sides, or waits without need, fails every time.
 const TRIED: Duration = Duration::from_secs(20);
 
 /// A checkpoint of one or more files, and memory of a device for its tensors.
@@ -91,7 +91,7 @@ impl Bench {
         report
     }
 
-    /// The same where the device is told to move no bytes.
+    /// The same with a device that moves no bytes.
     fn load_unchecked(&self, rates: &[f64]) -> Report {
         self.forget();
         let tensors = self.memory.iter().zip(self.checkpoint.tensors()).map(|(m, t)| (m.address(), t.nbytes()));

@@ -1,7 +1,8 @@
-//! Which threads a load starts: none where all there is to do is to map pages that are there, but for the one that asks the
+//! Which threads a load starts. If it only has to map resident pages, it starts none, except the thread that asks the
 //! file system.
 //!
-//! A thread may live for less time than it takes to look for it, so this program is told of each as it takes its name.
+//! A thread may live for less time than it takes to look for it. So this program hears of each thread when the thread
+//! sets its name.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -187,7 +188,7 @@ fn a_stream_that_only_maps_runs_on_its_callers_thread_too() {
     get_to_know_the_disk();
     let sample = Sample::on_disk();
     let mut request = sample.request(true);
-    // However small: what is mapped takes no memory before it is touched.
+    // Whatever its size: a mapping takes no memory before it is touched.
     request.options.window = 1;
     let (load, threads) = started(|| Load::start(request).unwrap());
     assert_eq!(threads, [""; 0]);
@@ -200,7 +201,7 @@ fn a_stream_that_only_maps_runs_on_its_callers_thread_too() {
     assert_eq!(taken, load.wants().len());
     sample.check(&load);
 
-    // The file is looked at for each tensor, so that a mapping of what is no longer there is not handed out.
+    // The file is checked for each tensor, so that no mapping of lost bytes is handed out.
     let load = Load::start(sample.request(true)).unwrap();
     assert_eq!(load.next(None).unwrap(), Next::Ready(0));
     sample.shrink(6 * MIB);
@@ -210,7 +211,7 @@ fn a_stream_that_only_maps_runs_on_its_callers_thread_too() {
     }
 }
 
-/// Here it is the caller who would be killed by SIGBUS.
+/// Here SIGBUS would kill the caller.
 #[test]
 fn a_file_that_shrinks_under_a_load_on_its_callers_thread_is_an_error() {
     let _alone = alone();

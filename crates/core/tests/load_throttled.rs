@@ -98,9 +98,9 @@ fn alone() -> std::sync::MutexGuard<'static, ()> {
     guard
 }
 
-/// A thread that has been joined may be listed a moment longer.
+/// A thread that has been joined may be listed a moment longer, on a busy machine for seconds.
 fn none_left(prefix: &str) {
-    let until = Instant::now() + Duration::from_millis(500);
+    let until = Instant::now() + Duration::from_secs(10);
     while threads(prefix) > 0 {
         assert!(Instant::now() < until, "{} threads {prefix} still run", threads(prefix));
         std::thread::sleep(Duration::from_millis(1));
@@ -261,7 +261,8 @@ fn an_error_of_any_read_ends_the_load_and_names_file_bytes_and_cause() {
         assert!(e.byte_range().is_some_and(|r| r.end > r.start), "{e}");
         // Told every time, and the same.
         assert_eq!(load.wait(None).map_err(|e| e.to_string()), Err(e.to_string()));
-        // Nothing reads or copies any more once the outcome is told, and nothing runs once the load is dropped.
+        // After the outcome is published nothing reads or copies any more, and after the load is dropped nothing of it
+        // runs.
         none_left("penstock-read");
         drop(load);
         none_left("penstock");
@@ -293,9 +294,10 @@ fn a_source_slower_than_the_stall_timeout_as_a_whole_is_not_stalled() {
     let _alone = alone();
     let bench = Bench::new();
     let mut request = bench.request(false);
-    request.options.stall_timeout = Duration::from_millis(400);
-    let (load, _) = bench.start(request, Throttling { rate: Some(16 * MIB), ..Throttling::default() });
-    assert!(load.wait(None).unwrap(), "a second in all, but something moved every 60 ms");
+    // A busy machine may put threads aside for most of a second.
+    request.options.stall_timeout = Duration::from_millis(1500);
+    let (load, _) = bench.start(request, Throttling { rate: Some(8 * MIB), ..Throttling::default() });
+    assert!(load.wait(None).unwrap(), "two seconds in all, but something moved every 125 ms");
 }
 
 #[test]
@@ -323,7 +325,8 @@ fn cancelling_a_slow_load_ends_it_at_once() {
         load.cancel();
         assert_eq!(load.wait(None).unwrap_err().kind(), ErrorKind::Cancelled);
         drop(load);
-        assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+        // The reads that are left take twenty seconds and more.
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
         none_left("penstock");
     }
 }

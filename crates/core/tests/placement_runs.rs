@@ -1,5 +1,7 @@
 //! Runs against a model that walks the tensor element by element, and names by pattern.
 
+mod checkpoints;
+
 use penstock::format::{Checkpoint, DType};
 use penstock::placement::{names_matching, AxisSlice, Runs, Strips, Want};
 use penstock::ErrorKind;
@@ -318,7 +320,7 @@ fn a_name_that_is_not_there_is_answered_with_the_ones_that_come_close() {
 fn a_pattern_of_many_stars_is_answered_at_once() {
     let name = "a".repeat(200);
     let c = named(&[&name]);
-    let start = std::time::Instant::now();
+    let start = checkpoints::processor_time();
     assert!(names_matching(&c, &["*a".repeat(60) + "b"]).is_err());
-    assert!(start.elapsed().as_secs() < 2, "backtracking is bounded");
+    assert!((checkpoints::processor_time() - start).as_secs() < 2, "backtracking is bounded");
 }

@@ -417,7 +417,7 @@ fn aligned(c: &Checkpoint, wants: &[Want], target: &Target, layout: &Layout) {
             assert!(start % PAGE == 0 && block.nbytes % PAGE == 0);
         }
     }
-    // Nobody else's bytes: places of one block are disjoint.
+    // No other want's bytes: places of one block are disjoint.
     let mut places: Vec<_> =
         layout.places.iter().filter(|p| p.nbytes > 0).map(|p| (p.block, p.offset, p.nbytes)).collect();
     places.sort_unstable();
@@ -459,7 +459,7 @@ proptest! {
         let limits = Limits { extent, gap, cold: Route::Buffered, warm: Route::Buffered, scatter: None };
         let size = c.files()[0].identity.size;
         let there = if resident { 0..size } else { PAGE..size };
-        // Of what is not there the first page is wanted, unless the header fills it.
+        // If some bytes are cold, the first page is one of them, and it is wanted unless the header fills it.
         let traits = [FileTraits { resident: vec![there.clone()], ..FileTraits::default() }];
         let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true], misaligned: false }, Order::File, gap).unwrap();
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
@@ -520,7 +520,7 @@ proptest! {
         aligned(&c, &wants, target, &layout);
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         check(&c, &wants, &layout, &traits, &limits, &schedule);
-        // Each strip has at most three pieces in a read, besides those of the wants that are whole.
+        // Each strip has at most three pieces in a read; wants that are whole have pieces of their own.
         let strips = layout.runs[0].strips(gap).count;
         let runs = layout.runs[0].count();
         if runs > 4 * (16 << 10) && strips < 16 << 10 {
@@ -533,7 +533,7 @@ proptest! {
     fn the_order_in_which_wants_are_listed_changes_no_place(case in case(), seed in any::<u64>()) {
         let c = checkpoint(&case.files);
         let mut wants = case.wants(&c);
-        // Twice the same want is told apart by its number alone.
+        // Two wants of the same bytes differ only in their number.
         let mut seen = std::collections::HashSet::new();
         wants.retain(|w| {
             let runs = Runs::of(&c, w).unwrap();
@@ -547,7 +547,7 @@ proptest! {
         let two = Layout::new(&c, &moved, &target, case.order, case.limits.gap).unwrap();
         prop_assert_eq!(&one.blocks, &two.blocks);
         for (i, &was) in shuffled.iter().enumerate() {
-            // Empty tensors that start together are told apart by nothing.
+            // Empty tensors that start together cannot be told apart.
             if one.places[was].nbytes > 0 {
                 prop_assert_eq!(one.places[was], two.places[i]);
             }

@@ -1,7 +1,7 @@
-//! Vector clocks, and the record of who touched which bytes when.
+//! Vector clocks, and the record of which stream touched which bytes when.
 //!
-//! Every stream owns one component, its *tick* count. An access is known by (stream, tick); a later one is ordered after
-//! it exactly when the later one's clock has reached that tick in that component.
+//! Every stream owns one component, its *tick* count. An access is identified by (stream, tick). A later access is
+//! ordered after it exactly when the later one's clock has reached that tick in that component.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ impl Clock {
         }
     }
 
-    /// Moves `stream`'s own component on by one and gives its new value.
+    /// Increments `stream`'s own component and returns its new value.
     pub(crate) fn tick(&mut self, stream: usize) -> u64 {
         if self.0.len() <= stream {
             self.0.resize(stream + 1, 0);
@@ -70,7 +70,7 @@ impl Rows {
         first < self.rows && self.row(first).0 < hi
     }
 
-    /// Whether some byte belongs to both.
+    /// Whether the two have a byte in common.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         if self.start >= other.end() || other.start >= self.end() {
             return false;
@@ -102,7 +102,7 @@ impl Access {
     }
 }
 
-/// The accesses to one piece of memory that something later might still have to be ordered after.
+/// The accesses to one piece of memory after which a later access might still have to be ordered.
 #[derive(Debug, Default)]
 pub(crate) struct AccessMap {
     by_start: BTreeMap<(u64, u64), Access>,
@@ -112,10 +112,11 @@ pub(crate) struct AccessMap {
 }
 
 impl AccessMap {
-    /// Adds an access made at `now` and gives an earlier one that conflicts and is not ordered before it, if any.
+    /// Adds an access made at `now`. Returns an earlier access that conflicts and is not ordered before it, if there is
+    /// one.
     pub(crate) fn add(&mut self, access: Access, now: &Clock, host: &Clock) -> Option<Access> {
-        // What the host has waited for is ordered before everything submitted from here on: drop it now and then, so
-        // that a load of hundreds of thousands of tensors does not look through all of its past for each piece.
+        // What the host has waited for is ordered before everything that is submitted from here on. It is dropped now
+        // and then, so that a load of hundreds of thousands of tensors does not search all of its past for each piece.
         if self.by_start.len() > 2 * self.swept_at + 256 {
             self.by_start.retain(|_, a| a.tick > host.get(a.stream));
             self.longest = self.by_start.values().map(|a| a.rows.end() - a.rows.start).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! The result codes that CUDA's and HIP's driver interfaces share, with the texts the real libraries give.
+//! The result codes that CUDA's and HIP's driver interfaces share, with the texts that the real libraries give.
 
 use std::ffi::CStr;
 
@@ -74,7 +74,7 @@ const TEXTS: &[Row] = &[
     (999, c"CUDA_ERROR_UNKNOWN", c"hipErrorUnknown", c"unknown error"),
 ];
 
-/// The enumerator's name, or `None` for a code this library never heard of.
+/// The enumerator's name, or `None` for a code that this library does not know.
 pub(crate) fn name(code: i32, vendor: Vendor) -> Option<&'static CStr> {
     let row = TEXTS.iter().find(|row| row.0 == code)?;
     Some(if vendor == Vendor::Cuda { row.1 } else { row.2 })

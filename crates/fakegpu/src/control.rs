@@ -1,8 +1,8 @@
-//! The functions by which tests steer the library and ask it what it saw. [`Library`](crate::Library) documents them;
+//! The functions with which tests control the library and ask what it saw. [`Library`](crate::Library) documents them;
 //! Python calls them through `ctypes`.
 //!
-//! Functions that give a text write at most `capacity` bytes and return the text's whole length; call with 0 to ask for
-//! it. Functions that can fail return 0, or -1 for arguments that make no sense.
+//! Functions that return a text write at most `capacity` bytes and return the text's whole length; call with 0 to ask
+//! for it. Functions that can fail return 0, or -1 for invalid arguments.
 
 use std::ffi::CStr;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::stream::{fnv, Submission, Work};
 /// Longest time that `fakegpu_reset` and `fakegpu_disown` wait for work to end; longer means a deadlock in a test.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Blocks until nothing is queued or running; ends the process where that does not happen.
+/// Blocks until nothing is queued or running. If that does not happen, the process ends.
 fn wait_until_idle(mut state: std::sync::MutexGuard<'static, State>) -> std::sync::MutexGuard<'static, State> {
     let deadline = Instant::now() + PATIENCE;
     while !state.is_idle() {
@@ -56,7 +56,7 @@ pub(crate) extern "C" fn fakegpu_reset() -> u64 {
     changed();
     state = wait_until_idle(state);
     let leaks = state.leaks().lines().count() as u64;
-    // The streams' threads find their streams gone and end.
+    // The streams' threads find that their streams are gone, and end.
     *state = State::new(state.generation + 1);
     changed();
     leaks
@@ -143,7 +143,7 @@ pub(crate) unsafe extern "C" fn fakegpu_counter(name: *const libc::c_char) -> u6
     let Some(name) = (unsafe { text_of(name) }) else { return u64::MAX };
     let list = counters(&lock());
     let found = list.iter().find(|(known, _)| known == name).map(|(_, value)| *value);
-    // A function that was never called has no entry yet; any other unknown name is a mistake in the test.
+    // A function that was never called has no entry yet. Any other unknown name is a mistake in the test.
     found.unwrap_or(if name.starts_with("calls.") { 0 } else { u64::MAX })
 }
 
@@ -170,8 +170,8 @@ pub(crate) extern "C" fn fakegpu_adopt(pointer: u64, len: u64, device: i32) -> i
 
 #[no_mangle]
 pub(crate) extern "C" fn fakegpu_disown(pointer: u64) -> i32 {
-    // The memory is about to be given back to its real allocator, so nothing may be running on it. Whether that was
-    // *ordered* is not asked: a caching allocator may take memory back while a stream still uses it.
+    // The memory goes back to its real allocator, so nothing may be running on it. Whether that was *ordered* is not
+    // checked: a caching allocator may take memory back while a stream still uses it.
     let mut state = wait_until_idle(lock());
     match state.allocations.get(&pointer) {
         Some(allocation) if allocation.region.is_none() => {
@@ -207,7 +207,7 @@ pub(crate) extern "C" fn fakegpu_stream_destroy(stream: usize) -> i32 {
     0
 }
 
-/// Puts a stand-in for somebody else's kernel on `stream`; the device is the one that owns the memory.
+/// Puts a stand-in for another program's kernel on `stream`; the device is the one that owns the memory.
 fn launch(stream: usize, start: u64, len: u64, delay_us: u64, write: bool, what: &'static str, work: Work) -> i32 {
     let mut state = lock();
     let Some(device) = state.allocation_of(start, start + len).map(|a| a.device) else { return -1 };

@@ -13,7 +13,7 @@ use crate::misuse::Kind;
 use crate::state::{changed, context_handle, Call, Capture, Registration, CAPTURE_MODE, RELAXED};
 use crate::stream::{sum_of, Event, Mark, Submission, Work};
 
-/// What a driver function gives: nothing, or the code it returns.
+/// What a driver function returns: nothing, or an error code.
 pub(crate) type Outcome = Result<(), i32>;
 
 /// The version both interfaces report: CUDA 12.8.
@@ -23,7 +23,7 @@ const NON_BLOCKING: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
 const PORTABLE: u32 = 1;
 
-/// Writes through a pointer that the caller of the driver gave.
+/// Writes through a pointer that the driver's caller gave.
 ///
 /// # Safety
 /// `at` is null or valid for a write of `T`.
@@ -74,7 +74,7 @@ pub(crate) fn device_count(call: &mut Call, count: *mut i32) -> Outcome {
     let n = call.devices.len() as i32;
     // SAFETY: the driver's contract for its out parameters.
     unsafe { give(count, n) }?;
-    // hipGetDeviceCount answers "no device"; cuInit has said so already.
+    // hipGetDeviceCount answers "no device". cuInit has already said so.
     if n == 0 && call.vendor == Vendor::Hip {
         return Err(NO_DEVICE);
     }
@@ -290,7 +290,7 @@ pub(crate) fn host_register(call: &mut Call, pointer: u64, bytes: usize, flags: 
     if let Some((other, len)) = earlier.filter(|(s, l)| s + l > start) {
         let detail = format!("{bytes} bytes at {start:#x} overlap the registration of {len} bytes at {other:#x}");
         let code = call.wrong(Kind::DoubleRegister, ALREADY_REGISTERED, detail);
-        // HIP does not look: it makes a second buffer over the range, and what unregistering both then does is unclear.
+        // HIP does not check: it makes a second buffer over the range. What unregistering both then does is unclear.
         return if call.vendor == Vendor::Hip { Ok(()) } else { Err(code) };
     }
     if !is_mapped(start, bytes) {
@@ -351,7 +351,7 @@ pub(crate) fn address_range(call: &mut Call, start: *mut u64, bytes: *mut usize,
     unsafe { give(start, at).and_then(|()| give(bytes, len as usize)) }
 }
 
-/// The stream behind a handle that the program gave: 0 and 1 are the legacy default stream of the current device.
+/// The stream behind a handle that the program gave. 0 and 1 are the legacy default stream of the current device.
 pub(crate) fn stream_of(call: &mut Call, handle: usize) -> Result<usize, i32> {
     let d = call.current()?;
     if handle <= 1 {
@@ -404,7 +404,7 @@ fn host_rows(call: &mut Call, rows: &Rows) -> Outcome {
     Ok(())
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     ToDevice,
@@ -445,7 +445,7 @@ pub(crate) fn copy_to_host(call: &mut Call, to: u64, from: u64, bytes: usize, st
     copy(call, Rows::range(to, bytes), Rows::range(from, bytes), Way::ToHost, stream)
 }
 
-/// A copy of rows given as the 2D interfaces give it: start, distance of rows, width and height in bytes.
+/// A copy of rows in the form of the 2D interfaces: start, distance of rows, width and height in bytes.
 pub(crate) fn copy_rows(
     call: &mut Call,
     to: (u64, u64),
@@ -466,7 +466,7 @@ pub(crate) fn copy_rows(
     copy(call, shape(to), shape(from), way, stream)
 }
 
-/// The batched copy: addresses tell the way. Refuses the legacy default stream, as the real one does.
+/// The batched copy: the addresses give the direction. Refuses the legacy default stream, as the real one does.
 ///
 /// # Safety
 /// The three arrays are null or hold `count` elements.
@@ -572,7 +572,8 @@ pub(crate) fn stream_is_capturing(call: &mut Call, stream: usize, status: *mut i
     unsafe { give(status, state) }
 }
 
-/// Begins a capture. What is then queued on the stream runs all the same: only what a capture forbids others is of interest.
+/// Begins a capture. Work that is then queued on the stream still runs: only what a capture forbids other threads
+/// matters here.
 pub(crate) fn capture_begin(call: &mut Call, stream: usize, mode: i32) -> Outcome {
     let handle = stream_of(call, stream)?;
     if !(0..=2).contains(&mode) || call.captures.iter().any(|c| c.stream == handle) {
@@ -617,7 +618,7 @@ pub(crate) fn stream_capture_info(call: &mut Call, stream: usize, status: *mut i
     unsafe { give(status, 0) }
 }
 
-/// The mark an event stands for, `None` if it was never recorded.
+/// The mark that an event stands for; `None` if it was never recorded.
 fn mark_of(call: &mut Call, handle: usize) -> Result<Option<Mark>, i32> {
     if let Some(event) = call.events.get(&handle) {
         return Ok(event.recorded.clone());
@@ -626,7 +627,7 @@ fn mark_of(call: &mut Call, handle: usize) -> Result<Option<Mark>, i32> {
     Err(call.wrong(Kind::DeadHandle, INVALID_HANDLE, format!("event {handle:#x} {why}")))
 }
 
-/// Blocks the calling thread until the mark is reached; the host then knows what was known there.
+/// Blocks the calling thread until the mark is reached. The host then knows what was known there.
 fn host_waits(call: &mut Call, mark: &Mark) {
     let generation = call.generation;
     while !call.is_done(mark.stream, mark.seq) && call.generation == generation && call.sticky.is_none() {

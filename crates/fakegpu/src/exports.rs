@@ -1,5 +1,5 @@
-//! The functions that `libcuda.so.1` and `libamdhip64.so` share but for their names. `CUdeviceptr` is an integer and
-//! HIP's a pointer, which are passed alike on every 64-bit platform; contexts, streams and events are opaque words.
+//! The functions that differ only in name between `libcuda.so.1` and `libamdhip64.so`. `CUdeviceptr` is an integer and
+//! HIP's a pointer, which are passed alike on every 64-bit platform. Contexts, streams and events are opaque words.
 
 #![allow(non_snake_case)]
 

@@ -1,4 +1,4 @@
-//! The functions that only `libamdhip64.so` has in this shape: the device instead of the context is current, errors are
+//! The functions that only `libamdhip64.so` has in this shape: the device, not the context, is current, errors are
 //! described by return value, and a 2D copy takes plain arguments.
 
 #![allow(non_snake_case)]

@@ -1,4 +1,4 @@
-//! Settings: what the machine looks like and which calls and copies go wrong.
+//! Settings: what the machine looks like, and which calls and copies fail.
 //!
 //! Each setting is an environment variable `FAKEGPU_<NAME>` (read when the library is first used and at every reset) and
 //! a key of `fakegpu_configure` in lower case.
@@ -114,8 +114,8 @@ pub(crate) const KEYS: &[&str] = &[
 ];
 
 impl Settings {
-    /// The defaults with what the environment says on top. A value that cannot be read ends the process: a test that
-    /// believes it injects a failure and does not would prove nothing.
+    /// The defaults, overridden by the environment. A value that cannot be read ends the process: a test that does not
+    /// inject the failure it believes in would prove nothing.
     pub(crate) fn from_environment() -> Self {
         let mut settings = Self::default();
         for key in KEYS {
@@ -174,13 +174,13 @@ impl Settings {
         Some(())
     }
 
-    /// How long a call of `function` takes that registers, unregisters or allocates so many bytes.
+    /// How long a call of `function` takes if it registers, unregisters or allocates so many bytes.
     pub(crate) fn cost_of(&self, function: &str, bytes: u64) -> Duration {
         let Some((each, per_mib)) = self.costs.get(function) else { return Duration::ZERO };
         Duration::from_secs_f64((each + per_mib * bytes as f64 / (1 << 20) as f64) / 1e6)
     }
 
-    /// Counts a call of `function` and gives the code it has to fail with, if it is its turn.
+    /// Counts a call of `function`, and returns the code with which it must fail, if it must.
     pub(crate) fn failure_of(&mut self, function: &str) -> Option<i32> {
         let list = self.failures.get_mut(function)?;
         let mut code = None;

@@ -1,22 +1,22 @@
-//! A libcuda and libamdhip64 on host memory that detects misuse. Development only.
+//! A libcuda and libamdhip64 on host memory that detect misuse. For development only.
 //!
-//! The cdylib exports the driver functions penstock uses, under the names the real libraries export (`cuMemAlloc_v2`,
-//! `hipMalloc`, ...), and a control interface (`fakegpu_*`, see [`Library`]) that tests call from Rust or from Python's
-//! `ctypes`. Device memory is anonymous host memory between guard pages, so a device pointer can be read directly;
-//! a stream is a thread with a queue, so a copy really runs later than its submission; an event is a marker in that
-//! queue.
+//! The cdylib exports the driver functions that penstock uses, under the names that the real libraries export
+//! (`cuMemAlloc_v2`, `hipMalloc`, ...). It also exports a control interface (`fakegpu_*`, see [`Library`]) that tests
+//! call from Rust or from Python's `ctypes`. Device memory is anonymous host memory between guard pages, so a device
+//! pointer can be read directly. A stream is a thread with a queue, so a copy really runs later than its submission. An
+//! event is a marker in that queue.
 //!
-//! Two detectors work side by side. *What happened*: every copy's source is summed when it is submitted and the bytes
-//! that arrived are summed when it has run, so a staging buffer that is rewritten too early is seen. *What could have
-//! happened*: streams, events and host synchronisation carry vector clocks, and two accesses to the same bytes, one of
-//! them a write, that no chain of those orders are a misuse even if this time they came in a harmless order. A removed
-//! fence is therefore found every time, not once in a hundred runs.
+//! Two detectors work side by side. *What happened*: the source of every copy to the device is summed when the copy is
+//! submitted, and the bytes that arrived are summed when it has run. So the library sees a staging buffer that is
+//! rewritten too early. *What could have happened*: streams, events and host synchronisation carry vector clocks. Two
+//! accesses to the same bytes, one of them a write, are a misuse if nothing orders them, even if they came in a
+//! harmless order this time. So a removed fence is found every time, not once in a hundred runs.
 //!
-//! The host counts as one participant: its threads order themselves by means a driver cannot see, so whatever any of
-//! them has waited for counts as known to all. That can hide a race between host threads; it can never invent one.
+//! The host counts as one participant. A driver cannot see how its threads order themselves, so what any of them has
+//! waited for counts as known to all. That can hide a race between host threads, but it can never invent one.
 //!
-//! The control interface, for `ctypes` (addresses and streams are 64-bit integers; `fakegpu_reset` and a few more give
-//! numbers, the rest 0 or -1; texts are written up to `capacity` bytes and their whole length is returned):
+//! The control interface, for `ctypes`. Addresses and streams are 64-bit integers. `fakegpu_reset` and a few more
+//! return numbers, the rest 0 or -1. Texts are written up to `capacity` bytes, and their whole length is returned:
 //!
 //! ```c
 //! uint64_t fakegpu_reset(void);                                   // number of things leaked until then
@@ -43,9 +43,9 @@
 //! uint64_t fakegpu_fnv(const uint8_t *start, size_t len);
 //! ```
 //!
-//! State belongs to the loaded library. Tests in one process share it: take [`Library::exclusive`], which also resets.
-//! Every misuse kind is listed in the `Kind` enum of `misuse.rs`, every setting (environment variable or
-//! [`Library::configure`] key) in `inject.rs`.
+//! The state belongs to the loaded library, and tests in one process share it: take [`Library::exclusive`], which also
+//! resets. The `Kind` enum of `misuse.rs` lists every kind of misuse. `inject.rs` lists every setting (environment
+//! variable or [`Library::configure`] key).
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 

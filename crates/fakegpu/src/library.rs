@@ -1,15 +1,15 @@
-//! The cdylib as Rust tests of other crates use it: found, loaded, and asked through its exported functions.
+//! The cdylib, as Rust tests of other crates use it: found, loaded, and asked through its exported functions.
 
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Where the cdylib is: `FAKEGPU_LIBRARY`, else `libfakegpu.so` beside the running test (`target/<profile>/deps`) or one
-/// or two folders above it.
+/// Path of the cdylib: `FAKEGPU_LIBRARY`, otherwise `libfakegpu.so` beside the running test (`target/<profile>/deps`)
+/// or one or two folders above it.
 ///
 /// # Errors
-/// A text that names what was looked for, when there is none: build it with `cargo build -p fakegpu`.
+/// If there is none, a text that names the paths searched: build it with `cargo build -p fakegpu`.
 pub fn library_path() -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os("FAKEGPU_LIBRARY") {
         return Ok(path.into());
@@ -21,12 +21,12 @@ pub fn library_path() -> Result<PathBuf, String> {
     })
 }
 
-/// A copy of the cdylib, written to `into`, whose dynamic symbols lack `names`: a driver too old to have them. The loader
-/// finds a symbol by a hash of its name and then compares the names, so a name that reads otherwise is not found. The copy
-/// has a state of its own.
+/// A copy of the cdylib, written to `into`, whose dynamic symbols lack `names`, like a driver that is too old to have
+/// them. The loader finds a symbol by a hash of its name and then compares the names. So a name that is changed is not
+/// found. The copy has its own state.
 ///
 /// # Errors
-/// What the file system said, or a name that the library does not export.
+/// The file system's error, or a name that the library does not export.
 pub fn without(names: &[&str], into: &Path) -> Result<(), String> {
     let path = library_path()?;
     let mut bytes = std::fs::read(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
@@ -41,7 +41,7 @@ pub fn without(names: &[&str], into: &Path) -> Result<(), String> {
     std::fs::write(into, bytes).map_err(|cause| format!("{}: {cause}", into.display()))
 }
 
-/// One test at a time: the state of the library is the process's.
+/// One test at a time, because the library's state belongs to the process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// The control interface of a loaded cdylib.
@@ -56,7 +56,7 @@ unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Sync for Library {}
 
-/// The library with nobody else using it, reset. Dereferences to [`Library`].
+/// The library, reset, for one user at a time. Dereferences to [`Library`].
 #[derive(Debug)]
 pub struct Exclusive {
     library: Library,
@@ -88,7 +88,7 @@ impl Library {
     /// Loads the cdylib that [`library_path`] finds.
     ///
     /// # Errors
-    /// A text that says what was looked for, or what `dlopen` said.
+    /// A text that says which paths were searched, or what `dlopen` said.
     pub fn open() -> Result<Self, String> {
         Self::open_at(&library_path()?)
     }
@@ -126,7 +126,7 @@ impl Library {
         Ok(Exclusive { library, _lock: lock })
     }
 
-    /// The file, to give to penstock as its GPU library.
+    /// The file, for penstock's setting of the GPU library.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -139,15 +139,15 @@ impl Library {
     }
 
     control! {
-        /// Ends hangs, waits for all work, forgets everything and reads the environment again. Gives the number of
+        /// Ends hangs, waits for all work, forgets everything and reads the environment again. Returns the number of
         /// things that were leaked until then.
         reset = c"fakegpu_reset"() -> u64;
         /// How many misuses were found since the last reset or clear.
         misuse_count = c"fakegpu_misuse_count"() -> u64;
         /// Empties the misuse log.
         misuse_clear = c"fakegpu_misuse_clear"() -> ();
-        /// Makes `len` bytes of the test's own memory device memory of `device`. 0, or -1 if it overlaps other device
-        /// memory or there is no such device.
+        /// Makes `len` bytes of the test's own memory device memory of `device`. Returns 0, or -1 if the memory
+        /// overlaps other device memory or there is no such device.
         adopt = c"fakegpu_adopt"(start: u64, len: u64, device: i32) -> i32;
         /// Ends an adoption, once no work is queued anywhere (release a hanging copy first). 0 or -1.
         disown = c"fakegpu_disown"(start: u64) -> i32;
@@ -162,25 +162,25 @@ impl Library {
         launch_check = c"fakegpu_launch_check"(stream: usize, start: u64, len: u64, expected: u64, delay_us: u64) -> i32;
         /// Queues a kernel that copies device memory into the test's buffer at `out`.
         launch_copy_out = c"fakegpu_launch_copy_out"(stream: usize, start: u64, len: u64, out: u64, delay_us: u64) -> i32;
-        /// Queues something that uses device memory for `delay_us` and leaves its bytes alone; counts as a write.
+        /// Queues work that uses device memory for `delay_us` and does not change its bytes; it counts as a write.
         pending_use = c"fakegpu_pending_use"(stream: usize, start: u64, len: u64, delay_us: u64) -> i32;
-        /// Says that the host now reads (or writes) memory: 1 and a misuse in the log if queued work on it was never
-        /// waited for, else 0.
+        /// Reports that the host now reads (or writes) memory. Returns 1, with a misuse in the log, if queued work on
+        /// the memory was never waited for; otherwise 0.
         host_access = c"fakegpu_host_access"(start: u64, len: u64, write: i32) -> i32;
         /// The host waits for a stream, as a framework's synchronize does. 0 or -1.
         stream_synchronize = c"fakegpu_stream_synchronize"(stream: usize, device: i32) -> i32;
-        /// Waits until no work is queued or running, and orders nothing by it: for looking at results only.
+        /// Waits until no work is queued or running. This orders nothing: it is only for looking at results.
         drain = c"fakegpu_drain"() -> ();
         /// Whether no work is queued or running: 1 or 0.
         is_idle = c"fakegpu_is_idle"() -> i32;
-        /// Lets the copy that hangs, and all submitted so far, run.
+        /// Lets the copy that hangs run, and all copies submitted so far.
         release_hang = c"fakegpu_release_hang"() -> ();
     }
 
     /// Sets one of the settings listed in `inject.rs`.
     ///
     /// # Panics
-    /// If the library does not understand it: a failure that is not injected would make its test pass for nothing.
+    /// If the library does not understand it: a test whose failure is not injected would pass for nothing.
     pub fn configure(&self, key: &str, value: &str) {
         type Function = unsafe extern "C" fn(*const c_char, *const c_char) -> i32;
         let c = |text: &str| CString::new(text).expect("settings contain no NUL");

@@ -5,7 +5,7 @@ use std::io;
 use crate::clocks::AccessMap;
 use crate::state::State;
 
-/// What fresh device memory is filled with, so that a byte nobody copied is seen.
+/// The value of fresh device memory, so that a byte that was never copied is seen.
 pub(crate) const POISON: u8 = 0xa5;
 
 const PAGE: u64 = 4096;

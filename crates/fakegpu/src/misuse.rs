@@ -1,11 +1,11 @@
-//! What can be done wrong, and the log of it.
+//! The kinds of misuse, and the log of them.
 
 use std::fmt;
 
 /// A way to misuse the driver. The log shows the kebab-case name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A copy that leaves its device allocation, or device memory that is not one.
+    /// A copy that leaves its device allocation, or an address that is not device memory.
     OutOfBounds,
     /// The source of a copy changed between submission and execution: a staging buffer was reused too early.
     SourceModified,
@@ -35,7 +35,7 @@ pub(crate) enum Kind {
     ContextInUse,
     /// Host memory unregistered while copies from or to it were not known to be complete.
     UnregisterPending,
-    /// Host memory registered that already was.
+    /// Host memory registered that already was registered.
     DoubleRegister,
     /// Host memory unregistered that was not registered.
     BadUnregister,
@@ -45,7 +45,7 @@ pub(crate) enum Kind {
     BadArgument,
     /// A potentially unsafe call while another thread captures in global mode: it invalidates that capture.
     CaptureBroken,
-    /// The stand-in for the consumer's kernel read other bytes than it was told to expect.
+    /// The stand-in for the consumer's kernel read other bytes than it expected.
     WrongBytes,
 }
 
@@ -98,7 +98,7 @@ impl fmt::Display for Misuse {
     }
 }
 
-/// Everything done wrong since the last reset.
+/// All misuses since the last reset.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     entries: Vec<Misuse>,
@@ -106,7 +106,7 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Entries kept; a program in a loop of the same mistake must not fill the memory with it.
+    /// Entries kept: a program that repeats one mistake in a loop must not fill the memory.
     const KEPT: usize = 1000;
 
     pub(crate) fn add(&mut self, reaction: Reaction, kind: Kind, detail: String) {

@@ -20,13 +20,13 @@ use crate::stream::{Event, Stream};
 pub(crate) struct Device {
     /// Outstanding `cuDevicePrimaryCtxRetain` calls.
     pub(crate) retains: u64,
-    /// HIP makes the context by itself on first use and never gives it back.
+    /// HIP makes the context itself on first use and never gives it back.
     pub(crate) touched_by_hip: bool,
-    /// The legacy default stream, once somebody used it.
+    /// The legacy default stream, after its first use.
     pub(crate) default_stream: Option<usize>,
     /// Bytes allocated now.
     pub(crate) bytes: u64,
-    /// When the link to the device is free again, where a bandwidth is set.
+    /// When the link to the device is free again, if a bandwidth is set.
     pub(crate) link_free_at: Option<Instant>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Registration {
     pub(crate) len: u64,
     /// The device whose context was current.
     pub(crate) device: usize,
-    /// Registered for every context, not for that one alone.
+    /// Registered for every context, not only for that one.
     pub(crate) portable: bool,
 }
 
@@ -69,16 +69,16 @@ pub(crate) struct State {
     pub(crate) settings: Settings,
     pub(crate) log: Log,
     pub(crate) counters: Counters,
-    /// Grows at every reset, so that what threads remember from before is void.
+    /// Grows at every reset, so that what threads remember from before is invalid.
     pub(crate) generation: u64,
     pub(crate) initialized: bool,
     pub(crate) devices: Vec<Device>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
-    /// Freed too early: kept mapped so that the misuse is a line in the log and not a crash.
+    /// Freed too early: kept mapped, so that the misuse is a line in the log and not a crash.
     pub(crate) condemned: Vec<Region>,
     /// Registered host ranges by their start.
     pub(crate) registrations: BTreeMap<u64, Registration>,
-    /// Captures under way.
+    /// Captures in progress.
     pub(crate) captures: Vec<Capture>,
     pub(crate) host_accesses: AccessMap,
     pub(crate) host_clock: Clock,
@@ -98,10 +98,10 @@ pub(crate) struct State {
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 
-/// The process that used the library first, 0 before.
+/// The process that first used the library; 0 before.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
-/// Signalled at every change that somebody may wait for: work submitted, done, released, streams gone.
+/// Signalled at every change for which a thread may wait: work submitted, done, released, streams gone.
 static CHANGED: Condvar = Condvar::new();
 
 pub(crate) fn lock() -> MutexGuard<'static, State> {
@@ -114,7 +114,7 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether this is a child of the process that used the library: the streams' threads are not here, and one of them may
+/// Whether this is a child of the process that used the library. The streams' threads are not here, and one of them may
 /// have held the lock when the child was made.
 fn is_forked() -> bool {
     ![0, std::process::id()].contains(&OWNER.load(Ordering::Relaxed))
@@ -133,7 +133,8 @@ extern "C" fn report_at_exit() {
         return;
     }
     let Some(state) = STATE.get() else { return };
-    // Other threads may still be at work, and one that is stopped with the lock must not stop the process from ending.
+    // Other threads may still be at work. A thread that is stopped while it holds the lock must not keep the process
+    // from ending.
     let mut tries = (0..1000).map(|_| state.try_lock().inspect_err(|_| std::thread::sleep(Duration::from_millis(1))));
     let Some(Ok(state)) = tries.find(Result::is_ok) else {
         eprintln!("fakegpu: the state is locked: no report");
@@ -179,13 +180,13 @@ impl State {
         self.log.add(self.settings.on_misuse, kind, detail);
     }
 
-    /// A handle nobody has had before in this generation. They look like addresses and point nowhere.
+    /// A handle that was never used before in this generation. Handles look like addresses and point nowhere.
     pub(crate) fn new_handle(&mut self) -> usize {
         self.handles += 1;
         0x00fa_ce00_0000 + ((self.generation as usize & 0xfff) << 32) + self.handles * 0x40
     }
 
-    /// Makes the device's context if it has none, which only the expected devices may have.
+    /// Makes the device's context if it has none. Only the expected devices may have one.
     pub(crate) fn context_made(&mut self, device: usize) {
         self.counters.contexts_made += 1;
         if self.settings.expect_devices >> device & 1 == 0 {
@@ -193,7 +194,7 @@ impl State {
         }
     }
 
-    /// What the program still holds, a line each.
+    /// What the program still holds, one line for each thing.
     pub(crate) fn leaks(&self) -> String {
         let mut text = String::new();
         let mut line = |what: std::fmt::Arguments<'_>| {
@@ -227,7 +228,7 @@ thread_local! {
     static CONTEXT: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
     /// (generation, current device) of this thread, for HIP.
     static HIP_DEVICE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
-    /// How this thread lives with captures: `CUstreamCaptureMode`.
+    /// The capture mode of this thread: `CUstreamCaptureMode`.
     pub(crate) static CAPTURE_MODE: Cell<i32> = const { Cell::new(GLOBAL) };
 }
 
@@ -236,12 +237,12 @@ pub(crate) fn context_handle(device: usize) -> usize {
     0x00c0_de00_0000 + (device + 1) * 0x1000
 }
 
-/// A driver call under way: the state, locked, and which function it is.
+/// A driver call in progress: the state, locked, and the name of the function.
 pub(crate) struct Call {
     guard: Option<MutexGuard<'static, State>>,
     pub(crate) vendor: Vendor,
     pub(crate) name: &'static str,
-    /// Of the memory that the call registers, unregisters or allocates.
+    /// Bytes of the memory that the call registers, unregisters or allocates.
     pub(crate) bytes: u64,
 }
 
@@ -263,11 +264,11 @@ impl DerefMut for Call {
 const UNBREAKABLE: &[&str] =
     &["cuInit", "cuDriver", "cuDevice", "cuCtx", "cuGetError", "hipInit", "hipDriver", "hipDevice", "hipGet", "hipSet"];
 
-/// Runs `body` as the driver function `name`: counted, made to fail when that was asked for, refused when the context is
-/// broken. Functions that give something back do so even then, as the context's end would.
+/// Runs `body` as the driver function `name`: it is counted, fails if that was requested, and is refused if the context
+/// is broken. Functions that give something back do so even then, as the end of the context would.
 pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Call) -> Result<(), i32>) -> i32 {
     if is_forked() {
-        // What the real driver answers, too: it does not survive a fork.
+        // The real driver gives this answer too: it does not survive a fork.
         eprintln!("fakegpu: used-after-fork: {name}");
         return NOT_INITIALIZED;
     }
@@ -293,21 +294,21 @@ pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Ca
 }
 
 impl Call {
-    /// Lets others have the state until something changes.
+    /// Releases the state for other threads until something changes.
     pub(crate) fn wait(&mut self) {
         let guard = self.guard.take().map(wait);
         self.guard = guard;
     }
 
-    /// Lets others have the state for so long.
+    /// Releases the state for other threads for so long.
     fn pause(&mut self, time: Duration) {
         self.guard = None;
         std::thread::sleep(time);
         self.guard = Some(lock());
     }
 
-    /// Refuses a potentially unsafe call on a thread that is to keep off captures, and breaks those it meets (cuda.h,
-    /// cuThreadExchangeStreamCaptureMode).
+    /// Refuses a potentially unsafe call on a thread that must not disturb captures, and invalidates the captures it
+    /// meets (cuda.h, cuThreadExchangeStreamCaptureMode).
     pub(crate) fn keeps_off_captures(&mut self) -> Result<(), i32> {
         let (mode, me) = (CAPTURE_MODE.get(), std::thread::current().id());
         if mode == RELAXED {
@@ -328,7 +329,7 @@ impl Call {
         Err(self.wrong(Kind::CaptureBroken, CAPTURE_UNSUPPORTED, "a stream is being captured".to_owned()))
     }
 
-    /// Logs a misuse with the function's name in front and gives the code to return.
+    /// Logs a misuse, with the function's name in front, and returns the code to return.
     pub(crate) fn wrong(&mut self, kind: Kind, code: i32, detail: String) -> i32 {
         let detail = format!("{}: {detail}", self.name);
         self.misuse(kind, detail);

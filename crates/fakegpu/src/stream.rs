@@ -1,7 +1,7 @@
 //! Streams are threads with queues, events are markers in them.
 //!
-//! Order is decided when work is submitted (clocks, and which earlier work of other streams it has to wait for); time
-//! passes when it runs.
+//! The order is decided when work is submitted (clocks, and the earlier work of other streams for which it has to
+//! wait). Time passes when it runs.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ pub(crate) struct Stream {
     queue: VecDeque<Operation>,
 }
 
-/// A marker: which stream, how far in it, and what was known there.
+/// A marker: the stream, the position in it, and what was known there.
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
     pub(crate) stream: usize,
@@ -44,9 +44,9 @@ pub(crate) struct Event {
 /// What an operation does when its turn comes.
 #[derive(Debug)]
 pub(crate) enum Work {
-    /// Nothing: an event, a wait, or somebody's use of memory that leaves it as it is.
+    /// Nothing: an event, a wait, or a use of memory that does not change it.
     Nothing,
-    /// Copies rows of one shape into rows of another; `sum` is what the source summed to at submission.
+    /// Copies rows of one shape into rows of another. `sum` is the sum of the source at submission.
     Copy { to: Rows, from: Rows, sum: Option<u64>, number: u64, to_device: Option<usize> },
     /// Sets every byte.
     Fill { start: u64, len: u64, byte: u8 },
@@ -58,9 +58,9 @@ pub(crate) enum Work {
 
 #[derive(Debug)]
 struct Operation {
-    /// (stream, position) pairs that have to be done first.
+    /// (stream, position) pairs that must be done first.
     waits: Vec<(usize, u64)>,
-    /// When it was submitted; from when on it may run, once it had to wait for other streams.
+    /// When it was submitted. If it had to wait for other streams: when it may run.
     ready: Instant,
     delay: Duration,
     what: &'static str,
@@ -72,7 +72,7 @@ pub(crate) struct Submission {
     pub(crate) what: &'static str,
     pub(crate) work: Work,
     pub(crate) delay: Duration,
-    /// Rows and whether they are written. Device or host memory, told by the address.
+    /// The rows, and whether they are written. The address tells device memory from host memory.
     pub(crate) accesses: Vec<(Rows, bool)>,
 }
 
@@ -118,7 +118,8 @@ impl State {
         handle
     }
 
-    /// Puts work on a stream, after the earlier work it has to follow, and gives its place. `after` adds an event.
+    /// Puts work on a stream, after the earlier work that it has to follow, and returns its position. `after` adds an
+    /// event.
     pub(crate) fn submit(&mut self, handle: usize, after: Option<&Mark>, submission: Submission) -> Mark {
         let mut waits = Vec::new();
         let mut clock = self.host_clock.clone();
@@ -184,7 +185,7 @@ impl State {
     }
 }
 
-/// A stream's thread.
+/// The body of a stream's thread.
 fn serve(handle: usize) {
     let mut state = lock();
     loop {
@@ -244,9 +245,9 @@ fn serve(handle: usize) {
     }
 }
 
-/// How long from now until the link has carried the bytes, behind whatever it carries already. It takes them up as soon as
-/// they are `ready`, not when this thread comes to it: what the host takes to wake up and to copy is hidden behind the
-/// link's own time, as long as it keeps up.
+/// How long from now until the link has carried the bytes, after what it carries already. The link takes them as soon
+/// as they are `ready`, not when this thread comes to them. So the time that the host needs to wake up and to copy is
+/// hidden behind the link's own time, as long as the host keeps up.
 fn link_time(state: &mut State, to_device: Option<usize>, bytes: u64, ready: Instant) -> Duration {
     let rate = state.settings.h2d_bytes_per_s;
     let Some(device) = to_device.filter(|_| rate > 0).and_then(|d| state.devices.get_mut(d)) else {
@@ -278,7 +279,7 @@ fn run(operation: &Operation) -> Option<(Kind, String)> {
                 // misuse this copy exists to reveal: it would race with the real hardware too.
                 unsafe { std::ptr::copy(source as *const u8, target as *mut u8, to.width as usize) };
             }
-            // What arrived is what counts: a source rewritten in the middle of the copy is seen, too.
+            // The bytes that arrived are summed: so a source that is rewritten in the middle of the copy is seen too.
             let changed = sum.is_some_and(|before| sum_of(&to) != before);
             changed.then(|| {
                 let Rows { start, .. } = from;
@@ -311,7 +312,7 @@ pub(crate) fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// A sum of the bytes of `rows` in order, several bytes per cycle: every copy is summed twice.
+/// A sum of the bytes of `rows` in order, several bytes per cycle: every copy to the device is summed twice.
 pub(crate) fn sum_of(rows: &Rows) -> u64 {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut total = rows.rows;

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
 
-/// Moves the bytes of files, or bytes to a GPU, once with no loader in the way.
+/// Moves the bytes of files, or bytes to a GPU, once, without a loader.
 #[pyfunction(name = "ceiling")]
 #[pyo3(signature = (
     measure, paths = None, *, engine = "threads", threads = 2, depth = 8, block = 4_194_304, device = 0,

@@ -79,7 +79,7 @@ impl Checkpoint {
         })
     }
 
-    /// Paths as `os.fsdecode` gives them: bytes that are not UTF-8 become surrogates, and the same file is found by them.
+    /// Paths in the form of `os.fsdecode`: bytes that are not UTF-8 become surrogates, which lead to the same file.
     fn files<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, Vec<&'a OsStr>> {
         answer(py, || Ok(self.0.files().iter().map(|f| f.path.as_os_str()).collect::<Vec<_>>()))
     }
@@ -115,7 +115,7 @@ impl Checkpoint {
         answer(py, || Ok(self.0.warnings().to_vec()))
     }
 
-    /// Fills the page cache with all of it in the background, as a load does that went past it.
+    /// Fills the page cache with all of it in the background, in the same way as after a load that went past it.
     fn fill<'py>(&self, py: Python<'py>) -> Answer<'py, Option<CacheFill>> {
         answer(py, || Ok(penstock::source::CacheFill::of(&self.0).map(CacheFill::new)))
     }
@@ -133,7 +133,7 @@ impl Checkpoint {
         Self(Held::new(Arc::new(core)))
     }
 
-    /// Refuses the number of a tensor that there is not.
+    /// Refuses a tensor number that does not exist.
     fn tensor(&self, index: u32) -> PyResult<()> {
         if index as usize >= self.0.len() {
             return Err(PyIndexError::new_err(format!("tensor {index} of {}", self.0.len())));

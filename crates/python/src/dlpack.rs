@@ -1,5 +1,5 @@
-//! DLPack capsules over views, by hand: the struct layouts are those of dlpack.h, version 0 ("dltensor", unversioned),
-//! which every consumer takes.
+//! DLPack capsules over views, written by hand: the struct layouts are those of dlpack.h, version 0 ("dltensor",
+//! unversioned), which every consumer takes.
 
 use crate::guard::letting_go;
 use penstock::memory::View;
@@ -46,13 +46,13 @@ struct DLManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
-/// Dimensions of a tensor, without an allocation of their own where there are few: one is made per tensor.
+/// Dimensions of a tensor, without a separate allocation if there are few: one such list is made per tensor.
 pub(crate) enum Shape {
     Few([i64; FEW], u8),
     Many(Vec<i64>),
 }
 
-/// More dimensions than nearly any weight has.
+/// Nearly every weight has fewer dimensions.
 const FEW: usize = 5;
 
 impl FromIterator<i64> for Shape {
@@ -90,7 +90,7 @@ impl std::ops::DerefMut for Shape {
     }
 }
 
-/// What a capsule owns: the struct its consumer sees, and the share in the block that keeps the bytes alive.
+/// What a capsule owns: the struct that its consumer sees, and the share in the block that keeps the bytes alive.
 struct Owned<T> {
     managed: DLManagedTensor,
     shape: Shape,
@@ -103,8 +103,9 @@ unsafe extern "C" fn delete<T: Share>(managed: *mut DLManagedTensor) {
     letting_go(|| {
         let mut owned = Some(owned);
         if owned.as_ref().is_some_and(|owned| owned.share.view().is_held()) {
-            // torch frees tensors without the GIL. A Python object that is let go so is freed at some later call of ours,
-            // which may never come; here it is a block of GPU memory, and somebody may be waiting for that.
+            // torch frees tensors without the GIL. A Python object that is released in this way is freed at a later
+            // call of ours, which may never come. Here it is a block of GPU memory, and another load may be waiting for
+            // it.
             Python::try_attach(|_| drop(owned.take()));
         }
         drop(owned);
@@ -124,7 +125,7 @@ unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Anything that holds a view alive.
+/// Any object that holds a view alive.
 pub(crate) trait Share: Send + 'static {
     /// The view.
     fn view(&self) -> &View;

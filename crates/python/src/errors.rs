@@ -3,7 +3,7 @@
 use penstock::Error;
 use pyo3::prelude::*;
 
-/// The exception that `penstock._errors` makes of a core error.
+/// The exception that `penstock._errors` makes from a core error.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let made = py.import("penstock._errors").and_then(|m| {
         m.call_method1(
@@ -23,14 +23,14 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// Runs `f` without the GIL; `f` asks what it is given, now and then, whether to go on: not after Ctrl-C.
+/// Runs `f` without the GIL. `f` can ask, now and then, whether to continue: the answer is no after Ctrl-C.
 pub(crate) fn interruptibly<T: Send>(
     py: Python<'_>,
     f: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> penstock::Result<T> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
     let mut go_on = || {
-        // Where the interpreter is ending there is nobody to go on for.
+        // When the interpreter ends, no caller is left.
         let Some(heard) = Python::try_attach(|py| py.check_signals()) else { return false };
         raised = heard.err();
         raised.is_none()

@@ -6,18 +6,20 @@ use penstock::source::{self, FillState};
 use pyo3::prelude::*;
 use std::time::Duration;
 
-/// The page cache being filled after a load, in the background: a report's `cache_fill`.
+/// The fill of the page cache after a load, in the background: a report's `cache_fill`.
 ///
-/// A load with `cache="auto"` whose bytes went past the page cache, because the disk gives more that way, is followed by this:
-/// one thread reads the same bytes into the page cache, at idle I/O priority, so that the next start is warm. It pauses while
-/// this process wants the disk (another load with cold bytes, a save). It ends early where the memory left no longer holds
-/// the rest, where the file changes, at a fork, when the process ends, and by `stop`. What was filled until then stays.
+/// It follows a load with `cache="auto"` whose bytes went past the page cache because the disk is faster that way. One
+/// thread reads the same bytes into the page cache, at idle I/O priority, so that the next start is warm. It pauses
+/// while this process wants the disk (another load with cold bytes, a save). It ends early if the memory left no longer
+/// holds the rest, if the file changes, at a fork, when the process ends, and by `stop`. What was filled until then
+/// stays.
 ///
 /// - state: "running" (also while it pauses), "finished" or "stopped".
-/// - reason: why it was stopped; else empty.
-/// - nbytes, total: bytes that are there by now, and that are to be there.
-/// - seconds: since the load ended, until the fill did; pauses included.
-/// - wait(timeout=None): waits until it has ended, well or not; False if `timeout` seconds passed first. Ctrl-C raises.
+/// - reason: why it was stopped; otherwise empty.
+/// - nbytes, total: bytes that the page cache holds now, and bytes that it will hold.
+/// - seconds: from the end of the load to the end of the fill, pauses included.
+/// - wait(timeout=None): waits until it has ended, with or without an error; False if `timeout` seconds passed first.
+///   Ctrl-C raises.
 /// - stop(): ends it, within a step of 2 MiB.
 #[pyclass(frozen, module = "penstock")]
 pub(crate) struct CacheFill(Held<source::CacheFill>);

@@ -1,9 +1,10 @@
 //! No panic gets out of the extension.
 //!
-//! PyO3 turns a panic into a `PanicException`, which derives from `BaseException`: `except Exception` does not catch it, and
-//! it ends threads and programs. A bug in here is to be an `InternalError` like any other error. So each entry point (each
-//! function and method that Python can call) runs in [`guarded`] or [`answer`], takes lists as [`Listed`], and each class
-//! keeps what it owns in a [`Held`]. `tests/test_entry_points.py` reads the sources and looks for one that does not.
+//! PyO3 turns a panic into a `PanicException`, which derives from `BaseException`. `except Exception` does not catch
+//! it, and it ends threads and programs. A bug in this extension must be an `InternalError` like any other error. So
+//! each entry point (each function and method that Python can call) runs in [`guarded`] or [`answer`] and takes lists
+//! as [`Listed`], and each class keeps what it owns in a [`Held`]. `tests/test_entry_points.py` reads the sources and
+//! looks for entry points that do not.
 
 use crate::errors::raise;
 use penstock::{Error, ErrorKind};
@@ -17,7 +18,7 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-/// What an entry point gives to Python that answers with a `T`.
+/// What an entry point returns to Python if it answers with a `T`.
 pub(crate) type Answer<'py, T> = PyResult<Bound<'py, <T as IntoPyObject<'py>>::Target>>;
 
 /// Does the work of an entry point. A panic in it becomes an `InternalError`.
@@ -25,7 +26,7 @@ pub(crate) fn guarded<T>(py: Python<'_>, work: impl FnOnce() -> PyResult<T>) -> 
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panicked(py, &*panic)))
 }
 
-/// As [`guarded`], with the answer made an object of Python's inside: that too can panic where memory runs out.
+/// Like [`guarded`], but makes the Python object of the answer inside the guard: that can panic too if memory runs out.
 pub(crate) fn answer<'py, T: IntoPyObject<'py>>(py: Python<'py>, work: impl FnOnce() -> PyResult<T>) -> Answer<'py, T> {
     guarded(py, || match work()?.into_pyobject(py) {
         Ok(made) => Ok(made.into_bound()),
@@ -42,8 +43,8 @@ fn panicked(py: Python<'_>, panic: &(dyn Any + Send)) -> PyErr {
     made.unwrap_or_else(|_| PyRuntimeError::new_err(text))
 }
 
-/// An argument that is a list. PyO3 makes room for as many elements as an object says that it has, and where there is not
-/// so much memory the process ends.
+/// An argument that is a list. PyO3 allocates as many elements as an object says that it has. If there is not so much
+/// memory, the process ends.
 pub(crate) struct Listed<T>(pub(crate) Vec<T>);
 
 impl<'py, T: FromPyObjectOwned<'py>> FromPyObject<'_, 'py> for Listed<T> {
@@ -67,8 +68,8 @@ impl<'py, T: FromPyObjectOwned<'py>> FromPyObject<'_, 'py> for Listed<T> {
     }
 }
 
-/// Does what happens when Python lets go of an object. That can be at any time, where no error can be raised: a panic is
-/// then told as Python tells an exception in `__del__`.
+/// Runs the clean-up when Python releases an object. That can happen at any time, where no error can be raised. A panic
+/// is then reported like an exception in `__del__`.
 pub(crate) fn letting_go(work: impl FnOnce()) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(work)) {
         Python::try_attach(|py| {
@@ -81,7 +82,7 @@ pub(crate) fn letting_go(work: impl FnOnce()) {
     }
 }
 
-/// What an object of Python's owns.
+/// What a Python object owns.
 pub(crate) struct Held<T>(ManuallyDrop<T>);
 
 impl<T> Held<T> {

@@ -1,7 +1,7 @@
-//! The Python extension module: thin, and it releases the GIL around every wait.
+//! The Python extension module: thin, and it releases the GIL during every wait.
 //!
-//! `python/penstock/_core.pyi` is its contract. Errors of the core are raised as what
-//! `penstock._errors.from_core(kind, message, path, range, errno)` makes of them. A panic is an `InternalError`: [`guard`].
+//! `python/penstock/_core.pyi` is its contract. `penstock._errors.from_core(kind, message, path, range, errno)` makes
+//! the exceptions for errors of the core. A panic is an `InternalError`: [`guard`].
 
 #![warn(clippy::disallowed_methods)]
 

@@ -23,21 +23,22 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Waits are cut into pieces of this length, between which Python gets to run its signal handlers.
+/// Waits are cut into pieces of this length. Between them Python runs its signal handlers.
 const SIGNALS: Duration = Duration::from_millis(50);
 
-/// From the end of its loads to the interpreter's own end, if nothing else takes its time.
+/// Time from the end of the loads to the end of the interpreter, if nothing else delays it.
 const AT_EXIT: Duration = Duration::from_secs(2);
 
-/// The thread that ends the interpreter, once it does so.
+/// The thread that ends the interpreter, when it has begun to do so.
 static EXITING: AtomicI32 = AtomicI32::new(0);
 
-/// Says that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for one.
+/// Records that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for
+/// one.
 #[pyfunction]
 pub(crate) fn exiting(py: Python<'_>) -> PyResult<()> {
     guarded(py, || {
         EXITING.store(this_thread(), Ordering::Relaxed);
-        // A driver that is being torn down must not be called.
+        // While a driver is shut down it must not be called.
         py.detach(penstock::device::gpu::stop_pinning);
         Ok(())
     })
@@ -48,18 +49,18 @@ fn this_thread() -> i32 {
     unsafe { libc::gettid() }
 }
 
-/// A daemon thread goes no further once the interpreter has ended its load: Python stops such threads too, and an exception
-/// in one would be printed though nothing is wrong.
+/// A daemon thread stops here after the interpreter has ended its load. Python stops such threads too. An exception in
+/// one would be printed although nothing is wrong.
 fn stop_where_exiting<T>(found: &penstock::Result<T>) {
     let cancelled = matches!(found, Err(e) if e.kind() == ErrorKind::Cancelled);
     let exiting = EXITING.load(Ordering::Relaxed);
     if cancelled && exiting != 0 && exiting != this_thread() {
-        // Not for ever: what runs later at exit may wait for this thread to end.
+        // Not without a limit: code that runs later at exit may wait for this thread to end.
         std::thread::sleep(AT_EXIT);
     }
 }
 
-/// The instant that Python's `time.perf_counter()` gave: both read CLOCK_MONOTONIC on Linux.
+/// The instant that Python's `time.perf_counter()` returned: both read CLOCK_MONOTONIC on Linux.
 fn instant(seconds: f64) -> Instant {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one writable timespec; the clock exists on every Linux.
@@ -69,7 +70,7 @@ fn instant(seconds: f64) -> Instant {
     now.checked_sub(ago).unwrap_or(now)
 }
 
-/// Tensors whose views are taken from the load at a time.
+/// Tensors whose views are taken from the load in one call.
 const AT_ONCE: usize = 1024;
 
 /// One (start, stop, step) per dimension, or None for the whole tensor.
@@ -78,7 +79,7 @@ type Region = Option<Listed<(u64, u64, u64)>>;
 /// A Python object that keeps memory alive.
 pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
 
-/// One load, running in the background from the moment it is made.
+/// One load. It runs in the background from the moment when it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Load {
     core: Held<Core>,
@@ -87,7 +88,7 @@ pub(crate) struct Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        // Waiting for what is in flight may take seconds, in which other threads of Python's go on.
+        // Waiting for what is in flight may take seconds. Other Python threads continue meanwhile.
         letting_go(|| {
             Python::try_attach(|py| py.detach(|| self.core.close()));
         });
@@ -311,7 +312,7 @@ impl Load {
 }
 
 impl Load {
-    /// `convert(capsule)` of these wants.
+    /// `convert(capsule)` for each of these wants.
     fn converted<'py>(
         &self,
         py: Python<'py>,
@@ -319,7 +320,7 @@ impl Load {
         dtypes: &Bound<'py, PyDict>,
         convert: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
-        // Looked up once per dtype, not once per tensor: a checkpoint has a handful of dtypes and 371,474 tensors.
+        // Looked up once per dtype, not once per tensor: a checkpoint has few dtypes and up to 371,474 tensors.
         let mut known: Vec<(penstock::format::DType, (u8, u8, i64))> = Vec::new();
         let checkpoint = self.core.checkpoint();
         let mut made = Vec::with_capacity(wants.len());
@@ -357,7 +358,7 @@ impl Load {
     }
 }
 
-/// The device that `text` names, and whose driver it takes where that is said.
+/// The device that `text` names, and the vendor of its driver if `text` says it.
 fn target(text: &str) -> PyResult<(Where, Option<Vendor>)> {
     let unknown = || {
         PyValueError::new_err(format!(
@@ -378,9 +379,10 @@ fn target(text: &str) -> PyResult<(Where, Option<Vendor>)> {
     Ok((Where::Gpu(number), asked))
 }
 
-/// Refuses a GPU of one vendor where the driver is the other's. That there is none at all is found out by who needs it.
+/// Refuses a GPU of one vendor if the driver is the other vendor's. If there is no GPU at all, the code that needs one
+/// reports that.
 fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
-    // Only then: to look for a driver takes some 45 system calls, and to load one far more.
+    // Only then: looking for a driver takes about 45 system calls, and loading one far more.
     let Some(asked) = asked else { return Ok(()) };
     let Ok(api) = Api::load() else { return Ok(()) };
     if asked == api.vendor() {
@@ -401,9 +403,9 @@ fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
     ))
 }
 
-/// Why a dtype and shape do not suit the view, if they do not: they would read past it, or have more elements along the
-/// dimensions that are not empty than an i64 can count the bits of. Only an empty tensor can have that. torch takes the strides of one
-/// until they overflow, and then frees the capsule twice (2.15).
+/// Why a dtype and shape do not suit the view, if they do not. They would read past the view, or the dimensions that
+/// are not empty have more elements than an i64 can count in bits. Only an empty tensor can have such dimensions. torch
+/// multiplies its strides until they overflow, and then frees the capsule twice (2.15).
 fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
     let span = shape.iter().try_fold(i64::from(bits), |n, &d| if d < 0 { None } else { n.checked_mul(d.max(1)) });
     let held = span.map(|n| if shape.contains(&0) { 0 } else { n.unsigned_abs() });
@@ -441,7 +443,7 @@ pub(crate) fn patiently<T: PartialEq + Send>(
     }
 }
 
-/// Fallbacks as a report has them.
+/// Fallbacks in the form of a report.
 pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec<Bound<'py, PyDict>>> {
     let one = |f: &Fallback| {
         let d = PyDict::new(py);
@@ -500,7 +502,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     Ok(d)
 }
 
-/// Bytes of one ready want, owning a share of its block and nothing else of the load.
+/// The bytes of one ready want. It owns a share of its block and nothing else of the load.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct View {
     view: Held<Arc<CoreView>>,
@@ -549,7 +551,7 @@ impl View {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> Answer<'py, Bound<'py, PyAny>> {
         answer(py, || {
-            // The bytes are complete on the host before they are handed out, so no stream needs to wait for anything.
+            // The bytes are complete on the host before they are handed out, so no stream needs to wait.
             let _ = (stream, kwargs);
             let shape = [self.view.nbytes() as i64].into_iter().collect();
             capsule(py, Arc::clone(&self.view), self.device, (1, 8), shape)

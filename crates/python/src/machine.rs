@@ -22,13 +22,13 @@ pub(crate) fn residency(py: Python<'_>, path: PathBuf, stall_timeout: Option<f64
     })
 }
 
-/// Drops the file's clean pages from the page cache; bytes still resident afterwards.
+/// Drops the file's clean pages from the page cache; returns the bytes that are still resident.
 #[pyfunction]
 pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> Answer<'_, u64> {
     answer(py, || interruptibly(py, |go_on| file::evict_while(&path, go_on)))
 }
 
-/// Reads the file into the page cache; bytes resident afterwards.
+/// Reads the file into the page cache; returns the bytes that are then resident.
 #[pyfunction]
 #[pyo3(signature = (path, threads = 0, stall_timeout = None))]
 pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout: Option<f64>) -> Answer<'_, u64> {
@@ -43,7 +43,7 @@ pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout:
 pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDict>> {
     answer(py, || {
         let facts = detached(py, || file::facts_at(&path))?;
-        // Both interfaces are really set up: only that tells whether a sandbox refuses them.
+        // Both interfaces are really set up: only that shows whether a sandbox refuses them.
         let (uring, aio) = detached(py, || {
             let none = Arc::new(file::Files::new(&[]));
             Ok((file::Uring::new(none.clone(), 4).map(drop), file::Aio::new(none, 4).map(drop)))
@@ -74,13 +74,13 @@ pub(crate) fn unwritable(py: Python<'_>, spans: Listed<(u64, u64)>) -> Answer<'_
     })
 }
 
-/// Gives idle staging memory back to the system, and with it its registrations and the contexts they were made in.
+/// Gives idle staging memory back to the system, together with its registrations and the contexts of these.
 #[pyfunction]
 pub(crate) fn release_staging(py: Python<'_>) -> Answer<'_, u64> {
     answer(py, || Ok(py.detach(gpu::release_staging)))
 }
 
-/// Drivers and GPUs found, or why not.
+/// The drivers and GPUs found, or why there are none.
 #[pyfunction]
 pub(crate) fn gpus(py: Python<'_>) -> Answer<'_, Bound<'_, PyDict>> {
     answer(py, || {

@@ -25,27 +25,27 @@ const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), 
 const NAMES: [&str; 11] =
     ["io", "cache", "staging", "extent", "depth", "threads", "copy", "gap", "window", "stall_timeout", "trace"];
 
-/// How a load travels. Everything has a default that is right for nearly everybody.
+/// How a load travels. Every default is right for nearly every load.
 ///
-/// Each option can be overridden for a whole process by the environment variable `PENSTOCK_` + its name in capitals,
-/// which an argument in code in turn overrides. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of
-/// 1024, KB, MB, GB powers of 1000).
+/// The environment variable `PENSTOCK_` + the option's name in capitals sets an option for a whole process. An argument
+/// in code overrides the variable. Sizes are bytes or strings such as "256MiB" (KiB, MiB, GiB are powers of 1024; KB,
+/// MB, GB are powers of 1000).
 ///
 /// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads". "buffered" reads
-///   through the page cache by a thread pool, "uring_buffered" by io_uring. The last three are O_DIRECT through io_uring,
-///   Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
+///   through the page cache with a thread pool, "uring_buffered" with io_uring. The last three read with O_DIRECT
+///   through io_uring, Linux AIO or a thread pool; "direct" takes the best of them that this system grants.
 /// - cache: "auto" | "keep" | "bypass": whether cold bytes stay in the page cache.
 /// - staging: most bytes of staging memory of this process (default 256 MiB).
 /// - extent: most bytes of one I/O, a multiple of 4096 (default 4 MiB).
 /// - depth: most reads in flight; 0 adapts.
 /// - threads: workers of the buffered and mapped routes; 0 adapts.
-/// - copy: on the CPU, True gives private copies, False maps wherever the file system allows it, None maps what is worth
-///   mapping.
-/// - gap: unwanted bytes between two wanted runs that are read rather than skipped (default 16 KiB).
+/// - copy: on the CPU, True gives private copies, False maps wherever the file system allows it, None maps local
+///   files (with cache="bypass" only those that are resident).
+/// - gap: extra bytes between two wanted runs are read, not skipped, up to this many (default 16 KiB).
 /// - window: most bytes that a stream reads ahead of its consumer (default 1 GiB).
 /// - stall_timeout: seconds without any progress after which reads count as hung (default 120).
-/// - trace: file that a trace of the load is written to, for Chrome or Perfetto; "" (the default) for none. "{pid}" and "{n}"
-///   in it stand for the process and the number of the traced load in it.
+/// - trace: file for a trace of the load, for Chrome or Perfetto; "" (the default) for none. "{pid}" and "{n}" in it
+///   stand for the process and the number of the traced load in it.
 ///
 /// Raises ValueError for unknown options and impossible values, and lists the possible ones.
 #[pyclass(frozen, module = "penstock", eq, from_py_object)]
@@ -215,7 +215,7 @@ fn size(text: &str) -> Result<u64, String> {
     let number: f64 = number.parse().map_err(|_| "must be bytes, or a size such as \"256MiB\"".to_owned())?;
     let bytes = number * factor;
     if bytes > 9e18 {
-        return Err("is more than there is".into());
+        return Err("is out of range".into());
     }
     Ok(bytes as u64)
 }
@@ -235,7 +235,7 @@ fn value_of(variable: &str) -> PyResult<Option<String>> {
     value.into_string().map(Some).map_err(refuse)
 }
 
-/// The stall timeout that holds where no options are given: `value`, else the environment's, else the default.
+/// The stall timeout if no options are given: `value`, otherwise the environment's, otherwise the default.
 pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
     const VARIABLE: &str = "PENSTOCK_STALL_TIMEOUT";
     let mut options = Core::default();
@@ -279,7 +279,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
                 _ => return Err("must be true, false or none".into()),
             }
         }
-        _ => return Err("is no option".into()),
+        _ => return Err("is not an option".into()),
     }
     Ok(())
 }
@@ -301,7 +301,7 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
             let path: std::path::PathBuf = value.extract().map_err(|_| wrong("a path"))?;
             o.trace = path.into_os_string().into_string().map_err(|_| refuse("must be Unicode".into()))?;
         }
-        // To Python True is 1.
+        // For Python, True is 1.
         _ if value.is_instance_of::<PyBool>() => return Err(wrong("a whole number or a size such as \"256MiB\"")),
         _ => {
             let text = match (value.extract::<i128>(), value.extract::<String>()) {

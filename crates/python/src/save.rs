@@ -16,10 +16,10 @@ use std::ffi::{c_int, OsString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// (name, dtype, shape, GPU or None, address or None of what is late)
+/// (name, dtype, shape, GPU or None, address or None if it is made late)
 type Described = (String, String, Listed<u64>, Option<u32>, Option<u64>);
 
-/// One save, running in the background from the moment it is made.
+/// One save. It runs in the background from the moment when it is made.
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Save {
     core: Held<Core>,
@@ -55,7 +55,7 @@ fn tensor(name: String, dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
     Ok(Tensor { name, dtype, shape })
 }
 
-/// The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it.
+/// The beginning of a file with these (name, dtype, shape), and the order in which their bytes follow it.
 #[pyfunction]
 #[pyo3(signature = (tensors, metadata, *, layout, order))]
 pub(crate) fn head<'py>(

@@ -116,7 +116,7 @@ fn in_threads(parts: &[Part], threads: usize, work: impl Fn(usize, &Part) -> Res
             match std::thread::Builder::new().spawn_scoped(scope, body) {
                 Ok(thread) => workers.push(thread),
                 Err(cause) => {
-                    // With fewer threads something else would be measured.
+                    // With fewer threads the measurement would be a different one.
                     next.store(parts.len(), Ordering::Relaxed);
                     let text = format!("cannot start thread {} of {threads}: {cause}", worker + 1);
                     refused = Some(Error::new(ErrorKind::Limit, text));
@@ -146,8 +146,8 @@ fn reused_buffers(source: &Source<'_>, settings: &Settings) -> Result<()> {
     })
 }
 
-/// Memory for every byte of the files. Each file starts at a huge page, so that two workers meet in one only when the
-/// block is smaller than that.
+/// Memory for every byte of the files. Each file starts at a huge page, so that two workers share a huge page only if
+/// the block is smaller than that.
 struct Places {
     memory: Anonymous,
     starts: Vec<usize>,
@@ -177,7 +177,7 @@ impl Places {
 fn place(source: &Source<'_>, places: &Places, settings: &Settings) -> Result<()> {
     let direct = settings.measure == Measure::Place;
     in_threads(&source.parts, settings.threads, |_, part| {
-        // A block of a file ends before the next file's huge page, also when it is whole sectors.
+        // A block of a file ends before the next file's huge page, even when it is rounded up to whole sectors.
         let len = if direct { part.len.next_multiple_of(SECTOR) } else { part.len };
         let to = within(&places.memory, places.offset(part), len);
         // SAFETY: inside the memory, and each part has a range of its own.

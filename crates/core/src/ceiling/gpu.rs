@@ -22,7 +22,8 @@ pub fn measure_on(api: &Arc<Api>, settings: &Settings) -> Result<Found> {
     }
 }
 
-/// Host memory that the driver knows and streams to copy it on. Given back when nothing is under way any more.
+/// Host memory that is registered with the driver, and streams that copy it. Given back when nothing is in flight any
+/// more.
 struct Pinned<'a> {
     api: &'a Current<'a>,
     memory: Anonymous,
@@ -54,7 +55,7 @@ impl<'a> Pinned<'a> {
 
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
-        // A failure means that the context is lost, and all of it with it.
+        // A failure means that the context is lost, and everything in it.
         let _ = self.wait();
         for stream in &self.streams {
             // SAFETY: ours, and nothing is queued on it.
@@ -67,7 +68,7 @@ impl Drop for Pinned<'_> {
     }
 }
 
-/// Copies block after block out of `depth` buffers, each to a place of its own, until `nbytes` have gone.
+/// Copies block after block out of `depth` buffers, each to its own place, until `nbytes` are copied.
 fn host_to_device(api: &Arc<Api>, shared: &Arc<SharedContext>, settings: &Settings) -> Result<Found> {
     let (block, depth) = (settings.block, settings.depth);
     let target = GpuMemory::new(shared, (depth * block) as u64)?;
@@ -78,13 +79,13 @@ fn host_to_device(api: &Arc<Api>, shared: &Arc<SharedContext>, settings: &Settin
     let copy = |number: usize| {
         let offset = number % depth * block;
         let (to, from) = (target.address() + offset as u64, pinned.memory.at().wrapping_add(offset));
-        // A buffer always goes by way of the same stream: two copies to one place at once would be a race.
+        // A buffer always uses the same stream: two copies to one place at once would be a race.
         let stream = pinned.streams[number % depth % pinned.streams.len()];
         // SAFETY: `block` bytes of either memory; both outlive the copy, since `pinned` is dropped before `target` and
         // waits for it. The source is not written any more.
         unsafe { current.copy_to_device(to, from, block, stream) }
     };
-    // The first copy of each buffer makes the driver's own preparations.
+    // The first copy of each buffer triggers the driver's own preparations.
     (0..depth.min(copies)).try_for_each(copy)?;
     pinned.wait()?;
     let start = Instant::now();

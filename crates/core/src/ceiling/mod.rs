@@ -1,4 +1,4 @@
-//! How fast this machine moves bytes with no loader in the way: what the benchmark puts loaders beside.
+//! How fast this machine moves bytes without a loader: the benchmark compares loaders with it.
 //!
 //! | measure | what is timed |
 //! |---|---|
@@ -10,11 +10,12 @@
 //! | [`HostToDevice`](Measure::HostToDevice) | registered host memory to a GPU, over and over |
 //! | [`DeviceAlloc`](Measure::DeviceAlloc) | memory of a GPU, allocated in blocks |
 //!
-//! Opening the files is not timed, nor is making memory that is reused or whose pages are in use, registering it, or the
-//! context of a GPU. Making the memory of `Fresh` is, and so are mapping and unmapping where a measure maps.
+//! Some work is not timed: opening the files, making memory that is reused or whose pages are in use, registering it,
+//! and making the context of a GPU. Making the memory of `Fresh` is timed. So are mapping and unmapping, if a measure
+//! maps.
 //!
-//! Each figure belongs to one set of [`Settings`]; the ceiling is the best of several, and should be taken in a process of
-//! its own.
+//! Each figure belongs to one set of [`Settings`]. The ceiling is the best of several figures, and should be measured
+//! in a separate process.
 
 mod files;
 mod gpu;
@@ -44,7 +45,7 @@ pub enum Measure {
     DeviceAlloc,
 }
 
-/// By which means.
+/// How it is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
     /// Threads that pread.
@@ -121,12 +122,12 @@ fn find<T: Copy>(all: &[T], name_of: impl Fn(T) -> &'static str, name: &str, wha
     })
 }
 
-/// How it is measured.
+/// The settings of one measurement.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What.
+    /// What is measured.
     pub measure: Measure,
-    /// By which means.
+    /// How it is measured.
     pub engine: Engine,
     /// Workers; for `HostToDevice` streams.
     pub threads: usize,
@@ -148,7 +149,7 @@ impl Settings {
     }
 }
 
-/// What was found.
+/// The result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Found {
     /// Bytes moved.
@@ -160,8 +161,8 @@ pub struct Found {
 /// Moves the bytes of some files, or bytes to the GPU of the driver found, once.
 ///
 /// # Errors
-/// `Invalid` for settings that do not go together, no files, or a GPU that is not there; what reading and mapping raise;
-/// `Unsupported` where there is no GPU driver.
+/// `Invalid` for settings that do not go together, for no files, or for a GPU that is not there; the errors of reading
+/// and mapping; `Unsupported` if there is no GPU driver.
 pub fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
     let settings = checked(settings)?;
     if settings.measure.is_of_a_gpu() {
@@ -190,7 +191,7 @@ fn checked(settings: &Settings) -> Result<Settings> {
     if settings.threads == 0 || settings.depth == 0 || settings.block == 0 {
         return Err(Error::new(ErrorKind::Invalid, "threads, depth and block are at least 1"));
     }
-    // So that no product of them is more than can be counted.
+    // So that no product of these numbers overflows.
     if settings.threads > MOST_AT_ONCE || settings.depth > MOST_AT_ONCE || settings.block > LARGEST_BLOCK {
         let text = format!("threads and depth are at most {MOST_AT_ONCE}, and block at most {LARGEST_BLOCK} bytes");
         return Err(Error::new(ErrorKind::Invalid, text));

@@ -1,14 +1,14 @@
 //! The driver interfaces of CUDA and HIP, loaded when they are first asked for.
 //!
-//! Nothing is linked: `libcuda.so.1` comes with NVIDIA's driver, `libamdhip64.so.*` with ROCm, and on a machine with
-//! neither this is one ordinary error. The two interfaces are the same but for names and for what is *current* on a
-//! thread (a context or a device), so one table serves both and the difference ends in [`Context`].
+//! Nothing is linked: `libcuda.so.1` comes with NVIDIA's driver, `libamdhip64.so.*` with ROCm, and a machine with
+//! neither gives one ordinary error. The two interfaces differ only in names and in what is *current* on a thread (a
+//! context or a device). So one table serves both, and [`Context`] hides the difference.
 //!
-//! Only the *primary* context of the device asked for is ever used, which is the one that frameworks use; no context is
-//! made on any other device. What is current on the caller's thread is put back by [`Current`].
+//! Only the *primary* context of the requested device is used, because frameworks use that one. No context is made on
+//! any other device. [`Current`] restores what was current on the caller's thread.
 //!
-//! Signatures: cuda.h of CUDA 12.0 to 13.2, hip_runtime_api.h of ROCm 6 and 7. Names with `_v2` are what cuda.h's plain
-//! names stand for.
+//! Signatures: cuda.h of CUDA 12.0 to 13.2, hip_runtime_api.h of ROCm 6 and 7. In cuda.h, plain names stand for names
+//! with `_v2`.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{c_char, c_void, CStr, CString, OsStr, OsString};
@@ -20,10 +20,11 @@ use std::path::Path;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Names another library than the driver's: a path, or `cuda:` or `hip:` and a path where the file has both interfaces.
+/// Names another library instead of the driver's: a path, or `cuda:` or `hip:` and a path if the file has both
+/// interfaces.
 pub const LIBRARY_VARIABLE: &str = "PENSTOCK_GPU_LIBRARY";
 
-/// Where the drivers are looked for, in this order, after those that the process has mapped already.
+/// Names under which drivers are searched, in this order, after those that the process has mapped already.
 const SONAMES: [(Vendor, &str); 4] = [
     (Vendor::Cuda, "libcuda.so.1"),
     (Vendor::Hip, "libamdhip64.so.7"),
@@ -50,7 +51,7 @@ pub struct Stream(pub usize);
 #[repr(transparent)]
 pub struct Event(pub usize);
 
-/// What can be asked about a device.
+/// Properties of a device that can be queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attribute {
     /// 1 if device and host share their memory.
@@ -85,7 +86,7 @@ impl Attribute {
     }
 }
 
-/// Rows of bytes to copy: `rows` times `width` bytes, at their own distances on both sides.
+/// Rows of bytes to copy: `rows` times `width` bytes, with a separate distance on each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
     /// First byte of the destination: a device address, or a host address for a copy to the host.
@@ -103,7 +104,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The number of bytes, where both sides are one contiguous range.
+    /// The number of bytes, if both sides are one contiguous range.
     fn contiguous(&self) -> Option<u64> {
         let one = self.rows <= 1 || (self.to_pitch == self.width && self.from_pitch == self.width);
         one.then(|| self.width * self.rows)
@@ -116,15 +117,15 @@ enum Way {
     ToHost,
 }
 
-/// A code other than success, and the function that gave it.
+/// A code other than success, and the function that returned it.
 #[derive(Debug, Clone, Copy)]
 struct Failed {
     function: &'static str,
     code: i32,
 }
 
-/// Makes the tables from one list: a struct of pointers each, how it is filled, and a method per function that calls it
-/// and gives its code as a `Result`.
+/// Makes the tables from one list: a struct of pointers each, the code that fills it, and a method per function that
+/// calls it and returns its code as a `Result`.
 macro_rules! tables {
     (
         required { $($r:ident($($ra:ident: $rt:ty),*) = $rc:literal | $rh:literal;)* }
@@ -188,7 +189,7 @@ macro_rules! tables {
             }
         }
 
-        /// The raw calls: the arguments are the driver's, with all that it asks of them.
+        /// The raw calls: the arguments are the driver's, with all requirements of the driver.
         #[allow(clippy::too_many_arguments)]
         impl Api {
             $(unsafe fn $r(&self, $($ra: $rt),*) -> Result<(), Failed> {
@@ -197,7 +198,7 @@ macro_rules! tables {
                 if code == 0 { Ok(()) } else { Err(Failed { function: self.vendor.pick($rc, $rh), code }) }
             })*
 
-            /// `None` where this driver does not have the function.
+            /// `None` if this driver does not have the function.
             $(unsafe fn $o(&self, $($oa: $ot),*) -> Option<Result<(), Failed>> {
                 // SAFETY: the caller's promise.
                 let code = unsafe { (self.optional.$o?)($($oa),*) };
@@ -245,7 +246,7 @@ tables! {
         raw_primary_state(device: i32, flags: *mut u32, active: *mut i32)
             = "cuDevicePrimaryCtxGetState" | "hipDevicePrimaryCtxGetState";
         raw_capture_mode(mode: *mut i32) = "cuThreadExchangeStreamCaptureMode" | "hipThreadExchangeStreamCaptureMode";
-        // Instead of the capture *info*, whose arguments changed with every major version.
+        // Used instead of the capture *info*, whose arguments changed with every major version.
         raw_is_capturing(stream: usize, status: *mut i32) = "cuStreamIsCapturing" | "hipStreamIsCapturing";
         // The form of CUDA 12.8, which later drivers keep under this name beside `_v2`.
         raw_batch(
@@ -326,16 +327,16 @@ const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: the source is read when the copy's turn in the stream comes.
 const SOURCE_IN_STREAM_ORDER: i32 = 1;
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`: captures of other threads forbid this one nothing.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: captures of other threads forbid nothing to this thread.
 const CAPTURE_RELAXED: i32 = 2;
 /// `CU_STREAM_NON_BLOCKING`: not ordered with the legacy default stream.
 const STREAM_NON_BLOCKING: u32 = 1;
-/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a thread that waits sleeps instead of spinning, and recording an
+/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a waiting thread sleeps instead of spinning, and recording an
 /// event writes no time stamp.
 const EVENT_FLAGS: u32 = 1 | 2;
 /// `CU_MEMHOSTREGISTER_PORTABLE`: registered for every context, so that one slab ring serves several devices.
 const REGISTER_PORTABLE: u32 = 1;
-/// Largest distance of rows in one strided copy: what `CU_DEVICE_ATTRIBUTE_MAX_PITCH` says on every device so far.
+/// Largest distance of rows in one strided copy: every device so far gives this for `CU_DEVICE_ATTRIBUTE_MAX_PITCH`.
 const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// Codes that mean the same in both interfaces.
@@ -371,7 +372,7 @@ struct Library {
 }
 
 impl Library {
-    /// Loads `name`, or with `RTLD_NOLOAD` finds it among what is mapped. The error is what the loader said.
+    /// Loads `name`, or with `RTLD_NOLOAD` finds it among the mapped libraries. The error is the loader's text.
     fn open(name: &OsStr, flags: i32) -> Result<Self, String> {
         let name = CString::new(name.as_bytes()).map_err(|cause| cause.to_string())?;
         // SAFETY: a C string. A driver's initialisers make no demands on the process.
@@ -396,7 +397,7 @@ impl Library {
     }
 }
 
-/// Driver libraries that the process has mapped under whatever path: inside a framework's wheel they have their own.
+/// Driver libraries that the process has mapped, under any path: a framework's wheel may have its own.
 fn mapped_drivers() -> Vec<(Vendor, OsString)> {
     unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: usize, found: *mut c_void) -> i32 {
         // SAFETY: the loader gives a valid entry, and `found` is the vector below.
@@ -412,7 +413,7 @@ fn mapped_drivers() -> Vec<(Vendor, OsString)> {
     unsafe { libc::dl_iterate_phdr(Some(note), ptr::from_mut(&mut names).cast()) };
     let vendor = |path: &OsString| {
         let file = Path::new(path).file_name()?.to_string_lossy();
-        // Not `libcuda`: that would be the runtime, libcudart, too.
+        // Not just `libcuda`: that would match the runtime, libcudart, too.
         let known = [(Vendor::Cuda, "libcuda.so"), (Vendor::Hip, "libamdhip64")];
         known.iter().find(|(_, prefix)| file.starts_with(prefix)).map(|(vendor, _)| *vendor)
     };
@@ -423,9 +424,9 @@ fn mapped_drivers() -> Vec<(Vendor, OsString)> {
 
 /// A driver: its functions, with their failures as errors.
 ///
-/// Unless a method says otherwise the context of the device must be current on the calling thread: see [`Context`].
+/// Unless a method says otherwise, the context of the device must be current on the calling thread: see [`Context`].
 pub struct Api {
-    /// Unlike that of any other driver of this process; from 1.
+    /// Differs from that of any other driver of this process; counts from 1.
     number: u64,
     vendor: Vendor,
     library: String,
@@ -434,7 +435,7 @@ pub struct Api {
     own: Own,
 }
 
-/// What only one of the interfaces has.
+/// The functions that only one of the interfaces has.
 enum Own {
     Cuda(Cuda),
     Hip(Hip),
@@ -450,7 +451,7 @@ impl fmt::Debug for Api {
 }
 
 impl Api {
-    /// The driver of this machine, or the one that [`LIBRARY_VARIABLE`] names. Nothing of it is called yet.
+    /// The driver of this machine, or the one that [`LIBRARY_VARIABLE`] names. None of its functions is called yet.
     ///
     /// # Errors
     /// `Unsupported` if there is none, with everything that was tried.
@@ -482,7 +483,7 @@ impl Api {
         Err(none_found(&tried))
     }
 
-    /// The driver in the library at `path`, as `vendor` or as whichever's functions it has.
+    /// The driver in the library at `path`, as `vendor`, or as the vendor whose functions it has.
     ///
     /// # Errors
     /// `Unsupported` if it cannot be loaded or lacks a function.
@@ -519,7 +520,7 @@ impl Api {
         Ok(api)
     }
 
-    /// A number of its own among the drivers of this process, from 1.
+    /// The number of this driver among the drivers of this process, from 1.
     pub fn driver_number(&self) -> u64 {
         self.number
     }
@@ -541,10 +542,10 @@ impl Api {
         let (kind, advice) = match code {
             OUT_OF_MEMORY => (ErrorKind::OutOfMemory, ""),
             NOT_SUPPORTED => (ErrorKind::Unsupported, ""),
-            NO_DEVICE => (ErrorKind::Unsupported, "; the driver is there, and no device that it may use"),
+            NO_DEVICE => (ErrorKind::Unsupported, "; the driver is installed, but it shows no device to this process"),
             STUB_LIBRARY => (ErrorKind::Unsupported, "; this is the toolkit's stub, not a driver"),
             c if CONTEXT_LOST.contains(&c) => {
-                (ErrorKind::Device, "; the device is lost to this process, which has to be started anew")
+                (ErrorKind::Device, "; this process has lost the device and must be restarted")
             }
             _ => (ErrorKind::Device, ""),
         };
@@ -585,8 +586,8 @@ impl Api {
         unsafe { self.raw_init(0) }.map_err(|f| self.error(f, format_args!("start the {} driver", self.vendor)))
     }
 
-    /// The driver's version: 1000 x major + 10 x minor of the CUDA interface it offers; HIP counts in its own way. Needs
-    /// no context.
+    /// The driver's version: 1000 x major + 10 x minor of the CUDA interface that it offers; HIP counts in its own way.
+    /// Needs no context.
     ///
     /// # Errors
     /// `Device`.
@@ -637,7 +638,7 @@ impl Api {
         })
     }
 
-    /// The PCI address of a device, like `0000:17:00.0`, as sysfs has it but for the case of its letters. Needs no
+    /// The PCI address of a device, like `0000:17:00.0`, as sysfs has it (letters may differ in case). Needs no
     /// context.
     ///
     /// # Errors
@@ -656,7 +657,7 @@ impl Api {
         ask: impl FnOnce(*mut c_char, i32) -> Result<(), Failed>,
     ) -> Result<String> {
         let mut text = [0u8; 256];
-        // One byte less than there is: the last stays zero whatever the driver does.
+        // One byte less than the buffer has: the last byte stays zero whatever the driver does.
         ask(text.as_mut_ptr().cast(), text.len() as i32 - 1).map_err(|f| self.error(f, doing))?;
         let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
         Ok(String::from_utf8_lossy(&text[..end]).into_owned())
@@ -674,8 +675,8 @@ impl Api {
         })
     }
 
-    /// Whether somebody in this process has the primary context of a device; `None` if the driver cannot tell. Makes
-    /// none, and needs none.
+    /// Whether any code in this process has the primary context of a device; `None` if the driver cannot tell. It makes
+    /// no context, and needs none.
     ///
     /// # Errors
     /// `Device` if there is no such device.
@@ -894,7 +895,7 @@ impl Api {
     }
 
     /// Queues many contiguous copies to the device at once: `to[i]` gets `bytes[i]` bytes from the host address
-    /// `from[i]`. Gives `false`, with nothing queued, where the driver has no such function (CUDA before 12.8), refuses
+    /// `from[i]`. Returns `false`, with nothing queued, if the driver has no such function (CUDA before 12.8), refuses
     /// this stream (the legacy default one), or is slower with it than without (HIP: ROCm/clr issue 273).
     ///
     /// # Safety
@@ -913,8 +914,8 @@ impl Api {
         unsafe { self.copy_batch(to, from, bytes, stream, "to the device") }
     }
 
-    /// Queues many contiguous copies to the host at once, as [`copy_batch_to_device`](Self::copy_batch_to_device) does it
-    /// the other way: the host address `to[i]` gets `bytes[i]` bytes from `from[i]`.
+    /// Queues many contiguous copies to the host at once, like [`copy_batch_to_device`](Self::copy_batch_to_device) in
+    /// the other direction: the host address `to[i]` gets `bytes[i]` bytes from `from[i]`.
     ///
     /// # Safety
     /// As [`copy_to_host`](Self::copy_to_host) for every copy, and no two overlap: their order is not defined.
@@ -926,7 +927,7 @@ impl Api {
         unsafe { self.copy_batch(to, from, bytes, stream, "to the host") }
     }
 
-    /// The driver tells by the addresses which way each copy goes.
+    /// The driver derives the direction of each copy from its addresses.
     unsafe fn copy_batch(
         &self,
         to: &[u64],
@@ -978,7 +979,7 @@ impl Api {
         unsafe { self.raw_stream_destroy(stream.0) }.map_err(|f| self.error(f, "give a stream back"))
     }
 
-    /// Makes what is queued on `stream` from now on run after what `event` was last recorded behind. Does not block.
+    /// Makes all work that is queued on `stream` from now on wait for the last recording of `event`. Does not block.
     ///
     /// # Safety
     /// Both are live handles.
@@ -997,7 +998,7 @@ impl Api {
     /// A live handle.
     ///
     /// # Errors
-    /// `Device`, also for what went wrong in anything queued before.
+    /// `Device`, also for errors in anything queued before.
     pub unsafe fn synchronize_stream(&self, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_stream_synchronize(stream.0) }.map_err(|f| self.error(f, "wait for a stream"))
@@ -1018,12 +1019,12 @@ impl Api {
         Ok(asked.map(|()| status != 0))
     }
 
-    /// Sets how this thread lives with captures of other threads and gives how it did; `None` if the driver cannot. Needs no
-    /// context.
+    /// Sets how captures of other threads affect this thread, and returns the previous setting; `None` if the driver
+    /// cannot do that. Needs no context.
     fn exchange_capture_mode(&self, mut mode: i32) -> Option<i32> {
         // SAFETY: a valid parameter for both ways.
         let exchanged = unsafe { self.raw_capture_mode(&mut mode) };
-        // It fails for a mode that it does not know only, and then nothing has changed.
+        // It fails only for a mode that it does not know, and then nothing has changed.
         matches!(exchanged, Some(Ok(()))).then_some(mode)
     }
 
@@ -1038,7 +1039,7 @@ impl Api {
         Ok(Event(event))
     }
 
-    /// Puts `event` behind everything queued on `stream` so far.
+    /// Records `event` after everything that is queued on `stream` so far.
     ///
     /// # Safety
     /// Both are live handles of one device.
@@ -1056,7 +1057,7 @@ impl Api {
     /// A live handle.
     ///
     /// # Errors
-    /// `Device`, also for what went wrong in anything queued before.
+    /// `Device`, also for errors in anything queued before.
     pub unsafe fn is_reached(&self, event: Event) -> Result<bool> {
         // SAFETY: the caller's promise.
         match unsafe { self.raw_event_query(event.0) } {
@@ -1078,7 +1079,7 @@ impl Api {
         unsafe { self.raw_event_synchronize(event.0) }.map_err(|f| self.error(f, "wait for an event"))
     }
 
-    /// Gives an event back; who waits for it already goes on waiting.
+    /// Gives an event back. A thread that waits for it already continues to wait.
     ///
     /// # Safety
     /// The event is from [`create_event`](Self::create_event) and is not used afterwards.
@@ -1101,7 +1102,7 @@ fn none_found(tried: &[String]) -> Error {
 
 /// The primary context of one device, kept for as long as this lives.
 ///
-/// HIP has no contexts to keep: there the device itself is made current.
+/// HIP has no contexts to keep: there, the device itself is made current.
 #[derive(Debug)]
 pub struct Context {
     api: Arc<Api>,
@@ -1121,7 +1122,7 @@ impl Context {
         self.ordinal
     }
 
-    /// Makes the device current on this thread until the guard is dropped; then what was current before is so again.
+    /// Makes the device current on this thread until the guard is dropped. Then the previous one is current again.
     ///
     /// # Errors
     /// `Device`.
@@ -1165,7 +1166,8 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if let Own::Cuda(cuda) = &self.api.own {
-            // A failure means that the driver is gone (the process ends) or the context is lost: then nothing is kept.
+            // A failure means that the driver is gone (the process ends) or that the context is lost. In both cases
+            // nothing is kept.
             // SAFETY: retained once by `Api::context`, released once here.
             unsafe { (cuda.primary_release)(self.device) };
         }
@@ -1174,18 +1176,18 @@ impl Drop for Context {
 
 /// A device is current on this thread while this lives.
 ///
-/// Meanwhile the thread is *relaxed* towards captures of CUDA graphs. Otherwise the driver would refuse it to allocate, to
-/// register and to wait while any thread captures in global mode, which is torch's default, and would invalidate that
-/// capture. Nothing here touches a stream that somebody captures, so it does no harm.
+/// Meanwhile the thread's capture mode for CUDA graphs is *relaxed*. Otherwise, while any thread captures in global
+/// mode (torch's default), the driver would refuse this thread to allocate, register and wait, and would invalidate
+/// that capture. Nothing here touches a stream that is being captured, so this does no harm.
 #[derive(Debug)]
 #[must_use = "the device is current only while this lives"]
 pub struct Current<'a> {
     context: &'a Context,
     /// What to make current again; `None` if it is the same.
     before: Option<usize>,
-    /// How this thread lived with captures before; `None` if the driver knows of none.
+    /// The thread's previous capture mode; `None` if the driver has no such modes.
     capture_mode: Option<i32>,
-    /// What is current is a matter of the thread.
+    /// Being current is a property of the thread.
     this_thread: PhantomData<*const ()>,
 }
 
@@ -1203,8 +1205,8 @@ impl Drop for Current<'_> {
             self.context.api.exchange_capture_mode(mode);
         }
         let Some(before) = self.before else { return };
-        // It was current a moment ago, so making it so again fails only where its owner destroyed it meanwhile, and then
-        // there is nothing to go back to.
+        // It was current a moment ago, so restoring it fails only if its owner destroyed it meanwhile. Then there is
+        // nothing to restore.
         // SAFETY: takes no pointers.
         unsafe {
             match &self.context.api.own {

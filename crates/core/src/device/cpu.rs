@@ -1,7 +1,7 @@
 //! CPU memory: copies by a few worker threads.
 //!
-//! A batch is copied by one worker, several batches by several workers at once. One core copies 5 to 7 GB/s out of a hot
-//! slab, and a slab is small (4 MiB), so cutting a single batch into parts would cost more wake-ups than it saves time.
+//! One worker copies a batch; several workers copy several batches at once. One core copies 5 to 7 GB/s out of a slab
+//! in its cache. A slab is small (4 MiB), so dividing a batch would cost more wake-ups than it saves time.
 
 use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
@@ -14,13 +14,13 @@ use std::ptr;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
-/// A batch of at most this many bytes in at most [`INLINE_COPIES`] rows is copied at once by the caller: 64 KiB take
-/// about 10 µs, no more than handing the batch to a sleeping thread and being woken by it.
+/// A batch of at most this many bytes in at most [`INLINE_COPIES`] rows is copied at once by the caller. 64 KiB take
+/// about 10 us, no more than handing the batch to a sleeping thread and being woken by it.
 const INLINE_BYTES: u64 = 64 << 10;
 /// See [`INLINE_BYTES`].
 const INLINE_COPIES: u64 = 64;
 
-/// Copies to CPU memory. Worker threads start when there is work for them and end when the device is dropped; batches
+/// Copies to CPU memory. Worker threads start when there is work for them and end when the device is dropped. Batches
 /// that no worker has begun by then are forgotten.
 pub struct CpuDevice {
     shared: Arc<Shared>,
@@ -34,7 +34,7 @@ struct Shared {
     queue: Mutex<Queue>,
     work: Condvar,
     wake: Wake,
-    /// Where copies are recorded, if they are.
+    /// Where copies are recorded, if anywhere.
     timeline: OnceLock<Arc<Timeline>>,
 }
 
@@ -42,7 +42,7 @@ struct Shared {
 struct Queue {
     waiting: VecDeque<Batch>,
     done: Vec<Copied>,
-    /// Workers asleep. Each batch in `waiting` has one of them on its way to it, as far as there are any.
+    /// Sleeping workers. One of them is on its way to each batch in `waiting`, as long as there are enough of them.
     idle: usize,
     closed: bool,
 }
@@ -52,7 +52,7 @@ impl Shared {
         lock(&self.queue)
     }
 
-    /// Copies a batch, which goes down in the record, if there is one, as copied by `worker` (0: the caller).
+    /// Copies a batch, and records it (if there is a record) as copied by `worker` (0: the caller).
     fn run(&self, batch: Batch, worker: u32) -> Copied {
         let Some(timeline) = self.timeline.get() else { return run(batch) };
         let (begun, extent) = (Instant::now(), Some(batch.ticket.0));
@@ -68,7 +68,7 @@ impl Shared {
         let first = queue.done.is_empty();
         queue.done.push(copied);
         drop(queue);
-        // Where it was not empty, whoever made it so has rung or is about to, and the poll has yet to come.
+        // If it was not empty, the thread that filled it has notified or is about to, and the poll is still to come.
         if first {
             self.wake.ring();
         }
@@ -108,7 +108,7 @@ impl CpuDevice {
         ))
     }
 
-    /// Starts one more worker. Without one, batches are copied by the caller, which is slower but right.
+    /// Starts one more worker. Without any, the caller copies the batches, which is slower but correct.
     fn hire(&mut self) {
         let shared = self.shared.clone();
         let number = self.workers.len() as u32;
@@ -170,7 +170,7 @@ impl Device for CpuDevice {
 impl Drop for CpuDevice {
     fn drop(&mut self) {
         if self.same_process().is_err() {
-            // The threads are the parent's, and one of them may have held the lock when the process forked.
+            // The threads belong to the parent, and one of them may have held the lock when the process forked.
             self.workers.drain(..).for_each(std::mem::forget);
             return;
         }
@@ -182,13 +182,13 @@ impl Drop for CpuDevice {
         self.shared.work.notify_all();
         drop(forgotten);
         for worker in self.workers.drain(..) {
-            // A worker that panicked has nothing left to tell.
+            // A worker that panicked has nothing left to report.
             let _ = worker.join();
         }
     }
 }
 
-/// A worker's life.
+/// The body of a worker.
 fn serve(shared: &Shared, number: u32) {
     let mut queue = shared.lock();
     loop {
@@ -207,7 +207,7 @@ fn serve(shared: &Shared, number: u32) {
     }
 }
 
-/// Copies a batch and lets go of its memory before anybody can hear of it.
+/// Copies a batch and releases its memory before its ticket can be seen.
 fn run(batch: Batch) -> Copied {
     for copy in &batch.copies {
         // SAFETY: the batch's maker vouches that both sides are valid for all rows and do not overlap while `keep` lives,
@@ -233,7 +233,7 @@ pub(super) unsafe fn run_copy(copy: &Copy) {
     // SAFETY: as the function's.
     unsafe {
         match len {
-            // A call to memcpy costs more than it moves where rows are single elements (a column of a matrix).
+            // If rows are single elements (a column of a matrix), a call to memcpy costs more than the bytes it moves.
             1 => run_rows::<1>(copy),
             2 => run_rows::<2>(copy),
             4 => run_rows::<4>(copy),

@@ -1,14 +1,14 @@
 //! Copies from an accelerator into slabs, for saving: few large transfers out of many tensors.
 //!
-//! As [`join`](super::join) does it for loads, and for the same reason: a transfer costs some microseconds, whatever its
-//! size. The tensors of a chunk are sorted by their place on the device. Then
+//! It works like [`join`](super::join) for loads, and for the same reason: a transfer costs some microseconds, whatever
+//! its size. The tensors of a chunk are sorted by their place on the device. Then
 //! - neighbours that are contiguous on both sides are one transfer, straight to their place in the slab;
-//! - small neighbours at other distances are one transfer into a scratch buffer, together with the few bytes between them,
-//!   and are scattered from there by the processor. Allocators round sizes up, so there mostly are such bytes;
-//! - small transfers that are left go to the driver many in one call, where it takes them so.
+//! - small neighbours at other distances are one transfer into a scratch buffer, together with the few bytes between
+//!   them, and the processor scatters them from there. Allocators round sizes up, so there usually are such bytes;
+//! - small transfers that remain go to the driver many in one call, if the driver has such a call.
 //!
-//! Two tensors are neighbours only within one allocation, since a copy must not leave the allocation that it begins in. The
-//! driver is asked where an allocation ends. One that cannot tell gets a transfer for each tensor.
+//! Two tensors are neighbours only within one allocation, because a copy must not leave the allocation in which it
+//! begins. The driver is asked where an allocation ends. If it cannot tell, each tensor gets its own transfer.
 
 use super::api::{Api, Stream};
 use super::gpu::{register_in, SharedContext};
@@ -18,20 +18,20 @@ use crate::staging::{Lease, Ring, Slab};
 use std::ops;
 use std::sync::Arc;
 
-/// Largest range that goes by way of the scratch buffer: a core copies this much in the time that a transfer of its own
+/// Largest range that goes through the scratch buffer: a core copies this much in the time that a separate transfer
 /// would cost.
 const SMALL: u64 = 32 << 10;
-/// Most bytes between two neighbours. Torch's allocator rounds sizes up to multiples of 512. And so every byte between them
-/// lies in a page of one of them: nothing that is not mapped is read.
+/// Most bytes between two neighbours. Torch's allocator rounds sizes up to multiples of 512. So every byte between them
+/// lies in a page of one of them, and no unmapped byte is read.
 const NEAR: u64 = 511;
 /// Size of the scratch buffer, and the longest transfer into it.
 const SCRATCH: u64 = HUGE_PAGE;
-/// Where transfers begin in the scratch buffer: at multiples of this.
+/// Transfers begin at multiples of this in the scratch buffer.
 const ALIGNED: u64 = 256;
-/// Longer transfers go to the driver one by one: the link takes longer for them than the call does.
+/// Longer transfers go to the driver one by one: the link takes longer for them than the call.
 const BATCHED: usize = 256 << 10;
 
-/// A range of device memory that belongs at a place in a slab.
+/// A range of device memory, and its place in a slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Range {
     /// First byte on the device.
@@ -53,7 +53,7 @@ impl Range {
 enum Transfer {
     /// To its place.
     Straight(Range),
-    /// Into the scratch buffer: device memory from `from` on, with these of [`Plan::parts`] in it.
+    /// Into the scratch buffer: device memory from `from`, which contains these of [`Plan::parts`].
     Scattered { from: u64, len: u64, parts: ops::Range<usize> },
 }
 
@@ -112,7 +112,7 @@ struct Landed {
     parts: ops::Range<usize>,
 }
 
-/// Copies that are given to the driver together.
+/// Copies that go to the driver in one call.
 #[derive(Default)]
 struct Many {
     to: Vec<u64>,
@@ -128,14 +128,15 @@ impl Many {
     }
 }
 
-/// Copies from an accelerator into slabs, by the thread that waits for them.
+/// Copies from an accelerator into slabs, made by the thread that waits for them.
 pub(crate) struct Fetch {
     context: Arc<SharedContext>,
     stream: Stream,
     scratch: Option<Slab>,
-    /// The driver takes many copies in one call, as far as is known.
+    /// Whether the driver takes many copies in one call, as far as known.
     batches: bool,
-    /// The allocation that was asked for last. Every range is memory that the save keeps alive, and so is its allocation.
+    /// The allocation that was asked for last. Every range is memory that the save keeps alive, and so is its
+    /// allocation.
     allocation: ops::Range<u64>,
 }
 
@@ -150,16 +151,16 @@ impl Fetch {
         Ok(Self { context, stream, scratch: None, batches: true, allocation: 0..0 })
     }
 
-    /// Copies ranges of device memory, on which nothing is under way, to their places in the slab.
+    /// Copies ranges of device memory to their places in the slab. Nothing may be in progress on these ranges.
     ///
     /// # Errors
-    /// `Device`, `OutOfMemory`. Nothing touches the slab any more then, as far as the driver still answers.
+    /// `Device`, `OutOfMemory`. Then nothing touches the slab any more, as long as the driver still answers.
     pub(crate) fn fetch(&mut self, slab: &Lease, ranges: &[Range]) -> Result<()> {
         assert!(ranges.iter().all(|range| range.to + range.len <= slab.len()));
         let context = self.context.clone();
         let api = context.enter()?;
         if let Some(slab) = Ring::process().slab_at(slab.address()) {
-            // Where that is refused the driver bounces the bytes itself.
+            // If registration is refused, the driver copies the bytes through its own buffers.
             let _refused = register_in(&self.context, &api, &slab);
         }
         let allocation = &mut self.allocation;
@@ -189,7 +190,8 @@ impl Fetch {
         Ok(())
     }
 
-    /// Queues transfers until the scratch buffer is full. Gives their number, and those that go to the scratch buffer.
+    /// Queues transfers until the scratch buffer is full. Returns their number, and those that go to the scratch
+    /// buffer.
     fn copy_some(&mut self, api: &Api, slab: &Lease, transfers: &[Transfer]) -> Result<(usize, Vec<Landed>)> {
         let (mut many, mut landed, mut used) = (Many::default(), Vec::new(), 0);
         let mut done = 0;
@@ -222,7 +224,7 @@ impl Fetch {
         Ok((done, landed))
     }
 
-    /// Queues small copies, in one call where the driver takes them so.
+    /// Queues small copies, in one call if the driver has such a call.
     fn submit(&mut self, api: &Api, many: &Many) -> Result<()> {
         let Many { to, from, bytes } = many;
         if self.batches && to.len() > 1 {

@@ -1,20 +1,20 @@
 //! Accelerator memory: copies by the driver, in the device's primary context.
 //!
-//! Nothing here blocks the caller. A *device thread* makes every driver call that starts a copy: it retains the context,
-//! joins copies and submits them to a stream of its own, and records one event per batch. A *waiter thread* sleeps in the
-//! driver on each event in turn and hands the batch's ticket back. A *pinning thread* registers slabs until the
-//! [pool](crate::staging) is as large as the load can use, and may outlive it by some milliseconds. Pinning memory takes
-//! 0.1 to 0.6 s per GiB; the copies out of the slabs that are registered already go on meanwhile. A slab that is not
-//! registered when it comes to be copied (the pool could not grow) is registered by the device thread.
+//! Nothing here blocks the caller. A *device thread* makes every driver call that starts a copy: it retains the
+//! context, joins copies, submits them to its own stream, and records one event per batch. A *waiter thread* sleeps in
+//! the driver on each event in turn and hands the batch's ticket back. A *pinning thread* registers slabs until the
+//! [pool](crate::staging) is as large as the load can use. It may outlive the load by some milliseconds. Pinning memory
+//! takes 0.1 to 0.6 s per GiB; copies out of slabs that are registered already go on meanwhile. If a slab is not
+//! registered when it is copied (the pool could not grow), the device thread registers it.
 //!
-//! The primary context is the one that frameworks use. It is shared by all devices of this module on the same
-//! accelerator, and lives as long as one of them, a [`GpuMemory`], or a slab registered in it.
+//! Frameworks use the primary context too. All devices of this module on the same accelerator share it. It lives as
+//! long as one of them, a [`GpuMemory`], or a slab registered in it.
 //!
 //! # When it goes wrong
-//! After the first error of the driver every batch comes back with it at once. A batch whose submission failed half-way
-//! comes back when what was submitted of it has run. A device that is dropped waits for what is under way; where that
-//! does not end ([`PATIENCE`]), its threads and the slabs and blocks they hold are left to themselves for good, since the
-//! accelerator may yet touch them.
+//! After the first error of the driver every batch comes back with that error at once. If the submission of a batch
+//! failed half-way, the batch comes back when its submitted part has run. A device that is dropped waits for copies in
+//! flight. If they do not end ([`PATIENCE`]), its threads and the slabs and blocks they hold are left behind for good,
+//! because the accelerator may still touch them.
 
 use super::api::{Api, Context, Current, Event, Rows, Stream};
 use super::join::{self, Transfer};
@@ -35,11 +35,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a dropped device waits for copies under way. A ring of 256 MiB takes 10 ms on PCIe 5 and a second where the
+/// How long a dropped device waits for copies in flight. A ring of 256 MiB takes 10 ms on PCIe 5, and a second if the
 /// driver copies pageable memory on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The same where the load has already waited for them in vain.
+/// The same if the load has already waited for them in vain.
 const IMPATIENCE: Duration = Duration::from_millis(500);
 
 /// Half of the scratch buffer in which small copies are gathered: the largest gathered transfer. 1 MiB takes 20 to 40 µs on
@@ -50,11 +50,11 @@ const _: () = assert!(2 * HALF <= HUGE_PAGE && HALF >= join::GATHER);
 /// The process that first used a driver through this module; 0 before.
 static USED_BY: AtomicU32 = AtomicU32::new(0);
 
-/// Transfers of at most this many bytes go to the driver many at a time, where it takes them so: a larger one takes the link
-/// longer (5 us at 55 GB/s) than its own submission.
+/// Transfers of at most this many bytes go to the driver many at a time, if it has such a call. A larger transfer takes
+/// the link longer (5 us at 55 GB/s) than its submission.
 const BATCHED: u64 = 256 << 10;
 
-/// How long whoever ends growth waits for a registration under way.
+/// How long the end of growth waits for a registration in progress.
 const LAST_PIN: Duration = Duration::from_secs(2);
 
 /// Pinning threads at work.
@@ -87,7 +87,7 @@ pub fn release_staging() -> u64 {
 /// Contexts in use, by library and device.
 static CONTEXTS: Mutex<Vec<Weak<SharedContext>>> = Mutex::new(Vec::new());
 
-/// The primary context of an accelerator, for as long as somebody in this process uses it.
+/// The primary context of an accelerator, as long as this process uses it.
 pub struct SharedContext {
     /// Given back on drop, but not by a forked child.
     context: ManuallyDrop<Context>,
@@ -102,7 +102,7 @@ impl SharedContext {
     pub fn retain(api: &Arc<Api>, ordinal: u32) -> Result<Arc<Self>> {
         refuse_a_forked_child()?;
         let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
-        // Held while the context is made: whoever else wants it has to wait for it anyway.
+        // Held while the context is made: other threads that want it have to wait for it anyway.
         let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         contexts.retain(|c| c.strong_count() > 0);
         let same = |c: &Arc<Self>| c.context.ordinal() == ordinal && Arc::ptr_eq(c.context.api(), api);
@@ -239,7 +239,7 @@ impl Drop for Registered {
     }
 }
 
-/// Leaves out what must not be left out, for tests that show that each is missed; and a shorter patience.
+/// Removes safeguards, for tests that show that each is needed; and a shorter patience.
 #[doc(hidden)]
 #[derive(Debug, Clone)]
 pub struct Sabotage {
@@ -334,7 +334,7 @@ impl Shared {
         let first = state.done.is_empty();
         state.done.push(Copied { ticket, result });
         drop(state);
-        // Where it was not empty, whoever made it so has rung or is about to, and the poll has yet to come.
+        // If it was not empty, the thread that filled it has notified or is about to, and the poll is still to come.
         if first {
             self.wake.ring();
         }
@@ -403,7 +403,7 @@ impl Device for GpuDevice {
 
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
         if self.registers && nbytes > 0 {
-            // Where the thread has ended the growth is dropped, and the load goes on to hear of the error.
+            // If the thread has ended, the growth is dropped, and the load continues until it sees the error.
             let _ = self.order(Order::Grow(share.pin(self.api.driver_number(), nbytes)));
         }
     }
@@ -459,7 +459,7 @@ impl Drop for GpuDevice {
                 let hung: Vec<usize> = state.running.values().copied().collect();
                 drop(state);
                 hung.iter().for_each(|slab| Ring::process().quarantine(*slab as *const u8));
-                // The thread keeps what it holds, and cleans up should the driver ever return.
+                // The thread keeps what it holds. It cleans up if the driver ever returns.
                 self.thread = None;
                 return;
             }
@@ -467,18 +467,18 @@ impl Drop for GpuDevice {
         }
         drop(state);
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has nothing left to tell.
+            // A thread that panicked has nothing left to report.
             let _ = thread.join();
         }
     }
 }
 
-/// The device thread's life.
+/// The body of the device thread.
 fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Order>, sabotage: &Sabotage) {
     let opened = SharedContext::retain(api, ordinal);
     let result = opened.and_then(|context| Queue::serve(shared, &context, inbox, sabotage));
     if let Err(error) = &result {
-        // It did not come as far as taking orders.
+        // It ended before it took orders.
         refuse_orders(shared, inbox, error);
     }
 }
@@ -513,7 +513,7 @@ fn take_orders(shared: &Shared, inbox: &Receiver<Order>, mut carry_out: impl FnM
         match (order, failed) {
             _ if closed => {}
             (Order::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
-            // A growth that is dropped lets the load go on, which hears of the error then.
+            // When the growth is dropped, the load continues until it sees the error.
             (Order::Wait(_) | Order::Grow(_), Some(_)) => {}
             (order, None) => {
                 if let Err(error) = carry_out(order) {
@@ -531,7 +531,7 @@ struct Submitted {
     failed: Option<Error>,
 }
 
-/// Everything of the driver's that a device has. Lives on the device thread, where its context is current.
+/// Everything that a device has of the driver. It lives on the device thread, where its context is current.
 struct Queue<'a> {
     shared: &'a Arc<Shared>,
     context: &'a Arc<SharedContext>,
@@ -605,7 +605,7 @@ impl<'a> Queue<'a> {
         });
         let Queue { waiter, events, scratch, .. } = queue;
         drop(waiter);
-        // A waiter that panicked has nothing left to tell.
+        // A waiter that panicked has nothing left to report.
         let _ = thread.join();
         let mut left = std::mem::take(&mut *events.0.lock().unwrap_or_else(PoisonError::into_inner));
         if let Some(scratch) = scratch {
@@ -653,7 +653,7 @@ impl<'a> Queue<'a> {
         self.shared.lock().running.insert(batch.ticket, batch.slab.0 as usize);
         self.register(&batch);
         let submitted = self.transfer(&batch);
-        // Also behind a failed submission: what was queued before the failure still reads the slab.
+        // Also after a failed submission: what was queued before the failure still reads the slab.
         let event = self.events.take(self.api).and_then(|event| {
             // SAFETY: live handles of our own.
             let recorded = unsafe { self.api.record(event, self.stream) };
@@ -681,8 +681,9 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Registers the batch's slab, where the pool has not done so. Where the driver refuses, copies are made from plain
-    /// memory: it bounces them itself, and on systems that refuse (GB10, Jetson: 801, 712, 1) that is no slower.
+    /// Registers the batch's slab if the pool has not done so. If the driver refuses, copies are made from plain
+    /// memory: the driver copies it through its own buffers. On systems that refuse (GB10, Jetson: 801, 712, 1) that is
+    /// no slower.
     fn register(&self, batch: &Batch) {
         if !self.registers() {
             return;
@@ -750,7 +751,7 @@ impl<'a> Queue<'a> {
             match unsafe { self.api.copy_batch_to_device(to, from, bytes, self.stream) } {
                 Ok(true) => return Ok(()),
                 Ok(false) => self.batches = false,
-                // The function is there and this device or stream has no use for it.
+                // The function exists, but it does not work for this device or stream.
                 Err(error) if error.kind() == ErrorKind::Unsupported => self.batches = false,
                 Err(error) => return Err(error),
             }
@@ -844,7 +845,7 @@ fn grow(shared: &Arc<Shared>, context: &Arc<SharedContext>, growth: Growth) {
                 shared.fall_back(error.to_string());
             }
         }
-        // After the word that no more is registered, before which the load is to get no plain slab.
+        // Dropped after the fallback is reported: from then on the load may get plain slabs.
         drop(growth);
         drop(context);
         drop(counted);
@@ -852,7 +853,7 @@ fn grow(shared: &Arc<Shared>, context: &Arc<SharedContext>, growth: Growth) {
     let _not_started = std::thread::Builder::new().name("penstock-gpupin".to_owned()).spawn(pinning);
 }
 
-/// The pinning thread's life.
+/// The body of the pinning thread.
 fn pin(context: &Arc<SharedContext>, growth: &Growth) -> Result<()> {
     let (ring, api) = (Ring::process(), context.context.enter()?);
     match ring.take_scratch(growth.driver()) {
@@ -881,7 +882,7 @@ pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) 
     })
 }
 
-/// The waiter thread's life.
+/// The body of the waiter thread.
 fn await_events(
     shared: &Shared,
     context: &SharedContext,
@@ -889,7 +890,7 @@ fn await_events(
     events: &Events,
     skip_wait: bool,
 ) {
-    // cuda.h wants a current context for cuEventSynchronize. Where it cannot be entered the wait itself says why.
+    // cuda.h requires a current context for cuEventSynchronize. If it cannot be entered, the wait itself reports why.
     let _current = context.context.enter();
     for Submitted { batch, event, failed } in submitted {
         // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.

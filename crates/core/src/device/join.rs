@@ -1,21 +1,21 @@
-//! Few large transfers out of many small copies. Pure, but for [`gather`].
+//! Few large transfers out of many small copies. Pure, except for [`gather`].
 //!
-//! Every call into a GPU driver costs some microseconds and every transfer about as much on the copy engine, whatever its
-//! size: at 50 GB/s as long as 100 to 200 KiB. Tensors that follow each other in the file mostly follow each other in
-//! their block as well, so that
-//! - neighbours at equal distance on both sides are one transfer, straight out of the slab (whole extents, mostly);
-//! - small neighbours at unequal distance, since the block aligns tensor starts and the file does not, are gathered into a
-//!   scratch buffer as the block will have them and are one transfer out of that;
-//! - narrow rows (a column slice for one rank) are gathered likewise: copy engines move narrow rows slowly.
+//! Every call into a GPU driver costs some microseconds, and every transfer costs about as much on the copy engine,
+//! whatever its size: at 50 GB/s that is the time of 100 to 200 KiB. Tensors that follow each other in the file usually
+//! follow each other in their block as well. So
+//! - neighbours at equal distance on both sides are one transfer, straight out of the slab (whole extents, usually);
+//! - small neighbours at unequal distance (the block aligns tensor starts, the file does not) are gathered into a
+//!   scratch buffer in the form that they have in the block, and are one transfer out of it;
+//! - narrow rows (a column slice for one rank) are gathered in the same way: copy engines move narrow rows slowly.
 //!
-//! Gathering does not happen within the slab, although it is ours at that time: an extent may fill its slab, and padding
-//! makes it grow.
+//! Gathering does not happen within the slab, although only the device uses it at that time: an extent may fill its
+//! slab, and padding makes it grow.
 
 use super::cpu::run_copy;
 use super::Copy;
 use std::ops::Range;
 
-/// Largest copy that is gathered: a core copies this much in the time that a transfer of its own would cost.
+/// Largest copy that is gathered: a core copies this much in the time that a separate transfer would cost.
 pub(crate) const GATHER: u64 = 32 << 10;
 /// Rows shorter than this are gathered.
 const NARROW: u64 = 512;
@@ -38,14 +38,14 @@ pub(crate) enum Transfer {
     Gathered {
         /// First destination byte.
         to: u64,
-        /// Bytes, at most the `span` that was asked for.
+        /// Bytes, at most the given `span`.
         len: u64,
         /// What is gathered.
         parts: Range<usize>,
     },
 }
 
-/// What a batch becomes.
+/// The transfers of a batch.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     pub(crate) transfers: Vec<Transfer>,
@@ -76,7 +76,7 @@ pub(crate) fn plan(copies: &[Copy], span: u64) -> Plan {
             }
         }
         match n {
-            // Alone it goes straight, unless its rows are narrow.
+            // A single copy goes straight, unless its rows are narrow.
             0 | 1 if first.rows == 1 => {
                 plan.transfers.push(Transfer::Straight { from: first.from, to: first.to, len: first.len });
                 n = 1;
@@ -97,8 +97,8 @@ pub(crate) fn plan(copies: &[Copy], span: u64) -> Plan {
     plan
 }
 
-/// Gives a copy as dense ranges, as narrow rows of at most [`GATHER`] bytes together, or as rows that a two-dimensional
-/// copy takes.
+/// Divides a copy: into dense ranges, into narrow rows of at most [`GATHER`] bytes together, or into rows for a
+/// two-dimensional copy.
 fn split(mut copy: Copy, give: &mut impl FnMut(Copy)) {
     if copy.rows > 1 && copy.from_stride == copy.len && copy.to_stride == copy.len {
         copy.len *= copy.rows;
@@ -121,12 +121,12 @@ fn split(mut copy: Copy, give: &mut impl FnMut(Copy)) {
     }
 }
 
-/// First byte behind a copy that is dense at its destination.
+/// First byte after a copy that is dense at its destination.
 fn end(copy: &Copy) -> u64 {
     copy.to + copy.len * copy.rows
 }
 
-/// Whether `next` begins where `copy` ends, or behind nothing but padding.
+/// Whether `next` begins where `copy` ends, or after padding only.
 fn follows(copy: &Copy, next: &Copy) -> bool {
     let gap = next.to.checked_sub(end(copy));
     is_gathered(next) && copy.block == next.block && gap.is_some_and(|gap| gap <= u64::from(copy.pad))
@@ -146,7 +146,7 @@ fn is_gathered(copy: &Copy) -> bool {
     copy.len * copy.rows <= GATHER && (copy.rows == 1 || (copy.to_stride == copy.len && copy.len < NARROW))
 }
 
-/// Copies `parts` to `scratch` as they are to stand from `to` on; what lies between them becomes zero.
+/// Copies `parts` to `scratch` in the form that they have from `to` on; the bytes between them become zero.
 ///
 /// # Safety
 /// The sources are valid, and `scratch` is for the whole length of the transfer.

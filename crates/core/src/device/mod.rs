@@ -1,8 +1,8 @@
 //! Devices: where bytes end.
 //!
-//! Like a source, a device is a submit/poll queue with tickets that never blocks. A copy takes the pieces of one slab to
-//! their blocks in one submission; when its ticket comes back the bytes are there for everybody (on a GPU: the host has
-//! seen the event), and only then may the slab be rewritten.
+//! Like a source, a device is a submit/poll queue with tickets, and never blocks. One submission copies the pieces of
+//! one slab to their blocks. When its ticket comes back, the bytes are there for every reader (on a GPU: the host has
+//! seen the event). Only then may the slab be rewritten.
 
 pub mod api;
 pub mod cpu;
@@ -32,11 +32,12 @@ pub struct Copy {
     pub from_stride: u64,
     /// Bytes from row to row at the destination.
     pub to_stride: u64,
-    /// Number of the destination block. Neighbours are joined into one transfer only within a block, since two blocks that
-    /// happen to touch may be two allocations.
+    /// Number of the destination block. Neighbours are joined into one transfer only within a block, because two blocks
+    /// that happen to touch may be two allocations.
     pub block: u32,
-    /// Bytes right behind the last destination byte that the device may overwrite with anything: where this copy ends a
-    /// tensor in a block of ours, those up to the next possible tensor start; else 0.
+    /// Bytes right after the last destination byte that the device may overwrite with any value. If this copy ends a
+    /// tensor in a block that this crate allocated, these are the bytes up to the next possible tensor start; otherwise
+    /// 0.
     pub pad: u32,
 }
 
@@ -44,8 +45,8 @@ pub struct Copy {
 pub struct Batch {
     /// Comes back with the outcome.
     pub ticket: Ticket,
-    /// First byte of the slab and its capacity: between the read's completion and the copy's the slab is the device's
-    /// alone, which may rearrange its bytes.
+    /// First byte of the slab and its capacity. Between the end of the read and the end of the copy only the device
+    /// uses the slab, and may rearrange its bytes.
     pub slab: (*mut u8, usize),
     /// The copies.
     pub copies: Vec<Copy>,
@@ -65,20 +66,20 @@ pub struct Copied {
     pub result: Result<(), Error>,
 }
 
-/// What the allocating stream still does to a granted block: an event the copy stream must wait for (a `CUevent`, owned by
-/// the caller and valid until the load has ended).
+/// The work that the allocating stream still has for a granted block: an event that the copy stream must wait for (a
+/// `CUevent`, owned by the caller and valid until the load has ended).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fence(pub u64);
 
 /// A queue of copies.
 pub trait Device: Send {
-    /// Told before the load begins which slabs its copies will come from, `nbytes` bytes of them in all: a device that wants
-    /// them registered pins the share.
+    /// Called before the load begins: `share` gives the slabs that its copies come from, `nbytes` bytes in all. A
+    /// device that needs registered slabs pins the share.
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
         let _ = (share, nbytes);
     }
 
-    /// Makes the device's copies wait for `fence` before they touch what is copied from now on.
+    /// Makes the device's copies wait for `fence`, for all copies from now on.
     fn wait_for(&mut self, fence: Fence) -> Result<()>;
 
     /// Queues a batch.
@@ -87,16 +88,16 @@ pub trait Device: Send {
     /// Moves finished batches into `done`, without waiting.
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()>;
 
-    /// Readable whenever `poll` may have something to give.
+    /// Readable whenever `poll` may return something.
     fn wake(&self) -> RawFd;
 
     /// Batches queued and not yet polled.
     fn in_flight(&self) -> usize;
 
-    /// What is under way may hang: a drop is to wait for it hardly any longer.
+    /// Copies in flight may hang: a drop must wait hardly any longer for them.
     fn abandon(&mut self) {}
 
-    /// What was refused so far, and what took its place.
+    /// What was refused so far, and what replaced it.
     fn fallbacks(&self) -> Vec<Fallback> {
         Vec::new()
     }

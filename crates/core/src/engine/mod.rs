@@ -1,12 +1,12 @@
 //! The engine: a state machine that moves extents from *granted* over the first and the second leg to *ready*.
 //!
-//! It does no I/O, holds no lock and knows no clock: its driver asks [`next`](Engine::next) for actions, carries them out,
-//! and reports what finished. That is why a seeded simulator can stand in for disks and devices and show that every byte
-//! arrives exactly once, that no slab is reused early and that every load ends, whatever completes, fails or stalls in
-//! whatever order.
+//! It does no I/O, holds no lock and has no clock: its driver asks [`next`](Engine::next) for actions, carries them
+//! out, and reports what finished. So a seeded simulator can replace disks and devices. It shows that every byte
+//! arrives exactly once, that no slab is reused early, and that every load ends, whatever completes, fails or stalls in
+//! any order.
 //!
-//! The first leg brings an extent from the source (a read); where it does not land in place, the second takes it from its
-//! slab to the blocks (a copy). Saving is to be the same machine with the ends exchanged, so the words here are legs.
+//! The first leg (a read) brings an extent from the source. If the extent does not land in place, the second leg (a
+//! copy) takes it from its slab to the blocks.
 //!
 //! ```text
 //!            slab, blocks granted        first leg ends             second leg ends

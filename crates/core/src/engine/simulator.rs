@@ -1,6 +1,6 @@
-//! A seeded world for the engine: sources and devices that finish in random order, fail, come back short, twice or never,
-//! callers that grant and take late, and cancel. It holds the invariants of the design brief after every step, and shows
-//! that it would notice: every seeded [`Mutant`] must be caught.
+//! A seeded world for the engine: sources and devices that finish in random order, fail, come back short, twice or
+//! never, and callers that grant late, take late, and cancel. It checks the invariants of the design after every step.
+//! It also shows that it would notice mistakes: every seeded [`Mutant`] must be caught.
 
 use super::{Action, Engine, Mutant, Slabs, Wait};
 use crate::error::{Error, ErrorKind};
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// SplitMix64 (Steele, Lea, Flood 2014): small, seedable, good enough to shuffle completions.
+/// SplitMix64 (Steele, Lea, Flood 2014): small, seedable, and good enough to shuffle completions.
 struct Rng(u64);
 
 impl Rng {
@@ -37,7 +37,7 @@ impl Rng {
 const POISON: u8 = 0xee;
 
 fn byte_of_file(at: u64) -> u8 {
-    // Never the poison, so that poison in a block is always a fault.
+    // Never the poison value, so that poison in a block is always a fault.
     ((at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) % 0xe0) as u8
 }
 
@@ -99,7 +99,7 @@ struct World {
     handed: Vec<u32>,
     to_take: Vec<u32>,
     hand_out_held: bool,
-    /// What was done to the load from outside: then it may, and except for a late cancel must, fail.
+    /// What was done to the load from outside. After that the load may fail. It must fail, except after a late cancel.
     wronged: Option<ErrorKind>,
     hangs: bool,
     trouble: bool,
@@ -175,7 +175,7 @@ impl World {
         Err("the load does not end".into())
     }
 
-    /// When the engine has nothing to do, the next extent is really held up by something: depth, window, grant or slab.
+    /// When the engine has nothing to do, something really holds up the next extent: depth, window, grant or slab.
     fn nothing_idles(&self) -> Check {
         let Some(next) = self.started.iter().position(|s| !s) else { return Ok(()) };
         if self.wronged.is_some() || self.first.len() >= self.depth {
@@ -286,21 +286,21 @@ impl World {
         Ok(())
     }
 
-    /// Nothing moves any more: what the driver does then.
+    /// Nothing moves any more. Does what the driver does then.
     fn stall(&mut self) -> Check {
         let holding: Vec<usize> = self.first.iter().chain(&self.second).filter_map(|&e| self.slab_of(e)).collect();
         self.wronged.get_or_insert(ErrorKind::Timeout);
         self.engine.fail(Error::new(ErrorKind::Timeout, "simulated"));
         let quarantined = self.engine.abandon();
         let mut ids: Vec<usize> = quarantined.iter().map(|s| s.id).collect();
-        // The driver's leases live on in the hung reads and copies: never back to the ring.
+        // The driver's leases stay with the hung reads and copies: their slabs never go back to the ring.
         quarantined.into_iter().for_each(std::mem::forget);
         let mut expected = holding;
         ids.sort_unstable();
         expected.sort_unstable();
         hold!(ids == expected, "quarantined slabs {ids:?}, in flight {expected:?}");
         self.slabs -= ids.len();
-        // Late echoes of what hung must change nothing.
+        // Late echoes of hung reads and copies must change nothing.
         for extent in std::mem::take(&mut self.first) {
             self.engine.first_done(Ticket(extent.into()), Ok(64));
         }
@@ -356,7 +356,7 @@ impl World {
         }
         self.engine.first_done(ticket, Ok(e.len));
         if self.trouble && self.rng.one_in(40) {
-            // A source that completes twice: the load must fail, and not count or release anything twice.
+            // A source completes twice: the load must fail, and must not count or release anything twice.
             self.engine.first_done(ticket, Ok(e.len));
             self.wronged.get_or_insert(ErrorKind::Internal);
         }
@@ -536,7 +536,7 @@ fn plan(rng: &mut Rng) -> (Schedule, Layout) {
         }
         from += len;
     }
-    // Interleaved storage: neighbours change places.
+    // Interleaved storage: neighbours swap places.
     for i in 1..schedule.extents.len() {
         if rng.one_in(5) {
             schedule.extents.swap(i - 1, i);
@@ -557,7 +557,7 @@ fn every_load_ends_and_every_byte_arrives_once_whatever_happens() {
         }
         ended_well += u64::from(world.wronged.is_none());
     }
-    // The world must be neither too kind nor too cruel to mean anything.
+    // If the world were too kind or too cruel, the test would mean nothing.
     let mixed = ended_well > SEEDS / 4 && ended_well < SEEDS * 3 / 4;
     assert!(mixed || cfg!(miri), "{ended_well} of {SEEDS} loads ended well");
 }

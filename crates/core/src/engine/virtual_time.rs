@@ -1,6 +1,6 @@
-//! The engine at rates that no machine of ours reaches, in virtual time: storage, a device and an engine thread that take
-//! as long as they are told to. Real bytes do not move; the plan, the state machine, the limits of depth and staging, and
-//! the account of what was waited for are those of every load. What is shown is that none of them is what limits it.
+//! The engine at rates that none of our machines reaches, in virtual time: storage, a device and an engine thread with
+//! given durations. No real bytes move. The plan, the state machine, the limits of depth and staging, and the record of
+//! waits are those of every load. The tests show that none of these limits the load.
 
 use super::{Action, Engine, Slabs};
 use crate::error::Error;
@@ -19,18 +19,20 @@ use std::time::Duration;
 
 /// GB/s.
 const GB: f64 = 1e9;
-/// Seconds from an event to the thread that sleeps on it being at work: some 10 us on a quiet machine, several times that
-/// in a virtual one.
+/// Seconds from an event until the thread that sleeps on it works: about 10 us on a quiet machine, several times that
+/// in a virtual machine.
 const WAKE: f64 = 30e-6;
 /// CPU seconds of the engine thread per action: the system calls to submit a read of 4 MiB, or a message to the thread of a
 /// GPU, and the engine's own share.
 const ACTION: f64 = 4e-6;
-/// Seconds to register a slab of 4 MiB with a GPU's driver: published figures are 65 to 95 ms per GiB, first touch included.
+/// Seconds to register a slab of 4 MiB with a GPU's driver: published figures are 65 to 95 ms per GiB, first touch
+/// included.
 const REGISTER: f64 = 0.37e-3;
-/// Least reads in flight that a load has where nobody sets the depth.
+/// Least reads in flight of a load that does not set the depth.
 const DEPTH: usize = 16;
 
-/// A store of bytes, or a link: one transfer after the other at `rate` bytes per second, each heard of `latency` later.
+/// A store of bytes, or a link: one transfer after the other at `rate` bytes per second. The end of each is seen
+/// `latency` later.
 #[derive(Debug, Clone, Copy)]
 struct Pipe {
     rate: f64,
@@ -43,14 +45,14 @@ impl Pipe {
         Pipe { rate, latency, free_at: 0.0 }
     }
 
-    /// When whoever started a transfer at `now` may hear of its end.
+    /// When the thread that started a transfer at `now` can see its end.
     fn carry(&mut self, now: f64, bytes: u64) -> f64 {
         self.free_at = self.free_at.max(now) + bytes as f64 / self.rate;
         self.free_at + self.latency
     }
 }
 
-/// Slabs, counted. Those that are registered already are there at once, the others as the pinning thread registers them.
+/// Slabs, counted. Registered slabs are available at once, the others as the pinning thread registers them.
 struct Pool {
     most: usize,
     registered: usize,
@@ -64,7 +66,7 @@ impl Pool {
         (self.registered + (self.now.get() / REGISTER) as usize).min(self.most)
     }
 
-    /// When the next slab will have been registered.
+    /// When the next slab will be registered.
     fn next(&self) -> f64 {
         match self.there() {
             all if all == self.most => f64::INFINITY,
@@ -102,12 +104,12 @@ struct Machine {
     slabs: usize,
     /// Slabs that earlier loads have registered.
     registered: usize,
-    /// First uses of a slab for which the thread that submits copies registers it.
+    /// First uses of a slab that the thread that submits copies has to register.
     registers: usize,
 }
 
 impl Machine {
-    /// With the depth and the staging memory of every load to a GPU that sets neither, once the pool has grown.
+    /// With the depth and the staging memory of every load to a GPU that sets neither, after the pool has grown.
     fn new(volumes: Vec<Pipe>, device: Pipe) -> Machine {
         let options = Options::default();
         let slabs = (pool_bytes(options.staging, options.extent) / options.extent) as usize;
@@ -118,11 +120,12 @@ impl Machine {
 struct Outcome {
     seconds: f64,
     report: Report,
-    /// Bytes of slabs at most.
+    /// Most bytes of slabs.
     staging: u64,
 }
 
-/// Tensors of Llama-3-8B, BF16, in so many files of about one size: 16 GB. Which file has which is all that is made up.
+/// Tensors of Llama-3-8B, BF16, in so many files of about one size: 16 GB. Only the distribution over the files is
+/// invented.
 fn llama(files: usize) -> (Checkpoint, tempfile::TempDir) {
     let mut tensors: Vec<(String, u64)> = vec![("model.embed_tokens.weight".into(), 128_256 * 4096)];
     for layer in 0..32 {
@@ -242,7 +245,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
                     let e = &schedule.extents[extent as usize];
                     reads.push((volumes[e.file as usize].carry(now, e.len), extent));
                 }
-                // By way of the device's own thread, and noticed by another.
+                // Through the device's own thread; another thread sees the end.
                 Action::Second { extent } => {
                     if registers > 0 {
                         registers -= 1;
@@ -273,7 +276,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
 /// When the leg of each extent ends.
 type InFlight = Vec<(f64, u32)>;
 
-/// Takes out what has ended by now.
+/// Removes what has ended by now.
 fn ended(legs: &mut InFlight, now: f64) -> InFlight {
     let (done, rest) = std::mem::take(legs).into_iter().partition(|leg| leg.0 <= now);
     *legs = rest;
@@ -287,7 +290,8 @@ fn share(slower: f64, outcome: &Outcome) -> f64 {
     NBYTES / slower / outcome.seconds
 }
 
-/// Two sides as fast as a socket's memory, faster, and with one of them clearly slower: 0.95 of that one, in 256 MiB.
+/// Two sides as fast as a socket's memory, two faster ones, and pairs with one clearly slower side: 0.95 of that side,
+/// in 256 MiB.
 #[test]
 fn the_slower_side_is_busy_all_the_time_at_55_gb_per_second_and_more() {
     for (source, device, bottleneck) in [
@@ -318,7 +322,7 @@ fn the_slower_side_is_busy_all_the_time_at_55_gb_per_second_and_more() {
     }
 }
 
-/// Equal rates, where either may be called the slower one.
+/// Equal rates: either side may be called the slower one.
 #[test]
 fn two_sides_of_one_rate_reach_it() {
     for rate in [55.0, 100.0, 200.0] {
@@ -329,7 +333,7 @@ fn two_sides_of_one_rate_reach_it() {
     }
 }
 
-/// Drives side by side, and slower than the device in sum: all of them are busy.
+/// Drives side by side that are slower than the device in sum: all of them are busy.
 #[test]
 fn volumes_side_by_side_give_the_sum_of_their_rates() {
     for (volumes, device) in [(4, 64.0), (4, 200.0), (8, 200.0)] {
@@ -341,8 +345,8 @@ fn volumes_side_by_side_give_the_sum_of_their_rates() {
     }
 }
 
-/// What the tests above would see if depth or staging were too small: a load that waits for one leg before it starts the
-/// other reaches half of two equal sides, and one that reads one extent at a time pays every latency in full.
+/// The result of the tests above if depth or staging were too small: a load that waits for one leg before it starts the
+/// other reaches half of two equal sides, and a load that reads one extent at a time pays every latency in full.
 #[test]
 fn a_depth_or_a_ring_that_is_too_small_would_be_seen() {
     let machine = |depth, slabs| Machine {
@@ -356,8 +360,8 @@ fn a_depth_or_a_ring_that_is_too_small_would_be_seen() {
     }
 }
 
-/// 15 ms are to be enough for a later load of GPT-2, and its plan and hand-out take some of them: at most 4, as
-/// `tests/test_gpu_pool.py` measures. These are the rest.
+/// A later load of GPT-2 must take at most 15 ms. Its plan and hand-out take at most 4 of them, as
+/// `tests/test_gpu_pool.py` measures. This is the rest.
 const GPT2_MOVED: f64 = 11e-3;
 
 fn gpt2_at_55_gb_per_second(slabs_of: impl Fn(Machine) -> Machine) -> f64 {
@@ -375,14 +379,14 @@ fn a_later_load_of_gpt2_takes_hardly_longer_than_the_link() {
     assert!((9.96e-3..GPT2_MOVED).contains(&seconds), "{seconds}");
 }
 
-/// The pool grows beside the copies: the first load waits for its first slab, then the link is slower than the pinning.
+/// The pool grows while copies run: the first load waits for its first slab, then the link is slower than the pinning.
 #[test]
 fn the_first_load_of_gpt2_waits_for_few_registrations() {
     let seconds = gpt2_at_55_gb_per_second(|machine| Machine { registered: 0, ..machine });
     assert!(seconds < GPT2_MOVED + 2e-3, "{seconds}");
 }
 
-/// What the two tests above would see if 48 of 64 slabs were registered anew by the thread that submits.
+/// The result of the two tests above if the thread that submits registered 48 of 64 slabs again.
 #[test]
 fn slabs_that_are_registered_in_every_load_would_be_seen() {
     let seconds = gpt2_at_55_gb_per_second(|machine| Machine { registers: 48, ..machine });

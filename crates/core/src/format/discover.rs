@@ -1,4 +1,4 @@
-//! From what the user named to the shard files it stands for.
+//! From the paths that the user gave to the shard files they stand for.
 
 use super::shard::os_error;
 use super::watch::{Asking, Watch};
@@ -10,7 +10,7 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Entries of a directory that the caller's thread lists and sorts: about 1 ms.
+/// Entries of a directory that the caller's thread lists and sorts at most: about 1 ms.
 const MOST_ENTRIES_HERE: usize = 2048;
 
 /// What a source stands for.
@@ -18,7 +18,7 @@ const MOST_ENTRIES_HERE: usize = 2048;
 pub(super) enum Found {
     /// Shard files, in natural order.
     Files(Vec<PathBuf>),
-    /// An index; the files are in it.
+    /// An index, which names the files.
     Index(PathBuf),
 }
 
@@ -43,7 +43,7 @@ pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<F
             if let Some(index) = files.iter().find(|f| is_index(f)) {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "an index in a list of files: give the index alone, it names its files, or the shard files without it",
+                    "the list has an index among its files: give the index alone (it names its files), or the shard files without it",
                 )
                 .at(index));
             }
@@ -60,8 +60,8 @@ fn is_index(path: &Path) -> bool {
     path.extension() == Some(OsStr::new("json"))
 }
 
-/// Indexes are called `model.safetensors.index.json`; a variant stands before (`model.fp16.safetensors.index.json`,
-/// diffusers) or inside the ending (`model.safetensors.index.fp16.json`, transformers).
+/// Indexes are called `model.safetensors.index.json`. The name of a variant stands before that ending
+/// (`model.fp16.safetensors.index.json`, diffusers) or inside it (`model.safetensors.index.fp16.json`, transformers).
 fn is_index_name(name: &str) -> bool {
     match name.strip_suffix(".json").and_then(|n| n.split_once(".safetensors.index")) {
         Some((_, variant)) => variant.is_empty() || variant.starts_with('.'),
@@ -92,7 +92,7 @@ fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
             _ => {
                 return Err(Error::new(
                     ErrorKind::Index,
-                    format!("several indexes in this directory, give the one that is meant: {}", indexes.join(", ")),
+                    format!("several indexes in this directory; give one of them: {}", indexes.join(", ")),
                 )
                 .at(dir));
             }
@@ -110,7 +110,7 @@ fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
     Ok(Found::Files(files))
 }
 
-/// The error for a directory without safetensors files: says what is there instead.
+/// The error for a directory without safetensors files: it says what is there instead.
 fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
     const SHOWN: usize = 8;
     let lossy: Vec<_> = names.iter().map(|n| n.to_string_lossy()).collect();
@@ -130,8 +130,8 @@ fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
     Error::new(ErrorKind::NotFound, text).at(dir)
 }
 
-/// Natural order: runs of digits compare as numbers, so that `model-2` stands before `model-10`. A total order: names
-/// that differ only in leading zeros still differ.
+/// Natural order: runs of digits compare as numbers, so that `model-2` comes before `model-10`. It is a total order:
+/// names that differ only in leading zeros still differ.
 pub(super) fn natural(a: &OsStr, b: &OsStr) -> Ordering {
     let (full_a, full_b) = (a.as_bytes(), b.as_bytes());
     let (mut a, mut b) = (full_a, full_b);
@@ -150,14 +150,14 @@ pub(super) fn natural(a: &OsStr, b: &OsStr) -> Ordering {
     }
 }
 
-/// The digits at the start without leading zeros, and what follows.
+/// The digits at the start without leading zeros, and the rest.
 fn number(s: &[u8]) -> (&[u8], &[u8]) {
     let end = s.iter().position(|b| !b.is_ascii_digit()).unwrap_or(s.len());
     let zeros = s[..end].iter().take_while(|&&b| b == b'0').count();
     (&s[zeros..end], &s[end..])
 }
 
-/// Shard files whose names say `-00001-of-00003` when not all of the three are there: (set, number missing).
+/// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.
 pub(super) fn incomplete_sets(files: &[PathBuf]) -> Vec<String> {
     let mut sets: Vec<(&str, usize, usize)> = Vec::new();
     let mut places: HashMap<(&str, usize), usize> = HashMap::new();

@@ -80,8 +80,8 @@ dtypes! {
 }
 
 impl DType {
-    /// Alignment in bytes that an element wants in memory (1 for sub-byte types; 8 for C64: torch's `c10::complex<float>`
-    /// is `alignas(8)`, though C's and numpy's is content with 4).
+    /// Alignment in bytes that an element needs in memory (1 for sub-byte types; 8 for C64: torch's
+    /// `c10::complex<float>` is `alignas(8)`, although 4 is enough for C and numpy).
     pub const fn align(self) -> u64 {
         match self {
             _ if self.bits() < 8 => 1,
@@ -89,7 +89,7 @@ impl DType {
         }
     }
 
-    /// Bytes that `elements` elements take, or `None` where that overflows or does not fall on whole bytes.
+    /// Bytes that `elements` elements take; `None` if that overflows or is not a whole number of bytes.
     pub const fn nbytes(self, elements: u64) -> Option<u64> {
         match elements.checked_mul(self.bits()) {
             Some(bits) if bits % 8 == 0 => Some(bits / 8),

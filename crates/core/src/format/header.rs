@@ -1,11 +1,12 @@
-//! One shard file's header: JSON straight into arenas, then the checks that make it believable.
+//! One shard file's header: JSON is parsed straight into arenas, then checked.
 //!
 //! The parser writes names, shapes and entries into three growing arrays and allocates nothing else per tensor. Its
 //! memory is bounded by a small multiple of the header's length, which is capped before the header is read.
 //!
-//! Compared with the safetensors crate 0.8, whose verdict is otherwise ours, this parser is stricter in four points: keys
-//! may not repeat (at the top, in an entry, in `__metadata__`), an entry must be an object (the crate also takes an array
-//! of its three fields), a dtype must be a string, and a shape has at most [`MAX_RANK`] dimensions. It is looser in none.
+//! The verdict is that of the safetensors crate 0.8, except that this parser is stricter in four points: keys may not
+//! repeat (at the top, in an entry, in `__metadata__`), an entry must be an object (the crate also takes an array of
+//! its three fields), a dtype must be a string, and a shape has at most [`MAX_RANK`] dimensions. It is looser in no
+//! point.
 
 use super::dtype::DType;
 use super::{Entry, Seeded};
@@ -42,7 +43,7 @@ pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &Seeded) ->
         let at = 8 + e.valid_up_to() as u64;
         Error::new(ErrorKind::Header, "the header is not valid UTF-8").range(at..at + 1)
     })?;
-    // A tensor takes about 100 bytes of header; too small a guess only costs a rehash.
+    // A tensor takes about 100 bytes of header. A guess that is too small only costs a rehash.
     let guess = text.len() / 96;
     let mut state = State {
         header: Header {
@@ -156,7 +157,7 @@ fn check(h: &mut Header, data_start: u64, size: u64) -> Result<()> {
     Ok(())
 }
 
-/// A tensor's name for a message: quoted, control characters escaped, and cut where somebody made it a megabyte long.
+/// A tensor's name for a message: quoted, control characters escaped, and cut if it is very long.
 pub(crate) fn quoted(name: &str) -> String {
     const SHOWN: usize = 160;
     let mut out = String::from("`");
@@ -171,7 +172,7 @@ pub(crate) fn quoted(name: &str) -> String {
     out
 }
 
-/// What serde_json says, without its "at line 1 column 2": we give the byte range.
+/// The text of serde_json's error, without its "at line 1 column 2": our errors give the byte range.
 pub(super) fn without_position(e: &serde_json::Error) -> String {
     let mut text = e.to_string();
     if let Some(at) = text.rfind(" at line ") {
@@ -302,7 +303,7 @@ impl<'de> Visitor<'de> for EntrySeed<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entry, A::Error> {
         let (mut dtype, mut shape, mut offsets) = (None, None, None);
-        // Unknown fields are let be, as the safetensors crate does; the set is made when the first one comes.
+        // Unknown fields are ignored, as in the safetensors crate. The set is made when the first one comes.
         let mut others: Option<HashSet<String>> = None;
         fn once<T, E: de::Error>(slot: &mut Option<T>, value: T, key: &str) -> Result<(), E> {
             match slot.replace(value) {
@@ -386,7 +387,7 @@ impl Visitor<'_> for DTypeSeed {
     }
 }
 
-/// Appends the dimensions to the arena and gives their place in it.
+/// Appends the dimensions to the arena and returns their place in it.
 struct ShapeSeed<'a>(&'a mut Vec<u64>);
 
 impl<'de> DeserializeSeed<'de> for ShapeSeed<'_> {
@@ -472,8 +473,8 @@ impl<'de> Visitor<'de> for MetadataSeed {
     }
 }
 
-/// Any value, parsed in full and dropped. Unlike [`serde::de::IgnoredAny`], which serde_json skips over, this refuses what
-/// the safetensors crate refuses inside unknown fields: lone surrogates, numbers out of range, nesting deeper than 128.
+/// Any value, parsed in full and dropped. serde_json skips over [`serde::de::IgnoredAny`]. This one refuses what the
+/// safetensors crate refuses inside unknown fields: lone surrogates, numbers out of range, nesting deeper than 128.
 pub(super) struct Ignored;
 
 impl<'de> DeserializeSeed<'de> for Ignored {

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd, AsRawFd};
 
 /// Tells two versions of a file apart: device, inode, size and modification time, as the kernel reports them.
 ///
-/// Two identities are equal when those four are. The time of the last status change is kept for reports but takes no
-/// part: `chmod`, `chown` and hard links (how hub caches deduplicate) move it and leave every byte as it was. What that
-/// costs: a rewrite in place, of the same size, by somebody who then restores the modification time is not seen.
+/// Two identities are equal when those four are equal. The time of the last status change is kept for reports, but is
+/// not compared: `chmod`, `chown` and hard links (with which hub caches deduplicate) change it and leave every byte
+/// unchanged. The price: if a program rewrites a file in place, with the same size, and then restores the modification
+/// time, the change is not seen.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity {
     /// Device number of the file system.
@@ -50,26 +51,28 @@ impl Identity {
         }
     }
 
-    /// Compares what the file was with what it is `now`: an error of kind [`ErrorKind::Changed`] that says what differs.
-    /// The caller adds the path.
+    /// Compares the file's identity with what it is `now`: an error of kind [`ErrorKind::Changed`] that says what
+    /// differs. The caller adds the path.
     pub fn check(&self, now: &Identity) -> Result<()> {
         if self == now {
             return Ok(());
         }
         let what = if (self.dev, self.ino) != (now.dev, now.ino) {
             format!(
-                "another file stands in its place (device {}, inode {} then; device {}, inode {} now)",
+                "it was replaced by another file (device {}, inode {} then; device {}, inode {} now)",
                 self.dev, self.ino, now.dev, now.ino
             )
-        } else if self.size != now.size {
-            format!("it was {} bytes long and is {} now", self.size, now.size)
+        } else if now.size < self.size {
+            format!("it was truncated from {} to {} bytes", self.size, now.size)
+        } else if now.size > self.size {
+            format!("it grew from {} to {} bytes", self.size, now.size)
         } else {
-            format!("it was modified at {} ns and again at {} ns since the epoch", self.mtime_ns, now.mtime_ns)
+            format!("it was written to ({} ns since the epoch then, {} ns now)", self.mtime_ns, now.mtime_ns)
         };
         Err(Error::new(
             ErrorKind::Changed,
             format!(
-                "the file changed after the checkpoint was opened: {what}; open the checkpoint again once nobody writes to it"
+                "the file changed after the checkpoint was opened: {what}; open the checkpoint again when no program writes to it"
             ),
         ))
     }

@@ -19,7 +19,7 @@ use std::path::{Component, Path, PathBuf};
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
 const MAX_INDEX: u64 = 400_000_000;
 
-/// A parsed index: every tensor's name and the shard file it is said to be in.
+/// A parsed index: every tensor's name, and the shard file to which the index maps it.
 #[derive(Default)]
 pub(super) struct Index {
     /// Shard files as paths relative to the index, in order of first mention.
@@ -52,7 +52,7 @@ impl Index {
         asking.answered();
         let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
         if !found.is_file() {
-            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, and this is no regular file"));
+            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, but this is not a regular file"));
         }
         if found.len() > MAX_INDEX {
             return Err(Error::new(
@@ -62,7 +62,7 @@ impl Index {
         }
         watch.afford(found.len())?;
         let bytes = content(&file, found.len(), (watch, &asking))?;
-        // From here on it is the parse that takes its time.
+        // From here on, only the parse takes time.
         drop(asking);
         if bytes.is_empty() {
             return Err(Error::new(
@@ -128,8 +128,8 @@ impl Index {
     }
 }
 
-/// `file` of a `weight_map` as a path that stays in the index's folder, judged by the name alone: hub caches are full of
-/// links that lead out of the folder, and rightly so.
+/// `file` of a `weight_map` as a path that stays in the index's folder. Only the name is judged: hub caches are full of
+/// links that lead out of the folder, and that is correct.
 fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
     if file.is_empty() {
         return Err("is empty");
@@ -155,7 +155,7 @@ fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
 /// The content of the index file; `expected` bytes, unless it grows or shrinks meanwhile.
 fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(expected as usize + 1);
-    // One byte more than the limit, so that a file growing meanwhile cannot fill the memory.
+    // One byte more than the limit, so that a file that grows meanwhile cannot fill the memory.
     while bytes.len() as u64 <= MAX_INDEX {
         let at = bytes.len();
         // One byte more than expected, to see the end.
@@ -167,7 +167,7 @@ fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -
         bytes.truncate(at + *read.as_ref().unwrap_or(&0));
         match read {
             Ok(0) => break,
-            // One byte more was asked for than there is: this is the end.
+            // One byte more was requested than there is: this is the end.
             Ok(n) if n < step && bytes.len() as u64 == expected => break,
             Ok(_) => asking.answered(),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -180,7 +180,7 @@ fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -
 
 /// Finds the numbers of files by their names: two look-ups for each entry of the index, however many files it names.
 struct Files<'h> {
-    /// What was written, by its hash, and the file that it stands for: `a` and `./a` are one file.
+    /// The text of the entry, by its hash, and the file that it stands for: `a` and `./a` are one file.
     spelled: HashTable<(Box<str>, u32)>,
     /// Numbers of the files, by the hash of their paths.
     distinct: HashTable<u32>,
@@ -188,7 +188,7 @@ struct Files<'h> {
 }
 
 impl Files<'_> {
-    /// The number of the file that `name` stands for in `files`, where it is put if it is new.
+    /// The number in `files` of the file that `name` stands for. A new file is added there.
     fn number(&mut self, name: &str, files: &mut Vec<PathBuf>) -> Result<u32, &'static str> {
         let hasher = self.hasher;
         let hash = hasher.hash_one(name);
@@ -213,7 +213,7 @@ impl Files<'_> {
 
 #[cfg(test)]
 thread_local! {
-    /// Comparisons of file names on this thread: what must not grow faster than the index.
+    /// Comparisons of file names on this thread. Their number must not grow faster than the index.
     static COMPARED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
@@ -235,7 +235,7 @@ struct State<'h> {
 impl State<'_> {
     fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
         if self.watch.is_given_up() {
-            return Err(E::custom("nobody waits for it any more"));
+            return Err(E::custom("the caller no longer waits for it"));
         }
         self.files
             .number(file, &mut self.index.files)
@@ -330,7 +330,7 @@ impl<T, F: FnOnce(&str) -> Result<T, serde_json::Error>> Visitor<'_> for Text<F>
     }
 }
 
-/// `total_size` of the index's `metadata`. It only ever leads to a warning, so whatever else stands there is let be.
+/// `total_size` of the index's `metadata`. It can only lead to a warning, so everything else there is ignored.
 struct TotalSize;
 
 impl<'de> DeserializeSeed<'de> for TotalSize {

@@ -1,4 +1,4 @@
-//! Headers, index files and dtypes, parsed into one [`Checkpoint`] that is validated whole before a byte is moved.
+//! Headers, index files and dtypes, parsed into one [`Checkpoint`]. It is validated as a whole before a byte is moved.
 //!
 //! The layout of a shard file is: eight bytes of little-endian header length N, N bytes of JSON, then the data section,
 //! in which tensors follow each other without gaps or overlaps (safetensors format specification).
@@ -24,14 +24,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How names are hashed: with seeds of each process' own, so that whoever writes a header cannot know which names collide;
-/// three hashes per name were a seventh of the time to open a checkpoint with SipHash.
+/// How names are hashed: with seeds that differ in each process, so that the writer of a header cannot know which names
+/// collide. With SipHash, three hashes per name took a seventh of the time to open a checkpoint.
 type Seeded = hashbrown::DefaultHashBuilder;
 
 /// A validated checkpoint: one or more shard files and the tensors in them.
 ///
-/// Holds no descriptor and no data: 48 bytes, the name and the shape for each tensor. Tensors are numbered in file order
-/// (files in natural order of their names, tensors by offset within a file); that number is what placements refer to.
+/// It holds no descriptor and no data: 48 bytes, the name and the shape for each tensor. Tensors are numbered in file
+/// order (files in natural order of their names, tensors by offset within a file). Wants refer to that number.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<ShardFile>,
@@ -48,15 +48,15 @@ pub struct Checkpoint {
 /// One shard file of a checkpoint, as it was when its header was read.
 #[derive(Debug, Clone)]
 pub struct ShardFile {
-    /// Where the file is, as the user or the index spelled it (links are not resolved).
+    /// Path of the file, as the user or the index spelled it (links are not resolved).
     pub path: PathBuf,
     /// The same as an absolute path: a program may change its directory between opening and loading.
     pub location: PathBuf,
-    /// What the file was when it was opened; compared again by every load.
+    /// The file's identity when it was opened. Every load compares it again.
     pub identity: Identity,
     /// Offset of the data section: 8 + header length, in bytes.
     pub data_start: u64,
-    /// Bytes that opening the checkpoint read from this file: its header, or the first read where that is longer.
+    /// Bytes that opening the checkpoint read from this file: its header, or the whole first read if that is longer.
     pub header_read: u64,
     /// `__metadata__`, if present and not null.
     pub metadata: Option<BTreeMap<String, String>>,
@@ -74,7 +74,7 @@ struct Entry {
     file: u32,
 }
 
-/// What the checkpoint says of one tensor.
+/// What the checkpoint says about one tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorInfo<'a> {
     /// Its number in the checkpoint.
@@ -103,26 +103,26 @@ impl TensorInfo<'_> {
 impl Checkpoint {
     /// Opens what `sources` name: one shard file, several, a directory, or an index file (`*.json`).
     ///
-    /// In a directory, `model.safetensors.index.json` is looked for, then any other `*.safetensors.index.json`, then every
-    /// `*.safetensors`. With an index, files it does not name are ignored, and so are tensors in its files that it does
-    /// not map (with a warning).
+    /// In a directory, `model.safetensors.index.json` is looked for, then any other `*.safetensors.index.json`, then
+    /// every `*.safetensors`. With an index, files that it does not name are ignored. Tensors in its files that it does
+    /// not map are ignored too, with a warning.
     ///
-    /// Every header is read and checked here, in parallel; nothing of the tensors is. No descriptor stays open.
+    /// Every header is read and checked here, several at a time; no tensor is read. No descriptor stays open.
     ///
     /// # Errors
-    /// `NotFound` (also for shard files an index names: all of them in one error), `Permission`, `NotACheckpoint`,
+    /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
         open::open(sources)
     }
 
-    /// The same for a caller that must not hang with a network mount whose server is gone, nor be deaf to signals: a thread
-    /// that can be left behind opens the files. The caller asks `go_on` every 50 ms, and stops waiting when that says no
-    /// (kind `Cancelled`), or when the file system has answered nothing for `stall` (kind `Timeout`, with the path that was
-    /// waited for). A long parse is not a stall.
+    /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
+    /// thread that can be left behind opens the files. The caller asks `go_on` every 50 ms. It stops waiting if `go_on`
+    /// says no (kind `Cancelled`), or if the file system has not answered for `stall` (kind `Timeout`, with the path
+    /// for which it waited). A long parse is not a stall.
     ///
-    /// The caller's own thread opens files that are on disks this process has loaded from, if the headers are small and in
-    /// the page cache: that saves two turns at the scheduler. `go_on` is not asked then.
+    /// If the headers are small and in the page cache, the caller's own thread opens files on disks that this process
+    /// has loaded from: that saves two turns at the scheduler. `go_on` is not asked then.
     ///
     /// # Errors
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
@@ -189,8 +189,8 @@ impl Checkpoint {
         self.tensors.iter().map(|e| e.end - e.begin).sum()
     }
 
-    /// `__metadata__` of all files together; where they disagree on a key, the first file's value. Each file's own is in
-    /// [`ShardFile::metadata`].
+    /// `__metadata__` of all files together. If files disagree on a key, the first file's value counts. Each file's own
+    /// is in [`ShardFile::metadata`].
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -200,7 +200,7 @@ impl Checkpoint {
         self.files.iter().map(|f| f.header_read).sum()
     }
 
-    /// Oddities that were tolerated, for the log: a wrong `total_size`, say.
+    /// Oddities that were tolerated, for the log, such as a wrong `total_size`.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }

@@ -1,4 +1,5 @@
-//! Opening a checkpoint: on which thread, headers in parallel, then one set of arenas, then the index's say.
+//! Opening a checkpoint: choose the thread, read headers in parallel, join them in one set of arenas, compare the
+//! index.
 
 use super::discover::{self, Found};
 use super::header::quoted;
@@ -20,14 +21,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Headers read at once, at least: on a cold disk or a network file system the wait for the first bytes of each file is
-/// longer than the parse, so more threads than cores. Each holds one header in memory.
+/// Least number of headers that are read at once. On a cold disk or a network file system the wait for the first bytes
+/// of each file is longer than the parse, so there are more threads than cores. Each holds one header in memory.
 const IN_FLIGHT: usize = 8;
 
 /// Names listed in one message.
 const SHOWN: usize = 12;
 
-/// Files opened on the caller's thread, at most: of more, a thread's start is a small part, and Ctrl-C should get through.
+/// Files that the caller's thread opens at most. With more files the start of a thread is a small part, and Ctrl-C
+/// should get through.
 const MOST_HERE: usize = 16;
 
 pub(super) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
@@ -51,7 +53,7 @@ pub(super) fn open_cancellable(
     })
 }
 
-/// How far an open has come.
+/// The stage of an open.
 enum Stage {
     Named(Vec<PathBuf>),
     Found(Found),
@@ -69,8 +71,8 @@ impl Stage {
     }
 }
 
-/// On this thread, as far as everything is small, in memory, and known to be on disks. Else the error is the watch's
-/// [`too_much`](Watch::too_much), and `stage` says how far this thread came.
+/// On this thread, as long as everything is small, in memory, and known to be on disks. Otherwise the error is the
+/// watch's [`too_much`](Watch::too_much), and `stage` says how far this thread came.
 fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
     let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
     let Stage::Named(sources) = stage else { return Err(watch.too_much()) };
@@ -86,7 +88,7 @@ fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
             return Err(e);
         }
     };
-    // What is in a folder, or what an index names, may be links to anywhere: hub caches are full of them.
+    // Entries of a folder, or files that an index names, may be links to anywhere: hub caches are full of them.
     let unread = match &found {
         Found::Index(index) if !leads_to_known_disk(index) => Err(watch.too_much()),
         found => Unread::new(found.clone(), watch),
@@ -111,12 +113,12 @@ fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
     }
 }
 
-/// On a thread that is left behind where the file system hangs, or where the caller is told to stop.
+/// On a thread that is left behind if the file system hangs, or if the caller is told to stop.
 fn open_aside(stage: Stage, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
     let watch = Arc::new(Watch::default());
     let at_work = watch.clone();
     let mut busy = 0;
-    // Where nothing is waited for, a parse takes its time.
+    // While no answer is waited for, a parse takes its time.
     let progress = || {
         watch.asking().map_or_else(
             || {
@@ -171,7 +173,7 @@ impl Unread {
             return indexed(&path, &index, files, shards, hasher);
         }
         let shards = shards?;
-        // One file on its own was chosen on purpose, whatever its name says about others.
+        // A single file was chosen on purpose, whatever its name says about others.
         let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
         merge(files.into_iter().zip(shards).collect(), hasher, warnings)
     }
@@ -193,7 +195,7 @@ fn indexed(
         let name = |e: &Entry| &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
         let mapped: Vec<Option<u32>> =
             h.entries.iter().zip(&h.hashes).map(|(e, &h)| index.file_of(name(e), h)).collect();
-        // Also where the other file has a tensor of that name: which of the two is meant would be a guess.
+        // This holds even if the other file has a tensor of that name: choosing one of the two would be a guess.
         if let Some((e, &Some(other))) = h.entries.iter().zip(&mapped).find(|(_, m)| m.is_some_and(|m| m != number)) {
             return Err(Error::new(
                 ErrorKind::Index,
@@ -229,7 +231,10 @@ fn indexed(
         let n = absent.len();
         return Err(Error::new(
             ErrorKind::Index,
-            format!("{n} tensors of the index are not in the file it maps them to: {}", listed(absent.into_iter(), n)),
+            format!(
+                "{n} tensors of the index are not in the files that it maps them to: {}",
+                listed(absent.into_iter(), n)
+            ),
         )
         .at(path));
     }
@@ -244,7 +249,7 @@ fn indexed(
     Ok(checkpoint)
 }
 
-/// The error that lists every shard file of the index that is not there, if there is one.
+/// The error that lists every shard file of the index that is missing, if there is one.
 fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
     let is_gone = |f: &&PathBuf| {
         let _asking = watch.ask(f);
@@ -283,14 +288,14 @@ fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
     out
 }
 
-/// Reads every header: on the caller's thread one after the other, else several at a time. On failure the error is that of
-/// the first file (in order) that failed.
+/// Reads every header: on the caller's thread one after the other, otherwise several at a time. If reads fail, the
+/// error is that of the first file (in order) that failed.
 fn read_all(files: &[PathBuf], hasher: &Seeded, watch: &Watch) -> Result<Vec<Shard>> {
     if watch.is_here() || files.len() == 1 {
         return files.iter().map(|file| shard::open(file, hasher, watch)).collect();
     }
     let left = files.len();
-    // How many cores there are takes twenty system calls to learn.
+    // Learning the number of cores takes twenty system calls.
     let threads = if left > IN_FLIGHT { left.min(machine::cores().max(IN_FLIGHT)) } else { left };
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
@@ -308,7 +313,7 @@ fn read_all(files: &[PathBuf], hasher: &Seeded, watch: &Watch) -> Result<Vec<Sha
         done
     };
     let mut done = std::thread::scope(|scope| {
-        // Where no thread can be had (a process limit), the calling thread does all of it.
+        // If no thread can be started (a process limit), the calling thread does all of it.
         let others: Vec<_> =
             (1..threads).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
         let mut done = work();
@@ -320,12 +325,12 @@ fn read_all(files: &[PathBuf], hasher: &Seeded, watch: &Watch) -> Result<Vec<Sha
         }
         done
     });
-    // Files are handed out in ascending order, so the first one that fails has always been read.
+    // Files are taken in ascending order, so the first one that fails has always been read.
     done.sort_unstable_by_key(|d| d.0);
     done.into_iter().map(|d| d.1).collect()
 }
 
-/// Joins the headers into one checkpoint, refusing a name that stands in two files.
+/// Joins the headers into one checkpoint. Refuses a name that is in two files.
 pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec<String>) -> Result<Checkpoint> {
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
     let count = sum(|s| s.header.entries.len());
@@ -367,7 +372,7 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
             }
         }
         checkpoint.files.push(ShardFile {
-            // Without a current directory (it was removed) a relative path leads nowhere, now or later.
+            // Without a current directory (it was removed), a relative path leads nowhere, now or later.
             location: std::path::absolute(&path).unwrap_or_else(|_| path.clone()),
             path,
             identity: shard.identity,
@@ -396,8 +401,8 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
                 return Err(Error::new(
                     ErrorKind::Header,
                     format!(
-                        "tensor {} is also in {}{same_file}: the files do not belong to one checkpoint, or a variant of it \
-                         lies beside it; give only the files that are meant",
+                        "tensor {} is also in {}{same_file}: the files belong to several checkpoints, or to several \
+                         variants of one; give only the files that you want to load",
                         quoted(name),
                         a.path.display()
                     ),

@@ -1,4 +1,5 @@
-//! Opening one shard file: what it is, its header's bytes, and the name of what it is instead.
+//! Opening one shard file: its type, its header's bytes, and an error that says what the file is if it is no shard
+//! file.
 
 use super::header::{self, Header, MAX_HEADER};
 use super::identity::{self, Identity};
@@ -11,14 +12,14 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so 600 of them do), and
-/// below this size a read costs the same as a smaller one on every storage measured.
+/// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
+/// tensors). On every storage measured, smaller reads cost the same.
 const FIRST_READ: u64 = 64 * 1024;
 
-/// Bytes of one read: of a long header or index, each read that returns is progress, also where the server is slow.
+/// Bytes of one read. Of a long header or index each read that returns is progress, even if the server is slow.
 pub(super) const MOST_PER_READ: usize = 1 << 20;
 
-/// A shard file's header and what is known of the file; the descriptor is closed again.
+/// A shard file's header and facts about the file; the descriptor is closed again.
 pub(super) struct Shard {
     pub(super) header: Header,
     pub(super) identity: Identity,
@@ -33,8 +34,8 @@ pub(super) fn open(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard>
 
 fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
     let asking = watch.ask(path);
-    // The type is looked at before the file is opened, because opening some devices does things, and once more after,
-    // because what the name stands for may have changed in between.
+    // The type is checked before the file is opened, because opening some devices has effects, and once more
+    // afterwards, because the name may stand for another file by then.
     let found = fs::metadata(path).map_err(|e| os_error("open", &e))?;
     asking.answered();
     let kind = found.file_type();
@@ -65,8 +66,8 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
     if size == 0 {
         return Err(Error::new(ErrorKind::NotACheckpoint, "the file is empty: an unfinished download? Fetch it again"));
     }
-    // Without this, a read at the start of a cold file also pulls in the read-ahead window (128 KiB and more) behind it,
-    // which a load that must leave no page cache behind would have to answer for. Advice only: a failure changes nothing.
+    // Without this, a read at the start of a cold file also brings in the read-ahead window (128 KiB and more) behind
+    // it. A load that must leave no page cache behind must not do that. Advice only: a failure changes nothing.
     // SAFETY: plain call on an open descriptor.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
 
@@ -76,7 +77,7 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
     let data_start = 8 + length;
     let seen = &bytes[8..bytes.len().min(data_start as usize)];
     if let Some(&first) = seen.iter().find(|b| !b.is_ascii_whitespace()) {
-        // Not JSON at all: say so before 100 MB of it are read.
+        // It is not JSON at all. Say so before reading 100 MB of it.
         if first != b'{' {
             return Err(Error::new(
                 ErrorKind::Header,
@@ -88,7 +89,7 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
     watch.afford(data_start)?;
     fill(&file, &mut bytes, data_start, (watch, &asking))?;
     drop(file);
-    // From here on it is the parse that takes its time.
+    // From here on, only the parse takes time.
     drop(asking);
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
     Ok(Shard { header, identity, data_start, header_read: bytes.len() as u64 })
@@ -150,7 +151,7 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
     Ok(length)
 }
 
-/// Reads on from the end of `bytes` until it holds `until` bytes of the file.
+/// Reads from the end of `bytes` until it holds `until` bytes of the file.
 fn fill(file: &File, bytes: &mut Vec<u8>, until: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<()> {
     let (mut at, until) = (bytes.len(), until as usize);
     if at >= until {
@@ -167,7 +168,7 @@ fn fill(file: &File, bytes: &mut Vec<u8>, until: u64, (watch, asking): (&Watch, 
             }
             Ok(n) => at += n,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            // What is not in the page cache has to be waited for, and what the error is, is for the read that waits to say.
+            // If bytes are not in the page cache, the read that waits for them also reports their errors.
             Err(_) if watch.is_here() => return Err(watch.too_much()),
             Err(e) => return Err(Error::io("read the header", &e).range(at as u64..until as u64)),
         }
@@ -176,7 +177,7 @@ fn fill(file: &File, bytes: &mut Vec<u8>, until: u64, (watch, asking): (&Watch, 
     Ok(())
 }
 
-/// Reads what is in the page cache, and waits for nothing else.
+/// Reads what is in the page cache, and does not wait.
 pub(super) fn read_at_once(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
     let to = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
     // SAFETY: `to` is `into`, which is borrowed for the call.
@@ -184,7 +185,7 @@ pub(super) fn read_at_once(file: &File, into: &mut [u8], at: u64) -> io::Result<
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
 }
 
-/// An error of the operating system; ENOTDIR and a broken link are "not found" to the person who typed the path.
+/// An error of the operating system. For the person who typed the path, ENOTDIR and a broken link are "not found".
 pub(super) fn os_error(doing: &str, e: &io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::ENOTDIR) => Error::new(ErrorKind::NotFound, format!("cannot {doing}: {e}")),
@@ -205,8 +206,8 @@ fn not_a_file(mode: libc::mode_t) -> Error {
     Error::new(ErrorKind::NotACheckpoint, text)
 }
 
-/// Names the kinds of file that turn up where a safetensors file was expected. To be asked only once the first eight bytes
-/// have been found to be no header length: as one, `{` is 123 and the start of a pickle 640.
+/// Names the kinds of file that occur where a safetensors file was expected. Call it only if the first eight bytes are
+/// no valid header length: read as a length, `{` is 123 and the start of a pickle 640.
 pub(super) fn recognise(start: &[u8]) -> Option<Error> {
     let text = |s: &[u8]| {
         let blank = start.iter().take_while(|b| b.is_ascii_whitespace()).count();
@@ -239,7 +240,7 @@ pub(super) fn recognise(start: &[u8]) -> Option<Error> {
     Some(Error::new(ErrorKind::NotACheckpoint, format!("not a checkpoint: {is}")))
 }
 
-/// A malformed file whose name says that a download has not ended is that and nothing else.
+/// A malformed file whose name says that its download is unfinished gets that error and no other.
 fn unfinished(e: Error, path: &Path) -> Error {
     let partial = path
         .extension()

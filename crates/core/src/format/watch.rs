@@ -1,8 +1,8 @@
-//! What an open waits for, and how much of it the caller's own thread may do.
+//! What an open waits for, and how much of the work the caller's own thread may do.
 //!
-//! A file system that has stopped answering cannot be interrupted, and a long parse looks at no signal. So the caller's thread
-//! opens only what is small and in memory ([`Watch::here`]); everything else is opened by threads that can be left behind,
-//! while the caller watches them through the same object.
+//! A call to a file system that has stopped answering cannot be interrupted, and a long parse does not look at signals.
+//! So the caller's thread opens only files that are small and in memory ([`Watch::here`]). Threads that can be left
+//! behind open everything else, and the caller watches them through the same object.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Mutex};
@@ -15,7 +15,7 @@ const MOST_BYTES_HERE: u64 = 512 * 1024;
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// What the caller's thread may still parse; `None` on threads that can be left behind.
+    /// Bytes that the caller's thread may still parse; `None` on threads that can be left behind.
     left: Option<AtomicU64>,
     too_much: AtomicBool,
     given_up: AtomicBool,
@@ -25,7 +25,7 @@ pub(super) struct Watch {
 #[derive(Debug, Default)]
 struct Asked {
     answers: u64,
-    /// What threads wait for, the longest wait first.
+    /// The paths that threads wait for, the longest wait first.
     waiting: Vec<(u64, PathBuf)>,
     next: u64,
 }
@@ -59,12 +59,12 @@ impl Watch {
         Error::new(ErrorKind::Internal, "this is too much for the caller's thread")
     }
 
-    /// Whether the attempt on the caller's thread ended so.
+    /// Whether the attempt on the caller's thread ended with that error.
     pub(super) fn was_too_much(&self) -> bool {
         self.too_much.load(Ordering::Relaxed)
     }
 
-    /// Says that the file system is asked about `path`, until the value is dropped.
+    /// Records that the file system is asked about `path`, until the value is dropped.
     pub(super) fn ask(&self, path: &Path) -> Asking<'_> {
         let mut asked = lock(&self.asked);
         let number = asked.next;
@@ -73,18 +73,18 @@ impl Watch {
         Asking { watch: self, number }
     }
 
-    /// The number of answers so far and what the longest wait is for; `None` where nothing is waited for.
+    /// The number of answers so far, and the path of the longest wait; `None` if no thread waits.
     pub(super) fn asking(&self) -> Option<(u64, PathBuf)> {
         let asked = lock(&self.asked);
         asked.waiting.first().map(|(_, path)| (asked.answers, path.clone()))
     }
 
-    /// Nobody waits for the result any more.
+    /// The caller no longer waits for the result.
     pub(super) fn give_up(&self) {
         self.given_up.store(true, Ordering::Relaxed);
     }
 
-    /// Whether nobody waits for the result any more: then the work ends early, with any result.
+    /// Whether the caller no longer waits for the result. Then the work ends early, with any result.
     pub(super) fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Relaxed)
     }
@@ -98,7 +98,7 @@ pub(super) struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// The file system has answered, and is asked the next question about the same path.
+    /// The file system has answered. The next question is about the same path.
     pub(super) fn answered(&self) {
         lock(&self.watch.asked).answers += 1;
     }

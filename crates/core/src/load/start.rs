@@ -1,4 +1,4 @@
-//! From request to running load: plan, memory, source, device, what owner and engine share, thread.
+//! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
 use super::{somewhere, Load, Memory, Request, Shared, Where};
 use crate::aside::{here, patiently};
@@ -23,21 +23,22 @@ use crate::timeline::Timeline;
 use serde_json::json;
 use std::sync::Arc;
 
-/// Copy workers where nobody says how many: more saturate no memory bus any better.
+/// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
-/// Private memory of which it is asked beforehand whether there can be so much, since the kernel promises any amount and kills
-/// whoever takes it: reading what control groups allow takes twenty system calls, which a smaller load would feel.
+/// From this much private memory on, the load asks first whether the process can have it: the kernel promises any
+/// amount and kills a process that uses it. Reading the limits of control groups takes twenty system calls, which a
+/// smaller load would notice.
 const WORTH_ASKING: u64 = 1 << 30;
 
-/// Puts something around a source.
+/// Wraps a source.
 pub(super) type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
 
-/// What tests put in the place of the request's own device and source.
+/// What tests put in place of the request's own device and source.
 #[derive(Default)]
 pub(super) struct StandIns<'a> {
     pub(super) device: Option<Box<dyn Device>>,
     pub(super) decorate: Option<Decorate<'a>>,
-    /// The storage device of each file; empty: its own.
+    /// The storage device of each file; empty: the real ones.
     pub(super) storage: &'a [u64],
 }
 
@@ -51,7 +52,7 @@ pub(super) fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut
     begin(request, stand_ins, timeline.clone(), go_on).map_err(|e| {
         let e = somewhere(e, &checkpoint);
         if let Some(timeline) = timeline {
-            // The error is worth more than one that its trace cannot be written.
+            // The load's error matters more than an error in writing its trace.
             let _nobody_to_tell = timeline.write(&checkpoint, &json!({ "error": e.to_string() }));
         }
         e
@@ -69,7 +70,7 @@ fn begin(
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = is_done_here(&plan, &files);
-    // From here on until the load has ended the disk is wanted for it.
+    // From here until the load has ended it wants the disk.
     let disk = (plan.cold != Cold::None).then(DiskUse::begin);
     let Request { checkpoint, wants, device: at, memory, options, stream } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
@@ -92,7 +93,7 @@ fn begin(
         Some(device) => Some(device),
         None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
     };
-    // What is mapped takes no memory that a window would bound, and nobody takes anything before it is over.
+    // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
     let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), window);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
@@ -150,8 +151,8 @@ fn begin(
     })
 }
 
-/// Plans the load; aside, unless all files are known to be on local disks: opening files of a mount that hangs, or asking for
-/// their state, cannot be interrupted.
+/// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
+/// Opening files of a mount that hangs, or asking for their state, cannot be interrupted.
 fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
     if files.are_known_local() {
         return here(|| Plan::new(&request, files).map(|plan| (request, plan)));
@@ -162,15 +163,15 @@ fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Re
     patiently(files, work, stall, go_on)
 }
 
-/// Whether the caller's own thread does the load before `start` returns. A load that has nothing to do but map pages that are
-/// there takes 0.1 to 1 ms, where threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
+/// Whether the caller's own thread does the load before `start` returns. A load that only maps resident pages takes 0.1
+/// to 1 ms. Threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
 fn is_done_here(plan: &Plan, files: &Files) -> bool {
     plan.cold == Cold::None
         && !files.may_hang()
         && plan.schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }))
 }
 
-/// The memory of all blocks that is there from the start, and the fence before the caller's.
+/// The memory of all blocks that have it from the start, and the fence of the caller's memory.
 fn allocate(
     layout: &Layout,
     files: &Files,
@@ -210,7 +211,7 @@ fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
     }
 }
 
-/// Refuses what can never be had: of a stream no more than its window is there at once, so it is not asked.
+/// Refuses loads that can never fit. A stream is not checked: only its window is in memory at once.
 fn check_room(layout: &Layout) -> Result<()> {
     let private = |b: &&BlockSpec| matches!(b.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
     let wanted: u64 = layout.blocks.iter().filter(private).map(|b| b.nbytes).sum();
@@ -224,13 +225,13 @@ fn check_room(layout: &Layout) -> Result<()> {
     Err(Error::new(
         ErrorKind::OutOfMemory,
         format!(
-            "{wanted} bytes of private memory are asked for, and this process can have no more than {most} of memory and swap; \
+            "the load needs {wanted} bytes of private memory, but this process can have no more than {most} of memory and swap; \
              map files of a local disk instead of copying them, load fewer tensors at once, or stream them"
         ),
     ))
 }
 
-/// Blocks in memory of this process: mapped files, and one arena for the rest, in which they start at pages.
+/// Blocks in memory of this process: mapped files, and one arena for the rest. Blocks in the arena start at pages.
 fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Block>> {
     let mut arena_len = 0u64;
     let mut starts = Vec::with_capacity(layout.blocks.len());
@@ -238,7 +239,7 @@ fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Bl
         let in_arena = matches!(block.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
         starts.push(in_arena.then_some(arena_len));
         if in_arena {
-            // Cannot overflow: `Layout::new` has summed them up.
+            // Cannot overflow: `Layout::new` has added them up.
             arena_len += block.nbytes.next_multiple_of(PAGE);
         }
     }
@@ -276,7 +277,7 @@ fn source(
 ) -> Result<(Box<dyn Source>, usize)> {
     let mut options = options.clone();
     if here {
-        // No other thread: it would be in vain to ask for cores, which takes twenty system calls.
+        // There is no other thread, so the number of cores does not matter. Asking for it takes twenty system calls.
         options.threads = 1;
     } else if options.threads == 0 && cold == Cold::None {
         // More copy workers than cores would only take turns.
@@ -307,7 +308,7 @@ fn source(
     Ok((Box::new(source), workers))
 }
 
-/// What brings slabs to their blocks; none where everything lands in place.
+/// The device that copies slabs to their blocks; `None` if everything lands in place.
 fn device(
     at: Where,
     needs_slabs: bool,
@@ -331,8 +332,8 @@ fn device(
     })
 }
 
-/// Reads in flight: 16 of 4 MiB saturate what one ring reaches (45 GiB/s were published for 32 of 1 MiB), and every
-/// worker should find the next one waiting when it is done with one.
+/// Reads in flight. 16 of 4 MiB saturate what one ring reaches (published: 45 GiB/s for 32 of 1 MiB). Each worker
+/// should find the next read waiting when it has done one.
 fn depth(options: &Options, workers: usize) -> usize {
     match options.depth {
         0 => (2 * workers).max(16),
@@ -341,7 +342,7 @@ fn depth(options: &Options, workers: usize) -> usize {
 }
 
 fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
-    // EAGAIN, which says nothing by itself: RLIMIT_NPROC or the pids limit of the cgroup.
+    // EAGAIN alone says little: the cause is RLIMIT_NPROC or the pids limit of the cgroup.
     let refused = |e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}"));
     Builder::new().name("penstock-engine".into()).spawn(move || driver.run()).map_err(refused)
 }

@@ -1,5 +1,5 @@
-//! Every decision of the policy, on files whose pages are where the table says. Network file systems are not among them:
-//! those take a mount.
+//! Every decision of the policy, on files whose resident pages are given by the table. Network file systems are
+//! missing: they need a mount.
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use super::*;
@@ -9,14 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
-/// Of the one tensor of a file, but for the huge one.
+/// Bytes of a file's only tensor. The huge file is the exception.
 const NBYTES: u64 = 6 * MIB;
-/// More than any machine has memory: of a sparse file, which takes none of the disk.
+/// More than the memory of any machine. The file is sparse and takes no room on the disk.
 const HUGE: u64 = 1 << 40;
 const ROW: u64 = 64 << 10;
 const LARGE: u64 = WORTH_A_TRIAL + MIB;
 
-/// A checkpoint of one file with one tensor, and what of it the page cache is to hold.
+/// A checkpoint of one file with one tensor, and the part of it that the page cache holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum At {
     Warm,
@@ -29,13 +29,13 @@ enum At {
     Huge,
     /// The same, but only 1 MiB of it is wanted.
     PartOfHuge,
-    /// Cold, and all is wanted but the last page.
+    /// Cold, and everything except the last page is wanted.
     NearlyAll,
-    /// Cold, and misaligned by the file: copied where such a tensor may not be left as it is.
+    /// Cold, and misaligned by the file: copied if the tensor must be aligned.
     Odd,
     /// The same, larger than memory.
     OddHuge,
-    /// Cold, and half of every row is wanted, which no mapping is.
+    /// Cold, and half of every row is wanted: this cannot be mapped.
     Columns,
     Tmpfs,
 }
@@ -53,7 +53,7 @@ enum To {
     Into,
 }
 
-/// The routes that carry bytes, what becomes of the page cache and why; or why the request is refused.
+/// The routes that carry bytes, what happens to the page cache and why; or why the request is refused.
 type Decision = std::result::Result<(&'static [Route], &'static str, &'static str), &'static str>;
 type Row = (At, To, Io, Cache, Option<bool>, Decision);
 
@@ -64,19 +64,19 @@ const BOTH: &[Route] = &[Route::Buffered, Route::Direct];
 
 const FITS: &str = "fit into half of the memory left";
 const MAPS: &str = "cold bytes are mapped, not copied";
-const THERE: &str = "all of it is there already";
+const THERE: &str = "the page cache holds all of it";
 const ASKED: &str = "asked for";
 const PAST: &str = "the io asked for reads past it";
 const THROUGH: &str = "the io asked for goes through it";
 
 const ROWS: &[Row] = &[
-    // Nothing asked for: mapped where that can be, whatever the size; what is copied is kept where there is room.
+    // Nothing asked for: mapped if possible, whatever the size; copies are kept if there is room.
     (At::Cold, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::Half, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::Warm, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", THERE))),
     (At::Huge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
     (At::PartOfHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((MAPPED, "keep", MAPS))),
-    // Though the file is mapped, this is copied out of it.
+    // The file is mapped, but this is copied out of it.
     (At::Odd, To::Cpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
     (At::OddHuge, To::Cpu, Io::Auto, Cache::Auto, None, Ok((DIRECT, "bypass", "do not fit into half"))),
     (At::Columns, To::Cpu, Io::Auto, Cache::Auto, None, Ok((BUFFERED, "keep", FITS))),
@@ -110,12 +110,12 @@ const ROWS: &[Row] = &[
     (At::Cold, To::Cpu, Io::Auto, Cache::Bypass, Some(false), Err("which are in the page cache")),
     (At::Cold, To::Cpu, Io::Buffered, Cache::Auto, Some(false), Err("reads into private memory")),
     (At::Cold, To::Cpu, Io::Direct, Cache::Auto, Some(false), Err("reads into private memory")),
-    // The page cache is to keep it.
+    // The page cache must keep it.
     (At::Cold, To::Cpu, Io::Auto, Cache::Keep, None, Ok((MAPPED, "keep", ASKED))),
     (At::Huge, To::Cpu, Io::Auto, Cache::Keep, None, Ok((MAPPED, "keep", ASKED))),
     (At::Cold, To::Cpu, Io::Auto, Cache::Keep, Some(true), Ok((BUFFERED, "keep", ASKED))),
     (At::Huge, To::Gpu, Io::Auto, Cache::Keep, None, Ok((BUFFERED, "keep", ASKED))),
-    // It is to be left as it was: what is resident is used all the same.
+    // The page cache must stay as it was: resident bytes are used all the same.
     (At::Cold, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((DIRECT, "bypass", ASKED))),
     (At::Half, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((BOTH, "bypass", ASKED))),
     (At::Warm, To::Cpu, Io::Auto, Cache::Bypass, None, Ok((MAPPED, "keep", THERE))),
@@ -156,7 +156,7 @@ const ROWS: &[Row] = &[
     (At::Cold, To::Cpu, Io::Threads, Cache::Keep, None, Err("reads past the page cache")),
 ];
 
-/// A file of one vector, sparse where it is huge.
+/// A file of one vector; the huge one is sparse.
 fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
     let huge = matches!(at, At::Large | At::Huge | At::PartOfHuge | At::OddHuge);
     let nbytes = match at {
@@ -183,14 +183,14 @@ fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(&[path]).unwrap())
 }
 
-/// Whether the page cache now holds what it is to hold of the file.
+/// Whether the page cache now holds what it must hold of the file.
 fn put(checkpoint: &Checkpoint, at: At) -> bool {
     let path = &checkpoint.files()[0].path;
     match at {
         At::Warm | At::Tmpfs => fs::read(path).is_ok(),
         At::Half => {
             let (read, half) = (fs::read(path).is_ok(), NBYTES / 2);
-            // A folio that reaches over the start is kept whole; the largest is 2 MiB.
+            // A folio that reaches over the start is kept whole; the largest has 2 MiB.
             read && evict(path, Some(half..NBYTES + MIB)).unwrap() <= half + 2 * MIB
         }
         At::Cold | At::Large | At::Huge | At::PartOfHuge | At::NearlyAll | At::Odd | At::OddHuge | At::Columns => {
@@ -250,13 +250,13 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
                 let cold = match (row.0, *cache) {
                     (_, "bypass") => Cold::Bypass,
                     (At::Warm | At::Tmpfs, _) => Cold::None,
-                    // Planned past the page cache, and not said to stay so.
+                    // Planned past the page cache, and not reported as kept.
                     (At::Large, _) if *routes == DIRECT => Cold::Try,
                     _ => Cold::Keep,
                 };
                 assert_eq!(plan.cold, cold, "{row:?}");
                 let read_through = *routes == BUFFERED || cold == Cold::Try;
-                // Of a slice nothing else is to be brought in.
+                // Of a slice, no extra bytes are brought in.
                 let cut = matches!(row.0, At::PartOfHuge | At::NearlyAll | At::Columns);
                 let mapped = *routes == MAPPED || row.0.is_copied_from_its_mapping();
                 assert_eq!(plan.filled, [cold != Cold::None && read_through && !cut && !mapped], "{row:?}");
@@ -278,7 +278,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
 
 #[test]
 fn files_on_a_disk_travel_as_residency_and_options_say() {
-    // Next to the build: that is a disk where /tmp may be a tmpfs.
+    // Next to the build: that is on a disk, where /tmp may be a tmpfs.
     let build = std::env::current_exe().unwrap();
     let folder = tempfile::tempdir_in(build.parent().unwrap()).unwrap();
     let facts = crate::source::facts_at(folder.path()).unwrap();

@@ -1,4 +1,4 @@
-//! Directories of checkpoints: made where they are not there, cleared of earlier saves, brought to the disk.
+//! Directories of checkpoints: made if they are missing, cleared of earlier saves, written to the disk.
 
 use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 /// A checkpoint's directory.
 pub(super) struct Folder {
     path: PathBuf,
-    /// Directories that others were made in.
+    /// Directories in which new directories were made.
     with_new_names: Vec<PathBuf>,
-    /// What an earlier save of the same name has left, when this one began.
+    /// Files of an earlier save with the same name that were there when this save began.
     earlier: Vec<(PathBuf, Identity)>,
 }
 
-/// What tells a file from another one that has its name later: device, inode, and when it was written.
+/// Tells a file from another one that gets its name later: device, inode, and when it was written.
 type Identity = (u64, u64, i64, i64);
 
 fn identity(found: &Metadata) -> Identity {
@@ -28,7 +28,7 @@ fn identity(found: &Metadata) -> Identity {
 }
 
 impl Folder {
-    /// Makes the directory and those that it is in, as far as they are missing, and looks at what is there.
+    /// Makes the directory and its missing parents, and lists what is there.
     pub(super) fn new(path: &Path, name: &str) -> Result<Folder> {
         let mut with_new_names = Vec::new();
         for missing in path.ancestors().filter(|p| !p.as_os_str().is_empty()) {
@@ -49,20 +49,21 @@ impl Folder {
         for entry in listed.map_err(|e| Error::write("look for files of an earlier save", &e).at(path))? {
             if entry.file_name().to_str().is_some_and(|found| belongs(found, name)) {
                 match entry.metadata() {
-                    // A directory, or a link to one, is nothing that a save has left.
+                    // A save leaves no directory behind, and no link to one.
                     Ok(found) if !entry.path().is_dir() => earlier.push((entry.path(), identity(&found))),
                     _ => {}
                 }
             }
         }
-        // Should one of them stay, better one without an index than an index without shards.
+        // The index goes first. If one file cannot be removed, shards without an index are better than an index without
+        // shards.
         earlier.sort_by_key(|(path, _)| path.extension().is_none_or(|e| e != "json"));
         Ok(Folder { path: path.to_path_buf(), with_new_names, earlier })
     }
 
-    /// Removes what an earlier save has left, since a reader of the directory would take it for a part of this one. The
-    /// files called `names` stay, and so does what somebody else has put there meanwhile. Of a link only the link goes.
-    /// Says whether there was anything. Goes on after an error and returns the first.
+    /// Removes the files of an earlier save, because a reader of the directory would take them for a part of this one.
+    /// The files called `names` stay, and so do files that others have put there meanwhile. Of a link only the link is
+    /// removed. Returns whether there was anything. Continues after an error and returns the first error.
     pub(super) fn remove_earlier(&self, names: &[OsString]) -> Result<bool> {
         let found = names.iter().filter_map(|name| fs::symlink_metadata(self.path.join(name)).ok());
         let ours: HashSet<_> = found.map(|file| (file.dev(), file.ino())).collect();
@@ -76,7 +77,7 @@ impl Folder {
                 Ok(()) => removed = true,
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
                 Err(cause) => {
-                    let doing = "remove this file of an earlier save (the new one is whole)";
+                    let doing = "remove this file of an earlier save (the new save is complete)";
                     failed.get_or_insert(Error::write(doing, &cause).at(path));
                 }
             }
@@ -84,7 +85,7 @@ impl Folder {
         failed.map_or(Ok(removed), Err)
     }
 
-    /// Directories with new names in them, apart from itself.
+    /// Directories that have new names in them, apart from this one.
     pub(super) fn above(&self) -> impl Iterator<Item = &Path> {
         self.with_new_names.iter().map(PathBuf::as_path)
     }
@@ -94,7 +95,7 @@ impl Folder {
     }
 }
 
-/// Whether a file is one that a save called `name` may have written.
+/// Whether a save called `name` may have written a file of this name.
 fn belongs(found: &str, name: &str) -> bool {
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
     let Some(rest) = found.strip_prefix(name.strip_suffix(SUFFIX).unwrap_or(name)) else { return false };
@@ -108,8 +109,8 @@ fn belongs(found: &str, name: &str) -> bool {
     }
 }
 
-/// Waits until the names in a directory are on the disk. Not every file system has such a thing, and who may not read a
-/// directory cannot ask: that is told.
+/// Waits until the names in a directory are on the disk. Not every file system can do that, and a process that may not
+/// read the directory cannot ask for it. Both are reported.
 pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
     let Err(cause) = File::open(folder).and_then(|folder| folder.sync_all()) else { return Ok(None) };
     match cause.raw_os_error() {
@@ -119,7 +120,7 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
             let reason = format!("{}: {cause}", folder.display());
             Ok(Some(Fallback { from: "fsync of the directory", to: "none", reason }))
         }
-        _ => Err(Error::write("bring the directory to the disk", &cause).at(folder)),
+        _ => Err(Error::write("write the directory to the disk", &cause).at(folder)),
     }
 }
 

@@ -1,17 +1,18 @@
 //! Saving: tensors of this process become safetensors files.
 //!
-//! A [`Plan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. On the way to
-//! stable storage each takes a slab of the ring for a chunk, fills it (on the CPU by copying, from a GPU by the driver),
-//! writes it with O_DIRECT and gives it back; one fills while others write. On the way to the page cache tensors of this process are written from where
-//! they are. The last one to finish gives the files their names: until then nothing is there that could be taken for a
-//! checkpoint, and the old files are untouched.
+//! A [`Plan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. To
+//! stable storage, each thread takes a slab of the ring for a chunk, fills it (on the CPU by copying, from a GPU by the
+//! driver), writes it with O_DIRECT and gives it back. One thread fills while others write. To the page cache, tensors
+//! in memory of this process are written from where they are. The last thread to finish gives the files their names.
+//! Until then there is nothing that could be taken for a checkpoint, and the old files are untouched.
 //!
-//! Tensors that are not in memory as the file wants them ([`At::Late`]) are asked for when their turn comes, of whoever
-//! waits for the save: no thread of the crew calls anybody. A chunk takes its slab after its late tensors are there. So
-//! nobody holds staging while a tensor is being made, which may take long and may itself load or save.
+//! Tensors that are not in memory as the file needs them ([`At::Late`]) are requested when their turn comes, from the
+//! thread that waits for the save: no thread of the crew calls foreign code. A chunk takes its slab after its late
+//! tensors are there. So nothing holds staging while a tensor is made. Making it may take long, and may itself load or
+//! save.
 //!
-//! Memory is bounded by the slabs, one for each of the crew, and the late tensors that are written in part; how long a
-//! write may hang, or other loads keep the staging, by the stall timeout.
+//! The slabs, one per thread of the crew, and the late tensors that are partly written bound the memory. The stall
+//! timeout bounds how long a write may hang, or other loads may keep the staging.
 
 mod folder;
 mod output;
@@ -41,19 +42,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Writers past the page cache: as many chunks keep a drive busy while others are being filled.
+/// Writers past the page cache: so many chunks keep a drive busy while others are being filled.
 const DIRECT_WRITERS: usize = 8;
-/// Writers into the page cache, of which a file system lets one write to a file at a time.
+/// Writers into the page cache. A file system lets only one of them write to a file at a time.
 const CACHE_WRITERS: usize = 4;
 /// Files that are written side by side.
 const SIDE_BY_SIDE: usize = 4;
 /// Pieces of one call (IOV_MAX).
 const MOST_PIECES: usize = 1024;
-/// Slabs that the ring grants whatever the limit.
+/// Slabs that the ring grants whatever the limit is.
 const LEAST_SLABS: u64 = 2;
-/// How long one who waits for a slab goes without looking whether the save was given up.
+/// How often a thread that waits for a slab looks whether the save was given up.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
-/// How long dropping a save waits for writes under way.
+/// How long dropping a save waits for writes in progress.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Where a tensor is.
@@ -63,7 +64,7 @@ pub enum At {
     Host(u64),
     /// In memory of GPU number `.0`, at device pointer `.1`, with all work on it done.
     Gpu(u32, u64),
-    /// Nowhere yet: [`Save::wanted`] asks for it when its turn comes.
+    /// Not in memory yet: [`Save::wanted`] asks for it when its turn comes.
     Late,
 }
 
@@ -72,10 +73,10 @@ pub enum At {
 pub struct Wanted {
     /// Its number in the plan.
     pub tensor: u32,
-    /// Where to write all of its bytes: memory of the save's, there until it is closed or, after [`Save::supplied`], the
-    /// tensor is written.
+    /// Where to write all of its bytes. It is memory of the save. It stays until the save is closed or, after
+    /// [`Save::supplied`], the tensor is written.
     pub at: *mut u8,
-    /// Their number.
+    /// Number of these bytes.
     pub nbytes: usize,
 }
 
@@ -85,14 +86,15 @@ pub struct Request {
     pub plan: Plan,
     /// The directory of the files.
     pub folder: PathBuf,
-    /// Where the directory is that of a checkpoint of this name: it is made if it is not there, and what an earlier save of
-    /// the name has left in it is removed once the new files have their names.
+    /// Name of the checkpoint, if the directory is that of a checkpoint. The directory is made if it is missing. Files
+    /// that an earlier save of the name has left are removed when the new files have their names.
     pub checkpoint: Option<String>,
-    /// For each tensor of the plan where its bytes are, contiguous.
+    /// For each tensor of the plan: where its bytes are. They are contiguous.
     pub tensors: Vec<At>,
     /// Keeps the tensors' memory alive.
     pub keep: Keep,
-    /// Whether to wait until everything is on stable storage; if not, the page cache has it in the end.
+    /// Whether to wait until everything is on stable storage. Otherwise the save ends when the page cache has
+    /// everything.
     pub sync: bool,
     /// Sizes of chunks and staging, writers (`threads`), the stall timeout.
     pub options: Options,
@@ -107,13 +109,13 @@ pub struct Report {
     pub file_bytes: u64,
     /// Files written, the index included.
     pub files: usize,
-    /// From the start until everything has its name.
+    /// From the start until all files have their names.
     pub seconds: f64,
-    /// Of that, bringing to the disk what the kernel still had.
+    /// The part of it that was spent writing to the disk what the kernel still held.
     pub sync_seconds: f64,
-    /// Summed over the crew: filling slabs, and writing.
+    /// Seconds of filling slabs, summed over the crew.
     pub fill_seconds: f64,
-    /// See `fill_seconds`.
+    /// Seconds of writing, summed over the crew.
     pub write_seconds: f64,
     /// Write calls.
     pub writes: u64,
@@ -123,7 +125,7 @@ pub struct Report {
     pub threads: usize,
     /// Staging memory.
     pub peak_staging: u64,
-    /// What was refused, and what took its place.
+    /// What was refused, and what replaced it.
     pub fallbacks: Vec<Fallback>,
 }
 
@@ -143,7 +145,7 @@ struct Chunk {
     pieces: std::ops::Range<usize>,
 }
 
-/// What a part of a chunk is filled from, in order and without gaps.
+/// What a part of a chunk is filled from. Pieces are in order and without gaps.
 #[derive(Clone, Copy)]
 struct Piece {
     from: Origin,
@@ -154,16 +156,16 @@ struct Piece {
 enum Origin {
     Host(u64),
     Gpu(u32, u64),
-    /// From byte `.1` of late tensor number `.0` (of those that are late).
+    /// From byte `.1` of late tensor number `.0` (counted among late tensors).
     Late(usize, u64),
 }
 
-/// The save's place in the ring of slabs, until nobody of the crew has anything to write.
+/// The save's place in the ring of slabs, until the crew has nothing more to write.
 struct Staging {
     share: Mutex<Option<Share>>,
 }
 
-/// A tensor that is there while chunks with parts of it are written.
+/// A tensor that is in memory while chunks with parts of it are written.
 struct Late {
     tensor: u32,
     nbytes: u64,
@@ -181,7 +183,7 @@ enum Stage {
 
 enum Made {
     Small(Vec<u8>),
-    /// Not the allocator's: that keeps for each thread what was given back to it.
+    /// Not from the allocator, which keeps freed memory for each thread.
     Large(Anonymous),
 }
 
@@ -208,11 +210,11 @@ struct Work {
     index: Option<(PathBuf, String)>,
     folder: PathBuf,
     checkpoint: Option<Folder>,
-    /// Of the files, the index last.
+    /// Names of the files, the index last.
     names: Vec<OsString>,
     chunks: Vec<Chunk>,
     pieces: Vec<Piece>,
-    /// What the files begin with; pieces point into it.
+    /// The beginnings of the files; pieces point into them.
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
     /// Where chunks are written out of slabs.
@@ -225,27 +227,27 @@ struct Work {
     changed: Condvar,
 }
 
-/// How a file is written to. The descriptors are its output's, which lives as long as anybody writes.
+/// How a file is written to. The descriptors belong to its output, which lives as long as a thread writes.
 struct Way {
     path: PathBuf,
     cached: RawFd,
     direct: Option<RawFd>,
-    /// O_DIRECT was refused after all.
+    /// O_DIRECT was refused later.
     refused: AtomicBool,
 }
 
 struct State {
     written: u64,
     working: usize,
-    /// When a chunk was last written, or a slab for one came after a wait.
+    /// When a chunk was last written, or when a slab for one came after a wait.
     moved: Instant,
-    /// Slabs out on lease, and whether one of the crew waits for another.
+    /// Slabs in use, and whether a thread of the crew waits for another.
     slabs: usize,
     starved: bool,
-    /// The disk is being waited for, which may take as long as it likes.
+    /// The save waits for the disk, without a time limit.
     syncing: bool,
     late: Vec<Late>,
-    /// Those that are wanted, in the order in which they were asked for.
+    /// Late tensors that are wanted, in the order of the requests.
     wanted: VecDeque<usize>,
     failed: Option<Error>,
     outcome: Option<Result<()>>,
@@ -253,10 +255,11 @@ struct State {
 }
 
 impl Save {
-    /// Makes the files and starts writing. Fails at once where a file cannot be made or has no room.
+    /// Makes the files and starts writing. Fails at once if a file cannot be made or has no room.
     ///
     /// # Errors
-    /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit` where there is no thread or descriptor left.
+    /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit` if no thread can be started or no descriptor
+    /// is left.
     pub fn start(request: Request) -> Result<Save> {
         let began = Instant::now();
         let Request { plan, folder, checkpoint, tensors, keep, sync, options } = request;
@@ -326,14 +329,14 @@ impl Save {
             changed: Condvar::new(),
         });
         let mut threads = Vec::with_capacity(crew);
-        // Until the last of the crew has ended.
+        // Held until the last thread of the crew has ended.
         let disk = Arc::new(DiskUse::begin());
         let here = if crew == 1 { machine::processor() } else { None };
         while threads.len() < crew {
             let (theirs, held) = (work.clone(), disk.clone());
             let body = move || {
-                // The caller waits from now on, and memory that it has just used and freed is at hand where it ran: one
-                // writer takes a quarter less time there than elsewhere (docs/performance-notes.md).
+                // The caller waits from now on, and memory that it has just used and freed is at hand on its core: one
+                // writer takes a quarter less time there than on another core (docs/performance-notes.md).
                 if let Some(core) = here {
                     machine::go_to(core);
                 }
@@ -342,13 +345,13 @@ impl Save {
             };
             match Builder::new().name("penstock-save".into()).spawn(body) {
                 Ok(thread) => threads.push(thread),
-                // Fewer do the work too; none cannot.
+                // Fewer threads do the work too. Without any thread it cannot be done.
                 Err(_) if !threads.is_empty() => {
                     work.leave(crew - threads.len());
                     break;
                 }
                 Err(cause) => {
-                    let text = format!("cannot start a thread to write with: {cause}");
+                    let text = format!("cannot start a thread that writes: {cause}");
                     return Err(Error::new(ErrorKind::Limit, text));
                 }
             }
@@ -356,12 +359,12 @@ impl Save {
         Ok(Save { work, threads: Mutex::new(threads), stall: options.stall_timeout, pid: std::process::id() })
     }
 
-    /// Waits for the end of the save, at most `timeout`; `false` where that passed first or a late tensor is
-    /// [wanted](Self::wanted). An ended save's error is returned every time.
+    /// Waits for the end of the save, at most `timeout`. `false` if that passed first or a late tensor is
+    /// [wanted](Self::wanted). The error of an ended save is returned every time.
     ///
     /// # Errors
-    /// The save's own; `Timeout` once nothing has been written for the stall timeout, whether the storage does not answer
-    /// or other loads hold all of the staging memory.
+    /// The save's own error; `Timeout` when nothing has been written for the stall timeout, because the storage does
+    /// not answer or because other loads hold all of the staging memory.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
         self.same_process()?;
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
@@ -393,8 +396,8 @@ impl Save {
         }
     }
 
-    /// The late tensor that is to be written to memory next, by whoever waits for the save. The same until it is
-    /// [there](Self::supplied).
+    /// The late tensor that the thread which waits for the save must write to memory next. It stays the same until it
+    /// is [there](Self::supplied).
     pub fn wanted(&self) -> Option<Wanted> {
         if self.pid != std::process::id() {
             return None;
@@ -408,7 +411,7 @@ impl Save {
         }
     }
 
-    /// All bytes of the tensor that was wanted are where they were to be.
+    /// All bytes of the wanted tensor have been written to their memory.
     pub fn supplied(&self) {
         if self.pid != std::process::id() {
             return;
@@ -420,7 +423,7 @@ impl Save {
                 *stage = Stage::There(made);
             }
         }
-        // What took so long was not the storage.
+        // The time was not spent by the storage.
         state.moved = Instant::now();
         drop(state);
         self.work.changed.notify_all();
@@ -435,7 +438,7 @@ impl Save {
         (state.written, state.report.file_bytes)
     }
 
-    /// What it did: whole once it has ended.
+    /// What it did; complete when it has ended.
     ///
     /// # Errors
     /// `Forked`.
@@ -444,8 +447,8 @@ impl Save {
         Ok(lock(&self.work.state).report.clone())
     }
 
-    /// Gives the save up if it still runs, and waits until nothing of it does; what hangs in the kernel is left behind with
-    /// its memory. The old files are what they were, unless everything had been written.
+    /// Gives up the save if it still runs, and waits until nothing of it runs. What hangs in the kernel is left behind
+    /// with its memory. The old files are unchanged, unless everything had been written.
     pub fn close(&self) {
         if self.pid != std::process::id() {
             return;
@@ -483,7 +486,7 @@ impl Save {
 impl Drop for Save {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // Threads and locks are the parent's.
+            // Threads and locks belong to the parent.
             let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
             std::mem::forget((self.work.clone(), std::mem::take(threads)));
             return;
@@ -498,7 +501,7 @@ impl Way {
         Way { path: output.path().to_path_buf(), cached, direct, refused: AtomicBool::new(false) }
     }
 
-    /// The descriptor to write with, and whether it is one for O_DIRECT.
+    /// The descriptor to write to, and whether it is one for O_DIRECT.
     fn descriptor(&self) -> (RawFd, bool) {
         match self.direct {
             Some(fd) if !self.refused.load(Ordering::Relaxed) => (fd, true),
@@ -508,20 +511,21 @@ impl Way {
 }
 
 impl Work {
-    /// What one of the crew does.
+    /// The body of a thread of the crew.
     fn serve(&self) {
         let work = std::panic::AssertUnwindSafe(|| self.write_chunks());
-        let result = std::panic::catch_unwind(work)
-            .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a writing thread panicked: a bug in penstock")));
+        let result = std::panic::catch_unwind(work).unwrap_or_else(|_| {
+            Err(Error::new(ErrorKind::Internal, "a thread that writes panicked; please report this"))
+        });
         if let Err(e) = result {
             lock(&self.state).failed.get_or_insert(e);
-            // Others may wait for a tensor.
+            // Other threads may wait for a tensor.
             self.changed.notify_all();
         }
         self.leave(1);
     }
 
-    /// So many of the crew have no more to do; the last one ends the save.
+    /// So many threads of the crew have no more to do. The last one ends the save.
     fn leave(&self, count: usize) {
         let mut state = lock(&self.state);
         if state.working > count {
@@ -532,14 +536,14 @@ impl Work {
         state.syncing = true;
         drop(state);
         if let Some(staging) = &self.staging {
-            // The others' parts of the ring grow now, not when the save is closed.
+            // The parts of other loads in the ring grow now, not when the save is closed.
             drop(lock(&staging.share).take());
         }
         let outcome = match failed {
             Some(e) => Err(e),
             None => self.conclude(),
         };
-        // What was not given its name is gone with its output.
+        // A file that did not get its name goes with its output.
         lock(&self.outputs).clear();
         let mut state = lock(&self.state);
         state.working = 0;
@@ -587,8 +591,8 @@ impl Work {
         Ok(())
     }
 
-    /// A slab for one chunk; `None` where the save was given up meanwhile. One of the crew waits for the ring, which rings
-    /// once for a load; the others wait for that one.
+    /// A slab for one chunk; `None` if the save was given up meanwhile. One thread of the crew waits for the ring,
+    /// which notifies once per load. The others wait for that thread.
     fn slab<'a>(&'a self, staging: &Staging) -> Result<Option<Slab<'a>>> {
         let place = lock(&staging.share);
         let Some(share) = &*place else { return Ok(None) };
@@ -612,13 +616,13 @@ impl Work {
         state.slabs += 1;
         state.report.peak_staging = share.peak();
         if waited {
-            // What took so long was not the storage.
+            // The time was not spent by the storage.
             state.moved = Instant::now();
         }
         Ok(Some(Slab { lease, work: self }))
     }
 
-    /// The pieces, with the addresses of those that were late; `None` where the save was given up meanwhile.
+    /// The pieces, with the addresses of the late tensors; `None` if the save was given up meanwhile.
     fn there<'a>(&self, pieces: &'a [Piece]) -> Result<Option<Cow<'a, [Piece]>>> {
         if !pieces.iter().any(|p| matches!(p.from, Origin::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
@@ -633,7 +637,7 @@ impl Work {
         Ok(Some(Cow::Owned(here)))
     }
 
-    /// The address of a late tensor, for which whoever waits for the save is asked.
+    /// The address of a late tensor. It is requested from the thread that waits for the save.
     fn ask(&self, number: usize) -> Result<Option<u64>> {
         let mut state = lock(&self.state);
         loop {
@@ -654,7 +658,7 @@ impl Work {
         }
     }
 
-    /// Pieces were written: late tensors that nothing more is written of are dropped.
+    /// Pieces were written: late tensors of which nothing more is written are dropped.
     fn let_go(&self, pieces: &[Piece]) {
         for piece in pieces {
             if let Origin::Late(number, _) = piece.from {
@@ -670,7 +674,7 @@ impl Work {
         }
     }
 
-    /// Writes a chunk out of a slab; the bytes that went past the page cache, and the calls that it took.
+    /// Writes a chunk out of a slab. Returns the bytes that went past the page cache, and the number of calls.
     fn write(&self, chunk: &Chunk, from: *mut u8) -> Result<(u64, u64)> {
         let way = &self.ways[chunk.file];
         let padded = chunk.len.next_multiple_of(PAGE);
@@ -693,7 +697,7 @@ impl Work {
             let cause = if wrote == 0 { io::Error::from_raw_os_error(libc::EIO) } else { io::Error::last_os_error() };
             match cause.raw_os_error() {
                 Some(libc::EINTR) => {}
-                // The file system would have it otherwise, or stopped at an odd byte.
+                // The file system refused O_DIRECT, or stopped at an odd byte.
                 Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTSUP) if direct => self.refuse_direct(way, &cause),
                 _ => return Err(self.failed(chunk, &cause)),
             }
@@ -711,11 +715,11 @@ impl Work {
         }
     }
 
-    /// Writes a chunk from where its bytes are; the calls that it took.
+    /// Writes a chunk from where its bytes are. Returns the number of calls.
     fn write_from_place(&self, chunk: &Chunk, pieces: &[Piece]) -> Result<u64> {
         let (fd, _) = self.ways[chunk.file].descriptor();
         let (mut done, mut calls) = (0, 0);
-        // The piece that is being written, and how much of it has been.
+        // The piece that is being written, and how much of it is written.
         let (mut first, mut within) = (0, 0u64);
         let mut places: Vec<libc::iovec> = Vec::with_capacity(pieces.len().min(MOST_PIECES));
         while done < chunk.len {
@@ -755,7 +759,8 @@ impl Work {
         Error::write("write", cause).at(&self.ways[chunk.file].path).range(range)
     }
 
-    /// Everything is written: brings it to the disk if that was asked for, then gives the files their names, the index last.
+    /// Everything is written. Writes it to the disk if that was asked for, then gives the files their names, the index
+    /// last.
     fn conclude(&self) -> Result<()> {
         let given_up = || match self.cancelled.load(Ordering::Relaxed) {
             true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
@@ -775,7 +780,8 @@ impl Work {
         lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
         given_up()?;
         if let Some(path) = index {
-            // Shards of an earlier save are replaced one by one: with some of them its index must not say that they are one.
+            // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
+            // call them one checkpoint.
             if let Err(cause) = std::fs::remove_file(path) {
                 if cause.kind() != io::ErrorKind::NotFound {
                     return Err(Error::write("remove the earlier index", &cause).at(path));
@@ -796,7 +802,7 @@ impl Work {
         Ok(())
     }
 
-    /// Brings names in a directory to the disk.
+    /// Writes the names in a directory to the disk.
     fn settle(&self, folder: &Path) -> Result<()> {
         if let Some(refused) = folder::sync(folder)? {
             let fallbacks = &mut lock(&self.state).report.fallbacks;
@@ -808,7 +814,7 @@ impl Work {
     }
 }
 
-/// A slab on lease for one chunk.
+/// The lease of a slab for one chunk.
 struct Slab<'a> {
     lease: Lease,
     work: &'a Work,
@@ -822,7 +828,7 @@ impl Drop for Slab<'_> {
 
 /// How a chunk was written.
 struct Written {
-    /// From its tensors to the slab, or until late ones were there.
+    /// Time from the tensors to the slab, or until late tensors were there.
     filling: Duration,
     writing: Duration,
     /// Bytes past the page cache.
@@ -830,7 +836,7 @@ struct Written {
     calls: u64,
 }
 
-/// Fills a slab with pieces, one behind the other.
+/// Fills a slab with pieces, one after the other.
 fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
     let mut at = 0;
     let mut fetched: Vec<(u32, Range)> = Vec::new();

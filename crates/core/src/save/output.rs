@@ -1,9 +1,10 @@
-//! A file in the making: it has no name, or none that anybody looks for, until it is whole.
+//! A file that is being written: until it is complete it has no name, or a name that no reader looks for.
 //!
-//! Where the file system can, it is made without a name (O_TMPFILE), so that nothing is left of a process that was killed;
-//! elsewhere it is `.penstock-PID-N.part` in the same directory. What is written past the page cache, or through it to ext4
-//! or XFS, has its room allocated before the first byte, so that a full disk shows at once; elsewhere [`check_room`]
-//! compares. [`Output::publish`] gives it its name in one step, in the place of the file or the link that had it before.
+//! If the file system can, the file is made without a name (O_TMPFILE), so that a killed process leaves nothing behind.
+//! Otherwise it is `.penstock-PID-N.part` in the same directory. Files that are written past the page cache, and files
+//! on ext4 or XFS, get their room allocated before the first byte, so that a full disk shows at once. On other file
+//! systems [`check_room`] compares. [`Output::publish`] gives the file its name in one step. It replaces the file or
+//! the link that had the name before.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
@@ -22,27 +23,27 @@ static NUMBERS: AtomicU64 = AtomicU64::new(0);
 /// A file that is being written.
 #[derive(Debug)]
 pub(super) struct Output {
-    /// The name that it is to have.
+    /// The name that it gets.
     path: PathBuf,
     size: u64,
     file: File,
-    /// The same for O_DIRECT, where the file system has that.
+    /// The same for O_DIRECT, if the file system has that.
     direct: Option<File>,
-    /// The name that it has meanwhile, if any.
+    /// Its temporary name, if it has one.
     temporary: Option<PathBuf>,
     pid: u32,
 }
 
 impl Output {
-    /// A file of `size` bytes that is to be called `path`. With `direct` it can be written past the page cache, unless the
-    /// file system refuses: that is told.
+    /// A file of `size` bytes that will be called `path`. With `direct` it can be written past the page cache. If the
+    /// file system refuses that, the refusal is returned.
     pub(super) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
         check_name(path)?;
         let folder = parent(path);
         let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(path);
         let (file, temporary) = match nameless(folder) {
             Ok(file) => (file, None),
-            // Not every file system has them, and none can be given a name where /proc is not there.
+            // Not every file system has them, and without /proc they cannot get a name.
             Err(_) => {
                 let (file, name) = named(folder).map_err(|e| failed("make a file beside it", &e))?;
                 (file, Some(name))
@@ -50,7 +51,7 @@ impl Output {
         };
         let path = path.to_path_buf();
         let mut output = Output { path: path.clone(), size, file, direct: None, temporary, pid: std::process::id() };
-        // Of a link there is nothing to keep: it has no mode, and what it leads to is another file.
+        // Nothing of a link is kept: it has no mode, and it leads to another file.
         if let Some(before) = fs::symlink_metadata(&path).ok().filter(Metadata::is_file) {
             output.take_mode(&before);
         }
@@ -66,19 +67,19 @@ impl Output {
             }
         }
         if output.direct.is_some() {
-            // Whole pages are written; what is too much is cut off at the end.
+            // Whole pages are written. The excess is cut off at the end.
             output.allocate(size.next_multiple_of(PAGE))?;
         } else if direct || matches!(kind(&output.file), "ext4" | "xfs") {
-            // Through the page cache ext4 writes a twelfth to a sixth faster into room that it has allocated at once, XFS as
-            // fast, Btrfs and tmpfs slower (docs/performance-notes.md).
+            // Through the page cache, ext4 writes a twelfth to a sixth faster into room that is allocated at once, XFS
+            // as fast, Btrfs and tmpfs slower (docs/performance-notes.md).
             output.allocate(size)?;
         }
         Ok((output, fallback))
     }
 
-    /// The mode of the file that is replaced, as if that had been written over, as far as its owner and group are those of
-    /// the new file. What they granted to somebody else's file is no more than a limit: bits that a fresh file does not
-    /// have are dropped, setuid and setgid always.
+    /// The mode of the file that is replaced, as if that file had been overwritten, if its owner and group are those of
+    /// the new file. If they differ, its mode is only a limit: bits that a fresh file does not have are dropped, setuid
+    /// and setgid always.
     fn take_mode(&self, before: &Metadata) {
         let Ok(fresh) = self.file.metadata() else { return };
         let (old, new) = (before.mode() & 0o7777, fresh.mode() & 0o777);
@@ -130,7 +131,7 @@ impl Output {
         &self.path
     }
 
-    /// The directory that it is to be in.
+    /// The directory that it will be in.
     pub(super) fn folder(&self) -> &Path {
         parent(&self.path)
     }
@@ -145,19 +146,19 @@ impl Output {
         self.file.write_all_at(bytes, 0).map_err(|e| Error::write("write", &e).at(&self.path))
     }
 
-    /// Every byte is written: gives the file its size, and where asked waits until it is on the disk.
+    /// Every byte is written: gives the file its size, and waits until it is on the disk if that was asked for.
     pub(super) fn seal(&self, sync: bool) -> Result<()> {
         let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(&self.path);
         if self.direct.is_some() {
             self.file.set_len(self.size).map_err(|e| failed("set the size", &e))?;
         }
         if sync {
-            self.file.sync_all().map_err(|e| failed("bring it to the disk", &e))?;
+            self.file.sync_all().map_err(|e| failed("write it to the disk", &e))?;
         }
         Ok(())
     }
 
-    /// Gives the file its name. Whoever had that name is gone.
+    /// Gives the file its name. A file that had the name is gone.
     pub(super) fn publish(&mut self) -> Result<()> {
         let failed = |cause: &io::Error| Error::write("give the file its name", cause).at(&self.path);
         let name = match &self.temporary {
@@ -178,15 +179,15 @@ impl Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if let (Some(name), true) = (&self.temporary, self.pid == std::process::id()) {
-            // It was to be thrown away; whatever stays is not taken for a checkpoint.
+            // It was to be removed. If it stays, no reader takes it for a checkpoint.
             let _left_behind = fs::remove_file(name);
         }
     }
 }
 
-/// Refuses a name that a save must not take: of a directory, a pipe, a socket or a device, and of a link to one. The name
-/// of any other link is free: the new file replaces the link, and what it leads to stays as it is. That may be a blob of
-/// the Hub cache, which other revisions share and whose name is the hash of its content.
+/// Refuses a name that a save must not take: of a directory, a pipe, a socket or a device, and of a link to one. The
+/// name of any other link is free: the new file replaces the link, and the target of the link stays. The target may be
+/// a blob of the Hub cache, which other revisions share and whose name is the hash of its content.
 fn check_name(path: &Path) -> Result<()> {
     let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
     match fs::metadata(path) {
@@ -198,13 +199,13 @@ fn check_name(path: &Path) -> Result<()> {
         _ => {}
     }
     match fs::read_link(path) {
-        // /dev/stdout and its like, which every process needs.
+        // /dev/stdout and similar links, which every process needs.
         Ok(target) if target.starts_with("/proc") => refused("it is a link to a descriptor of this process"),
         _ => Ok(()),
     }
 }
 
-/// The directory that something is in.
+/// The directory that contains a path.
 pub(super) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -214,7 +215,7 @@ pub(super) fn parent(path: &Path) -> &Path {
 
 fn nameless(folder: &Path) -> io::Result<File> {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).mode(0o666).open(folder)?;
-    // It must be possible to name it later.
+    // It must be possible to give it a name later.
     fs::symlink_metadata(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     Ok(file)
 }
@@ -231,7 +232,7 @@ fn named(folder: &Path) -> io::Result<(File, PathBuf)> {
     Ok((file, name))
 }
 
-/// Gives what `from` leads to a second name.
+/// Gives the target of `from` a second name.
 fn link(from: &Path, to: &Path) -> io::Result<()> {
     let text =
         |path: &Path| CString::new(path.as_os_str().as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL));
@@ -251,8 +252,8 @@ fn no_room(wanted: u64, free: Option<u64>) -> Error {
     Error::write(&format!("find room for {wanted} bytes{free}"), &io::Error::from_raw_os_error(libc::ENOSPC))
 }
 
-/// Compares the bytes that are to be written with those that are free, where that says anything: file systems that compress
-/// or are elsewhere may have room for more.
+/// Compares the bytes that will be written with the free bytes, where that is meaningful: file systems that compress or
+/// are remote may have room for more.
 pub(super) fn check_room(path: &Path, wanted: u64) -> Result<()> {
     let Ok(folder) = File::open(parent(path)) else { return Ok(()) };
     match free(&folder) {
@@ -261,12 +262,12 @@ pub(super) fn check_room(path: &Path, wanted: u64) -> Result<()> {
     }
 }
 
-/// Whether files take the room on their file system that they have bytes.
+/// Whether files take as much room on their file system as they have bytes.
 fn plain(file: &File) -> bool {
     matches!(kind(file), "ext4" | "xfs" | "tmpfs")
 }
 
-/// The kind of file system that a file is on; "" where that cannot be told.
+/// The kind of file system that a file is on; "" if it is unknown.
 fn kind(file: &File) -> &'static str {
     // SAFETY: all zeros are a valid `statfs`.
     let mut found: libc::statfs = unsafe { std::mem::zeroed() };

@@ -1,9 +1,10 @@
 //! What a save writes: which tensor stands in which file, and where.
 //!
-//! The format allows no gap between tensors, so alignment is a matter of order. [`Arrangement::Aligned`] pads the header
-//! with spaces until the data begins at a page, and puts tensors whose size is a multiple of 4096 first, then multiples of
-//! 256, of 64 and so on down to one byte: each begins at a multiple of what its size is a multiple of, and so at least of its
-//! element's size. [`Arrangement::Compact`] is the order and the padding of safetensors' own writer.
+//! The format allows no gap between tensors, so their order gives the alignment. [`Arrangement::Aligned`] pads the
+//! header with spaces until the data begins at a page. It puts tensors whose size is a multiple of 4096 first, then
+//! multiples of 256, of 64 and so on down to one byte. So each tensor begins at a multiple of the number that divides
+//! its size, and at least at a multiple of its element's size. [`Arrangement::Compact`] is the order and the padding of
+//! safetensors' own writer.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, DType};
@@ -19,10 +20,10 @@ use std::path::Path;
 const LONGEST_HEADER: usize = 100_000_000;
 pub(super) const SUFFIX: &str = ".safetensors";
 pub(super) const INDEX_SUFFIX: &str = ".index.json";
-/// Sizes that tensors are sorted by: multiples of the first come first.
+/// The classes by which tensors are sorted: multiples of the first number come first.
 const CLASSES: [u64; 8] = [PAGE, 256, 64, 16, 8, 4, 2, 1];
 
-/// A tensor that is to be saved, as the format knows it.
+/// A tensor to be saved, in the terms of the format.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     /// Its name.
@@ -37,7 +38,7 @@ impl Tensor {
     /// Size in bytes.
     ///
     /// # Errors
-    /// `Invalid` where it does not fall on whole bytes or does not fit 64 bits.
+    /// `Invalid` if it is not a whole number of bytes or does not fit 64 bits.
     pub fn nbytes(&self) -> Result<u64> {
         let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
         elements.and_then(|n| self.dtype.nbytes(n)).ok_or_else(|| {
@@ -50,7 +51,7 @@ impl Tensor {
 /// How tensors stand in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrangement {
-    /// Large ones aligned; see the module.
+    /// Large tensors are aligned; see the module.
     Aligned,
     /// As safetensors writes them: wide elements first, then by name.
     Compact,
@@ -61,7 +62,7 @@ pub enum Arrangement {
 pub struct FilePlan {
     /// Its name.
     pub name: OsString,
-    /// Everything before the data: the header's length, the header, and the spaces behind it.
+    /// Everything before the data: the header's length, the header, and the spaces after it.
     pub head: Vec<u8>,
     /// (number of the tensor, offset in the file, bytes), ascending and without gaps; empty tensors among them.
     pub places: Vec<(u32, u64, u64)>,
@@ -74,19 +75,20 @@ pub struct FilePlan {
 pub struct Plan {
     /// The shards.
     pub files: Vec<FilePlan>,
-    /// The index file's text, where there are several shards.
+    /// The text of the index file, if there are several shards.
     pub index: Option<String>,
     /// Bytes of all tensors.
     pub nbytes: u64,
 }
 
 impl Plan {
-    /// The plan for `tensors`, in one file called `name`, or where they do not fit one in shards of at most `most` bytes of
-    /// tensors (one tensor may have more); of `model.safetensors` those are called `model-00001-of-00002.safetensors` and so on.
+    /// The plan for `tensors`: one file called `name`, or several shards of at most `most` bytes of tensors if they do
+    /// not fit into one (a single larger tensor has its own shard). The shards of `model.safetensors` are called
+    /// `model-00001-of-00002.safetensors` and so on.
     ///
     /// # Errors
-    /// `Invalid` for names that come twice or that the format reserves, sizes that make no sense, a header too long, and for
-    /// several files a `name` that is not UTF-8: the index is JSON and could not name them.
+    /// `Invalid` for names that occur twice or that the format reserves, for invalid sizes, for a header that is too
+    /// long, and, with several files, for a `name` that is not UTF-8: the index is JSON and could not name them.
     pub fn new(
         tensors: &[Tensor],
         metadata: Option<&BTreeMap<String, String>>,
@@ -100,7 +102,7 @@ impl Plan {
             if tensor.name == "__metadata__" {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "a tensor cannot be called __metadata__: the format has other use for it",
+                    "a tensor cannot be called `__metadata__`: the format reserves this name",
                 ));
             }
             if !names.insert(&tensor.name) {
@@ -180,7 +182,7 @@ impl Plan {
 
 fn not_utf8(name: &OsStr) -> Error {
     let text =
-        format!("shards cannot be called {}: an index is JSON, and this is not UTF-8", Path::new(name).display());
+        format!("shards cannot be called {}: the name is not UTF-8, and an index is JSON", Path::new(name).display());
     Error::new(ErrorKind::Invalid, text)
 }
 
@@ -189,7 +191,7 @@ fn class(nbytes: u64) -> usize {
     CLASSES.iter().position(|c| nbytes % c == 0).unwrap_or(CLASSES.len())
 }
 
-/// For each tensor the place of its layer: stacks of layers where the first of their tensors stands, in numeric order.
+/// For each tensor the place of its layer: a group of layers stands where its first tensor stands, in numeric order.
 fn layers(tensors: &[Tensor]) -> Vec<usize> {
     let mut stacks: HashMap<(&str, bool), usize> = HashMap::new();
     let keys: Vec<(usize, u64)> = tensors
@@ -239,7 +241,9 @@ fn file(
     let len = (8 + text.len()).next_multiple_of(to) - 8;
     if len > LONGEST_HEADER {
         let name = Path::new(&name).display();
-        let why = format!("{name}: a header of {len} bytes; readers accept {LONGEST_HEADER}: save in more shards");
+        let why = format!(
+            "{name}: its header would have {len} bytes, and readers accept {LONGEST_HEADER}; save in more shards"
+        );
         return Err(Error::new(ErrorKind::Invalid, why));
     }
     let mut head = Vec::with_capacity(8 + len);

@@ -1,6 +1,6 @@
 //! O_DIRECT through Linux AIO (io_submit), by raw system calls: containers that refuse io_uring still grant it.
 //!
-//! It is asynchronous only with O_DIRECT, which is all that it is used for here.
+//! It is asynchronous only with O_DIRECT, and it is used only for that.
 
 use super::file::Files;
 use super::flight::{quarantine, Flight, Next};
@@ -48,7 +48,7 @@ const IOCB_FLAG_RESFD: u32 = 1;
 
 /// Reads by Linux AIO with O_DIRECT.
 pub struct Aio {
-    /// 0 once given up.
+    /// 0 when it has been given up.
     context: libc::c_ulong,
     files: Arc<Files>,
     waiting: VecDeque<Flight>,
@@ -68,13 +68,13 @@ impl std::fmt::Debug for Aio {
     }
 }
 
-/// The context of the last load, if that ended well, with its depth and process: io_destroy takes 35 ms (measured: it
-/// waits for an RCU grace period), so one is kept.
+/// The context of the last load, if that load ended without an error, with its depth and process. One is kept, because
+/// io_destroy takes 35 ms (measured: it waits for an RCU grace period).
 static IDLE: Mutex<Option<(libc::c_ulong, usize, u32)>> = Mutex::new(None);
 
 /// A context for `depth` reads.
 fn context(depth: usize) -> Result<libc::c_ulong> {
-    // Tried, not waited for: in a forked child the lock may be held for ever, by a thread that the child does not have.
+    // `try_lock`, because in a forked child a thread that the child does not have may hold the lock forever.
     if let Ok(mut idle) = IDLE.try_lock() {
         if let Some((context, _, _)) = idle.take_if(|c| c.1 >= depth && c.2 == std::process::id()) {
             return Ok(context);
@@ -89,7 +89,7 @@ fn context(depth: usize) -> Result<libc::c_ulong> {
 }
 
 impl Aio {
-    /// A queue of `depth` reads, or why this kernel does not grant one.
+    /// A queue of `depth` reads, or the reason why this kernel does not grant one.
     pub fn new(files: Arc<Files>, depth: usize) -> Result<Aio> {
         let depth = depth.clamp(1, 4096);
         let wake = Wake::new()?;
@@ -140,7 +140,7 @@ impl Aio {
             }
             let fd = match self.files.open(flight.read.file, true) {
                 Ok(fd) => fd,
-                // Those of reads in flight become free when they finish.
+                // Entries of reads in flight become free when the reads finish.
                 Err(e) if e.kind() == ErrorKind::Limit && self.flying() > 0 => {
                     self.waiting.push_front(flight);
                     break;
@@ -174,7 +174,7 @@ impl Aio {
         self.hand_over(&mut calls);
     }
 
-    /// One system call for many reads, again where the kernel takes only the first few.
+    /// One system call for many reads. It is repeated if the kernel takes only the first few.
     fn hand_over(&mut self, calls: &mut [Iocb]) {
         let mut taken = 0;
         while taken < calls.len() {
@@ -192,7 +192,7 @@ impl Aio {
             let slot = calls[taken].data as usize;
             match e.raw_os_error() {
                 Some(libc::EINTR) => continue,
-                // Goes on when reads in flight have finished.
+                // Continues when reads in flight have finished.
                 Some(libc::EAGAIN) if self.flying() > calls.len() - taken => {
                     for call in calls[taken..].iter().rev() {
                         if let Some((flight, _)) = self.take(call.data as usize) {
@@ -201,7 +201,7 @@ impl Aio {
                     }
                     return;
                 }
-                // The first of them is what the kernel does not like.
+                // The kernel refuses the first of them.
                 Some(libc::EINVAL | libc::EOPNOTSUPP | libc::EBADF) => {
                     if let Some((flight, _)) = self.take(slot) {
                         self.give(Outcome::Refused { read: flight.read, cause: e });
@@ -226,7 +226,7 @@ impl Aio {
         Some(flight)
     }
 
-    /// Resets `wake` and counts what it counted.
+    /// Resets `wake` and adds its count.
     fn count(&mut self) {
         let mut n = 0u64;
         // SAFETY: eight bytes are read into `n`.
@@ -265,8 +265,8 @@ impl Aio {
         }
     }
 
-    /// Waits until the kernel has finished everything that was submitted: its completions are counted in `wake`, even
-    /// where we may not collect them any more.
+    /// Waits until the kernel has finished everything that was submitted. `wake` counts the completions, even if we may
+    /// no longer collect them.
     fn settle(&mut self) -> bool {
         let until = Instant::now() + GRACE;
         while self.uncounted > 0 {
@@ -279,7 +279,7 @@ impl Aio {
         true
     }
 
-    /// Gives it up because the kernel refuses it now, and hands back what it had not finished.
+    /// Gives it up, because the kernel refuses it now, and hands back the unfinished reads.
     fn leave(&mut self, cause: &io::Error) {
         let again = || io::Error::from_raw_os_error(cause.raw_os_error().unwrap_or(libc::ENOSYS));
         let settled = self.settle();
@@ -312,7 +312,7 @@ impl Aio {
     }
 
     pub(super) fn drain(&mut self, out: &mut Vec<Outcome>) {
-        // Before the completions are collected: one that arrives in between makes it readable again.
+        // Before the completions are collected: a completion that arrives in between makes it readable again.
         self.count();
         self.reap();
         if !self.waiting.is_empty() {
@@ -347,7 +347,7 @@ impl Source for Aio {
     }
 
     fn cancel(&mut self) {
-        // No file system lets a submitted read be cancelled (io_cancel answers EINVAL): it finishes.
+        // No file system can cancel a submitted read (io_cancel answers EINVAL). The read finishes.
         for flight in std::mem::take(&mut self.waiting) {
             let done = flight.read.cancelled(&self.files);
             self.give(Outcome::Done(done));

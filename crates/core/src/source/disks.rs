@@ -1,5 +1,5 @@
-//! Disks of this machine that this process has been told of, and whether a path leads to one of them: what is there can be
-//! looked at without a thread that stands by for the file system to hang.
+//! Disks of this machine that this process has loaded from, and whether a path leads to one of them. Files there can be
+//! opened without a second thread in case the file system hangs.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Block devices whose file system is local; 0 is a free place. No lock: a forked child could find it taken.
 static DISKS: [AtomicU64; 16] = [const { AtomicU64::new(0) }; 16];
 
-/// Keeps the number of a block device. Others (major number 0: overlay, btrfs, network mounts) are given to the next mount
-/// when theirs has gone.
+/// Keeps the number of a block device. Other numbers (major number 0: overlay, btrfs, network mounts) are not kept:
+/// when such a mount has gone, the next one can get its number.
 pub(super) fn remember(dev: u64) {
     if libc::major(dev) == 0 {
         return;
@@ -29,21 +29,22 @@ pub(super) fn is_known(dev: u64) -> bool {
     dev != 0 && DISKS.iter().any(|disk| disk.load(Ordering::Relaxed) == dev)
 }
 
-/// Whether `path` leads to something on a disk that was remembered, by what the kernel has in memory: nothing is waited for,
-/// neither a disk nor a server. `false` where it cannot say so: for a name that was not looked up lately, before Linux
-/// 5.12, in a sandbox that refuses to answer.
+/// Whether `path` leads to a file or folder on a known disk. The kernel answers from its memory, without waiting for a
+/// disk or a server. `false` if it cannot say so: for a name that was not looked up lately, before Linux 5.12, in a
+/// sandbox that refuses to answer.
 ///
-/// It holds for this moment. Whoever then opens the path walks it once more, and may wait if meanwhile something else was
-/// mounted there, or a network mount on the way no longer trusts the names it has in memory: that is accepted.
+/// The answer holds for this moment. Opening the path afterwards walks it once more. That may wait if something else
+/// was mounted there meanwhile, or if a network mount on the way no longer trusts the names it has in memory. This is
+/// accepted.
 pub(crate) fn leads_to_known_disk(path: &Path) -> bool {
-    // Before the first load nothing is known, so nothing need be asked.
+    // Before the first load nothing is known, so there is nothing to ask.
     DISKS[0].load(Ordering::Relaxed) != 0 && device_at_once(path).is_some_and(is_known)
 }
 
-/// The number of the device that `path` leads to, unless it takes a wait to learn it.
+/// The number of the device that `path` leads to, unless learning it needs a wait.
 fn device_at_once(path: &Path) -> Option<u64> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    // struct open_how: flags, mode, resolve. O_PATH: the file system of the file is told nothing of it.
+    // struct open_how: flags, mode, resolve. O_PATH: the file system of the file does not notice.
     let how = [(libc::O_PATH | libc::O_CLOEXEC) as u64, 0, libc::RESOLVE_CACHED];
     // SAFETY: `path` is a C string and `how` the structure of that size; both outlive the call.
     let fd = unsafe {
@@ -56,7 +57,7 @@ fn device_at_once(path: &Path) -> Option<u64> {
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     // SAFETY: plain numbers; zero is a value of each.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // Nothing but the device is asked for, and that as it is cached: a network file system has nothing to ask its server.
+    // Only the device is asked for, from the cache: a network file system has nothing to ask its server.
     let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
     // SAFETY: an empty C string, and one `statx` to be written to.
     let rc = unsafe { libc::statx(fd.as_raw_fd(), c"".as_ptr(), flags, 0, &raw mut found) };

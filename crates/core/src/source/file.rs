@@ -18,49 +18,50 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The kernel never moves more than this in one read (`MAX_RW_COUNT`): longer reads come back short.
 const MOST_PER_CALL: u64 = 0x7fff_f000;
-/// Descriptors kept open at once; checkpoints have more shards than that only where each is read for a moment.
+/// Descriptors kept open at once. A checkpoint with more shards reads each of them for a moment only.
 const MOST_OPEN: u64 = 512;
-/// Residency is told apart down to this many bytes; finer than that, reading through the cache is as quick as looking.
+/// The finest granularity of residency, in bytes: for less, reading through the page cache is as fast as asking.
 const FINEST: u64 = 128 << 10;
 /// Most `RWF_NOWAIT` samples for one file: each miss costs 5 us and starts a little read-ahead.
 const MOST_SAMPLES: u64 = 1024;
 const MIB: u64 = 1 << 20;
 
-/// What kind of storage a file system stands on: decides which routes make sense.
+/// What kind of storage a file system is on. This decides which routes make sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FsKind {
     /// The page cache is the storage (tmpfs, ramfs, hugetlbfs).
     Memory,
     /// A disk of this machine (overlay counts as local: its layers nearly always are).
     Local,
-    /// Somewhere else, or in the hands of another process (FUSE), or unknown: may stall, and is never mapped.
+    /// Remote storage, another process (FUSE), or unknown: may stall, and is never mapped.
     Network,
 }
 
 /// What the file system of a shard file allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// What the file system stands on.
+    /// The kind of storage that the file system is on.
     pub kind: FsKind,
-    /// Its name, such as "ext4"; "unknown" where its magic number is.
+    /// Its name, such as "ext4"; "unknown" if its magic number is unknown.
     pub fs: &'static str,
     /// Device number of the storage: files with different numbers can be read side by side.
     pub storage: u64,
-    /// Bytes that addresses, offsets and lengths of O_DIRECT reads must be multiples of. `None`: not supported. Where the
-    /// kernel does not say (before 6.1, most network file systems) 4096 is assumed; a read may then still be refused.
+    /// Bytes that addresses, offsets and lengths of O_DIRECT reads must be multiples of. `None`: not supported. If the
+    /// kernel does not say (before 6.1, and most network file systems), 4096 is assumed; a read may then still be
+    /// refused.
     pub direct_align: Option<u64>,
-    /// Whether mapping it is safe: a mapping of a file that a remote machine truncates or loses kills its reader.
+    /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
     pub mappable: bool,
 }
 
-/// Which pages of a file are in the page cache, and what it took to find out.
+/// Which pages of a file are in the page cache, and how many calls it took to find out.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Residency {
     /// Sorted, disjoint byte ranges, cut at the end of the file.
     pub ranges: Vec<Range<u64>>,
     /// Calls of `cachestat`.
     pub calls: u32,
-    /// One-byte `RWF_NOWAIT` reads (where `cachestat` is refused); those that miss start a little read-ahead.
+    /// One-byte `RWF_NOWAIT` reads (if `cachestat` is refused). Those that miss start a little read-ahead.
     pub samples: u32,
 }
 
@@ -110,7 +111,7 @@ impl Files {
         Self::with_identities(files.iter().map(|f| (f.location.clone(), f.identity)))
     }
 
-    /// Files by path, as they are now: for tools that work on files that need not be shard files.
+    /// Files by path, as they are now: for tools whose files need not be shard files.
     pub fn from_paths<P: AsRef<Path>>(paths: &[P]) -> Result<Files> {
         let files = paths
             .iter()
@@ -152,7 +153,7 @@ impl Files {
         self.files.is_empty()
     }
 
-    /// Where file number `file` is.
+    /// Path of file number `file`.
     pub fn path(&self, file: u32) -> &Path {
         &self.files[file as usize].path
     }
@@ -162,26 +163,27 @@ impl Files {
         self.files[file as usize].identity.size
     }
 
-    /// Whether one of these files is one of those.
+    /// Whether the two sets have a file in common.
     pub(super) fn share(&self, other: &Files) -> bool {
         let same = |a: &File, b: &File| (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino);
         self.files.iter().any(|a| other.files.iter().any(|b| same(a, b)))
     }
 
-    /// What somebody is waiting for the file system to say: changes as answers come, `None` where nobody waits.
+    /// The file whose answer a thread waits for, and the number of answers so far, which changes as answers come;
+    /// `None` if no thread waits.
     pub(crate) fn asking(&self) -> Option<(u64, u32)> {
-        // By file and not in one place: whoever is told must not end the wait of one who hangs.
+        // Counted per file and not in one place: an answer for one file must not end the wait for another that hangs.
         let file = self.files.iter().position(|f| f.asking.load(Ordering::Relaxed) > 0)?;
         Some((self.clock.load(Ordering::Relaxed), file as u32))
     }
 
-    /// Whether a file that was opened is on a network file system, where looking at it may hang.
+    /// Whether a file that was opened is on a network file system, so that asking about it may hang.
     pub(crate) fn may_hang(&self) -> bool {
         self.files.iter().any(|f| f.facts.get().is_some_and(|f| f.kind == FsKind::Network))
     }
 
-    /// Whether all files are known to be on disks of this machine, by what this process has been told of their devices
-    /// before: then nobody need stand by for the file system to hang.
+    /// Whether all files are known to be on disks of this machine, because this process has asked about their devices
+    /// before. Then no other thread is needed in case the file system hangs.
     pub(crate) fn are_known_local(&self) -> bool {
         self.files.iter().all(|f| disks::is_known(f.identity.dev))
     }
@@ -198,8 +200,8 @@ impl Files {
         self.opens.load(Ordering::Relaxed)
     }
 
-    /// Caps the bytes of one system call; what is longer is read in several. The kernel has such a cap itself (2 GiB),
-    /// so this is how tests reach the code behind short reads without 2 GiB extents.
+    /// Caps the bytes of one system call; longer reads take several calls. The kernel has such a cap itself (2 GiB).
+    /// With this, tests reach the code behind short reads without extents of 2 GiB.
     pub fn cap_calls(&self, bytes: u64) {
         self.most_per_call.store(bytes.clamp(PAGE, MOST_PER_CALL), Ordering::Relaxed);
     }
@@ -209,7 +211,7 @@ impl Files {
     }
 
     /// A descriptor of file number `file` for reading, with or without O_DIRECT. It stays open at least as long as the
-    /// `Arc` is held. Kind `Limit` where the process has no descriptor left and none here is idle.
+    /// `Arc` is held. Kind `Limit` if the process has no descriptor left and none of these is idle.
     pub fn open(&self, file: u32, direct: bool) -> Result<Arc<OwnedFd>> {
         let used = self.clock.fetch_add(1, Ordering::Relaxed);
         {
@@ -220,7 +222,7 @@ impl Files {
             }
             while open.len() >= self.most_open && close_idlest(&mut open) {}
         }
-        // Opened outside the lock: on a network file system this may take long, and others need not wait for it.
+        // Opened without the lock: on a network file system this may take long, and other threads need not wait for it.
         let _asking = self.ask(file);
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let fd = loop {
@@ -236,7 +238,7 @@ impl Files {
                         return Err(Error::new(ErrorKind::Limit, text).at(self.path(file)));
                     }
                 }
-                // It was there when its header was read.
+                // The file was there when its header was read.
                 Err(e) if e.raw_os_error() == Some(libc::ENOENT) => return Err(self.gone(file)),
                 Err(e) => {
                     return Err(Error::io(if direct { "open with O_DIRECT" } else { "open" }, &e).at(self.path(file)))
@@ -248,7 +250,7 @@ impl Files {
         self.files[file as usize].touched.store(true, Ordering::Relaxed);
         let fd = Arc::new(fd);
         let mut open = lock(&self.open);
-        // Another thread may have opened it meanwhile; one of the two is enough.
+        // Another thread may have opened it meanwhile. One of the two descriptors is enough.
         if let Some(o) = open.iter().find(|o| o.file == file && o.direct == direct) {
             return Ok(o.fd.clone());
         }
@@ -272,7 +274,8 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
-    /// Takes file number `file` to be on storage device number `storage`, for tests of several drives on one.
+    /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
+    /// machine.
     #[doc(hidden)]
     pub fn pretend_storage(&self, file: u32, storage: u64) -> Result<()> {
         let fd = self.open(file, false)?;
@@ -286,8 +289,8 @@ impl Files {
         self.resident_within(file, 0..self.size(file))
     }
 
-    /// Which parts of `range` of file number `file` are in the page cache: whole pages, cut at the end of the file. Whoever
-    /// wants one tensor of a large file need not ask about the rest of it.
+    /// Which parts of `range` of file number `file` are in the page cache: whole pages, cut at the end of the file. A
+    /// caller that wants one tensor of a large file need not ask about the rest.
     pub fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let size = self.size(file);
         let range = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE).min(size);
@@ -301,7 +304,7 @@ impl Files {
         resident(fd.as_raw_fd(), range).map_err(|e| e.at(self.path(file)))
     }
 
-    /// An error of kind `Changed` unless every file that was opened is still what it was when its header was read.
+    /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.
     pub fn verify_unchanged(&self) -> Result<()> {
         for (number, file) in self.files.iter().enumerate() {
             if !file.touched.load(Ordering::Relaxed) {
@@ -328,28 +331,12 @@ impl Files {
     }
 
     fn compare(&self, file: u32, now: &Identity) -> Result<()> {
-        let was = &self.files[file as usize].identity;
-        if was == now {
-            return Ok(());
-        }
-        let what = if now.size < was.size {
-            format!("was truncated from {} to {} bytes", was.size, now.size)
-        } else if now.size > was.size {
-            format!("grew from {} to {} bytes", was.size, now.size)
-        } else if (now.dev, now.ino) != (was.dev, was.ino) {
-            "was replaced by another file".to_owned()
-        } else if now.mtime_ns != was.mtime_ns {
-            "was written to".to_owned()
-        } else {
-            "was written to, linked, renamed or given other permissions (its status change time moved)".to_owned()
-        };
-        let text =
-            format!("the file {what} after its header was read; open the checkpoint again once nothing writes it");
-        Err(Error::new(ErrorKind::Changed, text).at(&self.files[file as usize].path))
+        let known = &self.files[file as usize];
+        known.identity.check(now).map_err(|e| e.at(&known.path))
     }
 }
 
-/// Somebody asks the file system about a file, until this is dropped.
+/// A thread asks the file system about a file, until this is dropped.
 struct Asking<'f>(&'f AtomicU32);
 
 impl Drop for Asking<'_> {
@@ -358,7 +345,7 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// Closes the least recently used descriptor that nobody holds; false where there is none.
+/// Closes the least recently used descriptor that nothing holds; false if there is none.
 fn close_idlest(open: &mut Vec<Open>) -> bool {
     let idle = open.iter().enumerate().filter(|(_, o)| Arc::strong_count(&o.fd) == 1);
     match idle.min_by_key(|(_, o)| o.used).map(|(i, _)| i) {
@@ -370,13 +357,13 @@ fn close_idlest(open: &mut Vec<Open>) -> bool {
     }
 }
 
-/// Drops the pages of `range` (the whole file where `None`) from the page cache, writing dirty ones back first, and gives
-/// the bytes of the file that are resident afterwards: pages that somebody maps stay. Needs no privilege.
+/// Drops the pages of `range` (`None`: of the whole file) from the page cache, and writes dirty ones back first.
+/// Returns the bytes of the file that are still resident: pages that a process maps stay. Needs no privilege.
 pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
     let files = Files::from_paths(&[path])?;
     stop_fills_of(&files);
     let fd = files.open(0, false)?;
-    // To the kernel a length of 0 means "to the end".
+    // For the kernel, a length of 0 means "to the end".
     let range = range.unwrap_or(0..0);
     let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
     let write_back = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
@@ -391,7 +378,7 @@ pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
     Ok(files.resident_ranges(0)?.bytes())
 }
 
-/// Reads the file into the page cache, with `threads` threads (at least one), and gives its size in bytes.
+/// Reads the file into the page cache, with `threads` threads (at least one). Returns its size in bytes.
 pub fn warm(path: &Path, threads: usize) -> Result<u64> {
     warm_telling(path, threads, &Warming::default())
 }
@@ -439,7 +426,7 @@ pub(super) fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Resu
     let useful = usize::try_from(size.div_ceil(MIB)).unwrap_or(usize::MAX);
     std::thread::scope(|scope| {
         for _ in 1..threads.min(useful) {
-            // Where no more threads can be had (a process limit), fewer do the work too: this one does it in any case.
+            // If no more threads can be started (a process limit), fewer do the work. This thread works in any case.
             if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;
             }
@@ -452,7 +439,7 @@ pub(super) fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Resu
     }
 }
 
-/// What the file at `path` is now.
+/// The identity of the file at `path`, now.
 pub fn identity_of(path: &Path) -> Result<Identity> {
     Ok(statx(None, None, path)?.identity)
 }
@@ -462,8 +449,8 @@ pub fn facts_at(path: &Path) -> Result<Facts> {
     Files::from_paths(&[path])?.facts(0)
 }
 
-/// Reads from `offset` on into `to`, as far as the file goes, and gives the bytes that arrived. `to` is used up.
-/// `flags` are those of preadv2; `cap` is the most bytes of one call.
+/// Reads from `offset` into `to`, up to the end of the file. Returns the bytes that arrived. `to` is used up. `flags`
+/// are those of preadv2; `cap` is the most bytes of one call.
 ///
 /// # Safety
 /// Every place in `to` is writable for its length.
@@ -532,7 +519,7 @@ pub(super) unsafe fn read_fully(
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic elsewhere must not become a second one here: every critical section leaves its data whole.
+    // A panic elsewhere must not become a second one here. Every critical section leaves its data consistent.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -548,7 +535,7 @@ fn descriptor_limit() -> u64 {
 fn open_read_only(path: &Path, flags: i32) -> io::Result<OwnedFd> {
     let path = CString::new(path.as_os_str().as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
     loop {
-        // O_NONBLOCK: should a FIFO stand in the file's place by now, opening it must not wait for a writer.
+        // O_NONBLOCK: if a FIFO has replaced the file by now, opening it must not wait for a writer.
         let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | flags;
         // SAFETY: `path` is a C string that outlives the call.
         let fd = unsafe { libc::open(path.as_ptr(), flags) };
@@ -568,7 +555,7 @@ struct Stat {
     direct: Option<(u32, u32)>,
 }
 
-/// `STATX_DIOALIGN` (6.1) and where its two fields stand in the 256-byte record (include/uapi/linux/stat.h).
+/// `STATX_DIOALIGN` (6.1), and where its two fields are in the 256-byte record (include/uapi/linux/stat.h).
 const STATX_DIOALIGN: u32 = 0x2000;
 const DIO_FIELDS: usize = 0x98;
 
@@ -625,7 +612,8 @@ fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
         (_, Some((memory, offset))) => Some(u64::from(memory.max(offset))),
         (_, None) => Some(PAGE),
     };
-    // hugetlbfs maps only whole huge pages at huge-page offsets, which a file's phase never is.
+    // hugetlbfs maps only whole huge pages at offsets that are multiples of a huge page. Data in a file never begins at
+    // one.
     let mappable = kind != FsKind::Network && fs != "hugetlbfs";
     if kind == FsKind::Local {
         disks::remember(stat.identity.dev);
@@ -633,7 +621,7 @@ fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     Ok(Facts { kind, fs, storage: stat.identity.dev, direct_align, mappable })
 }
 
-/// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers as FUSE does.
+/// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers like FUSE.
 pub(crate) fn file_system(magic: u32) -> (FsKind, &'static str) {
     use FsKind::{Local, Memory, Network};
     match magic {
@@ -673,10 +661,10 @@ pub(crate) fn file_system(magic: u32) -> (FsKind, &'static str) {
     }
 }
 
-/// `cachestat` has the same number on every architecture that matters here (6.5).
+/// `cachestat` has this number on every architecture that matters here (since Linux 6.5).
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// Pages of `range` that are in the page cache. EPERM for whoever may neither write the file nor owns it.
+/// Pages of `range` that are in the page cache. EPERM if the process may not write the file and does not own it.
 pub(super) fn cached_pages(fd: RawFd, range: &Range<u64>) -> io::Result<u64> {
     let asked = [range.start, range.end - range.start];
     let mut told = [0u64; 5];
@@ -691,8 +679,8 @@ fn resident(fd: RawFd, range: Range<u64>) -> Result<Residency> {
     let mut found = Residency::default();
     match count_resident(fd, range.clone(), &mut found) {
         Ok(()) => Ok(found),
-        // Refused (not the owner), not there (before 6.5, or a seccomp filter), or not for this file system. mincore is
-        // no way out: it tells whoever may not know that every page is resident.
+        // Refused (not the owner), not there (before 6.5, or a seccomp filter), or not for this file system. mincore
+        // cannot replace it: to a process that may not know, it says that every page is resident.
         Err(_) => {
             found.ranges.clear();
             sample_resident(fd, range, &mut found)?;
@@ -701,7 +689,8 @@ fn resident(fd: RawFd, range: Range<u64>) -> Result<Residency> {
     }
 }
 
-/// All or nothing of a range is one call (3 to 22 us for 512 MiB, measured); what is neither is cut finer.
+/// One call tells whether all or nothing of a range is resident (measured: 3 to 22 us for 512 MiB). Any other range is
+/// divided.
 fn count_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> io::Result<()> {
     found.calls += 1;
     let pages = cached_pages(fd, &range)?;
@@ -728,7 +717,7 @@ fn count_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> io::Re
     Ok(())
 }
 
-/// A page that answers a read that must not wait is resident: true for everybody, unlike mincore.
+/// If a read that must not wait returns a page, the page is resident. Unlike mincore, this is true for every process.
 fn sample_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> Result<()> {
     let step = MIB.max((range.end - range.start).div_ceil(MOST_SAMPLES).next_multiple_of(PAGE));
     let mut start = range.start;
@@ -737,14 +726,15 @@ fn sample_resident(fd: RawFd, range: Range<u64>, found: &mut Residency) -> Resul
         let mut byte = 0u8;
         let to = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
         found.samples += 1;
-        // In the middle: what a miss reads ahead stays in its own chunk, so samples do not answer each other.
+        // In the middle: the read-ahead that a miss starts stays within the chunk, so samples do not influence each
+        // other.
         let at = (start + (end - start) / 2) as i64;
         // SAFETY: one byte is read into `byte`.
         match unsafe { libc::preadv2(fd, &raw const to, 1, at, libc::RWF_NOWAIT) } {
             0.. => push(&mut found.ranges, start..end),
             _ => match io::Error::last_os_error() {
                 e if e.raw_os_error() == Some(libc::EAGAIN) || e.kind() == io::ErrorKind::Interrupted => {}
-                // This file system cannot answer: nothing is known, so nothing counts as resident.
+                // This file system cannot answer. Nothing is known, so nothing counts as resident.
                 e if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL)) => {
                     found.ranges.clear();
                     return Ok(());

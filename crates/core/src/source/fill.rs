@@ -1,12 +1,14 @@
-//! How cold bytes are brought into the page cache by those who read through it.
+//! How cold bytes get into the page cache when a load reads through it.
 //!
-//! The kernel's read-ahead is made for one reader who goes through a file. Many threads with extents of 4 MiB get in each
-//! other's way: 1 GB/s where the disk has 3, and of a file that is wanted in part, up to 8 MiB more behind every piece.
+//! The kernel's read-ahead is made for one reader that goes through a file. Many threads with extents of 4 MiB get in
+//! each other's way: 1 GB/s on a disk that has 3. In a file that is wanted in part, read-ahead brings up to 8 MiB more
+//! behind every piece.
 //!
-//! A file that is wanted whole is filled: the huge pages of an extent are populated in a mapping that is there for nothing
-//! else, which brings 2 MiB at once into one folio, and then read like resident ones. Read and not copied out of the mapping,
-//! because a file that shrinks meanwhile must not be SIGBUS. Of any other file exactly what is asked for is read: also of one
-//! that is mapped, where a fault brings in its whole huge page, so that the pages at both ends are asked for before.
+//! A file that is wanted whole is filled: the huge pages of an extent are populated in a separate mapping, which brings
+//! in 2 MiB at once as one folio. Then they are read like resident bytes. The bytes are read with pread and not copied
+//! out of the mapping: if the file shrinks meanwhile, pread gives a short read and not SIGBUS. Of any other file
+//! exactly the requested bytes are read. This holds for a mapped file too: a fault brings in its whole huge page, so
+//! the pages at both ends of an extent are requested before.
 
 use super::file::{cached_pages, Files, FsKind};
 use super::{Fallback, Read};
@@ -19,13 +21,14 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
-/// Most bytes that are asked for at once: of more the kernel takes as much as the disk's read-ahead, which by default is this.
+/// Most bytes of one request. Of a longer one the kernel takes only as much as the disk's read-ahead, which is this by
+/// default.
 const FETCH: u64 = 128 << 10;
 
-/// For each file a mapping to fill the page cache with, made when the first of its reads comes, if it is to be filled.
+/// For each file that is filled, a mapping for that. It is made when the first of the file's reads comes.
 pub(super) struct Fill {
     mappings: Vec<Option<OnceLock<Option<Mapping>>>>,
-    /// For each file, whether it is mapped, and nothing is to be brought in but what is asked for.
+    /// For each file: whether it is mapped, and only the requested bytes may be brought in.
     in_part: Vec<bool>,
     /// This kernel does not populate.
     refused: AtomicBool,
@@ -38,15 +41,16 @@ impl std::fmt::Debug for Fill {
 }
 
 impl Fill {
-    /// For files of which those flagged are wanted whole, or nearly; and for mapped ones of which a part is.
+    /// `whole` flags the files that are wanted whole, or nearly; `in_part` the mapped files of which only a part is
+    /// wanted.
     pub(super) fn new(whole: &[bool], in_part: &[bool]) -> Self {
         let mappings = whole.iter().map(|whole| whole.then(OnceLock::new)).collect();
         Fill { mappings, in_part: in_part.to_vec(), refused: AtomicBool::new(false) }
     }
 
-    /// Has the first `len` bytes of a mapped read brought in as far as they do not fill huge pages, before these are populated:
-    /// a fault there would bring in the rest of the huge page, which nobody has asked for. Without waiting, and what the kernel
-    /// does not take up the fault does.
+    /// Requests the first `len` bytes of a mapped read, as far as they do not fill huge pages. This happens before the
+    /// pages are populated: a fault there would bring in the rest of the huge page, which is not wanted. It does not
+    /// wait. If the kernel ignores a request, the fault does its work.
     pub(super) fn fetch_ends(&self, files: &Files, read: &Read, len: u64) {
         if self.in_part.get(read.file as usize) != Some(&true) {
             return;
@@ -64,12 +68,12 @@ impl Fill {
         }
     }
 
-    /// Prepares the page cache for a buffered read. What is wrong with the file the read itself meets too, and says so; what
-    /// is refused here is told once, and the reads are only slower.
+    /// Prepares the page cache for a buffered read. An error of the file is not reported here: the read meets and
+    /// reports it. What is refused here is reported once, and the reads are only slower.
     pub(super) fn before(&self, files: &Files, read: &Read) -> Option<Fallback> {
         let fd = files.open(read.file, false).ok()?;
         let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
-            // Elsewhere than on a disk the read-ahead may be what makes a server fast.
+            // Only on a local disk: elsewhere the read-ahead may be what makes a server fast.
             if files.facts(read.file).is_ok_and(|facts| facts.kind == FsKind::Local) {
                 // SAFETY: a plain system call on a descriptor we hold. It is advice.
                 unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
@@ -80,7 +84,7 @@ impl Fill {
         if pages.is_empty() || self.refused.load(Ordering::Relaxed) {
             return None;
         }
-        // Not where they are there already: to map what lies there in small pages takes 100 ms/GiB.
+        // Not if the pages are there already: mapping them takes 100 ms/GiB if they are small pages.
         if cached_pages(fd.as_raw_fd(), &pages).is_ok_and(|cached| cached >= (pages.end - pages.start) / page_size()) {
             return None;
         }
@@ -109,7 +113,8 @@ impl Fill {
     }
 }
 
-/// The huge pages of a file that lie wholly within a range of its bytes: what they share with others may not be wanted.
+/// The huge pages of a file that lie completely within a range of its bytes. The bytes that other huge pages share with
+/// their surroundings may not be wanted.
 fn whole_pages(start: u64, end: u64) -> Range<u64> {
     start.next_multiple_of(HUGE_PAGE)..end / HUGE_PAGE * HUGE_PAGE
 }

@@ -1,14 +1,15 @@
 //! Fills the page cache after a load that went past it.
 //!
-//! Where a disk gives more past the page cache than through it, `cache="auto"` reads copied bytes past it. The next start
-//! would then find nothing there. So when such a load has ended, one thread of this process reads the same bytes into the
-//! page cache, at idle I/O priority, in small steps. It stops between two steps
+//! If a disk gives more past the page cache than through it, `cache="auto"` reads copied bytes past it. The next start
+//! would then find nothing in the page cache. So when such a load has ended, one thread of this process reads the same
+//! bytes into the page cache, at idle I/O priority, in small steps. It stops between two steps
 //!
-//! - while the process itself wants the disk ([`DiskUse`]: a load with cold bytes, a save, `warm`), and goes on afterwards;
-//! - for good where the memory left to the process no longer holds the rest, where the file has changed, where reading fails,
-//!   where the process forks or ends, and when it is told to.
+//! - while the process itself wants the disk ([`DiskUse`]: a load with cold bytes, a save, `warm`). It continues
+//!   afterwards;
+//! - for good, if the memory left to the process no longer holds the rest, if the file has changed, if reading fails,
+//!   if the process forks or ends, and when it is told to.
 //!
-//! What was filled until then stays. The thread is there only while it has something to do.
+//! What was filled until then stays. The thread exists only while it has something to do.
 
 use super::file::{cached_pages, read_fully, Files};
 use super::threads::block_signals;
@@ -27,41 +28,43 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes of one step: 1 ms of a fast disk. A huge page: the page cache holds it as one folio then, which later starts copy and
-/// map faster than small pages.
+/// Bytes of one step: 1 ms of a fast disk. It is a huge page, so that the page cache holds it as one folio. Later
+/// starts copy and map a folio faster than small pages.
 const STEP: u64 = HUGE_PAGE;
-/// Bytes that are read at once where huge pages cannot be populated: a buffer that stays in the processor's cache.
+/// Bytes of one read where huge pages cannot be populated. The buffer stays in the processor's cache.
 const SCRATCH: u64 = 256 << 10;
-/// The memory left is asked for once in so many bytes: to learn it takes some twenty system calls.
+/// The memory left is asked for once per so many bytes: asking takes about twenty system calls.
 const LOOK_EVERY: u64 = 64 * MIB;
-/// The thread needs no stack to speak of.
+/// The thread needs little stack.
 const STACK: usize = 128 << 10;
-/// Stopping the thread waits at most so long for the step under way.
+/// How long stopping the thread waits for the current step.
 const STOP: Duration = Duration::from_secs(1);
+/// Ten years. Longer waits are cut to this: a clock cannot count to `Duration::MAX`.
+const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// How a fill stands.
+/// The state of a fill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FillState {
     /// It runs, or waits until the process no longer wants the disk.
     Running,
-    /// The page cache holds all of it, or did when it was read.
+    /// The page cache holds all of it, or held it when it was read.
     Finished,
-    /// It ended before; the reason says why.
+    /// It ended early; `reason` says why.
     Stopped,
 }
 
-/// What is known of a fill.
+/// The status of a fill.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FillStatus {
-    /// How it stands.
+    /// Its state.
     pub state: FillState,
     /// Why it was stopped; empty where it was not.
     pub reason: String,
-    /// Bytes that the page cache is known to hold by now.
+    /// Bytes of which it is known that the page cache holds them.
     pub nbytes: u64,
-    /// Bytes that it is to hold.
+    /// Bytes that the page cache will hold at the end.
     pub total: u64,
-    /// Seconds since the load ended, until the fill did; pauses included.
+    /// Seconds from the end of the load to the end of the fill, pauses included.
     pub seconds: f64,
 }
 
@@ -78,9 +81,9 @@ impl std::fmt::Debug for CacheFill {
 struct Fill {
     pid: u32,
     files: Files,
-    /// What is to be there in the end; sorted by file and offset.
+    /// The bytes that are filled; sorted by file and offset.
     ranges: Vec<(u32, Range<u64>)>,
-    /// For each file, whether it is wanted whole, or nearly: of any other the kernel reads nothing ahead.
+    /// For each file: whether it is wanted whole, or nearly. Of other files the kernel reads nothing ahead.
     whole: Vec<bool>,
     total: u64,
     /// Bytes of the ranges, in their order, that are done.
@@ -92,13 +95,13 @@ struct Fill {
 
 struct State {
     begun: Instant,
-    /// How it ended, and how long it had taken.
+    /// How it ended, and how long it took.
     end: Option<(FillState, String, Duration)>,
 }
 
 impl CacheFill {
-    /// One for these ranges of the files, those flagged being wanted whole; or none where there is nothing to read. It begins
-    /// with [`start`](Self::start).
+    /// A fill of these ranges of the files; `whole` flags the files that are wanted whole. `None` if there is nothing
+    /// to read. The fill begins with [`start`](Self::start).
     pub(crate) fn new(files: &[ShardFile], mut ranges: Vec<(u32, Range<u64>)>, whole: &[bool]) -> Option<CacheFill> {
         ranges.sort_unstable_by_key(|r| (r.0, r.1.start));
         let mut merged: Vec<(u32, Range<u64>)> = Vec::new();
@@ -112,7 +115,7 @@ impl CacheFill {
         }
         let files = Files::new(files);
         for (file, range) in &mut merged {
-            // A direct read may pass the end of its file.
+            // A direct read may go past the end of its file.
             range.end = range.end.min(files.size(*file));
         }
         merged.retain(|(_, range)| range.start < range.end);
@@ -132,7 +135,7 @@ impl CacheFill {
         })
     }
 
-    /// Begins to fill the page cache with all of a checkpoint; none where it is empty.
+    /// Begins to fill the page cache with all of a checkpoint; `None` if it is empty.
     pub fn of(checkpoint: &Checkpoint) -> Option<CacheFill> {
         let files = checkpoint.files();
         let all = (0..).zip(files).map(|(file, found)| (file, 0..found.identity.size)).collect();
@@ -141,7 +144,7 @@ impl CacheFill {
         Some(fill)
     }
 
-    /// Begins it, after those that were begun before.
+    /// Begins it, after the fills that were begun before.
     pub(crate) fn start(&self) {
         lock(&self.0.state).begun = Instant::now();
         let fills = Fills::process();
@@ -149,12 +152,12 @@ impl CacheFill {
         fills.go_on();
     }
 
-    /// How it stands.
+    /// Its status.
     pub fn status(&self) -> FillStatus {
         let (nbytes, total) = (self.0.nbytes.load(Ordering::Relaxed), self.0.total);
         if self.0.pid != std::process::id() {
             // The thread is the parent's, and so is the lock.
-            let reason = "it belongs to the process that this one was forked from".to_owned();
+            let reason = "it belongs to the parent process".to_owned();
             return FillStatus { state: FillState::Stopped, reason, nbytes, total, seconds: 0.0 };
         }
         let state = lock(&self.0.state);
@@ -165,12 +168,12 @@ impl CacheFill {
         FillStatus { state: now, reason, nbytes, total, seconds: took.as_secs_f64() }
     }
 
-    /// Waits until it has ended, well or not, at most for `timeout`; false where that passed first.
+    /// Waits until it has ended, with or without an error, at most for `timeout`; false if that passed first.
     pub fn wait(&self, timeout: Duration) -> bool {
         if self.0.pid != std::process::id() {
             return true;
         }
-        let until = Instant::now() + timeout;
+        let until = Instant::now() + timeout.min(LONGEST_WAIT);
         let mut state = lock(&self.0.state);
         while state.end.is_none() {
             let left = until.saturating_duration_since(Instant::now());
@@ -194,7 +197,7 @@ impl CacheFill {
     }
 }
 
-/// Ends all fills of this process, for the reason given, and waits at most `patience` until their thread has ended.
+/// Ends all fills of this process, for the given reason, and waits at most `patience` until their thread has ended.
 pub fn stop_fills(reason: &str, patience: Duration) {
     let fills = Fills::process();
     let ended = {
@@ -210,7 +213,7 @@ pub fn stop_fills(reason: &str, patience: Duration) {
     }
 }
 
-/// Ends the fills that read one of these files: its pages are not wanted in the page cache any more.
+/// Ends the fills that read one of these files: its pages are no longer wanted in the page cache.
 pub(super) fn stop_fills_of(files: &Files) {
     let found: Vec<_> = lock(&Fills::process().state).queue.iter().filter(|f| f.files.share(files)).cloned().collect();
     for fill in found {
@@ -218,7 +221,7 @@ pub(super) fn stop_fills_of(files: &Files) {
     }
 }
 
-/// This process wants the disk for itself: no fill goes on while one of these is there.
+/// This process wants the disk for itself. No fill continues while one of these exists.
 #[derive(Debug)]
 pub(crate) struct DiskUse(u32);
 
@@ -256,15 +259,15 @@ struct Fills {
     state: Mutex<Queue>,
     /// The thread has finished a fill, or ended.
     changed: Condvar,
-    /// Somebody else wants the disk.
+    /// The process wants the disk for something else.
     pause: AtomicBool,
 }
 
 #[derive(Default)]
 struct Queue {
-    /// The first one is being filled, if a thread is there.
+    /// The first one is being filled, if there is a thread.
     queue: VecDeque<Arc<Fill>>,
-    /// What the thread is at.
+    /// The fill that the thread works on.
     current: Option<Arc<Fill>>,
     users: usize,
     thread: bool,
@@ -279,7 +282,7 @@ impl Queue {
 static PROCESS: AtomicPtr<Fills> = AtomicPtr::new(ptr::null_mut());
 
 impl Fills {
-    /// Those of this process. A forked child has its own.
+    /// The fills of this process. A forked child has its own.
     fn process() -> &'static Fills {
         // No lock: another thread of the parent might have held it when the process forked.
         loop {
@@ -301,7 +304,7 @@ impl Fills {
         }
     }
 
-    /// Starts the thread where there is something to fill and nobody else wants the disk.
+    /// Starts the thread if there is something to fill and nothing else wants the disk.
     fn go_on(&'static self) {
         let mut state = lock(&self.state);
         if state.thread || state.users > 0 || state.queue.is_empty() {
@@ -321,7 +324,7 @@ impl Fills {
     }
 
     fn wait_until(&self, patience: Duration, mut reached: impl FnMut(&Queue) -> bool) {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + patience.min(LONGEST_WAIT);
         let mut state = lock(&self.state);
         while !reached(&state) {
             let left = until.saturating_duration_since(Instant::now());
@@ -332,7 +335,7 @@ impl Fills {
         }
     }
 
-    /// What the thread does.
+    /// The body of the thread.
     fn work(&self) {
         block_signals();
         be_idle();
@@ -365,7 +368,7 @@ impl Fills {
 }
 
 impl Fill {
-    /// Puts down how it ended, unless it has before.
+    /// Records how it ended, unless that is recorded already.
     fn end(&self, how: FillState, reason: String) {
         self.over.store(true, Ordering::Relaxed);
         let mut state = lock(&self.state);
@@ -376,7 +379,7 @@ impl Fill {
         self.changed.notify_all();
     }
 
-    /// Fills from where it stopped last. False where it was stopped before all was there.
+    /// Fills from where it stopped last. False if it was stopped before all bytes were there.
     fn run(&self, pause: &AtomicBool, scratch: &mut [u8]) -> Result<bool> {
         let mut skip = self.nbytes.load(Ordering::Relaxed);
         let mut look = 0;
@@ -391,7 +394,7 @@ impl Fill {
             let how = if whole { libc::POSIX_FADV_SEQUENTIAL } else { libc::POSIX_FADV_RANDOM };
             // SAFETY: a plain system call on a descriptor we hold. It is advice.
             unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
-            // Pages of a file that is wanted in part may not be wanted: those are read one by one.
+            // Of a file that is wanted in part, some pages may not be wanted. So its bytes are read, not populated.
             let mapping = if whole { Mapping::new(&*fd, self.files.size(*file)).ok() } else { None };
             let mut at = range.start + std::mem::take(&mut skip);
             while at < range.end {
@@ -404,7 +407,7 @@ impl Fill {
                 if look == 0 {
                     let room = machine::memory_available();
                     if left > room {
-                        let text = format!("{left} bytes more do not fit into the memory left ({room})");
+                        let text = format!("the other {left} bytes do not fit into the memory left ({room})");
                         return Err(Error::new(ErrorKind::OutOfMemory, text));
                     }
                     look = LOOK_EVERY;
@@ -447,8 +450,8 @@ fn is_there(fd: RawFd, step: &Range<u64>) -> bool {
     cached_pages(fd, step).is_ok_and(|cached| cached >= pages)
 }
 
-/// Brings pages of a mapped file into the page cache, and takes them out of the mapping again. False where this kernel or
-/// the file refuses: reading them then tells why.
+/// Brings pages of a mapped file into the page cache, and removes them from the mapping again. False if the kernel or
+/// the file refuses; reading the bytes then tells why.
 fn populate(mapping: &Mapping, step: &Range<u64>) -> bool {
     let start = step.start / page_size() * page_size();
     let len = (step.end.next_multiple_of(page_size()) - start) as usize;
@@ -462,8 +465,8 @@ fn populate(mapping: &Mapping, step: &Range<u64>) -> bool {
     }
 }
 
-/// Lets everybody else have the disk and the processor first, where the kernel allows that. Refused, the fill is as
-/// important as any other reader, and still stops for this process' own.
+/// Lets all other programs have the disk and the processor first, if the kernel allows it. If it refuses, the fill
+/// competes like any other reader. It still stops when this process wants the disk.
 fn be_idle() {
     const IOPRIO_WHO_PROCESS: libc::c_int = 1;
     const IOPRIO_CLASS_IDLE: libc::c_int = 3 << 13;

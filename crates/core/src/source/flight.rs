@@ -1,4 +1,5 @@
-//! A read on its way through an asynchronous interface: what is left of it, and what an answer of the kernel means.
+//! A read in flight through an asynchronous interface: which part of it remains, and what an answer of the kernel
+//! means.
 
 use super::file::Files;
 use super::threads::refuses_direct;
@@ -10,7 +11,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-/// Times that EAGAIN is answered with another try: the kernel was short of something for a moment.
+/// How often EAGAIN is answered with another try: the kernel was short of some resource for a moment.
 const MOST_TRIES: u32 = 64;
 /// The kernel takes no more places than this in one call (`IOV_MAX`).
 const MOST_PLACES: usize = 1024;
@@ -19,9 +20,9 @@ const MOST_PLACES: usize = 1024;
 pub(super) struct Flight {
     pub(super) read: Read,
     at: *mut u8,
-    /// A scattered read: the places that are not full yet, and where the bytes go that nobody wants.
+    /// A scattered read: the places that are not full yet, and where the bytes go that are not wanted.
     places: Option<(Vec<libc::iovec>, Arc<Scratch>)>,
-    /// The read uses O_DIRECT, which can only go on at a page.
+    /// The read uses O_DIRECT, which can continue only at a page.
     direct: bool,
     got: u64,
     tries: u32,
@@ -30,7 +31,7 @@ pub(super) struct Flight {
 // SAFETY: like the `Read` it holds: the addresses are only handed to the kernel while `keep` keeps them valid.
 unsafe impl Send for Flight {}
 
-/// Memory for bytes that nobody wants. Several reads may write to it at once, and nobody reads it.
+/// Memory for bytes that are not wanted. Several reads may write to it at once, and nothing reads it.
 pub(super) struct Scratch(Box<[UnsafeCell<u8>]>);
 
 // SAFETY: only the kernel writes to it, and what it writes is never looked at.
@@ -39,7 +40,7 @@ unsafe impl Sync for Scratch {}
 unsafe impl Send for Scratch {}
 
 impl Scratch {
-    /// Gaps between wanted runs are rarely longer, and it stays in the processor's cache.
+    /// Gaps between wanted runs are rarely longer, and this stays in the processor's cache.
     const LEN: usize = 64 << 10;
 
     pub(super) fn new() -> Arc<Scratch> {
@@ -53,7 +54,7 @@ pub(super) enum Next {
     Over(Outcome),
 }
 
-/// Leaves reads that hang to themselves for good, with the memory that the kernel may still write to.
+/// Leaves reads that hang behind for good, with the memory to which the kernel may still write.
 pub(super) fn quarantine<T>(hung: Vec<Option<T>>) {
     QUARANTINED.fetch_add(hung.iter().flatten().count(), Ordering::Relaxed);
     std::mem::forget(hung);
@@ -84,14 +85,14 @@ impl Flight {
         Ok(Flight { read, at, places, direct: false, got: 0, tries: 0 })
     }
 
-    /// Its outcome where the kernel, which cannot be asked any more, may write to its memory at any later time: that
-    /// memory and `held` are never let go of.
+    /// Its outcome if the kernel, which can no longer be asked, may write to its memory at any later time. That memory
+    /// and `held` are never released.
     pub(super) fn set_apart<T>(self, held: T, error: Error, files: &Files) -> Outcome {
         quarantine(vec![Some((self.read.keep.clone(), held, self.places))]);
         Outcome::Done(self.read.done(files, Err(error)))
     }
 
-    /// Address, bytes and file offset of the next system call, where that is about one piece of memory.
+    /// Address, bytes and file offset of the next system call, if it uses one piece of memory.
     pub(super) fn call(&self, files: &Files) -> (*mut u8, u32, u64) {
         let (most, offset) = (files.most_per_call(), self.read.offset + self.got);
         match self.places.as_ref().and_then(|(places, _)| places.first()) {
@@ -104,8 +105,8 @@ impl Flight {
         }
     }
 
-    /// The places of the next system call and how many there are, where there is more than one. They stay where they are
-    /// until it was answered.
+    /// The places of the next system call and their number, if there are several. They do not move until the call was
+    /// answered.
     pub(super) fn scattered(&self, files: &Files) -> Option<(*const libc::iovec, u32)> {
         let (places, _) = self.places.as_ref()?;
         let mut left = files.most_per_call();
@@ -120,7 +121,7 @@ impl Flight {
         }
     }
 
-    /// Takes the next `got` bytes off the places of a scattered read.
+    /// Removes the next `got` bytes from the places of a scattered read.
     fn filled(&mut self, got: u64) {
         let Some((places, _)) = &mut self.places else { return };
         let mut left = got as usize;
@@ -161,8 +162,8 @@ impl Flight {
             let result = self.read.ended(self.got);
             return over(self.read, result);
         }
-        // A short read. What stops at an odd byte goes on at the page before: O_DIRECT cannot start in between. Where that
-        // brings nothing new (the file shrank), the kernel says at the odd byte itself whether that is the end.
+        // A short read. If it stops at an odd byte, it continues at the page before: O_DIRECT cannot start in between.
+        // If that brings nothing new (the file shrank), the kernel says at the odd byte itself whether that is the end.
         let whole = self.got / PAGE * PAGE;
         if self.direct && whole > before {
             self.got = whole;
@@ -171,7 +172,7 @@ impl Flight {
     }
 }
 
-/// The places of a scattered read, with the scratch memory where a byte is not wanted.
+/// The places of a scattered read. Bytes that are not wanted go to the scratch memory.
 fn aimed(to: &[(*mut u8, usize)], scratch: &Scratch) -> Vec<libc::iovec> {
     let mut places = Vec::with_capacity(to.len());
     for &(at, mut len) in to {

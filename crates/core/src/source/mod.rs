@@ -1,8 +1,8 @@
 //! Sources: where bytes come from.
 //!
-//! A source is a submit/poll queue with tickets that never blocks, so that one thread can drive many of them and a seeded
-//! simulator can stand in for any. A read is pushed in with its ticket, and some time later, in any order, its ticket
-//! comes back with the outcome. Retrying short reads is the source's business; a read that is `Done` without error brought
+//! A source is a submit/poll queue with tickets. It never blocks, so that one thread can drive many sources and a
+//! seeded simulator can replace any of them. The caller submits a read with its ticket. Later, in any order, the ticket
+//! comes back with the outcome. The source retries short reads itself: a read that is `Done` without an error brought
 //! at least `need` bytes.
 //!
 //! ```no_run
@@ -29,11 +29,13 @@
 //!
 //! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`].
 //!
-//! Three rules hold for every source, and the conformance suite checks them against each:
-//! - every ticket comes back exactly once: also after `cancel`, and when an interface is refused while reads are under way;
-//! - memory is let go of (`Read::keep`) only when the kernel can no longer write to it. Dropping a source waits for its
-//!   reads, but not for ever: what hangs is left behind with its memory and counted by [`quarantined`];
-//! - `wake` is readable when there is something to poll, and now and then once more for nothing, but never steadily.
+//! Three rules hold for every source. The conformance suite checks each source for them:
+//! - every ticket comes back exactly once, also after `cancel`, and when an interface is refused while reads are in
+//!   flight;
+//! - memory (`Read::keep`) is released only when the kernel can no longer write to it. Dropping a source waits for its
+//!   reads, but not forever: what hangs is left behind with its memory and counted by [`quarantined`];
+//! - `wake` is readable when there is something to poll. It may be readable now and then without anything to poll, but
+//!   never steadily.
 
 mod aio;
 mod disks;
@@ -89,29 +91,29 @@ pub struct Read {
     pub len: u64,
     /// Bytes that must arrive; fewer is an error of kind `Truncated`.
     pub need: u64,
-    /// How it is to travel.
+    /// The route that it should travel.
     pub route: Route,
     /// Where its bytes arrive.
     pub into: Destination,
-    /// Whether pages of that memory may not be there yet. Whoever submits a direct read then waits until the kernel has
-    /// zeroed them: 0.1 to 0.5 s/GiB.
+    /// Whether pages of that memory may not exist yet. The thread that submits a direct read then waits until the
+    /// kernel has zeroed them: 0.1 to 0.5 s/GiB.
     pub fresh: bool,
-    /// Keeps the destination's memory alive until the read has completed, however late that is: a read that hangs in the
-    /// kernel may still write after its load has failed.
+    /// Keeps the destination's memory alive until the read has completed, however late: a read that hangs in the kernel
+    /// may still write after its load has failed.
     pub keep: Arc<dyn Any + Send + Sync>,
 }
 
 /// Where the bytes of a read arrive.
 pub enum Destination {
-    /// `len` bytes from this address on.
+    /// `len` bytes from this address.
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
     /// A mapping of the file.
     Mapping {
-        /// The address at which byte `offset` of the file is mapped: populate `len` bytes from there.
+        /// The address at which byte `offset` of the file is mapped. `len` bytes from there are populated.
         at: *mut u8,
-        /// The page cache holds all of it: pages are left to their first touch.
+        /// The page cache holds all of it: the pages are left to their first touch.
         resident: bool,
     },
 }
@@ -132,7 +134,7 @@ impl std::fmt::Debug for Read {
 pub struct Done {
     /// The read's ticket.
     pub ticket: Ticket,
-    /// Bytes that arrived, at least the read's `need`; or why not.
+    /// Bytes that arrived, at least the read's `need`; otherwise the error.
     pub result: Result<u64, Error>,
     /// The route it travelled in the end.
     pub route: Route,
@@ -140,7 +142,7 @@ pub struct Done {
 
 /// A queue of reads.
 pub trait Source: Send {
-    /// Queues a read. Gives it back where the queue is full; it may be submitted again after a `poll`.
+    /// Queues a read. Gives it back if the queue is full; it may be submitted again after a `poll`.
     fn submit(&mut self, read: Read) -> Result<(), Read>;
 
     /// Starts what was queued (one system call for many reads, where the interface allows).
@@ -149,11 +151,11 @@ pub trait Source: Send {
     /// Moves finished reads into `done`, without waiting.
     fn poll(&mut self, done: &mut Vec<Done>) -> Result<()>;
 
-    /// Asks that reads not yet started be given up; every ticket still comes back through `poll`, given-up ones with kind
+    /// Gives up reads that have not started. Every ticket still comes back through `poll`; the given-up ones have kind
     /// `Cancelled`.
     fn cancel(&mut self);
 
-    /// Readable whenever `poll` may have something to give.
+    /// Readable whenever `poll` may return something.
     fn wake(&self) -> RawFd;
 
     /// Reads submitted and not yet polled.
@@ -164,41 +166,42 @@ pub trait Source: Send {
         Touches::default()
     }
 
-    /// What became of the page cache, where that was left to the source to decide.
+    /// What happened to the page cache, if the source decided that.
     fn choice(&self) -> Option<Choice> {
         None
     }
 
-    /// Routes that were refused since the last call, and what took their place.
+    /// Routes that were refused since the last call, and what replaced them.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
     }
 }
 
-/// A route that was refused, and what took its place.
+/// A route that was refused, and what replaced it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
     /// What was refused, such as "io_uring" or "O_DIRECT".
     pub from: &'static str,
     /// What is used instead.
     pub to: &'static str,
-    /// Why: the file where one is concerned, the system call and its errno.
+    /// The reason: the file (if one is concerned), the system call and its errno.
     pub reason: String,
 }
 
-/// How long dropping a source waits for reads that the kernel is still working on, before it leaves them behind with
+/// How long dropping a source waits for reads on which the kernel still works. After that it leaves them behind with
 /// their memory. A disk answers within milliseconds even when it is busy; what takes longer hangs.
 const GRACE: Duration = Duration::from_secs(2);
 
 static QUARANTINED: AtomicUsize = AtomicUsize::new(0);
 
-/// Reads of this process that hang in the kernel and were left behind with their thread or ring, and their memory. Falls
-/// again when a thread comes back after all; nobody hears of what a ring that was left behind still finishes.
+/// Reads of this process that hang in the kernel and were left behind with their thread or ring, and their memory. The
+/// number falls when such a thread comes back after all. It does not fall when a ring that was left behind finishes a
+/// read.
 pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
 }
 
-/// What a source tells the router: done, or refused in a way that another interface may not share.
+/// What a source reports to the router: done, or refused in a way that another interface may not share.
 enum Outcome {
     Done(Done),
     Refused { read: Read, cause: io::Error },
@@ -212,7 +215,7 @@ impl Outcome {
         }
     }
 
-    /// For a source that stands alone: what is refused has failed.
+    /// For a source that is used alone: what is refused has failed.
     fn into_done(self, files: &Files) -> Done {
         match self {
             Outcome::Done(done) => done,
@@ -222,14 +225,14 @@ impl Outcome {
 }
 
 impl Read {
-    /// The outcome of this read, which lets go of its memory; an error learns the file and the range.
+    /// The outcome of this read, which releases its memory. An error gets the file and the range.
     fn done(self, files: &Files, result: Result<u64>) -> Done {
         let range = self.offset..self.offset + self.need;
         let result = result.map_err(|e| e.at(files.path(self.file)).range(range));
         Done { ticket: self.ticket, result, route: self.route }
     }
 
-    /// What became of a read that was given up.
+    /// The outcome of a read that was given up.
     fn cancelled(self, files: &Files) -> Done {
         self.done(files, Err(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")))
     }
@@ -240,8 +243,8 @@ impl Read {
             return Ok(got);
         }
         let text = format!(
-            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by a download that broke \
-             off or a writer that started over",
+            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by an interrupted \
+             download or by a program that writes it again",
             self.offset + got
         );
         Err(Error::new(ErrorKind::Truncated, text))
@@ -269,7 +272,7 @@ fn watch(epoll: &OwnedFd, fd: RawFd) -> Result<()> {
     }
 }
 
-/// Waits until `fd` is readable or hung up, at most for `time`; false where neither happened.
+/// Waits until `fd` is readable or hung up, at most for `time`; false if neither happened.
 fn readable(fd: RawFd, time: Duration) -> bool {
     let until = std::time::Instant::now() + time;
     loop {

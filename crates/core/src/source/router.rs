@@ -1,17 +1,17 @@
-//! The source of a load: each read goes by its route, and where the kernel refuses one way, another is found while the
-//! load runs.
+//! The source of a load. Each read goes by its route. If the kernel refuses one way, the router finds another during
+//! the load.
 //!
-//! | route | goes | where that is refused |
+//! | route | goes | if that is refused |
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
-//! | buffered, where `io` asks for it by io_uring | io_uring without O_DIRECT | pool of threads |
-//! | direct, after the pace of the storage was tried (`trial`) and is slow | pool of threads, through the page cache | |
-//! | buffered, and nothing is to stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
+//! | buffered, if `io` asks for io_uring | io_uring without O_DIRECT | pool of threads |
+//! | direct, if the trial of the storage's pace goes through the page cache (`trial`) | pool of threads, through it | |
+//! | buffered, if nothing may stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
-//! | direct, and the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE where there is) | |
+//! | direct, if the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE if there is) | |
 //!
-//! Each fallback is kept once for each cause and file system, to be logged and reported.
+//! Each fallback is kept once for each cause and file system, for the log and the report.
 
 use super::file::{Files, FsKind};
 use super::threads::Way;
@@ -26,19 +26,19 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// Direct reads in flight: 16 MiB to 256 MiB at the usual extents, more than any one device needs.
+/// Direct reads in flight: 256 MiB with extents of 4 MiB, more than any one device needs.
 const DEPTH: usize = 64;
-/// Reads through the page cache by io_uring in flight: of 4 MiB 8 gave 2.4 GB/s, 16 gave 1.8 and 32 gave 1.25, for each is
-/// a thread of the kernel that reads ahead, and they get in each other's way.
+/// Reads through the page cache by io_uring in flight. With 4 MiB each, 8 gave 2.4 GB/s, 16 gave 1.8 and 32 gave 1.25:
+/// each read is a thread of the kernel that reads ahead, and these get in each other's way.
 const BUFFERED_DEPTH: usize = 8;
-/// Reads that the pool of threads takes: a queue ahead of every thread, which cancelling can still give up.
+/// Reads that the pool of threads takes: enough that every thread has reads waiting, which a cancel can still give up.
 const QUEUE: usize = 256;
-/// Threads: enough to fill a local disk through the page cache even where cores are few. They wait, they do not compute:
-/// on two cores 4, 8 and 16 populated at 0.84, 0.88 and 0.89 of the raw O_DIRECT rate beside them.
+/// Threads: enough to fill a local disk through the page cache even with few cores. They wait, they do not compute: on
+/// two cores 4, 8 and 16 threads populated at 0.84, 0.88 and 0.89 of the raw O_DIRECT rate beside them.
 const LEAST_THREADS: usize = 12;
 /// More threads than this copy no faster from the page cache (memory bandwidth).
 const MOST_THREADS: usize = 16;
-/// A network file system is as fast as the reads that are under way at once.
+/// The speed of a network file system depends on how many reads are in flight.
 const NETWORK_THREADS: usize = 32;
 
 /// Sends each read its way.
@@ -49,27 +49,27 @@ pub struct Router {
     threads: Threads,
     direct: Direct,
     begun: bool,
-    /// By io_uring, those reads through the page cache that are to go that way.
+    /// io_uring, for those reads through the page cache that go this way.
     ring: Ring,
     io: Io,
-    /// Network files too go to the asynchronous interface: the caller named it.
+    /// Files on a network go to the asynchronous interface too: the caller named it.
     insists: bool,
     depth: usize,
     ring_depth: usize,
-    /// For each file, whether io_uring is to read nothing ahead in it; empty: of none.
+    /// For each file: whether io_uring reads nothing ahead in it; empty: for no file.
     exact: Vec<bool>,
-    /// What is read through the page cache is not to stay there.
+    /// What is read through the page cache must not stay there.
     leaves_nothing: bool,
     /// For each file, whether it refused O_DIRECT.
     refused: Vec<bool>,
-    /// On their way back from a route that was refused, while the next one is full.
+    /// Refused by a route, and waiting because the next one is full.
     back: Vec<Read>,
     /// Decides whether direct reads stay direct.
     trial: Option<Trial>,
     /// Outcomes that need no source.
     over: Vec<Done>,
     fallbacks: Vec<Fallback>,
-    /// What has been told already: from, file system, errno.
+    /// What has been reported already: from, file system, errno.
     told: HashSet<(&'static str, u64, Option<i32>)>,
     wake: OwnedFd,
 }
@@ -101,7 +101,7 @@ impl Ring {
     }
 }
 
-/// Who performs a read.
+/// What performs a read.
 enum By {
     Pool(Way),
     /// The interface for direct reads.
@@ -151,7 +151,7 @@ impl Router {
         Ok(router)
     }
 
-    /// What direct reads go through now: "io_uring", "Linux AIO" or "threads" (also before the first of them).
+    /// The way that direct reads take now: "io_uring", "Linux AIO" or "threads" (also before the first of them).
     pub fn direct_by(&self) -> &'static str {
         match self.direct {
             Direct::Uring(_) => "io_uring",
@@ -160,31 +160,31 @@ impl Router {
         }
     }
 
-    /// From now on files that are read through the page cache for want of O_DIRECT leave nothing new in it, where the kernel
-    /// can do that.
+    /// From now on files that are read through the page cache because they have no O_DIRECT leave nothing new in it, if
+    /// the kernel can do that.
     pub(crate) fn leave_nothing(&mut self) {
         self.leaves_nothing = true;
     }
 
-    /// From now on cold bytes that are to stay in the page cache are brought there as `Fill` says; `whole` flags the files
-    /// that are wanted whole and can be mapped, `in_part` mapped ones of which nothing else is to be brought in.
+    /// From now on cold bytes that stay in the page cache are brought there as `Fill` says. `whole` flags the files
+    /// that are wanted whole and can be mapped; `in_part` flags mapped files that allow no extra bytes.
     pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
         self.threads.fill_first(whole, in_part);
         let local = |file| self.files.facts(file).is_ok_and(|facts| facts.kind == FsKind::Local);
         self.exact = (0..).zip(whole).map(|(file, whole)| !whole && local(file)).collect();
     }
 
-    /// The first direct reads decide by their pace whether the others go through the page cache: see `Trial`.
+    /// The pace of the first direct reads decides whether the others go through the page cache: see `Trial`.
     pub(crate) fn try_first(&mut self) {
         self.trial = Some(Trial::new());
     }
 
-    /// From now on reads through the page cache are done by whoever submits them: see `Threads`.
+    /// From now on the submitting thread does the reads through the page cache: see `Threads`.
     pub(crate) fn read_here(&mut self) {
         self.threads.read_here();
     }
 
-    /// From now on what the pool of threads reads is recorded there.
+    /// From now on the reads of the pool of threads are recorded there.
     pub(crate) fn record(&mut self, timeline: &Arc<Timeline>) {
         self.threads.record(timeline);
     }
@@ -245,7 +245,7 @@ impl Router {
         let told = self.fallbacks.len();
         self.begin_aio();
         self.tell("io_uring", self.direct_by(), 0, cause.errno(), cause.message().to_owned());
-        // In the order in which they happened: first what was wanted most.
+        // In the order in which they happened: first the best interface.
         self.fallbacks[told..].reverse();
     }
 
@@ -265,7 +265,7 @@ impl Router {
             Route::Mapped => By::Pool(Way::Mapped),
             Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => By::Pool(Way::Uncached),
             Route::Buffered => self.through(),
-            // The pool fills files that are wanted whole by huge pages (`fill`), which io_uring does not.
+            // The pool fills files that are wanted whole by huge pages (`fill`); io_uring does not.
             Route::Direct if self.trial.as_ref().is_some_and(Trial::is_through) => By::Pool(Way::Buffered),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => By::Pool(Way::Uncached),
             Route::Direct if matches!(self.direct, Direct::Threads) => By::Pool(Way::Direct),
@@ -274,7 +274,7 @@ impl Router {
         }
     }
 
-    /// Who reads through the page cache.
+    /// What reads through the page cache.
     fn through(&self) -> By {
         match self.ring {
             Ring::None | Ring::Leaving(_) => By::Pool(Way::Buffered),
@@ -291,7 +291,7 @@ impl Router {
         self.files.facts(file).is_ok_and(|f| f.kind == FsKind::Network)
     }
 
-    /// Sends a read by the way it has now; gives it back where that is full.
+    /// Sends a read by its current way; gives it back if that way is full.
     fn send(&mut self, mut read: Read) -> Result<(), Read> {
         if matches!((self.by(&read), &self.ring), (By::Ring, Ring::Later)) {
             self.begin_ring();
@@ -312,7 +312,7 @@ impl Router {
         sent.map_err(|read| Read { route, ..read })
     }
 
-    /// The interface works, so it is this file that does not do O_DIRECT, or not so.
+    /// The interface works. So this file does not do O_DIRECT, or not with this read.
     fn refuse_direct(&mut self, read: Read, cause: &io::Error) {
         self.refused[read.file as usize] = true;
         let storage = self.files.facts(read.file).map_or(0, |f| f.storage);
@@ -321,7 +321,7 @@ impl Router {
         self.back.push(read);
     }
 
-    /// Takes what the direct interface has, and replaces it where the kernel refuses it by now.
+    /// Takes the outcomes of the direct interface, and replaces the interface if the kernel refuses it now.
     fn drain_direct(&mut self) -> Vec<Outcome> {
         let mut out = Vec::new();
         let (lost, doing) = match &mut self.direct {
@@ -358,7 +358,7 @@ impl Router {
         left
     }
 
-    /// Takes what io_uring has read through the page cache. Once it refuses a read, the pool of threads does the rest.
+    /// Takes the outcomes of io_uring through the page cache. After a refused read, the pool of threads does the rest.
     fn drain_ring(&mut self) -> Vec<Outcome> {
         let Some(uring) = self.ring.uring() else { return Vec::new() };
         let mut out = Vec::new();
@@ -392,7 +392,7 @@ impl Router {
         left
     }
 
-    /// Sends again what came back refused: each read exactly once, as it came back exactly once.
+    /// Sends again what came back refused: each read exactly once, because it came back exactly once.
     fn send_back(&mut self) {
         if self.back.is_empty() {
             return;
@@ -406,7 +406,7 @@ impl Router {
     }
 
     fn start(&mut self) {
-        // Neither can fail: what goes wrong comes back with its read.
+        // Neither can fail: errors come back with their reads.
         let _infallible = match &mut self.direct {
             Direct::Uring(uring) => uring.flush(),
             Direct::Aio(aio) => aio.flush(),
@@ -420,7 +420,7 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        // Whoever submits is woken when one of those that are out comes back.
+        // The submitting thread is woken when one of the reads in flight comes back.
         if read.route == Route::Direct && self.trial.as_mut().is_some_and(|t| t.holds(&read)) {
             return Err(read);
         }
@@ -461,7 +461,7 @@ impl Source for Router {
     }
 
     fn cancel(&mut self) {
-        // Some thread is at work where anything waits here, so that a wake-up is still to come.
+        // If a read waits here, some thread is at work, so a wake-up is still to come.
         let back = std::mem::take(&mut self.back);
         self.over.extend(back.into_iter().map(|read| read.cancelled(&self.files)));
         self.threads.cancel();

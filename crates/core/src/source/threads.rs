@@ -1,8 +1,9 @@
 //! A pool of threads that read: the buffered and the mapped route, and O_DIRECT where no asynchronous interface is
 //! granted.
 //!
-//! Threads start as reads queue up and end with the load. One that hangs in the kernel (a network mount whose server is
-//! gone cannot be interrupted) is left behind with its read, which keeps the memory that the kernel may still write to.
+//! Threads start as reads queue up and end with the load. A thread that hangs in the kernel (a network mount whose
+//! server is gone cannot be interrupted) is left behind with its read. The read keeps the memory to which the kernel
+//! may still write.
 
 use super::file::{read_fully, Files};
 use super::fill::Fill;
@@ -23,11 +24,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where bytes go that nobody wants: gaps between wanted runs are rarely longer, and it stays in the cache.
+/// Where bytes go that are not wanted: gaps between wanted runs are rarely longer, and it stays in the processor's
+/// cache.
 const SCRATCH: usize = 64 << 10;
 /// Even after reads were given up long ago, the threads get this long to end.
 const LEAST_GRACE: Duration = Duration::from_millis(100);
-/// Threads here need no stack to speak of, and a network file system gets many of them.
+/// Threads here need little stack, and a network file system gets many of them.
 const STACK: usize = 128 << 10;
 
 /// Reads by a pool of threads.
@@ -41,7 +43,7 @@ pub struct Threads {
     process: u32,
     /// When the reads were given up: what hangs has had that long to end already when the pool is dropped.
     cancelled: Option<Instant>,
-    /// Reads are done by whoever submits them.
+    /// The submitting thread does the reads.
     here: bool,
 }
 
@@ -135,8 +137,8 @@ impl Threads {
         })
     }
 
-    /// From now on reads are done by whoever submits them, before `submit` returns: for pages that are there already, which
-    /// takes less time than handing the work to a thread and being told.
+    /// From now on the submitting thread does the reads, before `submit` returns: for resident pages, that takes less time
+    /// than handing the work to another thread and waiting for it.
     pub(super) fn read_here(&mut self) {
         self.here = true;
     }
@@ -498,8 +500,8 @@ impl Shared {
 
     /// Brings the pages under `len` bytes at `at` into the mapping, and reports what would be SIGBUS on first touch.
     ///
-    /// Pages that the page cache holds anyway are left to their first touch: it costs what populating them would, in huge pages
-    /// 1 ms/GiB and in small ones 100, and of those that nobody touches it costs nothing.
+    /// Resident pages are left to their first touch. It costs as much as populating them (1 ms/GiB in huge pages, 100 in
+    /// small ones), and pages that are never touched cost nothing.
     fn map(&self, read: &Read, at: *mut u8, resident: bool, tools: &mut Tools) -> Result<u64, Failure> {
         // Pages wholly past the end cannot be populated; what is wanted must not need them.
         let got = read.len.min(self.files.size(read.file).saturating_sub(read.offset));

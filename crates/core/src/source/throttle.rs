@@ -1,4 +1,4 @@
-//! A source made slower or made to fail, to see what the rest then does. For tests: no option leads here.
+//! A source that is made slower or made to fail, to test the rest. For tests only: no option leads here.
 
 use super::file::Files;
 use super::{epoll, watch, Choice, Done, Fallback, Read, Source, Touches};
@@ -11,18 +11,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is done to a source. `Default` does nothing.
+/// The changes to a source. `Default` changes nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Throttling {
-    /// Most bytes per second of each storage device ([`Facts::storage`](super::Facts::storage)). A read occupies its device
-    /// from its submission on, behind the reads submitted before it, whenever its bytes really arrive: what the machine
-    /// itself takes for a read is hidden behind the rate as long as it keeps up.
+    /// Most bytes per second of each storage device ([`Facts::storage`](super::Facts::storage)). A read occupies its
+    /// device from its submission on, after the reads submitted before it, independently of when its bytes really
+    /// arrive. So the machine's own time for a read is hidden behind the rate, as long as the machine keeps up.
     pub rate: Option<u64>,
     /// Other rates, by the number of the storage device.
     pub rates: HashMap<u64, u64>,
     /// Every read takes this much longer.
     pub latency: Duration,
-    /// Read number n (from 0, in order of submission) fails with this errno, without being made.
+    /// Read number n (from 0, in order of submission) fails with this errno and is not performed.
     pub fail: Option<(u64, i32)>,
     /// Reads from number n on do not come back before [`Release::release`].
     pub hang: Option<u64>,
@@ -36,7 +36,7 @@ pub struct Throttle {
     submitted: u64,
     /// Until when each storage device is busy with earlier bytes.
     busy: HashMap<u64, Instant>,
-    /// When each read under way may come back.
+    /// When each read in flight may come back.
     due: HashMap<super::Ticket, Instant>,
     held: Vec<(Instant, Done)>,
     hanging: Vec<Done>,
@@ -46,7 +46,7 @@ pub struct Throttle {
     wake: OwnedFd,
 }
 
-/// Lets the reads go that hang.
+/// Releases the reads that hang.
 #[derive(Debug)]
 pub struct Release {
     released: AtomicBool,
@@ -54,7 +54,7 @@ pub struct Release {
 }
 
 impl Release {
-    /// Every read that hangs comes back now, and none hangs from now on.
+    /// Every read that hangs comes back now, and no later read hangs.
     pub fn release(&self) {
         self.released.store(true, Ordering::Release);
         self.bell.ring();
@@ -92,12 +92,12 @@ impl Throttle {
         })
     }
 
-    /// To let go, from any thread, what hangs.
+    /// Releases, from any thread, the reads that hang.
     pub fn release(&self) -> Arc<Release> {
         self.release.clone()
     }
 
-    /// Wakes at the earliest time at which something held is due.
+    /// Wakes at the earliest time at which a held read is due.
     fn arm(&self) {
         let due = self.held.iter().map(|(due, _)| *due).min();
         // Zero disarms.
@@ -112,7 +112,7 @@ impl Throttle {
         }
     }
 
-    /// When a read submitted now, of `len` bytes of a file, is done as far as the file's storage device goes.
+    /// When the file's storage device is done with a read of `len` bytes that is submitted now.
     fn occupy(&mut self, file: u32, len: u64) -> Instant {
         let now = Instant::now();
         let storage = self.files.facts(file).map_or(0, |f| f.storage);

@@ -1,10 +1,11 @@
-//! Whether cold bytes that are read into private memory are to stay in the page cache, decided by the storage's own pace.
+//! Whether cold bytes that are read into private memory stay in the page cache. The pace of the storage decides.
 //!
-//! To read through the page cache costs the processor two to four times as much as to read past it, and many a disk is
-//! slower that way whatever the processor does. Where it is not, keeping costs nothing and the next start is spared the
-//! storage. So the first reads of a load go past the page cache, the next ones through it, both are timed, and that decides
-//! for the rest. If it is kept, what has gone past is read into the page cache at the end. If not, the page cache is filled
-//! after the load (`fill_after`), so that a choice for going past costs the next start nothing either.
+//! Reading through the page cache costs the processor two to four times as much as reading past it, and many disks are
+//! slower that way, however fast the processor is. If a disk is not slower, keeping costs nothing, and the next start
+//! need not read the storage. So the first reads of a load go past the page cache, the next ones through it, and both
+//! are timed. The times decide for the rest. If the page cache is kept, what has gone past it is read into it at the
+//! end. If not, the page cache is filled after the load (`fill_after`), so that this choice costs the next start
+//! nothing either.
 
 use super::{Outcome, Read, Ticket};
 use crate::options::{GB, MIB};
@@ -14,26 +15,27 @@ use std::time::Instant;
 
 /// Bytes of each of the two ways: some milliseconds, and as many reads as keep a disk busy.
 const ENOUGH: u64 = 24 * MIB;
-/// Bytes that go out of each way while it is timed: some are under way when it ends.
+/// Bytes that are sent each way while it is timed: some are still in flight when the timing ends.
 const AT_MOST: u64 = ENOUGH + ENOUGH / 2;
-/// Bytes after which going past the page cache is thought over, by the pace of these: storage that is rented gives the
-/// first bytes faster than the rest.
+/// Bytes after which a choice for going past the page cache is reviewed, by the pace of these bytes: rented storage
+/// gives the first bytes faster than the rest.
 const AT_LAST: u64 = 64 * MIB;
-/// Loads with fewer cold bytes than this do not try: they keep.
+/// Loads with fewer cold bytes than this do not try. They keep.
 pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
-/// Of the pace past the page cache, what the pace through it must reach for it to be kept.
+/// The page cache is kept if the pace through it is at least this share of the pace past it.
 const SHARE: f64 = 0.9;
-/// Storage that gives fewer bytes per second than this past the page cache is slower than what the processor does either way:
-/// the two ways then differ by chance, and to read everything once more afterwards would cost most. So less is asked of it.
+/// Storage that gives fewer bytes per second than this past the page cache is slower than the processor on either way.
+/// The two ways then differ by chance, and reading everything again afterwards would cost most. So a smaller share is
+/// enough.
 const SLOW: f64 = 0.25 * GB;
 const SHARE_IF_SLOW: f64 = 0.6;
 
-/// What becomes of the page cache, and why.
+/// What happens to the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// Whether cold bytes stay in it.
     pub keep: bool,
-    /// For the report.
+    /// The reason, for the report.
     pub reason: String,
 }
 
@@ -44,7 +46,7 @@ pub(super) struct Trial {
     since: Option<Instant>,
     sent: u64,
     back: u64,
-    /// What is under way: file, range, and whether it went past the page cache.
+    /// Reads in flight: file, range, and whether they went past the page cache.
     out: HashMap<Ticket, (u32, Range<u64>, bool)>,
     /// What went past the page cache.
     past: Vec<(u32, Range<u64>)>,
@@ -57,9 +59,9 @@ pub(super) struct Trial {
 enum Stage {
     /// Reads past the page cache are timed.
     Past,
-    /// Reads through it are.
+    /// Reads through it are timed.
     Through,
-    /// It is decided, but reads past the page cache are timed again.
+    /// The choice is made, but reads past the page cache are timed again.
     Doubtful,
     Over,
 }
@@ -91,25 +93,25 @@ impl Trial {
         self.stage == Stage::Through || self.keeps()
     }
 
-    /// Whether `read` is to wait until it is known which way it goes.
+    /// Whether `read` has to wait until it is known which way it goes.
     pub(super) fn holds(&mut self, read: &Read) -> bool {
         if !matches!(self.stage, Stage::Past | Stage::Through) {
             return false;
         }
-        // The two ways are not timed beside each other.
+        // The two ways are never timed at the same time.
         let waits = match self.sent {
             0 => !self.out.is_empty(),
             sent => sent + read.len > AT_MOST,
         };
         if waits && self.out.is_empty() {
-            // Nothing more will come that could tell.
+            // Nothing more will come back that could tell.
             self.next();
             return self.holds(read);
         }
         waits
     }
 
-    /// A read went out, the way that [`is_through`](Self::is_through) says.
+    /// A read was sent, the way that [`is_through`](Self::is_through) says.
     pub(super) fn sent(&mut self, ticket: Ticket, file: u32, range: Range<u64>) {
         if self.stage == Stage::Over {
             return;
@@ -119,7 +121,7 @@ impl Trial {
         self.out.insert(ticket, (file, range, self.stage != Stage::Through));
     }
 
-    /// These came back: goes on to the next stage once that is enough.
+    /// These came back. Goes on to the next stage when that is enough.
     pub(super) fn back(&mut self, outcomes: &[Outcome]) {
         for outcome in outcomes {
             let Some((file, range, past)) = self.out.remove(&outcome.ticket()) else { continue };
@@ -173,7 +175,7 @@ impl Trial {
         self.choice = Some(Choice { keep, reason });
     }
 
-    /// What went past the page cache although it is kept.
+    /// What went past the page cache although the page cache is kept.
     pub(super) fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
         if self.keeps() {
             std::mem::take(&mut self.past)

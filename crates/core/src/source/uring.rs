@@ -1,11 +1,12 @@
 //! Reads through io_uring: with O_DIRECT, or through the page cache.
 //!
-//! Reads through the page cache are handed to worker threads of the kernel (`IOSQE_ASYNC`), which wait for the disk and copy.
-//! Without that the submitting thread starts one read after the other and copies alone: 1.0 GB/s where the workers give 2.4.
+//! Reads through the page cache go to worker threads of the kernel (`IOSQE_ASYNC`), which wait for the disk and copy.
+//! Without the flag, the submitting thread starts one read after the other and makes all copies itself: 1.0 GB/s, where
+//! the workers give 2.4.
 //!
-//! Whether a kernel grants io_uring is found out by asking it, never by its version: containers refuse it by seccomp,
-//! administrators by sysctl, and either may begin in the middle of a load. What was refused is handed back to the router,
-//! but only once the kernel can no longer write to its memory.
+//! The only way to learn whether a kernel grants io_uring is to ask it. Its version says nothing: containers refuse
+//! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. What was refused goes
+//! back to the router, as soon as the kernel can no longer write to its memory.
 
 use super::file::Files;
 use super::flight::{quarantine, Flight, Next, Scratch};
@@ -22,18 +23,18 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Most files in the ring's own table: a read through it needs no look-up and no reference count in the kernel, and no
-/// descriptor of ours.
+/// Most files in the ring's own table. A read through the table needs no look-up and no reference count in the kernel,
+/// and no descriptor of ours.
 const MOST_REGISTERED: usize = 1023;
-/// `user_data` of what is not a read.
+/// `user_data` of entries that are not reads.
 const NO_READ: u64 = u64::MAX;
 const GETEVENTS: u32 = 1;
 const ALL_MODES: [RingMode; 3] = [RingMode::Deferred, RingMode::Cooperative, RingMode::Plain];
 
 /// Reads by io_uring, with O_DIRECT or through the page cache.
 ///
-/// The first `flush` must come from the thread that goes on to use it: newer kernels drive a ring from one thread only
-/// (and are a good deal quicker for it).
+/// The first `flush` must come from the thread that continues to use it: newer kernels drive a ring from one thread
+/// only, and are much faster for it.
 pub struct Uring {
     ring: Option<IoUring>,
     mode: RingMode,
@@ -41,21 +42,21 @@ pub struct Uring {
     /// Reads through the page cache; `None` where they go past it.
     buffered: Option<Buffered>,
     files: Arc<Files>,
-    /// For each file, whether the ring's table holds it; empty where there is no table.
+    /// For each file: whether the ring's table holds it; empty if there is no table.
     registered: Vec<bool>,
     tether: Option<OwnedFd>,
     waiting: VecDeque<Flight>,
-    /// In the hands of the kernel, by `user_data`.
+    /// Reads that the kernel has, by `user_data`.
     flying: Vec<Option<(Flight, Option<Arc<OwnedFd>>)>>,
     free: Vec<usize>,
-    /// Pushed to the submission queue but not taken by the kernel yet.
+    /// Pushed to the submission queue but not yet taken by the kernel.
     pushed: usize,
-    /// Cancellations among those ever pushed.
+    /// Cancellations among all that were ever pushed.
     cancels: usize,
     over: Vec<Outcome>,
     fallbacks: Vec<Fallback>,
-    /// Raised by the ring for completions (polling the ring itself does not see those that it defers: measured on 6.18),
-    /// and by us for outcomes that need no kernel.
+    /// The ring notifies it for completions. (Polling the ring itself does not show completions that it defers:
+    /// measured on 6.18.) We notify it for outcomes that need no kernel.
     wake: Wake,
     cancelled: bool,
     process: u32,
@@ -63,9 +64,9 @@ pub struct Uring {
 
 /// What reads through the page cache need.
 struct Buffered {
-    /// Where bytes go that nobody wants.
+    /// Where bytes go that are not wanted.
     scratch: Arc<Scratch>,
-    /// For each file, whether nothing is to be brought in that was not asked for; empty: of none.
+    /// For each file: whether only the requested bytes may be brought in; empty: for no file.
     exact: Vec<bool>,
 }
 
@@ -87,7 +88,7 @@ impl std::fmt::Debug for Uring {
 }
 
 impl Uring {
-    /// A ring for `depth` reads at a time with O_DIRECT, or why this kernel does not grant one.
+    /// A ring for `depth` O_DIRECT reads at a time, or the reason why this kernel does not grant one.
     pub fn new(files: Arc<Files>, depth: usize) -> Result<Uring> {
         Self::with_modes(files, depth, &ALL_MODES)
     }
@@ -99,14 +100,14 @@ impl Uring {
         Ok(uring)
     }
 
-    /// From now on nothing is read ahead in the files flagged: the page cache gets what is asked for and no more.
+    /// From now on nothing is read ahead in the flagged files: only the requested bytes enter the page cache.
     pub(super) fn read_exactly(&mut self, files: &[bool]) {
         if let Some(buffered) = &mut self.buffered {
             buffered.exact = files.to_vec();
         }
     }
 
-    /// As [`new`](Self::new), in the first of `modes` that this kernel grants.
+    /// Like [`new`](Self::new), in the first of `modes` that this kernel grants.
     pub fn with_modes(files: Arc<Files>, depth: usize, modes: &[RingMode]) -> Result<Uring> {
         let depth = depth.clamp(1, 4096);
         let wake = Wake::new()?;
@@ -125,7 +126,7 @@ impl Uring {
             let tethered = tether(&ring, table).map(|t| (t, table)).or_else(|_| tether(&ring, 0).map(|t| (t, 0)));
             let (tether, registered) = match tethered {
                 Ok((tether, table)) => (Some(tether), vec![false; table]),
-                // Without it a ring that defers its completions could not be left safely.
+                // Without the pipe, a ring that defers its completions could not be left safely.
                 Err(e) if mode == RingMode::Deferred => {
                     refused = Some(e);
                     continue;
@@ -190,7 +191,7 @@ impl Uring {
     /// Moves waiting reads to the kernel.
     fn start(&mut self) {
         if let (false, Some(ring)) = (self.enabled, &self.ring) {
-            // From here on the ring belongs to this thread.
+            // From here, the ring belongs to this thread.
             if let Err(e) = ring.submitter().register_enable_rings() {
                 self.leave(&e);
             }
@@ -220,7 +221,7 @@ impl Uring {
                         };
                         (entry, Some(fd))
                     }
-                    // Those of reads in flight become free when they finish.
+                    // Entries of reads in flight become free when the reads finish.
                     Err(e) if e.kind() == ErrorKind::Limit && self.flying() > 0 => {
                         self.waiting.push_front(flight);
                         break;
@@ -237,8 +238,8 @@ impl Uring {
                     }
                 }
             };
-            // By worker threads of the kernel, on all cores, and not by this one thread in turn: reads through the page cache,
-            // and those into pages that are not there yet, which the kernel zeroes first.
+            // Worker threads of the kernel do these reads, on all cores, instead of this one thread in turn: reads
+            // through the page cache, and reads into pages that do not exist yet, which the kernel zeroes first.
             let flags = if workers { Flags::ASYNC } else { Flags::empty() };
             if !self.push(&entry.flags(flags).user_data(slot as u64)) {
                 self.waiting.push_front(flight);
@@ -267,7 +268,7 @@ impl Uring {
         pushed
     }
 
-    /// Puts a file into the ring's table; false where there is none.
+    /// Puts a file into the ring's table; false if there is no table.
     fn register(&mut self, file: u32, fd: &OwnedFd) -> bool {
         let (Some(known), Some(ring)) = (self.registered.get_mut(file as usize), &self.ring) else { return false };
         match ring.submitter().register_files_update(file, &[fd.as_raw_fd()]) {
@@ -284,7 +285,7 @@ impl Uring {
         }
     }
 
-    /// One system call for everything pushed.
+    /// One system call for all pushed entries.
     fn enter(&mut self) {
         while self.pushed > 0 {
             let Some(ring) = &self.ring else { return };
@@ -297,7 +298,8 @@ impl Uring {
                 }
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // Short of memory or of room for completions: goes on when reads in flight have finished.
+                    // The kernel is short of memory or of room for completions. Continues when reads in flight have
+                    // finished.
                     Some(libc::EAGAIN | libc::EBUSY) if self.flying() > self.pushed => return,
                     _ => return self.leave(&e),
                 },
@@ -305,7 +307,7 @@ impl Uring {
         }
     }
 
-    /// Collects completions and lowers `wake`.
+    /// Collects completions and clears `wake`.
     fn reap(&mut self) {
         loop {
             let Some(ring) = &mut self.ring else { return self.wake.quiet() };
@@ -319,8 +321,9 @@ impl Uring {
                 }
             }
             let answers: Vec<(u64, i32)> = ring.completion().map(|c| (c.user_data(), c.result())).collect();
-            // The ring raises it when it puts work off and again when that is done. What comes after this shows in the
-            // ring before it raises it, so that looking once more makes sure that nothing waits without it.
+            // The ring notifies `wake` when it defers work and again when that work is done. What comes after this
+            // point shows in the ring before the ring notifies. So one more look makes sure that nothing waits without
+            // a notification.
             self.wake.quiet();
             let more = ring.submission().taskrun() || !ring.completion().is_empty();
             for (slot, answer) in answers {
@@ -329,7 +332,8 @@ impl Uring {
                 };
                 self.free.push(slot as usize);
                 if answer == -libc::ECANCELED && flight.read.fresh && !self.cancelled {
-                    // No worker thread could be started (RLIMIT_NPROC, the pids limit of a cgroup): this one does the work.
+                    // No worker thread could be started (RLIMIT_NPROC, the pids limit of a cgroup). This thread does
+                    // the work.
                     flight.read.fresh = false;
                     self.waiting.push_back(flight);
                     continue;
@@ -351,18 +355,19 @@ impl Uring {
         }
     }
 
-    /// Gives the ring up because the kernel refuses it now, and hands back what it had not finished.
+    /// Gives up the ring, because the kernel refuses it now, and hands back the unfinished reads.
     fn leave(&mut self, cause: &io::Error) {
         let Some(mut ring) = self.ring.take() else { return };
         let again = || io::Error::from_raw_os_error(cause.raw_os_error().unwrap_or(libc::ENOSYS));
-        // A cancellation is no read: it must not stand in for one that the kernel is still working on.
+        // A cancellation is not a read. It must not be taken for a read that the kernel still has.
         let unsent = self.pushed.saturating_sub(self.cancels);
         let mut completed: Vec<u64> = Vec::new();
         let until = Instant::now() + GRACE;
         loop {
             completed.extend(ring.completion().map(|c| c.user_data()).filter(|&slot| slot != NO_READ));
             let left = until.saturating_duration_since(Instant::now());
-            // A ring that defers shows no completion without being entered; what was pushed but not taken has none.
+            // A ring that defers shows no completion without being entered. Entries that were pushed but not taken have
+            // no completion.
             if self.mode == RingMode::Deferred || completed.len() + unsent >= self.flying() || left.is_zero() {
                 break;
             }
@@ -386,11 +391,11 @@ impl Uring {
         self.wake.ring();
     }
 
-    /// Closes the ring; true once the kernel has let go of everything that was submitted to it.
+    /// Closes the ring; true when the kernel has released everything that was submitted to it.
     fn close(&mut self, ring: IoUring) -> bool {
         drop(ring);
         match &self.tether {
-            // It hangs up when the kernel frees the ring, which it does after the last read.
+            // The pipe hangs up when the kernel frees the ring, which it does after the last read.
             Some(tether) => readable(tether.as_raw_fd(), GRACE),
             None => false,
         }
@@ -417,13 +422,13 @@ fn build(mode: RingMode, depth: u32) -> io::Result<IoUring> {
         RingMode::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
         RingMode::Plain => &mut builder,
     };
-    // One more for the cancellation.
+    // One more entry, for the cancellation.
     builder.build((depth + 1).next_power_of_two())
 }
 
-/// Gives the ring a table of `files` empty places and one with the writing end of a pipe, and gives the reading end. The
-/// kernel closes the writing end when it frees the ring: there is no other way to learn that a ring which may not be
-/// entered any more has finished its reads.
+/// Gives the ring a table with `files` empty places and one place for the writing end of a pipe; returns the reading
+/// end. The kernel closes the writing end when it frees the ring. There is no other way to learn that a ring which must
+/// not be entered any more has finished its reads.
 fn tether(ring: &IoUring, files: usize) -> io::Result<OwnedFd> {
     let mut ends = [0; 2];
     // SAFETY: two descriptors are written to `ends`, and are ours.
@@ -446,7 +451,7 @@ impl Source for Uring {
             return Err(read);
         }
         let flight = match &self.buffered {
-            // `fresh` says that workers are to do it, until there are none.
+            // `fresh` means that workers do it, as long as there are workers.
             Some(buffered) => Flight::buffered(Read { fresh: true, ..read }, &buffered.scratch, &self.files),
             None => Flight::direct(read, &self.files),
         };
@@ -476,8 +481,8 @@ impl Source for Uring {
             self.give(Outcome::Done(done));
         }
         if self.flying() > 0 && self.enabled {
-            // Gives up what waits in the kernel's own queues; what the device is working on finishes. (Before 5.19 the
-            // kernel answers EINVAL and finishes everything.)
+            // Gives up the reads that wait in the kernel's own queues. The device finishes those that it works on.
+            // (Before 5.19 the kernel answers EINVAL and finishes all.)
             let all = opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(NO_READ);
             self.cancels += usize::from(self.push(&all));
             self.enter();
@@ -503,7 +508,7 @@ impl Uring {
         if self.pushed > 0 || (self.enabled && !self.waiting.is_empty()) {
             self.start();
         }
-        // Outcomes that came up since raised `wake` once more: one wake-up for nothing, in cases that are rare.
+        // Outcomes that arrived since have notified `wake` once more. That is one wake-up for nothing, in rare cases.
         out.append(&mut self.over);
     }
 }

@@ -1,11 +1,11 @@
-//! The eventfd as loom sees it: a flag and those who wait for it.
+//! The eventfd as loom sees it: a flag and its waiters.
 
 use crate::error::Result;
 use crate::sync::{lock, Condvar, Mutex};
 use std::os::fd::RawFd;
 use std::sync::PoisonError;
 
-/// A flag that is up from [`ring`](Self::ring) until [`quiet`](Self::quiet).
+/// A flag that is up from [`ring`](Self::ring) (notify) until [`quiet`](Self::quiet) (clear).
 #[derive(Debug)]
 pub struct Wake {
     rung: Mutex<bool>,
@@ -13,7 +13,7 @@ pub struct Wake {
 }
 
 impl Wake {
-    /// A new one, not rung.
+    /// A new one, not notified.
     pub fn new() -> Result<Self> {
         Ok(Self { rung: Mutex::new(false), changed: Condvar::new() })
     }
@@ -34,7 +34,7 @@ impl Wake {
         *lock(&self.rung) = false;
     }
 
-    /// Whether the flag is up; waits for it for ever unless `timeout_ms` is 0. Time does not pass in a model.
+    /// Whether the flag is up; waits for it without a limit unless `timeout_ms` is 0. There is no time in a model.
     pub fn wait(&self, timeout_ms: i32) -> bool {
         let mut rung = lock(&self.rung);
         while !*rung && timeout_ms != 0 {

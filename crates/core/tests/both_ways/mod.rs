@@ -13,8 +13,8 @@ fn parts(t: TensorInfo<'_>) -> (u32, &str, &'static str, &[u64], u32, u64, u64) 
 }
 
 pub(crate) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint, Error> {
-    // Temporary files are all on one disk. Where that is none (tmpfs, overlay) both open alike. Once for the process: a
-    // test may open as a user who may write nowhere.
+    // Temporary files are all on one disk. If they are not on a disk (tmpfs, overlay), both ways open alike. Once per
+    // process: a test may open as a user who may write nowhere.
     static DISK_KNOWN: Once = Once::new();
     DISK_KNOWN.call_once(|| {
         let file = tempfile::NamedTempFile::new().expect("a file");

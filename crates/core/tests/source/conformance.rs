@@ -189,8 +189,8 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Rou
     for round in 0..20 {
         std::thread::scope(|scope| scope.spawn(|| one(&sample, round)).join().unwrap());
     }
-    // A thread that was joined may be listed a moment longer.
-    let until = Instant::now() + Duration::from_secs(1);
+    // A thread that was joined may be listed a moment longer, on a busy machine for seconds.
+    let until = Instant::now() + Duration::from_secs(4);
     while belongings() != before && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -211,7 +211,7 @@ fn another_thread_may_drop_it(make: Make, route: Route) {
         }
         source.flush().unwrap();
         std::thread::spawn(move || drop(source)).join().unwrap();
-        // Whoever has the memory next writes to it, and nobody else does.
+        // The next owner of the memory writes to it, and no other does.
         for memory in &memories {
             assert_eq!(Arc::strong_count(memory), 1, "a read's memory is still held");
             memory.mark();
@@ -343,7 +343,7 @@ fn resident_pages_are_left_to_their_first_touch_and_counted() {
         let touches = source.take_touches();
         assert_eq!(source.take_touches().left, 0, "counted twice");
         assert_eq!(touches.left, if resident { len } else { 0 });
-        // What is left costs what faults cost; nobody waits for a disk.
+        // The pages that are left cost faults only; no thread waits for a disk.
         assert!((0.0..5.0).contains(&touches.left_seconds.unwrap()), "{touches:?}");
         assert_eq!(unmapped, if resident { LEN.next_multiple_of(PAGE) } else { 0 });
         assert!(memory.bytes() == bytes, "wrong bytes");

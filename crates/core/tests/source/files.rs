@@ -1,4 +1,4 @@
-//! What is known of the files: residency, identity, file systems.
+//! Facts about the files: residency, identity, file systems.
 
 use crate::sample::*;
 use penstock::error::ErrorKind;

@@ -160,7 +160,7 @@ pub(crate) fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: 
     (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, fresh: true, keep }, memory)
 }
 
-/// Waits on the wake descriptor until `n` reads are done. Fails where it wakes far more often than there are reads.
+/// Waits on the wake descriptor until `n` reads are done. Fails if it wakes far more often than there are reads.
 pub(crate) fn wait(source: &mut dyn Source, n: usize) -> Vec<Done> {
     let mut done = Vec::new();
     let until = Instant::now() + Duration::from_secs(20);

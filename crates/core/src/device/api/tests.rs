@@ -159,7 +159,7 @@ fn an_error_carries_the_drivers_name_number_and_text() {
         assert!(e.kind() == ErrorKind::Device && (e.message().contains("4711") || vendor == Vendor::Hip), "{e}");
     }
     let context = api(&fake, Vendor::Cuda).context(0).unwrap();
-    assert!(context.enter().unwrap().create_stream().unwrap_err().message().contains("started anew"));
+    assert!(context.enter().unwrap().create_stream().unwrap_err().message().contains("must be restarted"));
     drop(context);
     fake.configure("devices", "0");
     assert_eq!(Api::load_from(fake.path(), None).unwrap().init().unwrap_err().kind(), ErrorKind::Unsupported);
