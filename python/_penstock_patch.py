@@ -22,8 +22,8 @@ class After:
         self._then = then
 
     def install(self) -> None:
-        """Begins to watch."""
-        sys.meta_path.insert(0, self)
+        """Begins to watch. Idempotent."""
+        sys.meta_path[:] = [self, *[finder for finder in sys.meta_path if finder is not self]]
 
     def remove(self) -> None:
         """Ends it. Idempotent."""

@@ -62,11 +62,9 @@ def _let_go(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def no_patch_left() -> Iterator[None]:
     """A test must not leave safetensors patched. Where one does, it fails, and the next ones find what they expect."""
-    before = penstock._patch._routing.patches
+    before = set(penstock._patch._routing.patches)
     yield
-    routing = penstock._patch._routing
-    left = routing.patches - before
-    while routing.patches > before:
-        routing.end()
-    routing.patches = before  # one that has ended twice
-    assert left == 0, f"{left} patches are left in force"
+    left = penstock._patch._routing.patches - before
+    for patched in left:
+        patched.undo()
+    assert not left, f"{len(left)} patches are left in force"

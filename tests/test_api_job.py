@@ -3,12 +3,14 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
 from penstock._load import Job
+from penstock.bench.synth import Tensor
 
 
 def test_a_job_gives_what_load_gives(small):
@@ -143,3 +145,77 @@ def test_an_interpreter_that_exits_with_a_job_running_ends(big, python):
     run = python("import sys, penstock; job = penstock.open(sys.argv[1]).start(options={'copy': True})", big)
     assert (run.returncode, run.stderr) == (0, "")
     assert time.monotonic() - start < 30
+
+
+class Given(Exception):
+    """What a caller raises in the middle of a load that has all its bytes."""
+
+
+def _given(*_: object) -> None:
+    raise Given
+
+
+def _in_the_block(checkpoint, **how):
+    with checkpoint.start(**how) as job:
+        job.wait()
+        raise Given
+
+
+def _consuming(checkpoint, **how):
+    for pair in checkpoint.stream(**how):
+        del pair  # the caller's own
+        raise Given
+
+
+def _prefetching(checkpoint, options, framework):
+    with penstock.safe_open(checkpoint.files, framework, options=options) as file, file.prefetch() as loader:
+        next(iter(loader))
+        raise Given
+
+
+ENDED_BY_ITS_CALLER = {
+    "progress": lambda checkpoint, **how: checkpoint.load(progress=_given, **how),
+    "progress, cast": lambda checkpoint, **how: checkpoint.load(progress=_given, dtype="float16", **how),
+    "progress of a stream": lambda checkpoint, **how: list(checkpoint.stream(progress=_given, **how)),
+    "in the block of a job": _in_the_block,
+    "between the tensors of a stream": _consuming,
+    "between those of a prefetch loader": _prefetching,
+}
+
+
+@pytest.mark.parametrize("framework", ["np", "pt"])
+@pytest.mark.parametrize("options", [{"copy": True}, {}], ids=["private", "mapped"])
+@pytest.mark.parametrize("way", ENDED_BY_ITS_CALLER)
+def test_an_error_that_is_kept_keeps_no_memory_of_its_load(write, way, options, framework):
+    """Its traceback has the frames in which the load is, and with them the job."""
+    path = write(*(Tensor(f"t{i}", "F32", (500, 1000)) for i in range(4)))
+    checkpoint, kept = penstock.open(path), []
+
+    def anonymous() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+
+    for number in range(25):
+        if number == 5:
+            before = anonymous()
+        with pytest.raises(Given) as raised:
+            ENDED_BY_ITS_CALLER[way](checkpoint, options=options, framework=framework)
+        kept.append(raised)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert anonymous() - before < 40_000_000  # 20 loads of 8 MB
+
+
+def test_a_job_that_an_error_has_ended_says_so(small):
+    job = penstock.open(small).start(framework="np")
+    with pytest.raises(Given), job:
+        job.wait()
+        raise Given
+    for _ in range(2):
+        with pytest.raises(penstock.CancelledError):
+            job.result()
+
+
+def test_a_job_that_was_closed_when_it_was_done_still_gives_its_result(small):
+    with penstock.open(small).start(framework="np") as job:
+        job.wait()
+    Oracle(small).same(job.result())

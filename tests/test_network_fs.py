@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
 
 import ordeal
 import penstock
+import penstock.cli
 import pytest
 import slow_fs
 from ordeal import await_line, begin, file_maps, finish, load_factor, same, soon
@@ -88,6 +90,38 @@ def test_reads_that_hang_end_in_an_error_that_names_file_and_bytes(fs, remote, i
     assert isinstance(e.value, TimeoutError)
     fs.tell(hang=[])
     soon(lambda: not ordeal.threads())  # what was left behind ends when the server comes back
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_a_warm_of_a_file_that_hangs_ends_in_an_error(fs, remote, threads, capsys):
+    fs.tell(hang=["read"], after=fs.tell()["requests"]["read"] + 12)
+    status = penstock.cli.main(["warm", str(remote), "--threads", threads, "--stall-timeout", "1"])
+    assert status == penstock.cli.ERROR
+    said = capsys.readouterr().err
+    assert "has not answered for 1.0 s" in said
+    assert str(remote) in said
+    fs.tell(hang=[])
+    soon(lambda: not ordeal.threads())
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_ctrl_c_ends_a_warm_of_a_file_that_hangs(fs, remote, threads):
+    program = """
+import signal, sys, penstock.cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
+print("ready", flush=True)
+sys.exit(penstock.cli.main(["warm", sys.argv[1], "--threads", sys.argv[2]]))
+"""
+    fs.tell(hang=["read"], after=fs.tell()["requests"]["read"] + 12)
+    child = begin(program, remote, threads)
+    await_line(child, "ready")
+    fs.hangs()
+    child.send_signal(signal.SIGINT)
+    try:
+        code, _, err = finish(child)  # while the file still hangs
+        assert (code, err) == (penstock.cli.INTERRUPTED, "penstock: interrupted\n")
+    finally:
+        fs.tell(hang=[])
 
 
 def test_a_file_that_hangs_does_not_keep_others_from_loading(fs, remote, backing):

@@ -272,7 +272,7 @@ def test_a_fork_that_cannot_wait_any_longer_leaves_the_child_able_to_load(file, 
     begin = HEAD.replace("penstock._numpy", "numpy") + f"way = 'load'; sys.path.insert(0, {str(tmp_path)!r})\n"
     early = "import penstock._late_imports\npenstock._late_imports.PATIENCE = 0.01\n"
     end = "assert forked(lambda: checkpoint.load(framework='dlpack')) == 0\n"
-    end += "assert forked(lambda: penstock._late_imports.importing.__enter__()) == 0\nthread.join()\nprint('right')\n"
+    end += "assert forked(lambda: penstock._late_imports.importing().__enter__()) == 0\nthread.join()\nprint('right')\n"
     assert run(begin + early + IMPORTING + end, file, slow) == "right\n"
 
 

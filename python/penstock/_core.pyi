@@ -230,6 +230,8 @@ class Load:
     def cancel(self) -> None: ...
     def close(self) -> None:
         """Cancels if still running and waits until nothing of it runs any more. Idempotent."""
+    def let_go(self) -> None:
+        """Closes it and lets go of everything that was not handed out. Idempotent."""
     def progress(self) -> tuple[int, int]:
         """(bytes ready, bytes wanted)."""
     def report(self) -> dict[str, Any]: ...
@@ -290,14 +292,15 @@ def ceiling(
     with `bytes` moved and `seconds`. An unknown name is an InvalidError that lists the known ones.
     """
 
-def residency(path: str) -> tuple[int, int, int]:
-    """(resident bytes, size in bytes, number of probes) of one file in the page cache."""
+def residency(path: str, stall_timeout: float | None = None) -> tuple[int, int, int]:
+    """(resident bytes, size in bytes, number of probes) of one file in the page cache. Ctrl-C raises."""
 
 def evict(path: str) -> int:
-    """Drops the file's clean pages from the page cache; bytes still resident afterwards."""
+    """Drops the file's clean pages from the page cache; bytes still resident afterwards. Ctrl-C raises."""
 
-def warm(path: str, threads: int = 0) -> int:
-    """Reads the file into the page cache; bytes resident afterwards."""
+def warm(path: str, threads: int = 0, stall_timeout: float | None = None) -> int:
+    """Reads the file into the page cache; bytes resident afterwards. Ctrl-C raises, and so do `stall_timeout` seconds
+    in which nothing is read (StalledError; None is as in `open`)."""
 
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""

@@ -86,9 +86,8 @@ class _Hashing:
         # Numbers of the files that are being read, the longest at work first
         self._at_work: dict[int, None] = {}
         self._failure: BaseException | None = None
-        self._bytes = 0
-        self._opened = 0
-        self._lock = threading.Lock()
+        # Bytes read of each file that was opened. No lock: each worker writes to entries of its own, one operation each
+        self._read: dict[int, int] = {}
         self._stop = threading.Event()
         self._finished = threading.Event()
 
@@ -108,13 +107,12 @@ class _Hashing:
                 while len(self._done) < len(self._paths) and self._failure is None:
                     self._finished.wait(min(INTERVAL, stall))
                     self._finished.clear()
-                    meter.update(self._bytes, sum(sizes))
+                    meter.update(self._bytes(), sum(sizes))
                     if (now := self._moved()) != before:
                         before, moved = now, time.monotonic()
                     elif time.monotonic() - moved >= stall:
                         patience = 0.0  # they have been waited for
-                        with self._lock:
-                            waited_for = next(iter(self._at_work), 0)
+                        waited_for = next(iter(list(self._at_work)), 0)
                         raise stalled(stall, self._paths[waited_for])
             finally:
                 self._stop.set()
@@ -122,37 +120,40 @@ class _Hashing:
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join(max(0.0, until - time.monotonic()))
-            meter.update(self._bytes, sum(sizes), final=True)
+            meter.update(self._bytes(), sum(sizes), final=True)
         if self._failure is not None:
             raise self._failure
         return [self._done[i] for i in range(len(self._paths))]
 
     def _moved(self) -> tuple[int, int, int]:
         """Changes with every answer of the file system."""
-        return self._bytes, self._opened, len(self._done)
+        return self._bytes(), len(self._read), len(self._done)
+
+    def _bytes(self) -> int:
+        return sum(list(self._read.values()))
 
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                with self._lock:
-                    if not self._left:
-                        return
+                try:
                     i = self._left.pop()
-                    self._at_work[i] = None
-                digest = self._examine(self._paths[i])
-                with self._lock:
-                    del self._at_work[i]
-                    self._done[i] = digest
+                except IndexError:
+                    return
+                self._at_work[i] = None
+                digest = self._examine(i)
+                del self._at_work[i]
+                self._done[i] = digest
                 self._finished.set()
         except BaseException as failure:
             self._failure = failure
             self._finished.set()
 
-    def _examine(self, path: str) -> Digest:
+    def _examine(self, i: int) -> Digest:
+        path = self._paths[i]
         expected = self._listed.get(path) or expected_digest(path)
         algorithm = expected.algorithm if expected else "sha256"
         try:
-            digest = self._hash(path, algorithm)
+            digest = self._hash(i, algorithm)
         except OSError as error:
             return Digest(path, algorithm, None, expected, _unreadable(path, error))
         damage = None
@@ -164,10 +165,9 @@ class _Hashing:
             damage = DigestError(message, path=path)
         return Digest(path, algorithm, digest, expected, damage)
 
-    def _hash(self, path: str, algorithm: str) -> str:
-        with open(path, "rb", buffering=0) as file:
-            with self._lock:
-                self._opened += 1
+    def _hash(self, i: int, algorithm: str) -> str:
+        with open(self._paths[i], "rb", buffering=0) as file:
+            self._read[i] = 0
             if algorithm == "sha256":
                 digest = hashlib.sha256()
             else:
@@ -177,8 +177,7 @@ class _Hashing:
             chunk = memoryview(bytearray(_CHUNK))
             while (count := file.readinto(chunk)) and not self._stop.is_set():
                 digest.update(chunk[:count])
-                with self._lock:
-                    self._bytes += count
+                self._read[i] += count
             return digest.hexdigest()
 
 

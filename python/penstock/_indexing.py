@@ -34,6 +34,8 @@ class Arrays(NamedTuple):
     """Of whole numbers."""
     reversible: bool
     """Whether slices may go backwards."""
+    plain: Callable[[Any], Any] = lambda part: part
+    """Of what was written in an index, the number that the framework takes it for; else the same."""
 
 
 class Plan(NamedTuple):
@@ -168,6 +170,14 @@ def _is_bool(part: Any) -> bool:
     return isinstance(part, bool) or (getattr(part, "ndim", None) == 0 and "bool" in str(getattr(part, "dtype", "")))
 
 
+def _number(part: Any) -> int | None:
+    """What stands in an index for a whole number; None: it is none, as an array of zero dimensions with a float."""
+    try:
+        return operator.index(part)
+    except Exception:  # of whatever class that object likes
+        return None
+
+
 def _flat(values: Any) -> list[int]:
     """The numbers in nested lists, in order."""
     return [number for value in values for number in _flat(value)] if isinstance(values, list) else [values]
@@ -181,8 +191,8 @@ def _understood(part: Any, sizes: Sequence[int], arrays: Arrays) -> _Slice | _Nu
         except (TypeError, ValueError):
             return None
         return None if found.backwards and not arrays.reversible else found
-    if not getattr(part, "ndim", 0) and hasattr(part, "__index__"):
-        at = operator.index(part)
+    at = None if getattr(part, "ndim", 0) else _number(part)
+    if at is not None:
         return _Number(at % sizes[0]) if -sizes[0] <= at < sizes[0] else None
     try:
         array = arrays.of(part)
@@ -210,7 +220,7 @@ def plan(index: Any, shape: Sequence[int], arrays: Arrays, unit: int = 1, near: 
     """
     if isinstance(index, list) and any(not hasattr(part, "__index__") for part in index):
         return None  # torch takes some lists for tuples, which ones changes from release to release
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [arrays.plain(part) for part in (index if isinstance(index, tuple) else [index])]
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
         return None

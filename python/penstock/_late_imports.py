@@ -8,33 +8,62 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
-#: Seconds that a fork waits. Longer, and it may be that the import waits for whoever forks.
+#: Seconds that a fork waits. Longer, and it may be that the import waits for the thread that forks.
 PATIENCE = 10.0
+#: Seconds between two looks.
+LOOK = 0.002
+
+
+class _Import:
+    """One import: a context manager to be entered once. It also ends when nothing refers to it any more, because Ctrl-C
+    can come in the first line of ``__exit__``."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Importing) -> None:
+        self._of = of
+
+    def __enter__(self) -> None:
+        try:
+            self._of.enter(self)
+        except BaseException:
+            self._of.leave(self)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._of.leave(self)
+
+    def __del__(self) -> None:
+        self._of.leave(self)
 
 
 class Importing:
-    """Held while a framework is imported that a load is the first to need."""
+    """``with importing():`` stands around the import of a framework that a load is the first to need.
+
+    Several threads may be in it at once: Python itself keeps them apart, module by module, and sees where they would
+    wait for each other. Only forks and imports exclude each other. There is no lock in it, because signal handlers,
+    ``__del__`` and whole programs run in the middle of an import: each step is one operation on a dict.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._forks = threading.local()
+        # The thread of each import; and of each fork, with how many it is in
+        self._imports: dict[int, int] = {}
+        self._forks: dict[int, int] = {}
         self._after_logging = False
         self._tell_forks()
 
+    def __call__(self) -> _Import:
+        return _Import(self)
+
     def _tell_forks(self) -> None:
         os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if not self._after_logging:
-            try:
-                self._ask_before_logging()
-            except BaseException:
-                self._lock.release()
-                raise
 
     def _ask_before_logging(self) -> None:
         # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
@@ -45,29 +74,47 @@ class Importing:
         self._tell_forks()
         self._after_logging = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
+    def enter(self, one: _Import) -> None:
+        """Begins an import; waits while another thread forks."""
+        if not self._after_logging:
+            self._ask_before_logging()
+        me, patience = threading.get_ident(), time.monotonic() + PATIENCE
+        inside = me in list(self._imports.values())  # an import of the same thread: the fork waits for that
+        while True:
+            # First said, then looked: of this thread and one that begins to fork, one sees the other
+            self._imports[id(one)] = me
+            if inside or not _others(self._forks, me) or time.monotonic() > patience:
+                return
+            self.leave(one)
+            time.sleep(LOOK)
+
+    def leave(self, one: _Import) -> None:
+        """Ends an import. Idempotent."""
+        self._imports.pop(id(one), None)
 
     def _before(self) -> None:
-        held = self._forks.__dict__.setdefault("held", [])
-        held.append(None)
-        if self._lock.acquire(timeout=PATIENCE):
-            held[-1] = self._lock
+        me, patience = threading.get_ident(), time.monotonic() + PATIENCE
+        self._forks[me] = self._forks.get(me, 0) + 1
+        while _others(self._imports.values(), me) and time.monotonic() < patience:
+            time.sleep(LOOK)
 
     def _after(self) -> None:
-        held = self._forks.__dict__.get("held")
-        lock = held.pop() if held else None
-        if lock is not None:
-            lock.release()
+        me = threading.get_ident()
+        if self._forks.get(me, 0) > 1:
+            self._forks[me] -= 1
+        else:
+            self._forks.pop(me, None)
 
     def _in_child(self) -> None:
-        held = self._forks.__dict__.get("held")
-        if not held or held[-1] is None:
-            # It is held by a thread that is not here
-            self._lock = threading.RLock()
+        # Other threads are not here
+        me = threading.get_ident()
+        self._imports = {one: thread for one, thread in self._imports.items() if thread == me}
+        self._forks = {thread: count for thread, count in self._forks.items() if thread == me}
         self._after()
+
+
+def _others(threads: Iterable[int], me: int) -> bool:
+    return any(thread != me for thread in list(threads))
 
 
 importing = Importing()

@@ -32,6 +32,7 @@ from ._errors import (
     UnsupportedError,
     raise_if_forked,
 )
+from ._frameworks import need
 from ._late_imports import importing
 from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
@@ -125,8 +126,7 @@ def device_for(device: Any, framework: str | None) -> Device:
             )
         return where
     if "torch" not in sys.modules:
-        with importing:
-            import torch  # noqa: F401
+        need("pt")
         where = any_device(device)
     return where
 
@@ -143,13 +143,17 @@ def check_device(framework: str, device: Device) -> None:
 
 
 def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
-    """The adapter of ``framework``; imports the framework. Raises before a byte moves if it lacks a wanted dtype."""
+    """The adapter of ``framework``; imports the framework.
+
+    Raises:
+        MissingFrameworkError: it cannot be imported.
+        UnsupportedError: before a byte moves, if it lacks a wanted dtype.
+    """
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
+    need(name)
     if name == "pt":
-        with importing:
-            import torch  # noqa: F401
-
+        with importing():
             from ._torch import Torch
         if device.is_cpu or device.is_gpu:
             return Torch(selection, device, target)
@@ -157,9 +161,7 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
 
         return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
     if name == "np":
-        with importing:
-            import numpy  # noqa: F401
-
+        with importing():
             from ._numpy import Numpy
         return Numpy(selection, target)
     if name != "dlpack":
@@ -247,8 +249,8 @@ def prepare(
 def collector_paused() -> Iterator[None]:
     """No garbage collection meanwhile: with 371,474 new tensors it would scan all of them again and again."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:
@@ -272,8 +274,16 @@ def _end_all() -> None:
     """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
     _core.exiting()
     _core.stop_fills("the process ends", 0)
-    for load in list(_begun):
+    for load in _still_there():
         load.close()
+
+
+def _still_there() -> list[_core.Load]:
+    while True:
+        try:
+            return list(_begun)
+        except RuntimeError:  # a daemon thread has begun one meanwhile
+            continue
 
 
 def begin(
@@ -355,7 +365,10 @@ class Job:
         self._result: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._report: Report | None = None
+        # Held while the tensors are made. A thread that waits for it waits for another that makes them, and can be
+        # interrupted. A thread that has it already is in a signal handler or a `__del__`: see `_makes`
         self._handing_out = threading.RLock()
+        self._makes = False
         self._load = begin(request, adapter)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -403,8 +416,14 @@ class Job:
         try:
             self._load.wait(0)
         except PenstockError:
-            # Whoever holds on to a failed job, as a traceback does, must not hold on to gigabytes
-            self._adapter.let_go()
+            self._let_go()
+        if (self._cancelled or self._error is not None) and not self._makes:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """There will be no result. What holds on to the job, as a traceback does, must not hold on to gigabytes."""
+        self._load.let_go()
+        self._adapter.let_go()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """Waits for the tensors and returns them by name, in the order asked for; each time the same dictionary.
@@ -414,6 +433,7 @@ class Job:
         Raises:
             StalledError: (a TimeoutError) the load is not done after ``timeout`` seconds. It goes on.
             CancelledError: the job was cancelled.
+            InvalidError: called by a signal handler or a ``__del__`` while its own thread makes the result.
             PenstockError: the load failed. Each call raises this error.
         """
         raise_if_forked(self._owner, "job")
@@ -434,11 +454,24 @@ class Job:
             if self._result is not None:
                 return self._result
             self._raise_again()
+            if self._makes:
+                raise InvalidError(
+                    "this very thread is making the result just now: a signal handler or a __del__ that runs in the "
+                    "middle of that cannot have it; it is there once the thread goes on"
+                )
+            self._makes = True
             try:
                 return self._hand_out()
             except BaseException as error:
-                self._remember(error)
+                if not (self._cancelled and isinstance(error, PenstockError)):
+                    self._remember(error)
+                    raise
+                self._raise_again()  # cancelled by another thread in the middle of it
                 raise
+            finally:
+                self._makes = False
+                if self._result is None:
+                    self._let_go()
 
     def _raise_again(self) -> None:
         """Raises what an earlier `result` has raised. It cannot be found again: the load is closed."""
@@ -482,6 +515,8 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._result is None:
+            self._cancelled = True
         self.close()
 
 
@@ -537,5 +572,5 @@ def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[t
             write_trace(load, request.checkpoint._ended(load))
         finally:
             if os.getpid() == owner:
-                load.close()
+                load.let_go()
                 adapter.let_go()

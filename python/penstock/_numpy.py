@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -25,7 +27,7 @@ def numpy_dtype(name: str) -> Any:
     if dtype.numpy is not None:
         return numpy.dtype(dtype.numpy)
     if dtype.ml_dtypes is not None and importlib.util.find_spec("ml_dtypes") is not None:
-        with importing:
+        with importing():
             found = getattr(importlib.import_module("ml_dtypes"), dtype.ml_dtypes, None)
         return None if found is None else numpy.dtype(found)
     return None
@@ -58,7 +60,14 @@ def indexing(info: TensorInfo) -> Indexing:
         made = numpy.asarray(part)
         return made.astype(numpy.intp) if isinstance(part, (list, tuple)) and made.size == 0 else made
 
-    arrays = Arrays(array, lambda numbers: numpy.array(numbers, numpy.intp), reversible=True)
+    def plain(part: Any) -> Any:
+        # numpy takes whatever has `__index__` for a number, tensors of one element too, but its own arrays and booleans
+        if hasattr(part, "__index__") and not isinstance(part, (numpy.ndarray, numpy.bool_, bool)):
+            with suppress(Exception):
+                return operator.index(part)
+        return part
+
+    arrays = Arrays(array, lambda numbers: numpy.array(numbers, numpy.intp), reversible=True, plain=plain)
     nothing = numpy.broadcast_to(numpy.empty((), bool), info.shape)
     # As safetensors an array in every case: numpy gives a scalar, which is none, where all dimensions are numbers
     return Indexing(arrays, info.shape, 1, nothing.__getitem__, lambda array, index: numpy.asarray(array[index]))

@@ -36,6 +36,7 @@ from ._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ._frameworks import need
 
 PACKAGES = (
     "safetensors",
@@ -85,8 +86,11 @@ class _Routing:
     """Which objects of safetensors are replaced by which of ours, in this process."""
 
     def __init__(self) -> None:
+        # Another thread waits for it. The thread that has it may come again, in a signal handler or a `__del__`: then
+        # `settle` finds that `patches` has changed, and begins anew
         self.lock = threading.RLock()
-        self.patches = 0
+        self.patches: set[Patch] = set()
+        """Those in force."""
         self.safe_open: Any = None
         """The class that ``safetensors.safe_open`` was."""
         self.pairs: dict[int, tuple[Any, Any]] = {}
@@ -96,7 +100,7 @@ class _Routing:
         self.places: set[str] = set()
         self.finder = After(_FUNCTIONS, self.imported)
 
-    def begin(self) -> None:
+    def begin(self, patch: Patch) -> None:
         """One patch more: replaces what there is to replace, in modules imported since the last one too."""
         try:
             import safetensors
@@ -108,27 +112,40 @@ class _Routing:
             if self.safe_open is None:  # once: what is there later may be somebody's wrapper around ours
                 self.safe_open = safetensors.safe_open
                 self.pairs[id(self.safe_open)] = self.safe_open, safe_open
-            for name in _FUNCTIONS.keys() & sys.modules.keys():
-                self._learn(sys.modules[name])
-            self._replace(name for name in list(sys.modules) if f"{name}.".startswith(_PREFIXES))
-            self.patches += 1
-            if self.patches == 1:
-                self.finder.install()
+            self.patches.add(patch)
+            self._settle()
 
-    def end(self) -> None:
-        """One patch less; after the last one every name is what it was."""
+    def end(self, patch: Patch) -> None:
+        """One patch less, if it was in force; after the last one every name is what it was."""
         with self.lock:
-            self.patches -= 1
-            if self.patches:
+            if patch in self.patches:
+                self.patches.discard(patch)
+                self._settle()
+
+    def _settle(self) -> None:
+        """Has every name be what it is to be, also where patches come and go in the middle of it."""
+        while True:
+            wanted = bool(self.patches)
+            if wanted:
+                for name in _FUNCTIONS.keys() & sys.modules.keys():
+                    self._learn(sys.modules[name])
+                self._replace(name for name in list(sys.modules) if f"{name}.".startswith(_PREFIXES))
+                if self.finder not in sys.meta_path:
+                    self.finder.install()
+            else:
+                self._put_back()
+            if wanted == bool(self.patches):
                 return
-            self.finder.remove()
-            theirs = {id(ours): theirs for theirs, ours in self.pairs.values()}
-            # Whoever imported a name meanwhile has ours, and may be any module
-            for name, module in [*self.modules.items(), *list(sys.modules.items())]:
-                if not f"{name}.".startswith("penstock."):
-                    _swap(module, theirs)
-            self.modules.clear()
-            self.places.clear()
+
+    def _put_back(self) -> None:
+        self.finder.remove()
+        theirs = {id(ours): theirs for theirs, ours in self.pairs.values()}
+        # Whoever imported a name meanwhile has ours, and may be any module
+        for name, module in [*self.modules.items(), *list(sys.modules.items())]:
+            if not f"{name}.".startswith("penstock."):
+                _swap(module, theirs)
+        self.modules.clear()
+        self.places.clear()
 
     def imported(self, module: ModuleType) -> None:
         """Replaces the functions of a module of safetensors that has just been imported."""
@@ -146,7 +163,7 @@ class _Routing:
             own = getattr(function, "__module__", None) == module.__name__ and not hasattr(function, "__wrapped__")
             if own and id(function) not in self.pairs:
                 ours = _placing(function) if module.__name__ == _PLACING else _routed(function, module.__name__)
-                self.pairs[id(function)] = function, ours
+                self.pairs.setdefault(id(function), (function, ours))
 
     def _replace(self, names: Iterable[str]) -> None:
         ours = {key: pair[1] for key, pair in self.pairs.items()}
@@ -204,10 +221,7 @@ def _can_load(framework: Any, device: Any) -> bool:
     try:
         name = _load.framework_named(framework)
         where = _load.device_for(device, framework)
-        if name not in ("pt", "np", "dlpack"):
-            from ._via_numpy import module_of
-
-            module_of(name)
+        need(name)
     except PenstockError:
         return False
     if isinstance(device, int):
@@ -408,8 +422,7 @@ class Patch:
     """What `patch` returns. It is in force until `undo` or the end of its ``with`` block, even if you drop it."""
 
     def __init__(self) -> None:
-        self._in_force = True
-        _routing.begin()
+        _routing.begin(self)
 
     @property
     def places(self) -> list[str]:
@@ -418,14 +431,11 @@ class Patch:
         Names that a module imported after the patch are not listed. `undo` finds them too.
         """
         with _routing.lock:
-            return sorted(_routing.places) if self._in_force else []
+            return sorted(_routing.places) if self in _routing.patches else []
 
     def undo(self) -> None:
         """Ends this patch. When all patches have ended, every name is what it was. A second call does nothing."""
-        with _routing.lock:
-            if self._in_force:
-                self._in_force = False
-                _routing.end()
+        _routing.end(self)
 
     def __enter__(self) -> Patch:
         return self

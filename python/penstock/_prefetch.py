@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from . import _load
-from ._errors import InvalidError, UnknownTensorError, raise_if_forked
+from ._errors import InvalidError, PenstockError, UnknownTensorError, raise_if_forked
 
 
 class PrefetchLoader:
@@ -26,7 +27,9 @@ class PrefetchLoader:
         self._left = set(self._names)
         self._here: dict[str, Any] = {}
         self._adapter = adapter
+        # Held while a tensor is waited for and made, so that other threads wait; the thread that has it is refused
         self._one_at_a_time = threading.RLock()
+        self._in_use = False
         self._closed = False
         self._load = _load.begin(request, adapter, stream=True)
         try:
@@ -51,9 +54,16 @@ class PrefetchLoader:
                 continue
             if want is False:
                 return True
-            [tensor] = self._adapter.tensors(self._load, [want])
+            try:
+                [tensor] = self._adapter.tensors(self._load, [want])
+            except PenstockError:
+                self._check_open()  # closed meanwhile: that is why
+                raise
             self._load.take(want)
             self._here[self._names[want]] = self._adapter.cast(tensor)
+            if self._closed:
+                self._here.clear()
+                self._check_open()
             return True
 
     def names(self) -> list[str]:
@@ -68,10 +78,10 @@ class PrefetchLoader:
 
         Raises:
             UnknownTensorError: it is not among the names, or was taken before.
+            InvalidError: the loader is closed, or a signal handler or a ``__del__`` calls this while its thread does.
             PenstockError: the load failed.
         """
-        with self._one_at_a_time:
-            self._check_open()
+        with self._alone():
             if name not in self._left:
                 why = "was taken before: each is handed out once" if name in self._names else "is not in the plan"
                 raise UnknownTensorError(f"tensor {name} {why}", path=self._checkpoint.files[0])
@@ -83,8 +93,7 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) of what nobody has taken yet, as it arrives."""
         while True:
-            with self._one_at_a_time:
-                self._check_open()
+            with self._alone():
                 while not self._here:
                     if not self._left or not self._pump(None):
                         return
@@ -92,6 +101,27 @@ class PrefetchLoader:
                 self._left.discard(name)
                 tensor = self._here.pop(name)
             yield name, tensor
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else takes tensors meanwhile: other threads wait.
+
+        A signal handler or a ``__del__`` that its own thread runs in the middle cannot wait for that. It must not go on
+        either: the tensor that it wants may be the one that the thread holds, and a full window brings no other.
+        """
+        with self._one_at_a_time:
+            self._check_open()
+            if self._in_use:
+                raise InvalidError(
+                    "this very thread is taking a tensor from the prefetch loader: a signal handler or a __del__ that "
+                    "runs in the middle of that cannot take another",
+                    path=self._checkpoint.files[0],
+                )
+            self._in_use = True
+            try:
+                yield
+            finally:
+                self._in_use = False
 
     def _check_open(self) -> None:
         raise_if_forked(self._owner, "prefetch loader")
@@ -103,7 +133,7 @@ class PrefetchLoader:
         if os.getpid() != self._owner:
             return
         self._closed = True
-        self._load.close()
+        self._load.let_go()
         self._here.clear()
         self._adapter.let_go()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +24,7 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
+from ._frameworks import need
 from ._indexing import Indexing, Plan, plan
 from ._late_imports import importing
 from ._prefetch import PrefetchLoader
@@ -37,18 +36,6 @@ _SINGLES = 4
 _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
 """What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
-
-#: Handles that somebody still has.
-_handles: weakref.WeakSet[safe_open] = weakref.WeakSet()
-
-
-def _unlock_all() -> None:
-    """In a forked child: a lock that another thread held is held for ever, by a thread that the child does not have."""
-    for handle in list(_handles):
-        handle._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_all)
 
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
 
@@ -165,7 +152,7 @@ class Slice:
     def _indexing(self) -> Indexing:
         """How the framework that makes the handle's slices indexes this tensor."""
         framework = self._opened._sliced_by
-        with importing:
+        with importing():
             if framework == "pt":
                 from ._torch import indexing
             elif framework == "dlpack":
@@ -191,7 +178,8 @@ class safe_open:
     You can use it with or without ``with``. Tensors and slices stay valid after it is closed.
 
     Raises:
-        The errors of `penstock.open`, and UnsupportedError (an ImportError) if the framework is not installed.
+        MissingFrameworkError: (an ImportError) the framework cannot be imported.
+        PenstockError: the errors of `penstock.open`.
     """
 
     def __init__(
@@ -210,23 +198,20 @@ class safe_open:
         self._device = _load.device_for(device, framework)
         _load.check_device(self._framework, self._device)
         self._sliced_by = self._framework
+        need(self._framework)
         if self._framework not in ("pt", "np", "dlpack"):
-            with importing:
-                from ._via_numpy import module_of
-
-                module_of(self._framework)
             self._sliced_by = "np" if self._device.is_cpu else self._framework
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
         self._closed = False
-        self._lock = threading.Lock()
         self._singles = 0
         self._reads_ahead = self._device.is_cpu and self._options.copy is not True
         # Tensors of as many bytes and more are not wanted on this device
         self._elsewhere = sys.maxsize
         # Mapped, not yet asked for, with their file and its state before
         self._ahead: dict[str, tuple[Any, str, tuple[int, ...]]] = {}
-        _handles.add(self)
+        # Names that a load maps now, with the process that does: in a forked child the parent's count for nothing
+        self._coming: dict[str, int] = {}
 
     def _open(self) -> Checkpoint:
         if self._closed:
@@ -278,34 +263,49 @@ class safe_open:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
         if not self._reads_ahead:
             return self._load([name])[name]
-        with self._lock:
-            tensor, file, state = self._ahead.pop(name, (None, "", None))
-            if tensor is not None and state == _state(file):
-                return tensor
-            file = self._checkpoint[name].file
-            # Of a file that has changed since, a load of the one tensor tells what is wrong
-            alone = tensor is not None or self._singles < _SINGLES
-            state = None if alone else _state(file)
-            names = [name] if state is None else self._neighbours(name)
-            try:
-                loaded = self._load(names)
-            except UnsupportedError:  # perhaps a neighbour's dtype, of which the caller knows nothing
-                if len(names) == 1:
-                    raise
-                self._reads_ahead = False
-                loaded = self._load([name])
+        # Without a lock: several threads may be here, and in the middle of any line a signal handler, a `__del__` or a
+        # garbage collection may call this again. Each step is one operation on a dict, which nothing interrupts
+        tensor, file, state = self._ahead.pop(name, (None, "", None))
+        if tensor is not None and state == _state(file):
+            return tensor
+        file = self._checkpoint[name].file
+        # A tensor that another load brings is not waited for: that load may be this thread's own. It will not keep it
+        coming = self._coming.pop(name, None) == os.getpid()
+        # Of a file that has changed since, a load of the one tensor tells what is wrong
+        alone = tensor is not None or coming or self._singles < _SINGLES
+        state = None if alone else _state(file)
+        names = [name] if state is None else self._neighbours(name)
+        self._coming.update(dict.fromkeys(names[1:], os.getpid()))
+        try:
+            loaded = self._load_with(name, names)
             self._singles += 1
             report = self._checkpoint.last_report or Report()
             if any(way["bytes"] for route, way in report.routes.items() if route != "mapped"):
                 self._reads_ahead = False  # reading ahead into private memory would be a second checkpoint's worth
             tensor = loaded.pop(name)
-            if state is not None and not self._closed:
-                self._ahead.update((other, (mapped, file, state)) for other, mapped in loaded.items())
-            return tensor
+            if state is not None:
+                there = {other: (mapped, file, state) for other, mapped in loaded.items() if other in self._coming}
+                self._ahead.update(there)
+        finally:
+            for other in names[1:]:
+                self._coming.pop(other, None)
+        if self._closed:
+            self._ahead.clear()
+        return tensor
+
+    def _load_with(self, name: str, names: list[str]) -> dict[str, Any]:
+        """These tensors; of them ``name`` alone where the framework lacks the dtype of another."""
+        try:
+            return self._load(names)
+        except UnsupportedError:
+            if len(names) == 1:
+                raise
+            self._reads_ahead = False
+            return self._load([name])
 
     def _neighbours(self, name: str) -> list[str]:
-        """``name`` and the tensors after and before it in its file that are not mapped yet, within the limits."""
-        core = self._checkpoint._core
+        """``name`` and the tensors after and before it in its file that nobody maps yet, within the limits."""
+        core, here = self._checkpoint._core, os.getpid()
         at = core.index(name)
         first, last = core.file_tensors(core.info(at)[3])
         names, nbytes = [name], 0
@@ -313,7 +313,8 @@ class safe_open:
             if len(names) >= _AHEAD_TENSORS or nbytes >= _AHEAD_BYTES:
                 break
             other, _, _, _, begin, end = core.info(number)
-            if other not in self._ahead and end - begin < min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
+            known = other in self._ahead or self._coming.get(other) == here
+            if not known and end - begin < min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
                 names.append(other)
                 nbytes += end - begin
         return names

@@ -15,8 +15,8 @@ from . import _core
 from ._device import Device
 from ._dlpack import DLPack
 from ._dtypes import DTYPES, RAW
-from ._errors import ArgumentTypeError, MissingDtypeError, MissingFrameworkError
-from ._late_imports import importing
+from ._errors import ArgumentTypeError, MissingDtypeError
+from ._frameworks import module_named
 from ._numpy import Numpy, numpy_dtype, of_bytes
 from ._save import Described
 from ._selection import Selection
@@ -66,11 +66,7 @@ def module_of(name: str) -> Any:
         MissingFrameworkError: it is not installed.
     """
     framework = FRAMEWORKS[name]
-    try:
-        with importing:
-            return importlib.import_module(framework.module)
-    except ImportError as error:
-        raise MissingFrameworkError(f"framework={name!r} needs {framework.package}: {error}") from None
+    return module_named(framework.module, name, framework.package)
 
 
 def tensor_of(name: str, array: Any, dtype: str) -> Any:

@@ -438,8 +438,8 @@ def _page_cache(args: argparse.Namespace) -> None:
     evict = args.command == "evict"
     files: list[dict[str, Any]] = []
     for path in paths:
-        before, nbytes, _ = _core.residency(path)
-        after = _core.evict(path) if evict else _core.warm(path, args.threads)
+        before, nbytes, _ = _core.residency(path, args.stall_timeout)
+        after = _core.evict(path) if evict else _core.warm(path, args.threads, args.stall_timeout)
         files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
     resident, nbytes = sum(f["resident_bytes"] for f in files), sum(f["nbytes"] for f in files)
     ok = resident == 0 if evict else resident >= nbytes
@@ -780,6 +780,15 @@ def _wants_json(arguments: Sequence[str]) -> bool:
     return "bench" not in options[:1] and any(len(word) > 2 and "--json".startswith(word) for word in options)
 
 
+def _wants_traceback() -> bool:
+    value = os.environ.get("PENSTOCK_TRACEBACK", "0")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidError(f"PENSTOCK_TRACEBACK={value!r}: must be UTF-8") from None
+    return value not in ("", "0")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
     parser = _parser()
@@ -798,7 +807,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be UTF-8; they are written as the bytes that they are
         sys.stdout.reconfigure(errors="surrogateescape")
+    traceback_wanted = False
     try:
+        traceback_wanted = _wants_traceback()
         _refuse_schemes(args)
         args.run(args)
         sys.stdout.flush()
@@ -812,7 +823,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:
-        if os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
+        if traceback_wanted:
             import traceback
 
             traceback.print_exc()

@@ -394,6 +394,15 @@ impl Load {
         }
     }
 
+    /// Closes the load and lets go of everything that was not handed out: nothing can be taken from it any more. For an owner
+    /// that gives up on a load which has ended well, and is kept alive itself, as by a traceback.
+    pub fn let_go(&self) {
+        if self.pid == std::process::id() {
+            self.close();
+            self.release();
+        }
+    }
+
     /// Drops everything that was not handed out.
     fn release(&self) {
         let mut state = self.shared.lock();

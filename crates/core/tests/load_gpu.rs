@@ -172,6 +172,26 @@ fn untouched(device: GpuDevice) -> Box<dyn Device> {
 }
 
 #[test]
+fn a_panic_on_the_device_thread_is_the_loads_error_and_no_hang() {
+    // Slabs that the driver may be reading are lost to the process.
+    device::alone("a_panic_on_the_device_thread_is_the_loads_error_and_no_hang", || {
+        let model = model();
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { panic_in_copy: true, ..Sabotage::default() };
+        for _ in 0..2 {
+            let load =
+                Load::start_on(request(&model.checkpoint, Memory::Ours, false), Some(untouched(gpu.gpu()))).unwrap();
+            let error = match load.wait(Some(PATIENCE)) {
+                Ok(ended) => panic!("no error, ended: {ended}"),
+                Err(error) => error,
+            };
+            assert_eq!(error.kind(), penstock::ErrorKind::Internal, "{error}");
+            assert!(error.to_string().contains("on purpose"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn a_load_with_all_its_fences_misuses_nothing() {
     assert_eq!(streamed(Sabotage::default(), untouched), "");
 }

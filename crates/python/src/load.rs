@@ -234,6 +234,13 @@ impl Load {
         })
     }
 
+    fn let_go(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || {
+            py.detach(|| self.core.let_go());
+            Ok(())
+        })
+    }
+
     fn progress<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
         answer(py, || Ok(self.core.progress()))
     }

@@ -1,7 +1,8 @@
 //! What the machine, a file and the GPUs offer: for the command line.
 
-use crate::errors::detached;
+use crate::errors::{detached, interruptibly};
 use crate::guard::{answer, Answer, Listed};
+use crate::options::stall_timeout_of;
 use penstock::device::api::{Api, Attribute};
 use penstock::device::gpu;
 use penstock::source as file;
@@ -12,27 +13,29 @@ use std::sync::Arc;
 
 /// (resident bytes, size in bytes, number of probes) of one file in the page cache.
 #[pyfunction]
-pub(crate) fn residency(py: Python<'_>, path: PathBuf) -> Answer<'_, (u64, u64, u32)> {
+#[pyo3(signature = (path, stall_timeout = None))]
+pub(crate) fn residency(py: Python<'_>, path: PathBuf, stall_timeout: Option<f64>) -> Answer<'_, (u64, u64, u32)> {
     answer(py, || {
-        detached(py, || {
-            let files = file::Files::from_paths(&[&path])?;
-            let found = files.resident_ranges(0)?;
-            Ok((found.bytes(), files.size(0), found.calls + found.samples))
-        })
+        let stall = stall_timeout_of(stall_timeout)?;
+        let (found, size) = interruptibly(py, |go_on| file::residency_while(&path, stall, go_on))?;
+        Ok((found.bytes(), size, found.calls + found.samples))
     })
 }
 
 /// Drops the file's clean pages from the page cache; returns the bytes that are still resident.
 #[pyfunction]
 pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> Answer<'_, u64> {
-    answer(py, || detached(py, || file::evict(&path, None)))
+    answer(py, || interruptibly(py, |go_on| file::evict_while(&path, go_on)))
 }
 
 /// Reads the file into the page cache; returns the bytes that are then resident.
 #[pyfunction]
-#[pyo3(signature = (path, threads = 0))]
-pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize) -> Answer<'_, u64> {
-    answer(py, || detached(py, || file::warm(&path, threads)))
+#[pyo3(signature = (path, threads = 0, stall_timeout = None))]
+pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout: Option<f64>) -> Answer<'_, u64> {
+    answer(py, || {
+        let stall = stall_timeout_of(stall_timeout)?;
+        interruptibly(py, |go_on| file::warm_while(&path, threads, stall, go_on))
+    })
 }
 
 /// What the machine and the file system of `path` offer: for `penstock doctor`.

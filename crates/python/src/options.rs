@@ -155,7 +155,7 @@ impl Options {
         let mut options = Core::default();
         for name in names() {
             let variable = format!("PENSTOCK_{}", name.to_uppercase());
-            if let Ok(text) = std::env::var(&variable) {
+            if let Some(text) = value_of(&variable)? {
                 set_text(&mut options, name, &text)
                     .map_err(|why| PyValueError::new_err(format!("{variable}={text:?}: {why}")))?;
             }
@@ -253,18 +253,23 @@ fn seconds(value: f64) -> Result<Duration, String> {
     }
 }
 
+/// The value of an environment variable, where it is set.
+fn value_of(variable: &str) -> PyResult<Option<String>> {
+    let Some(value) = std::env::var_os(variable) else { return Ok(None) };
+    let refuse = |value| PyValueError::new_err(format!("{variable}={value:?}: must be UTF-8"));
+    value.into_string().map(Some).map_err(refuse)
+}
+
 /// The stall timeout if no options are given: `value`, otherwise the environment's, otherwise the default.
 pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
     const VARIABLE: &str = "PENSTOCK_STALL_TIMEOUT";
     let mut options = Core::default();
-    match (value, std::env::var(VARIABLE)) {
-        (Some(value), _) => {
-            let wrong = |why| PyValueError::new_err(format!("stall_timeout={value}: {why}"));
-            options.stall_timeout = seconds(value).map_err(wrong)?;
-        }
-        (None, Ok(text)) => set_text(&mut options, "stall_timeout", &text)
-            .map_err(|why| PyValueError::new_err(format!("{VARIABLE}={text:?}: {why}")))?,
-        (None, Err(_)) => {}
+    if let Some(value) = value {
+        let wrong = |why| PyValueError::new_err(format!("stall_timeout={value}: {why}"));
+        options.stall_timeout = seconds(value).map_err(wrong)?;
+    } else if let Some(text) = value_of(VARIABLE)? {
+        set_text(&mut options, "stall_timeout", &text)
+            .map_err(|why| PyValueError::new_err(format!("{VARIABLE}={text:?}: {why}")))?;
     }
     Ok(options.stall_timeout)
 }

@@ -11,6 +11,7 @@ from .._checkpoint import Checkpoint, open, open_as
 from .._core import Options
 from .._device import parse_device
 from .._errors import InvalidError, UnsupportedError
+from .._frameworks import need_torch
 from .._paths import local_path
 from .._selection import TensorInfo
 from ._errors import ClosedError, MissingTensorError
@@ -56,6 +57,7 @@ def check_framework(framework: str) -> None:
         raise UnsupportedError('framework="paddle": only "pytorch" is supported here')
     if framework not in ("pt", "pytorch", "torch"):
         raise InvalidError(f'framework={framework!r}: give "pytorch" (or "pt", "torch")')
+    need_torch()
 
 
 def settings_for(device: Any, bbuf_size_kb: int, max_threads: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from .. import _save
 from .._dtypes import DTYPES
 from .._errors import InvalidError, NoSpaceError
+from .._frameworks import need
 from .._paths import local_path
 from ._fastsafetensors_loader import check_framework
 from ._fastsafetensors_types import DType, TorchTensor, torch_dtype
@@ -96,6 +97,7 @@ def _divided(entries: Sequence[WriteEntry], count: int) -> list[list[WriteEntry]
 
 def _filled(entries: Sequence[WriteEntry], fill: FillFn) -> dict[str, Any]:
     """By name, the bytes that ``fill`` makes, in memory: they are written when all of them are there."""
+    need("pt")
     import torch
 
     memory = {entry.name: mmap.mmap(-1, max(entry.nbytes, 1)) for entry in entries}
@@ -113,6 +115,7 @@ def _filled(entries: Sequence[WriteEntry], fill: FillFn) -> dict[str, Any]:
 
 def _tensor(entry: WriteEntry, source: Any) -> Any:
     """The source's bytes as the entry describes them."""
+    need("pt")
     import torch
 
     tensor = source.get_raw() if isinstance(source, TorchTensor) else source

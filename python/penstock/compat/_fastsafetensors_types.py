@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .._dtypes import DTYPES
 from .._errors import InvalidError, UnsupportedError
+from .._frameworks import need
 
 
 class DeviceType(Enum):
@@ -79,6 +80,7 @@ def torch_dtype(dtype: Any) -> Any:
         InvalidError: no dtype at all.
         UnsupportedError: one that torch lacks.
     """
+    need("pt")
     import torch
 
     if dtype is None or isinstance(dtype, torch.dtype):

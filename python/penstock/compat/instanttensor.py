@@ -24,6 +24,7 @@ from .._checkpoint import Source, open_as
 from .._choices import NameMatch
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
+from .._frameworks import need, need_torch
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
@@ -159,6 +160,7 @@ class safe_open:
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
+        need_torch()
         check_alone(process_group, "process_group")
         _check_fraction(max_free_mem_usage)
         matches = _matcher([] if tensor_filter is None else tensor_filter, tensor_name_match_mode)
@@ -267,6 +269,7 @@ class safe_open:
             UnknownTensorError: (a KeyError) no such tensor, or the filter leaves it out.
             UnsupportedError: torch lacks the dtype.
         """
+        need("pt")
         import torch
 
         info = self._info(name)

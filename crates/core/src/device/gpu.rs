@@ -28,6 +28,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -246,6 +247,7 @@ pub struct Sabotage {
     pub skip_event_wait: bool,
     pub skip_registration: bool,
     pub skip_scratch_wait: bool,
+    pub panic_in_copy: bool,
     pub patience: Duration,
 }
 
@@ -256,6 +258,7 @@ impl Default for Sabotage {
             skip_event_wait: false,
             skip_registration: false,
             skip_scratch_wait: false,
+            panic_in_copy: false,
             patience: PATIENCE,
         }
     }
@@ -323,6 +326,10 @@ impl Shared {
         let ticket = batch.ticket;
         self.lock().running.remove(&ticket);
         drop(batch);
+        self.hand_back(ticket, result);
+    }
+
+    fn hand_back(&self, ticket: Ticket, result: Result<()>) {
         let mut state = self.lock();
         let first = state.done.is_empty();
         state.done.push(Copied { ticket, result });
@@ -354,7 +361,13 @@ impl GpuDevice {
         let thread = std::thread::Builder::new()
             .name("penstock-gpu".to_owned())
             .spawn(move || {
-                serve(&theirs, &their_api, ordinal, &inbox, &sabotage);
+                let served = caught(|| {
+                    serve(&theirs, &their_api, ordinal, &inbox, &sabotage);
+                    Ok(())
+                });
+                if let Err(error) = served {
+                    refuse_orders(&theirs, &inbox, &error);
+                }
                 theirs.lock().ended = true;
                 theirs.ended.notify_all();
             })
@@ -465,13 +478,29 @@ fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Or
     let opened = SharedContext::retain(api, ordinal);
     let result = opened.and_then(|context| Queue::serve(shared, &context, inbox, sabotage));
     if let Err(error) = &result {
-        shared.fail(error);
         // It ended before it took orders.
-        take_orders(shared, inbox, |order| match order {
-            Order::Copy(_) => Err(error.clone()),
-            Order::Wait(_) | Order::Grow(_) => Ok(()),
-        });
+        refuse_orders(shared, inbox, error);
     }
+}
+
+/// Answers every order with this error until the device is dropped.
+fn refuse_orders(shared: &Shared, inbox: &Receiver<Order>, error: &Error) {
+    shared.fail(error);
+    take_orders(shared, inbox, |order| match order {
+        Order::Copy(_) => Err(error.clone()),
+        Order::Wait(_) | Order::Grow(_) => Ok(()),
+    });
+}
+
+/// Does such work; a panic in it is an error, for the load to hear of.
+fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panicked(&*panic)))
+}
+
+fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let said = said.unwrap_or("no reason was given");
+    Error::new(ErrorKind::Internal, format!("the GPU's thread panicked ({said}); please report this"))
 }
 
 /// Takes orders until the device is dropped. After the first failure, and after the drop, none is carried out.
@@ -567,12 +596,12 @@ impl<'a> Queue<'a> {
         let mut queue =
             Queue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
         take_orders(shared, inbox, |order| match order {
-            Order::Wait(fence) => queue.wait_for(fence),
-            Order::Grow(growth) => {
+            Order::Wait(fence) => caught(|| queue.wait_for(fence)),
+            Order::Grow(growth) => caught(|| {
                 grow(shared, context, growth);
                 Ok(())
-            }
-            Order::Copy(batch) => queue.submit(batch),
+            }),
+            Order::Copy(batch) => queue.submit_caught(batch),
         });
         let Queue { waiter, events, scratch, .. } = queue;
         drop(waiter);
@@ -604,6 +633,20 @@ impl<'a> Queue<'a> {
         }
         // SAFETY: the event is live until the load has ended, as `Fence` says.
         unsafe { self.api.stream_wait(self.stream, Event(fence.0 as usize)) }
+    }
+
+    fn submit_caught(&mut self, batch: Batch) -> Result<()> {
+        let (ticket, slab, keep) = (batch.ticket, batch.slab.0, Arc::clone(&batch.keep));
+        catch_unwind(AssertUnwindSafe(|| self.submit(batch))).unwrap_or_else(|panic| {
+            let error = panicked(&*panic);
+            // Its copies may be under way, and no event tells when they end: its memory is never touched again.
+            if self.shared.lock().running.remove(&ticket).is_some() {
+                Ring::process().quarantine(slab);
+                std::mem::forget(keep);
+                self.shared.hand_back(ticket, Err(error.clone()));
+            }
+            Err(error)
+        })
     }
 
     fn submit(&mut self, batch: Batch) -> Result<()> {
@@ -667,6 +710,7 @@ impl<'a> Queue<'a> {
     /// Small copies are submitted together only if their memory is registered (`pinned`): what the driver does with a
     /// batch of copies from other memory is documented for few devices.
     fn transfer(&mut self, batch: &Batch, pinned: bool) -> Result<()> {
+        assert!(!self.sabotage.panic_in_copy, "on purpose");
         let together = self.batches && pinned;
         let plan = join::plan(&batch.copies, HALF);
         let mut many = Many::default();

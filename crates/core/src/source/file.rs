@@ -380,6 +380,28 @@ pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
 
 /// Reads the file into the page cache, with `threads` threads (at least one). Returns its size in bytes.
 pub fn warm(path: &Path, threads: usize) -> Result<u64> {
+    warm_telling(path, threads, &Warming::default())
+}
+
+/// How far a [`warm`] has come, and whether it is to go on.
+#[derive(Default)]
+pub(super) struct Warming {
+    read: AtomicU64,
+    stopped: AtomicBool,
+}
+
+impl Warming {
+    /// Bytes read.
+    pub(super) fn read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+}
+
+pub(super) fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Result<u64> {
     let _disk = DiskUse::begin();
     let files = Files::from_paths(&[path])?;
     let fd = files.open(0, false)?;
@@ -390,7 +412,7 @@ pub fn warm(path: &Path, threads: usize) -> Result<u64> {
         let mut scratch = vec![0u8; MIB as usize];
         loop {
             let at = next.fetch_add(MIB, Ordering::Relaxed);
-            if at >= size || lock(&failed).is_some() {
+            if at >= size || state.stopped.load(Ordering::Relaxed) || lock(&failed).is_some() {
                 return;
             }
             let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: scratch.len() }];
@@ -398,6 +420,7 @@ pub fn warm(path: &Path, threads: usize) -> Result<u64> {
             if let Err(e) = unsafe { read_fully(fd.as_raw_fd(), at, &mut to, 0, MOST_PER_CALL) } {
                 *lock(&failed) = Some(Error::io("read", &e).at(path).range(at..(at + MIB).min(size)));
             }
+            state.read.fetch_add(MIB, Ordering::Relaxed);
         }
     };
     let useful = usize::try_from(size.div_ceil(MIB)).unwrap_or(usize::MAX);
