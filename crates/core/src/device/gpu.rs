@@ -636,13 +636,13 @@ impl<'a> Queue<'a> {
     }
 
     fn submit_caught(&mut self, batch: Batch) -> Result<()> {
-        let (ticket, slab, keep) = (batch.ticket, batch.slab.0, Arc::clone(&batch.keep));
+        let (ticket, slab) = (batch.ticket, batch.slab.0);
         catch_unwind(AssertUnwindSafe(|| self.submit(batch))).unwrap_or_else(|panic| {
             let error = panicked(&*panic);
-            // Its copies may be under way, and no event tells when they end: its memory is never touched again.
+            // Its copies may be under way, and no event tells when they end: its memory is never touched again. `submit`
+            // has leaked what the batch keeps.
             if self.shared.lock().running.remove(&ticket).is_some() {
                 Ring::process().quarantine(slab);
-                std::mem::forget(keep);
                 self.shared.hand_back(ticket, Err(error.clone()));
             }
             Err(error)
@@ -651,6 +651,9 @@ impl<'a> Queue<'a> {
 
     fn submit(&mut self, batch: Batch) -> Result<()> {
         self.shared.lock().running.insert(batch.ticket, batch.slab.0 as usize);
+        // A panic leaks it. Nobody else has a reference that outlives the ticket: a ticket that is back has released its
+        // memory.
+        let batch = ManuallyDrop::new(batch);
         let pinned = self.register(&batch);
         let submitted = self.transfer(&batch, pinned);
         // Also after a failed submission: what was queued before the failure still reads the slab.
@@ -662,6 +665,7 @@ impl<'a> Queue<'a> {
         match event {
             Ok(event) => {
                 let failed = submitted.as_ref().err().cloned();
+                let batch = ManuallyDrop::into_inner(batch);
                 if let Err(gone) = self.waiter.send(Submitted { batch, event, failed }) {
                     let error = Error::new(ErrorKind::Internal, "the thread that waits for the GPU ended early");
                     // Its copies may be under way: its memory is never touched again.
@@ -675,7 +679,7 @@ impl<'a> Queue<'a> {
                 let error = submitted.err().unwrap_or(error);
                 // SAFETY: our stream. Where even this fails the context is lost, and nothing runs in it any more.
                 let _ = unsafe { self.api.synchronize_stream(self.stream) };
-                self.shared.finish(batch, Err(error.clone()));
+                self.shared.finish(ManuallyDrop::into_inner(batch), Err(error.clone()));
                 Err(error)
             }
         }
