@@ -43,7 +43,7 @@ def test_a_name_that_is_not_utf8_is_read_ahead(odd):
     with penstock.safe_open(odd, framework="np") as opened:
         for name in opened.offset_keys():
             opened.get_tensor(name)
-        assert opened._singles <= 5, "from the fifth tensor on the others are mapped with it"
+        assert next(opened._asked) <= 5, "from the fifth tensor on the others are mapped with it"
 
 
 def test_a_name_that_is_not_utf8_is_saved_to(tmp_path):

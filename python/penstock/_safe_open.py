@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,6 +35,8 @@ from ._selection import Names, Selection, unknown
 
 _SINGLES = 4
 """Tensors that are loaded one by one before a caller counts as one who wants them all."""
+_PATIENCE = 1.0
+"""Seconds that a thread waits for a tensor that another thread maps with its neighbours, before it loads it alone."""
 _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
 """What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
@@ -163,6 +167,19 @@ class Slice:
         return found._replace(take=lambda tensor, index: tensor[index]) if framework == "jax" else found
 
 
+class _Coming(NamedTuple):
+    """Who maps a tensor now. In a forked child the threads of the parent count for nothing."""
+
+    process: int
+    thread: int
+    #: Held until the load is over.
+    over: _thread.LockType
+
+
+def _here(coming: _Coming | None) -> bool:
+    return coming is not None and coming.process == os.getpid()
+
+
 class safe_open:
     """Opens safetensors files and loads tensors when you ask for them, as ``safetensors.safe_open`` does.
 
@@ -204,14 +221,15 @@ class safe_open:
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
         self._closed = False
-        self._singles = 0
+        # Requests that found nothing mapped ahead: each takes the next number, in one step
+        self._asked = itertools.count()
         self._reads_ahead = self._device.is_cpu and self._options.copy is not True
         # Tensors of as many bytes and more are not wanted on this device
         self._elsewhere = sys.maxsize
         # Mapped, not yet asked for, with their file and its state before
         self._ahead: dict[str, tuple[Any, str, tuple[int, ...]]] = {}
-        # Names that a load maps now, with the process that does: in a forked child the parent's count for nothing
-        self._coming: dict[str, int] = {}
+        # Names that a load maps now
+        self._coming: dict[str, _Coming] = {}
 
     def _open(self) -> Checkpoint:
         if self._closed:
@@ -263,22 +281,25 @@ class safe_open:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
         if not self._reads_ahead:
             return self._load([name])[name]
+        self._wait_for(name)
         # Without a lock: several threads may be here, and in the middle of any line a signal handler, a `__del__` or a
         # garbage collection may call this again. Each step is one operation on a dict, which nothing interrupts
         tensor, file, state = self._ahead.pop(name, (None, "", None))
         if tensor is not None and state == _state(file):
             return tensor
         file = self._checkpoint[name].file
-        # A tensor that another load brings is not waited for: that load may be this thread's own. It will not keep it
-        coming = self._coming.pop(name, None) == os.getpid()
+        # A load that still brings it will not keep it
+        coming = _here(self._coming.pop(name, None))
         # Of a file that has changed since, a load of the one tensor tells what is wrong
-        alone = tensor is not None or coming or self._singles < _SINGLES
+        alone = tensor is not None or coming or next(self._asked) < _SINGLES
         state = None if alone else _state(file)
-        names = [name] if state is None else self._neighbours(name)
-        self._coming.update(dict.fromkeys(names[1:], os.getpid()))
+        names = [name]
+        over = _thread.allocate_lock()
+        over.acquire()
         try:
+            if state is not None:
+                self._claim_neighbours(names, _Coming(os.getpid(), _thread.get_ident(), over))
             loaded = self._load_with(name, names)
-            self._singles += 1
             report = self._checkpoint.last_report or Report()
             if any(way["bytes"] for route, way in report.routes.items() if route != "mapped"):
                 self._reads_ahead = False  # reading ahead into private memory would be a second checkpoint's worth
@@ -289,9 +310,22 @@ class safe_open:
         finally:
             for other in names[1:]:
                 self._coming.pop(other, None)
+            over.release()
         if self._closed:
             self._ahead.clear()
         return tensor
+
+    def _wait_for(self, name: str) -> None:
+        """Waits while another thread maps this tensor with its neighbours, so that it is not mapped twice.
+
+        A load of this thread, in the middle of which it is asked for, is not waited for. The wait is bounded: the other
+        thread may in its turn wait for this one.
+        """
+        coming = self._coming.get(name)
+        if coming is None or not _here(coming) or coming.thread == _thread.get_ident():
+            return
+        if coming.over.acquire(timeout=_PATIENCE):
+            coming.over.release()
 
     def _load_with(self, name: str, names: list[str]) -> dict[str, Any]:
         """These tensors; of them ``name`` alone where the framework lacks the dtype of another."""
@@ -303,21 +337,25 @@ class safe_open:
             self._reads_ahead = False
             return self._load([name])
 
-    def _neighbours(self, name: str) -> list[str]:
-        """``name`` and the tensors after and before it in its file that nobody maps yet, within the limits."""
-        core, here = self._checkpoint._core, os.getpid()
-        at = core.index(name)
+    def _claim_neighbours(self, names: list[str], claim: _Coming) -> None:
+        """Adds what nobody maps yet of the tensors after and before the first of ``names`` in its file, within the limits."""
+        core = self._checkpoint._core
+        at = core.index(names[0])
         first, last = core.file_tensors(core.info(at)[3])
-        names, nbytes = [name], 0
+        nbytes = 0
         for number in (*range(at + 1, last), *range(at - 1, first - 1, -1)):
             if len(names) >= _AHEAD_TENSORS or nbytes >= _AHEAD_BYTES:
                 break
             other, _, _, _, begin, end = core.info(number)
-            known = other in self._ahead or self._coming.get(other) == here
-            if not known and end - begin < min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
-                names.append(other)
-                nbytes += end - begin
-        return names
+            if other in self._ahead or end - begin >= min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
+                continue
+            # One step: two threads never claim the same one
+            there = self._coming.setdefault(other, claim)
+            if there is not claim and _here(there):
+                continue
+            self._coming[other] = claim
+            names.append(other)
+            nbytes += end - begin
 
     def _check_name(self, name: object) -> None:
         """Raises what is wrong with the name of a tensor."""

@@ -40,5 +40,5 @@ def test_after_ctrl_c_too_it_is_known_which_destinations_changed(write, monkeypa
         penstock.open(path).load_into(into)
     assert caught.value.touched == [name for name in "ab" if into[name].any()] == (["a"] if straight_first else [])
     if sys.version_info >= (3, 11):
-        said = "no longer what they were: a (" if straight_first else "no destination was changed"
+        said = "overwritten, wholly or in part: a (" if straight_first else "no destination was changed"
         assert said in caught.value.__notes__[0]
