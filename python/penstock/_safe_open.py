@@ -338,7 +338,7 @@ class safe_open:
             return self._load([name])
 
     def _claim_neighbours(self, names: list[str], claim: _Coming) -> None:
-        """Adds what nobody maps yet of the tensors after and before the first of ``names`` in its file, within the limits."""
+        """Adds the neighbours in the file of the first of ``names`` that nobody maps yet, within the limits."""
         core = self._checkpoint._core
         at = core.index(names[0])
         first, last = core.file_tensors(core.info(at)[3])
