@@ -363,3 +363,17 @@ def test_main_can_be_called(small, capsys):
 
     assert main(["inspect", str(small), "--depth", "1"]) == OK
     assert "layers" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_does_not_hide_a_failed_check(tmp_path: Path):
+    (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 64)
+    command = f"{sys.executable} -m penstock.cli verify damaged.safetensors | true; exit ${{PIPESTATUS[0]}}"
+    for unbuffered in ("", "1"):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, check=False)
+        assert done.returncode == 1, done.stderr
+        assert b"Traceback" not in done.stderr and b"ignored" not in done.stderr
+
+
+def test_negative_threads_are_wrong_usage(cli, tmp_path: Path):
+    assert cli("warm", tmp_path, "--threads", "-1").returncode == 2

@@ -824,3 +824,17 @@ def test_it_takes_less_than_a_twentieth_of_a_second(module):
             taken.append(time.perf_counter() - begun)
             assert len(patched.places) >= 20
     assert min(taken) < 0.05
+
+
+def test_a_patch_that_ctrl_c_interrupts_is_undone(monkeypatch: pytest.MonkeyPatch):
+    import safetensors
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(penstock._patch._routing, "_replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            penstock.patch()
+    assert not penstock._patch._routing.patches
+    assert safetensors.safe_open is THEIRS

@@ -8,6 +8,7 @@ import penstock
 import pytest
 from conftest import Oracle, raw
 from penstock._prefetch import PrefetchLoader
+from penstock.bench.synth import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -81,3 +82,26 @@ def test_what_the_header_says_of_a_tensor(small: Path):
                 end = meta.data_offsets[1]
             with pytest.raises(penstock.UnknownTensorError):
                 file.get_tensor_meta("nothing")
+
+
+def test_a_tensor_that_is_lost_on_its_way_out_is_an_error_and_no_endless_wait(write, monkeypatch):
+    path = write(*(Tensor(name, "F32", (8,)) for name in "abc"))
+    opened = penstock.safe_open(path, "np")
+    loader = opened.prefetch()
+    cast, calls = loader._adapter.cast, []
+
+    def interrupted(tensor):
+        calls.append(tensor)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return cast(tensor)
+
+    monkeypatch.setattr(loader._adapter, "cast", interrupted)
+    loader.take("a")
+    with pytest.raises(KeyboardInterrupt):
+        loader.take("b")
+    assert loader.take("c") is not None
+    with pytest.raises(penstock.CancelledError, match="tensor b is lost"):
+        loader.take("b")
+    with pytest.raises(penstock.CancelledError, match="tensor b is lost"):
+        list(loader)

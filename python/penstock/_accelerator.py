@@ -111,7 +111,8 @@ class Accelerator:
 
     def taken(self, load: _core.Load, wants: Sequence[int]) -> dict[int, Any]:
         """The tensors of those ready wants that have a block to themselves, from here on the caller's."""
-        made = {want: self._made.pop(want) for want in wants if want in self._made} if self._made else {}
+        found = ((want, self._made.pop(want, None)) for want in wants) if self._made else ()
+        made = {want: tensor for want, tensor in found if tensor is not None}
         if made:
             load.views(list(made))  # taken and dropped: the tensors alone keep the memory
         return made

@@ -391,5 +391,8 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
     from . import _hub  # nobody pays for it who opens what is on disk
     from ._patience import patiently
 
-    snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
+    try:
+        snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
+    finally:
+        absent = None  # an error keeps this frame, and would keep itself with it
     return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)

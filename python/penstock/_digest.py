@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _core
-from ._errors import AccessError, DigestError, NotFoundError, PenstockError, ReadError
+from ._errors import AccessError, DigestError, LimitError, NotFoundError, PenstockError, ReadError
 from ._hub import Expected, expected_digest
 from ._patience import asking, patiently, stalled
 from ._progress import INTERVAL, Meter, Progress
@@ -102,7 +102,7 @@ class _Hashing:
         with Meter(progress, "verify") as meter:
             try:
                 for thread in threads:
-                    thread.start()
+                    self._start(thread, alone=thread is threads[0])
                 before, moved = self._moved(), time.monotonic()
                 while len(self._done) < len(self._paths) and self._failure is None:
                     self._finished.wait(min(INTERVAL, stall))
@@ -124,6 +124,15 @@ class _Hashing:
         if self._failure is not None:
             raise self._failure
         return [self._done[i] for i in range(len(self._paths))]
+
+    def _start(self, thread: threading.Thread, alone: bool) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if alone:  # fewer do the work too; none cannot
+                raise LimitError(
+                    f"cannot start the thread that reads the files: {error}", path=self._paths[0]
+                ) from error
 
     def _moved(self) -> tuple[int, int, int]:
         """Changes with every answer of the file system."""

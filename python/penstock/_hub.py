@@ -289,7 +289,10 @@ def open_snapshot(snapshot: Snapshot, stall_timeout: float | None = None) -> _co
         core = _core.Checkpoint.open([str(snapshot.path)], stall_timeout)
     except NotFoundError as error:
         why = error
-        raise patiently(lambda: _incomplete(snapshot, why), stall_timeout, str(snapshot.path)) from None
+        try:
+            raise patiently(lambda: _incomplete(snapshot, why), stall_timeout, str(snapshot.path)) from None
+        finally:
+            del why  # an error keeps this frame, and would keep itself with it
     # A folder may hold what somebody has put together; a part of a repository is what an interrupted download leaves
     names = [Path(file).name for file in core.files()]
     shards = [match for match in map(_SHARD.fullmatch, names) if match]

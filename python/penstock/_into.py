@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from . import _accelerator, _core
@@ -51,19 +52,23 @@ def _match(
         problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
         problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]
     if problems:
-        files = selection.core.files()
-        where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
-        error = MismatchError(
-            f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)} with the destinations; nothing was loaded\n  "
-            + "\n  ".join(problems[:_SHOWN])
-            + f"\n  and {len(problems) - _SHOWN} more: .problems of this error lists all of them"
-            * (len(problems) > _SHOWN),
-            path=files[0] if files else None,
-        )
-        error.problems = problems  # type: ignore[attr-defined]
-        error.touched = []  # type: ignore[attr-defined]
-        raise error
+        raise _mismatch(selection.core.files(), problems)
     return sorted(pairs, key=lambda pair: pair[0]), missing, unexpected
+
+
+def _mismatch(files: Sequence[str], problems: list[str]) -> MismatchError:
+    """The error for destinations that do not fit. It is made here, so that no frame of its traceback holds it."""
+    where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+    error = MismatchError(
+        f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)} with the destinations; nothing was loaded\n  "
+        + "\n  ".join(problems[:_SHOWN])
+        + f"\n  and {len(problems) - _SHOWN} more: .problems of this error lists all of them"
+        * (len(problems) > _SHOWN),
+        path=files[0] if files else None,
+    )
+    error.problems = problems  # type: ignore[attr-defined]
+    error.touched = []  # type: ignore[attr-defined]
+    return error
 
 
 class _Part:

@@ -407,9 +407,10 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Cancels a load that still runs, and frees its memory if nobody took the tensors.
+        """Cancels a load that still runs, and frees its memory.
 
-        You may call it more than once. It never raises the error of the load.
+        `result` still gives the tensors of a load that has ended before: drop the job to free them. You may call this
+        more than once. It never raises the error of the load.
         """
         raise_if_forked(self._owner, "job")
         self._load.close()
@@ -439,6 +440,8 @@ class Job:
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return self._result
+        if timeout is not None and not isinstance(timeout, (int, float)):
+            raise ArgumentTypeError(f"timeout={timeout!r}: give a number of seconds, or None")
         self._raise_again()
         try:
             ended = self._load.wait(timeout)

@@ -113,13 +113,19 @@ class _Routing:
                 self.safe_open = safetensors.safe_open
                 self.pairs[id(self.safe_open)] = self.safe_open, safe_open
             self.patches.add(patch)
-            self._settle()
+            try:
+                self._settle()
+            except BaseException:
+                self.end(patch)  # nobody gets it, so nobody could undo it
+                raise
 
     def end(self, patch: Patch) -> None:
         """One patch less, if it was in force; after the last one every name is what it was."""
         with self.lock:
-            if patch in self.patches:
-                self.patches.discard(patch)
+            known = patch in self.patches
+            self.patches.discard(patch)
+            # Names may be left of an end that Ctrl-C has interrupted
+            if known or (self.modules and not self.patches):
                 self._settle()
 
     def _settle(self) -> None:
@@ -271,6 +277,7 @@ def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]
         raise error from refused
     finally:
         _asking.safetensors = False
+        del refused  # an error keeps this frame, and would keep itself with it
 
 
 def _is_fifo(path: str) -> bool:

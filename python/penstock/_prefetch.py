@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _load
-from ._errors import InvalidError, PenstockError, UnknownTensorError, raise_if_forked
+from ._errors import CancelledError, InvalidError, PenstockError, UnknownTensorError, raise_if_forked
 
 
 class PrefetchLoader:
@@ -86,7 +86,8 @@ class PrefetchLoader:
                 why = "was taken before: each is handed out once" if name in self._names else "is not in the plan"
                 raise UnknownTensorError(f"tensor {name} {why}", path=self._checkpoint.files[0])
             while name not in self._here:
-                self._pump(None)
+                if not self._pump(None):
+                    raise self._lost(name)
             self._left.discard(name)
             return self._here.pop(name)
 
@@ -95,12 +96,20 @@ class PrefetchLoader:
         while True:
             with self._alone():
                 while not self._here:
-                    if not self._left or not self._pump(None):
+                    if not self._left:
                         return
+                    if not self._pump(None):
+                        raise self._lost(min(self._left))
                 name = next(iter(self._here))
                 self._left.discard(name)
                 tensor = self._here.pop(name)
             yield name, tensor
+
+    def _lost(self, name: str) -> CancelledError:
+        return CancelledError(
+            f"tensor {name} is lost: an error or Ctrl-C came while it was handed out; plan a new prefetch of it",
+            path=self._checkpoint.files[0],
+        )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -223,7 +223,10 @@ class safe_open:
         self._closed = False
         # Requests that found nothing mapped ahead: each takes the next number, in one step
         self._asked = itertools.count()
-        self._reads_ahead = self._device.is_cpu and self._options.copy is not True
+        # Other frameworks copy what is mapped into memory of their own: ahead of the caller that would be wasted
+        self._reads_ahead = (
+            self._device.is_cpu and self._options.copy is not True and self._framework in ("pt", "np", "dlpack")
+        )
         # Tensors of as many bytes and more are not wanted on this device
         self._elsewhere = sys.maxsize
         # Mapped, not yet asked for, with their file and its state before
@@ -308,9 +311,9 @@ class safe_open:
                 there = {other: (mapped, file, state) for other, mapped in loaded.items() if other in self._coming}
                 self._ahead.update(there)
         finally:
+            over.release()  # first: Ctrl-C may end the loop, and other threads wait
             for other in names[1:]:
                 self._coming.pop(other, None)
-            over.release()
         if self._closed:
             self._ahead.clear()
         return tensor

@@ -96,7 +96,7 @@ def unknown(core: _core.Checkpoint, name: str) -> UnknownTensorError:
     files = core.files()
     where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files" if files else "checkpoint"
     text = f"{where}: File does not contain tensor {name}"
-    if len(core) <= 20_000:  # a comparison with every name takes microseconds each
+    if isinstance(name, str) and len(core) <= 20_000:  # a comparison with every name takes microseconds each
         import difflib
 
         close = difflib.get_close_matches(name, core.keys(), 1)

@@ -25,7 +25,16 @@ from ._checkpoint import Checkpoint, open
 from ._choices import Cache, Io
 from ._device import any_device
 from ._dtypes import DTYPES
-from ._errors import InvalidError, NotFoundError, PenstockError, SchemeError, StalledError, UnsupportedError
+from ._errors import (
+    InvalidError,
+    LimitError,
+    NotFoundError,
+    OutOfMemoryError,
+    PenstockError,
+    SchemeError,
+    StalledError,
+    UnsupportedError,
+)
 from ._load import FRAMEWORKS, ORDERS, load, make_options, options_listed
 from ._paths import local_path
 from ._report import Report, size_text
@@ -53,10 +62,20 @@ class _Uncompared(_Failed):
 
 
 def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
+    said = text if isinstance(text, str) else ""
     if args.json:
-        sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
-    else:
-        sys.stdout.write((text if isinstance(text, str) else text()) + "\n")
+        said = json.dumps(document, indent=2, default=str)
+    elif not isinstance(text, str):
+        said = text()
+    try:
+        sys.stdout.write(said + "\n")
+    except BrokenPipeError:
+        _nobody_reads()
+
+
+def _nobody_reads() -> None:
+    """The reader has seen enough, as in `penstock inspect ... | head`. The exit status is still told."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Checkpoint:
@@ -353,7 +372,7 @@ def _verify(args: argparse.Namespace) -> None:
     listed = _listed(args.digests) if args.digests else {}
     try:
         checkpoint = _open(args, args.stall_timeout)
-    except (StalledError, SchemeError):  # nothing was checked
+    except (StalledError, SchemeError, LimitError, OutOfMemoryError):  # nothing was checked
         raise
     except PenstockError as error:
         if isinstance(error, NotFoundError) and not all(map(_is_there, args.source)):
@@ -555,6 +574,12 @@ def _convert(args: argparse.Namespace) -> None:
     _print(args, {"ok": True, "into": str(Path(args.into)), "report": report}, text)
 
 
+def _threads(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads")
+    return int(text)
+
+
 def _size(text: str) -> float:
     match = re.fullmatch(r"([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     with contextlib.suppress(KeyError, ValueError):
@@ -686,7 +711,7 @@ def _parser() -> argparse.ArgumentParser:
     made = with_patience(with_source(command("warm", _page_cache, "read the files into the page cache")))
     made.add_argument(
         "--threads",
-        type=int,
+        type=_threads,
         default=0,
         metavar="N",
         help="the number of threads that read (default: penstock chooses)",
@@ -808,20 +833,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # File names need not be UTF-8; they are written as the bytes that they are
         sys.stdout.reconfigure(errors="surrogateescape")
     traceback_wanted = False
+    status = OK
     try:
         traceback_wanted = _wants_traceback()
         _refuse_schemes(args)
-        args.run(args)
+        try:
+            args.run(args)
+        except _Failed as failed:
+            status = failed.status
         sys.stdout.flush()
-    except _Failed as failed:
-        return failed.status
     except KeyboardInterrupt:
+        if args.json is True:
+            _print_error("Interrupted", None, "interrupted")
         sys.stderr.write("penstock: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader has seen enough, as in `penstock inspect ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        _nobody_reads()
+        return status
     except Exception as error:
         if traceback_wanted:
             import traceback
@@ -832,7 +860,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(kind, getattr(error, "path", None), str(error))
         sys.stderr.write(f"penstock {args.command}: {_one_line(error)}\n")
         return USAGE if isinstance(error, InvalidError) else ERROR
-    return OK
+    return status
 
 
 if __name__ == "__main__":

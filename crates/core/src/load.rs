@@ -179,7 +179,11 @@ impl Shared {
         let mut state = self.lock();
         state.wanted.clear();
         state.outcome = Some(outcome);
+        // A grant that came while the load ended holds memory of the owner, and nobody reads it any more.
+        let unread = std::mem::take(&mut state.messages);
         self.changed.notify_all();
+        drop(state);
+        drop(unread);
     }
 
     /// Waits until `found` finds something in the state, and returns that; `None` if `timeout` passes first.

@@ -436,8 +436,13 @@ pub(crate) fn patiently<T: PartialEq + Send>(
             stop_where_exiting(&found);
             found
         })?;
+        // What was found is handed over first: a tensor that is ready comes only once. Python looks at signals itself
+        // before its next step.
+        if found != not_yet {
+            return Ok(found);
+        }
         py.check_signals()?;
-        if found != not_yet || deadline.is_some_and(|d| Instant::now() >= d) {
+        if deadline.is_some_and(|d| Instant::now() >= d) {
             return Ok(found);
         }
     }

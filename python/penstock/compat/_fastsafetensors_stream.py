@@ -98,7 +98,7 @@ class ParallelLoader:
         self._settings = settings_for(device, bbuf_size_kb, max_threads)
         if borrowed_tensors:
             self._settings.pop("copy", None)
-        self._files, self._filter = list(hf_weights_files), tensor_filter
+        self._files, self._filter = list(hf_weights_files or ()), tensor_filter
         self._checkpoint: Checkpoint | None = None
         self._names: list[str] | None = None
         window = max_batch_bytes

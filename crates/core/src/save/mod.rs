@@ -455,6 +455,9 @@ impl Save {
         }
         self.work.cancelled.store(true, Ordering::Relaxed);
         let mut threads = lock(&self.threads);
+        if threads.is_empty() {
+            return; // closed before: what hangs has been waited for
+        }
         let until = Instant::now() + GRACE;
         let mut state = lock(&self.work.state);
         self.work.changed.notify_all();

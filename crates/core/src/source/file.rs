@@ -274,6 +274,11 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
+    /// [`facts`](Self::facts) where they are known already. The file system is not asked.
+    pub(super) fn known_facts(&self, file: u32) -> Option<Facts> {
+        self.files[file as usize].facts.get().copied()
+    }
+
     /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
     /// machine.
     #[doc(hidden)]

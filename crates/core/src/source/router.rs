@@ -115,7 +115,11 @@ impl Router {
     pub fn new(files: Arc<Files>, options: &Options) -> Result<Router> {
         let threads = match options.threads {
             0 => {
-                let network = (0..files.len() as u32).any(|f| files.facts(f).is_ok_and(|f| f.kind == FsKind::Network));
+                // A load has asked about the files that it reads. The others are not opened for this.
+                let all = 0..files.len() as u32;
+                let asked = all.clone().any(|f| files.known_facts(f).is_some());
+                let facts = |f| if asked { files.known_facts(f) } else { files.facts(f).ok() };
+                let network = all.into_iter().any(|f| facts(f).is_some_and(|f| f.kind == FsKind::Network));
                 let cores = std::thread::available_parallelism().map_or(LEAST_THREADS, usize::from);
                 if network {
                     NETWORK_THREADS
@@ -170,7 +174,8 @@ impl Router {
     /// that are wanted whole and can be mapped; `in_part` flags mapped files that allow no extra bytes.
     pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
         self.threads.fill_first(whole, in_part);
-        let local = |file| self.files.facts(file).is_ok_and(|facts| facts.kind == FsKind::Local);
+        // Files of which nothing is wanted have not been asked about, and are not opened for this.
+        let local = |file| self.files.known_facts(file).is_some_and(|facts| facts.kind == FsKind::Local);
         self.exact = (0..).zip(whole).map(|(file, whole)| !whole && local(file)).collect();
     }
 
