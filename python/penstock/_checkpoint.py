@@ -63,7 +63,7 @@ class Checkpoint:
         self._last_report: Report | None = None
         warnings = core.warnings()
         if warnings:
-            import logging  # a third of what importing penstock would cost
+            import logging
 
             for warning in warnings:
                 logging.getLogger("penstock").warning("%s", warning)

@@ -2,6 +2,10 @@
 
 A child that is forked while another thread imports a module waits for ever when it comes to import it too: Python's
 lock of that module belongs to a thread that the child does not have. So a fork waits until such an import is over.
+
+Before a fork, what was registered last is asked first. `logging` holds its lock from then on, and what is imported
+meanwhile may want that. So `logging` is imported here, before `Importing` registers: a fork waits first and takes that
+lock afterwards. A load must not be the one that imports it: forks would not wait for that import.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
+
+# Who may not read the standard library goes without
+with suppress(ImportError, OSError):
+    import logging  # noqa: F401
 
 #: Seconds that a fork waits. Longer, and it may be that the import waits for the thread that forks.
 PATIENCE = 10.0
@@ -56,28 +64,13 @@ class Importing:
         # The thread of each import; and of each fork, with how many it is in
         self._imports: dict[int, int] = {}
         self._forks: dict[int, int] = {}
-        self._after_logging = False
-        self._tell_forks()
+        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
 
     def __call__(self) -> _Import:
         return _Import(self)
 
-    def _tell_forks(self) -> None:
-        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._in_child)
-
-    def _ask_before_logging(self) -> None:
-        # Before a fork those that came last are asked first, and logging holds its lock from then on, which what is
-        # imported meanwhile may want: so this comes again after it. Who may not read the standard library any more goes
-        # without
-        with suppress(ImportError, OSError):
-            import logging  # noqa: F401
-        self._tell_forks()
-        self._after_logging = True
-
     def enter(self, one: _Import) -> None:
         """Begins an import; waits while another thread forks."""
-        if not self._after_logging:
-            self._ask_before_logging()
         me, patience = threading.get_ident(), time.monotonic() + PATIENCE
         inside = me in list(self._imports.values())  # an import of the same thread: the fork waits for that
         while True:

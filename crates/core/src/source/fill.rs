@@ -17,13 +17,23 @@ use crate::memory::Mapping;
 use crate::options::HUGE_PAGE;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
 /// Most bytes of one request. Of a longer one the kernel takes only as much as the disk's read-ahead, which is this by
 /// default.
 const FETCH: u64 = 128 << 10;
+
+/// Has the kernel read a range into the page cache, without waiting for it. It is advice: what the kernel does not take
+/// is read later.
+pub(super) fn fetch(fd: RawFd, range: Range<u64>) {
+    for start in range.clone().step_by(FETCH as usize) {
+        let len = FETCH.min(range.end - start);
+        // SAFETY: a plain system call on a descriptor that the caller holds.
+        unsafe { libc::posix_fadvise(fd, start as i64, len as i64, libc::POSIX_FADV_WILLNEED) };
+    }
+}
 
 /// For each file that is filled, a mapping for that. It is made when the first of the file's reads comes.
 pub(super) struct Fill {
@@ -59,12 +69,8 @@ impl Fill {
         let (start, end) = (read.offset, read.offset + len);
         let whole = whole_pages(start, end);
         let ends = if whole.is_empty() { [start..end, end..end] } else { [start..whole.start, whole.end..end] };
-        for at in ends.into_iter().flat_map(|part| part.clone().step_by(FETCH as usize).map(move |at| at..part.end)) {
-            let len = FETCH.min(at.end - at.start);
-            // SAFETY: a plain system call on a descriptor we hold. It is advice.
-            unsafe {
-                libc::posix_fadvise(fd.as_raw_fd(), at.start as i64, len as i64, libc::POSIX_FADV_WILLNEED);
-            }
+        for part in ends {
+            fetch(fd.as_raw_fd(), part);
         }
     }
 

@@ -6,7 +6,7 @@
 //! may still write.
 
 use super::file::{read_fully, Files};
-use super::fill::Fill;
+use super::fill::{fetch, Fill};
 use super::touch::{Left, Touch, Touches, Untouched};
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
@@ -399,9 +399,7 @@ impl Shared {
     fn fetch(&self, ranges: Vec<(u32, Range<u64>)>) {
         for (file, range) in ranges {
             let Ok(fd) = self.files.open(file, false) else { return };
-            let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
-            // SAFETY: a plain system call on a descriptor we hold.
-            unsafe { libc::posix_fadvise(fd.as_raw_fd(), offset, len, libc::POSIX_FADV_WILLNEED) };
+            fetch(fd.as_raw_fd(), range);
         }
     }
 

@@ -28,7 +28,7 @@ const SHARE: f64 = 0.9;
 /// The two ways then differ by chance, and reading everything again afterwards would cost most. So a smaller share is
 /// enough.
 const SLOW: f64 = 0.25 * GB;
-const SHARE_IF_SLOW: f64 = 0.6;
+const SHARE_IF_SLOW: f64 = 0.5;
 
 /// What happens to the page cache, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
