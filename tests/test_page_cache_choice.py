@@ -96,8 +96,8 @@ def test_a_slow_disk_is_kept_and_a_fast_one_is_not(model: Path) -> None:
     assert slow["sums"] == warm["sums"]
     assert slow["cache"] == "keep", slow["reason"]
     assert 0 < slow["direct"] <= TRIED
-    # What was tried past the page cache is read into it at the end, by the kernel, which nobody waits for. It may give up
-    # pages again at any time
+    # What was tried past the page cache is read into it at the end, by the kernel, which nobody waits for. Pages may be
+    # given up again at any time
     everything = -(-model.stat().st_size // pagecache.PAGE) * pagecache.PAGE
 
     def brought_in() -> int:
