@@ -5,7 +5,7 @@
 //! server is gone cannot be interrupted) is left behind with its read. The read keeps the memory to which the kernel
 //! may still write.
 
-use super::file::{read_fully, Files};
+use super::file::{read_fully, Files, FsKind};
 use super::fill::{fetch, Fill};
 use super::touch::{Left, Touch, Touches, Untouched};
 use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
@@ -513,6 +513,11 @@ impl Shared {
             if let Some(fill) = self.fill.get() {
                 fill.fetch_ends(&self.files, read, got);
             }
+            // On a network file system the kernel's own read-ahead may be what makes a server fast.
+            if self.touch.wants_small_pieces() && self.files.facts(read.file)?.kind == FsKind::Local {
+                let fd = self.files.open(read.file, false)?;
+                fetch(fd.as_raw_fd(), read.offset..read.offset + got);
+            }
             if self.populate(read, pages.clone(), tools)? {
                 self.touch(read, pages, tools)?;
             }
@@ -687,6 +692,39 @@ mod tests {
             Err(Failure::Error(e)) => assert_eq!(e.kind(), ErrorKind::Changed),
             Err(Failure::Refused(e)) => panic!("refused: {e}"),
             Ok(()) => panic!("pages that are gone were touched"),
+        }
+    }
+
+    /// Every touch counts as slow here. The first reads come in huge pages and the others in small ones.
+    #[test]
+    fn where_first_touches_are_slow_later_reads_come_in_small_pieces_and_are_right() {
+        const EACH: u64 = 4 << 20;
+        let bytes: Vec<u8> = (0..12 * EACH as usize + 5000).map(|i| (i / 4096 % 251) as u8).collect();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &bytes).unwrap();
+        file.as_file().sync_all().unwrap();
+        // SAFETY: a plain system call on a descriptor that is open.
+        let evicted = unsafe { libc::posix_fadvise(file.as_file().as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        assert_eq!(evicted, 0);
+        let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
+        let mut pool = Threads::new(files, 1, 1).unwrap();
+        Arc::get_mut(&mut pool.shared).unwrap().touch = Touch::worth(Duration::ZERO);
+        let mapping = Arc::new(Mapping::new(file.as_file(), bytes.len() as u64).unwrap());
+        let mut tools = Tools::default();
+        let mut small = Vec::new();
+        for offset in (0..bytes.len() as u64).step_by(EACH as usize) {
+            small.push(pool.shared.touch.wants_small_pieces());
+            // SAFETY: the mapping is as long as the file.
+            let at = unsafe { mapping.at().add(offset as usize) };
+            let (len, into) = (EACH.min(bytes.len() as u64 - offset), Destination::Mapping { at, resident: false });
+            let (ticket, route, keep) = (Ticket(offset), Route::Mapped, mapping.clone());
+            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+            assert!(matches!(pool.shared.map(&read, at, false, &mut tools), Ok(got) if got == len));
+        }
+        // SAFETY: as above, and nobody writes to the file.
+        assert!(unsafe { std::slice::from_raw_parts(mapping.at(), bytes.len()) } == bytes);
+        if !pool.shared.no_populate.load(Ordering::Relaxed) {
+            assert_eq!(small, [[false; 8].as_slice(), &[true; 5]].concat(), "16 stretches of 2 MiB are enough");
         }
     }
 }

@@ -12,6 +12,13 @@
 //! processor time for every page, 9 to 13 ms for the samples. One page of each 2 MiB is not enough where something is
 //! gained: the host maps its memory in small pages.
 //!
+//! Which memory the disk fills makes a difference too. A host takes back free memory in blocks of 2 MiB and more, where
+//! the kernel reports them to it (free page reporting). What is populated in huge pages lies in such blocks; small pages
+//! come from small free blocks first, which the host has left in place. So where most touches of a load are slow, the rest
+//! of it is requested in small pieces before it is populated. 2.95 GB, cold, after a process that gave as much memory back,
+//! to the last byte touched: 1.82 instead of 2.87 s and 0.97 instead of 4.2 s of processor time (medians of 6 in rotation).
+//! Where first touches are fast, huge pages are better: 1.45 instead of 1.87 s.
+//!
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
 
@@ -20,7 +27,7 @@ use crate::options::HUGE_PAGE;
 use std::any::Any;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
@@ -30,6 +37,9 @@ const PLACES: usize = 1024;
 const SAMPLE: usize = 16;
 /// The first touch of a page has to take this long to be worth the call.
 const WORTH: Duration = Duration::from_micros(1);
+
+/// Stretches of 2 MiB that have to be slow, more than were not, before the rest of a load comes in small pieces.
+const SLOW_STRETCHES: u32 = 16;
 
 /// Pages that one minor fault maps where the page cache has small pages (`fault_around_bytes`, 64 KiB by default).
 const AROUND: usize = 16;
@@ -66,6 +76,8 @@ pub(super) struct Touch {
     /// This process: asked once, since each question is a system call.
     process: libc::pid_t,
     refused: AtomicBool,
+    /// Stretches of 2 MiB that were slow, less those that were not; it stays where it is from `SLOW_STRETCHES` on.
+    slow: AtomicU32,
     pages: AtomicU64,
     calls: AtomicU64,
 }
@@ -85,10 +97,12 @@ impl Touch {
     }
 
     /// Touches all pages of those 2 MiB where a first touch takes at least so long.
-    fn worth(worth: Duration) -> Touch {
+    pub(super) fn worth(worth: Duration) -> Touch {
         // SAFETY: it only asks.
         let process = unsafe { libc::getpid() };
-        Touch { worth, process, refused: AtomicBool::new(false), pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
+        let refused = AtomicBool::new(false);
+        let (slow, pages, calls) = (AtomicU32::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Touch { worth, process, refused, slow, pages, calls }
     }
 
     /// Touches populated pages, from the address of the first to the end of the last, where that is worth it. `places` is
@@ -107,6 +121,7 @@ impl Touch {
                 // Where touching takes as long once more, the processor is slow and nothing is gained.
                 let slow = time >= self.worth * sampled as u32;
                 let gained = slow && (self.worth.is_zero() || timed(self.process, sample(), places)?.2 * 2 < time);
+                self.judge(gained);
                 if gained && count > SAMPLE {
                     let (touched, calls) = touch(self.process, (SAMPLE..count).map(at), places)?;
                     self.count(touched, calls);
@@ -124,6 +139,20 @@ impl Touch {
             }
         }
         Ok(())
+    }
+
+    /// Whether large free blocks of memory are slow to use here, so that the disk had better fill small ones.
+    pub(super) fn wants_small_pieces(&self) -> bool {
+        self.slow.load(Ordering::Relaxed) >= SLOW_STRETCHES
+    }
+
+    fn judge(&self, slow: bool) {
+        let next = |balance: u32| match (balance, slow) {
+            (SLOW_STRETCHES.., _) => None,
+            (_, true) => Some(balance + 1),
+            (_, false) => Some(balance.saturating_sub(1)),
+        };
+        let _decided_already = self.slow.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
     }
 
     fn count(&self, pages: usize, calls: usize) {
@@ -285,6 +314,28 @@ mod tests {
             let before = if closed < SAMPLE { 0 } else { SAMPLE as u64 };
             assert_eq!(touch.take(&[]).pages, before, "page {closed}");
         }
+    }
+
+    #[test]
+    fn small_pieces_are_wanted_where_slow_stretches_outweigh_the_others_and_from_then_on() {
+        let touch = Touch::new();
+        for _ in 0..1000 {
+            touch.judge(true);
+            touch.judge(false);
+            touch.judge(false);
+        }
+        assert!(!touch.wants_small_pieces());
+        for _ in 1..SLOW_STRETCHES {
+            touch.judge(true);
+        }
+        assert!(!touch.wants_small_pieces());
+        touch.judge(false);
+        touch.judge(true);
+        assert!(!touch.wants_small_pieces());
+        touch.judge(true);
+        assert!(touch.wants_small_pieces());
+        touch.judge(false);
+        assert!(touch.wants_small_pieces(), "small pieces are fast, and that is no reason to leave them");
     }
 
     #[test]
