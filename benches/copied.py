@@ -12,7 +12,9 @@ through it by io_uring, or past it with O_DIRECT. Without an option Penstock cho
 Every load has a process of its own. The turns of a round are in random order, each after the same predecessor: a
 process that took twice the memory of a load and gave it back. Seconds are from the call to the last byte in place,
 medians over the rounds. (Tests compare the bytes of every way.) At the end one process loads the checkpoint warm,
-without an option, so many times as `--warm` says: median and 99th percentile.
+without an option, so many times as `--warm` says: median and 99th percentile. In turn with these loads the same process
+reads as many bytes of the same files into fresh memory by plain system calls, on one thread (`read`): what their 99th
+percentile is above their median comes from the machine.
 
 The last lines say what the project promises of loads without an option: cold within 10% of the faster of `keep` and
 `bypass`, the second start within 10% of a warm load, and the 99th percentile of warm loads at most twice their median.
@@ -58,6 +60,33 @@ memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONY
 memory.madvise(mmap.MADV_HUGEPAGE)
 for at in range(0, len(memory), mmap.PAGESIZE):
     memory[at] = 1
+"""
+
+#: In turn so many times: a warm load without an option, and the same bytes by plain reads into fresh memory.
+REPEATED = """
+import json, mmap, os, sys, time
+import penstock, penstock._numpy
+path, times = sys.argv[1], int(sys.argv[2])
+files = [os.open(file, os.O_RDONLY) for file in penstock.open(path).files]
+seconds = {"loads": [], "reads": []}
+for _ in range(times):
+    checkpoint = penstock.open(path)
+    begun = time.perf_counter()
+    tensors = checkpoint.load(framework="dlpack", options={"copy": True}, progress=False)
+    seconds["loads"].append(time.perf_counter() - begun)
+    del tensors
+    begun = time.perf_counter()
+    memory = mmap.mmap(-1, sum(os.fstat(fd).st_size for fd in files), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    place = memoryview(memory)
+    for fd in files:
+        offset = 0
+        while got := os.preadv(fd, [place[: 4 << 20]], offset):
+            place, offset = place[got:], offset + got
+    seconds["reads"].append(time.perf_counter() - begun)
+    del place
+    memory.close()
+print(json.dumps(seconds))
 """
 
 #: Loads so many times, and says what each load took and chose.
@@ -203,6 +232,11 @@ def show(document: dict[str, Any]) -> None:
             print(
                 f"\n{many['loads']} warm loads of one process: median {many['median']:.4f} s, p99 {many['p99']:.4f} s"
             )
+            if read := many.get("read"):
+                share = read["p99"] / read["median"]
+                print(
+                    f"plain reads: median {read['median']:.4f} s, p99 {read['p99']:.4f} s, {share:.2f} of their median"
+                )
         print()
         for one in of["promises"]:
             verdict = "holds" if one["holds"] else "**missed**"
@@ -222,11 +256,12 @@ def kept(loads: list[dict[str, Any]]) -> str:
     return said
 
 
-def repeated(path: Path, times: int) -> dict[str, float]:
-    """Warm loads of one process, without an option."""
+def repeated(path: Path, times: int) -> dict[str, Any]:
+    """Warm loads of one process, without an option; and plain reads in turn with them."""
     put(list(map(str, penstock.open(path).files)), "warm")
-    seconds = [load["seconds"] for load in json.loads(run(LOADER, path, "{}", times))]
-    return {"loads": times, "median": statistics.median(seconds), "p99": percentile(seconds, 99)}
+    seconds = json.loads(run(REPEATED, path, times))
+    loads, reads = ({"median": statistics.median(s), "p99": percentile(s, 99)} for s in seconds.values())
+    return {"loads": times, **loads, "read": reads, "seconds": seconds}
 
 
 if __name__ == "__main__":

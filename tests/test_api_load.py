@@ -500,6 +500,13 @@ def test_progress_bars_show_on_request_and_on_rank_0_only(small, monkeypatch, ca
     assert "load" in shown(True, RANK="0")
 
 
+def test_a_function_that_is_given_for_progress_is_called_on_every_rank(opened, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    seen = []
+    opened.load(progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (opened.nbytes, opened.nbytes)
+
+
 def test_progress_bars_need_no_tqdm(small, python):
     code = """
 import sys

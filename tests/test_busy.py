@@ -80,3 +80,21 @@ def test_it_ends_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> 
     ordeal.soon(lambda: gone(pids), 10)
     time.sleep(0.01)
     assert [path.name for path in tmp_path.iterdir()] == ["tool"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, None], ids=str)
+def test_what_the_command_has_started_ends_with_the_tool(tmp_path: Path, how: signal.Signals | None) -> None:
+    program = "import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\n"
+    program += "child.wait()\n" if how else "os._exit(7)\n"
+    command = [sys.executable, TOOL, "--folder", tmp_path, "--available", str(1 << 60), "--"]
+    command += [sys.executable, "-c", program]
+    told = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=told) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("busy: ")
+        started = process.stdout.readline().split()
+        if how is not None:
+            process.send_signal(how)
+        code = process.wait(60 * ordeal.load_factor())
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130, None: 7}[how]
+    assert gone(started)

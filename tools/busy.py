@@ -4,7 +4,8 @@
 
 Beside it run two loops that want a processor each, a program that takes memory until less than 2 GB are available, and
 one that reads a file on the disk of FOLDER, past the page cache. They end with the command, and with this program
-however it ends. The exit code is the command's; 124 where it took longer than the limit.
+however it ends. The command has a session of its own, and whatever it leaves running there is ended. The exit code is
+the command's; 124 where it took longer than the limit.
 
 The command is told that the machine is busy: pressure that was read before this began would say that it is quiet.
 
@@ -81,16 +82,16 @@ def hoard(most: int) -> None:
 
 def read(folder: Path) -> None:
     """Reads a file from its disk, from the start to the end, for ever."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name, where the file system can
         block = os.urandom(1 << 20)
         for _ in range(FILE // len(block)):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
         try:
-            fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
         except OSError:  # a file system in memory
-            fd = os.open(file.name, os.O_RDONLY)
+            fd = file.fileno()
         buffer = mmap.mmap(-1, 1 << 20)
         while True:
             for offset in range(0, FILE, len(block)):
@@ -133,6 +134,27 @@ def busy(folder: Path, most: int) -> Iterator[None]:
             os.waitpid(child, 0)
 
 
+def run(command: list[str], environment: dict[str, str], limit: float) -> int:
+    """Runs a command in a process group of its own, and ends all of the group that is left when this returns or fails.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer than `limit` seconds.
+    """
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return child.wait(limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                child.poll()
+                os.killpg(child.pid, 0)  # is any of it left?
+                time.sleep(0.05)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to read from (default: here)")
@@ -143,10 +165,11 @@ def main() -> int:
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     told = os.environ | {VARIABLE: " ".join(f"{resource}=100" for resource in RESOURCES)}
     with busy(arguments.folder, int(arguments.available)):
         try:
-            return subprocess.run(arguments.command, env=told, timeout=arguments.limit, check=False).returncode
+            return run(arguments.command, told, arguments.limit)
         except subprocess.TimeoutExpired:
             return 124
 

@@ -91,7 +91,7 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
             raise InvalidError(
                 f"progress={progress!r}: give True, False, None or a function of (bytes done, bytes in all)"
             )
-        return _Call(progress) if _rank() == 0 else None
+        return _Call(progress)
     if _rank() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
         return None
     try:
@@ -104,7 +104,7 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
 class Meter:
     """Shows how far a load has come; does nothing, at no cost, where nobody is looking.
 
-    In a distributed job only rank 0 shows anything.
+    In a distributed job only rank 0 shows a bar. A function is called on every rank.
     """
 
     def __init__(self, progress: Progress, label: str) -> None:

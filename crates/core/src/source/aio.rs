@@ -60,6 +60,8 @@ pub struct Aio {
     /// Completions not counted by `wake` yet.
     uncounted: i64,
     process: u32,
+    /// No read is sent again.
+    cancelled: bool,
 }
 
 impl std::fmt::Debug for Aio {
@@ -103,6 +105,7 @@ impl Aio {
             over: Vec::new(),
             wake,
             uncounted: 0,
+            cancelled: false,
             process: std::process::id(),
         })
     }
@@ -255,6 +258,9 @@ impl Aio {
             for event in &events[..n as usize] {
                 let Some((flight, _fd)) = self.take(event.data as usize) else { continue };
                 match flight.answer(event.res, &self.files) {
+                    Next::Again(flight) if self.cancelled => {
+                        self.over.push(Outcome::Done(flight.read.cancelled(&self.files)));
+                    }
                     Next::Again(flight) => self.waiting.push_back(flight),
                     Next::Over(outcome) => self.over.push(outcome),
                 }
@@ -348,6 +354,7 @@ impl Source for Aio {
 
     fn cancel(&mut self) {
         // No file system can cancel a submitted read (io_cancel answers EINVAL). The read finishes.
+        self.cancelled = true;
         for flight in std::mem::take(&mut self.waiting) {
             let done = flight.read.cancelled(&self.files);
             self.give(Outcome::Done(done));

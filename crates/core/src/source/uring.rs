@@ -345,6 +345,9 @@ impl Uring {
                     continue;
                 }
                 match flight.answer(i64::from(answer), &self.files) {
+                    Next::Again(flight) if self.cancelled => {
+                        self.over.push(Outcome::Done(flight.read.cancelled(&self.files)));
+                    }
                     Next::Again(flight) => self.waiting.push_back(flight),
                     Next::Over(outcome) => self.over.push(outcome),
                 }
