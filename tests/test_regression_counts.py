@@ -102,13 +102,15 @@ class Traced:
 
 
 def kind_of(name: str, arguments: str) -> str:
-    """What a call is for: to move bytes, touch pages, wait or wake, start a thread, ask what the machine offers."""
+    """What a call is for: to move bytes, touch or request pages, wait or wake, start a thread, ask what the machine offers."""
     if name in ("clone", "clone3"):
         return "thread"
     if "/sys/" in arguments or "/proc/" in arguments:
         return "machine"
     if name == "process_vm_readv":
         return "touch"
+    if "FADV_WILLNEED" in arguments:
+        return "request"
     if name.startswith(("pread", "io_")) or "MADV_POPULATE" in arguments:
         return "bytes"
     if name in ("futex", "poll", "ppoll", "epoll_wait", "epoll_pwait") or "eventfd" in arguments:
@@ -234,6 +236,8 @@ class Route:
     machine: int = 60
     #: To touch pages: samples of each 2 MiB, whether they take as long once more, and the rest; of warm ones a few.
     touches: int = 0
+    #: To request small pieces: 128 KiB a call, where the load finds that huge pages are slow to touch.
+    requests: int = 0
 
 
 #: The file is read in 65 extents of 4 MiB, or, where it is mapped and resident, in 5. Two threads wherever there are
@@ -262,6 +266,7 @@ SYSTEM_CALLS = (
         "a madvise for each extent",
         cold=True,
         touches=3 * 130,
+        requests=2100,
     ),
     Route("buffered", {"copy": True, "threads": 2}, 65, 1000, 105, 3, "a pread for each extent"),
     Route("into tensors", {"into": True, "threads": 2}, 65, 1000, 290, 5, "a pread for each extent"),
@@ -290,6 +295,7 @@ def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], firs
         Bound("calls per GB to move bytes", kinds["bytes"] * per_gb, route.bytes * per_gb, route.why),
         Bound("calls per GB to wait and wake", kinds["waiting"] * per_gb, route.waiting * per_gb, WAITING),
         Bound("calls per load to touch pages", kinds["touch"], route.touches, "1,024 pages a call, of 2 MiB at a time"),
+        Bound("calls per load to request pages", kinds["request"], route.requests, "128 KiB a call, of 256 MiB"),
         Bound("other calls per load", kinds["other"], route.other, OTHER),
         Bound("calls per load to ask what the machine offers", kinds["machine"], route.machine, MACHINE),
         Bound("threads started per load", kinds["thread"], route.threads, THREADS),
