@@ -102,7 +102,7 @@ class Traced:
 
 
 def kind_of(name: str, arguments: str) -> str:
-    """What a call is for: to move bytes, touch or request pages, wait or wake, start a thread, ask about the machine."""
+    """What a call is for: to move bytes, touch or request pages, wait or wake, start a thread, ask the machine."""
     if name in ("clone", "clone3"):
         return "thread"
     if "/sys/" in arguments or "/proc/" in arguments:
