@@ -1,74 +1,122 @@
-"""The figures of README's table, from a result file: `python benches/readme.py RESULTS [--write README.md]`.
+"""Tables of README and docs/benchmarks.md from a result file: `python benches/readme.py RESULTS [--write FILE...]`.
 
-RESULTS is what `penstock bench --preset summary --json RESULTS` writes. Each figure is the median of GPT-2's first
-loads and, in parentheses, the fastest and the slowest. All of them are to the last byte touched: the load, then one
-byte of every page read by one thread; the processor time too. `cold` is the state "memory in use before"; the same
-figures of the other state stand below, for comparison. `--write` puts the figures where README has their names.
+RESULTS is what `penstock bench --preset summary --json RESULTS` writes. All figures are of first loads, to the last
+byte touched: the load, then one byte of every page read by one thread. Each is the median, then the fastest and the
+slowest.
+
+- `gpt2`: Penstock beside safetensors, cold ("memory in use before"; seconds, and processor seconds per GB) and warm.
+- `cold`: every loader on every checkpoint in both states of memory. Bold: another column is faster. The last column is
+  Penstock's time divided by that of safetensors.
+
+`--write` puts each table where a file has `<!-- figures: NAME -->` and `<!-- end -->`, in place of what stands there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
 
-#: README's names for the two loaders' figures: with and without the ending.
-LOADERS = {"penstock": "", "safetensors": "-S"}
+#: The columns of `cold`: the benchmark's name of a loader, and the heading.
+LOADERS = {
+    "penstock": "Penstock",
+    "safetensors": "safetensors",
+    "penstock copy": "Penstock, copy",
+    "fastsafetensors": "fastsafetensors",
+    "runai streamer": "Run:ai",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the names of the figures in this file")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="fill in the tables there")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
-    made = figures(results["runs"])
     about = results["machine"]
     print(f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, {results['time']}: {results['command']}")
-    for name, told in made.items():
-        print(f"{name:20} {told}")
-    if arguments.write:
-        text = arguments.write.read_text()
-        # The longest first: some names begin with another
-        for name in sorted(made, key=len, reverse=True):
-            text = text.replace(name, made[name])
-        arguments.write.write_text(text)
+    for table in TABLES.values():
+        print(f"\n{table(results['runs'])}")
+    for file in arguments.write:
+        file.write_text(filled(file.read_text(), results["runs"], str(file)))
 
 
-def figures(runs: list[Run]) -> dict[str, str]:
-    """Each of README's figures by its name.
+def filled(text: str, runs: list[Run], file: str) -> str:
+    """A document with its tables made anew.
 
     Raises:
-        SystemExit: Loads are missing, or not all of them were verified.
+        SystemExit: It has no place for a table; or loads are missing, or not all of them were verified.
     """
-    made = {}
-    for what, scenario, figure in (
-        ("FIGURE-COLD", "cold", seconds),
-        ("FIGURE-CPU", "cold", processor),
-        ("FIGURE-WARM", "warm", seconds),
-        ("FREED-COLD", "cold-freed", seconds),
-        ("FREED-CPU", "cold-freed", processor),
+    text, places = re.subn(
+        r"(<!-- figures: (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda place: place[1] + TABLES[place[2]](runs) + place[3],
+        text,
+        flags=re.DOTALL,
+    )
+    if not places:
+        raise SystemExit(f"{file} has no <!-- figures: NAME -->: nothing was written")
+    return text
+
+
+def gpt2(runs: list[Run]) -> str:
+    rows = [("", "Penstock", "safetensors"), ("---",) * 3]
+    for title, scenario, figure in (
+        ("cold: nothing in the page cache, until the last byte has been used", "cold", time),
+        ("the same, processor seconds per GB", "cold", processor),
+        ("warm: all in the page cache, until the last byte has been used", "warm", time),
     ):
-        for loader, ending in LOADERS.items():
-            first = [
-                run
-                for run in runs
-                if (run["checkpoint"], run["scenario"], run["contestant"]) == ("gpt2", scenario, loader)
-                and run.get("load", 0) == 0
-            ]
-            if not first or any("error" in run or run["verified_bytes"] != run["bytes"] for run in first):
-                raise SystemExit(f"no verified loads of gpt2, {scenario}, {loader}: make bench-summary")
-            made[what + ending] = figure(first)
-    return made
+        rows.append((title, *(figure(loads(runs, "gpt2", scenario, who)) for who in ("penstock", "safetensors"))))
+    return table(rows)
 
 
-def seconds(runs: list[Run]) -> str:
+def cold(runs: list[Run]) -> str:
+    rows: list[tuple[str, ...]] = [("", *LOADERS.values(), "Penstock / safetensors"), ("---",) * (len(LOADERS) + 2)]
+    for checkpoint in dict.fromkeys(run["checkpoint"] for run in runs):
+        for scenario in ("cold", "cold-freed"):
+            found = {who: loads(runs, checkpoint, scenario, who) for who in LOADERS}
+            medians = {who: statistics.median(map(seconds, of)) for who, of in found.items()}
+            cells = [time(of) for of in found.values()]
+            if medians["penstock"] > min(medians.values()):
+                cells[0] = f"**{cells[0]}**"
+            ratio = medians["penstock"] / medians["safetensors"]
+            rows.append((f"{checkpoint}, {scenario}", *cells, f"{ratio:.2f}"))
+    return table(rows)
+
+
+#: The tables by the names that documents call them by.
+TABLES: dict[str, Callable[[list[Run]], str]] = {"gpt2": gpt2, "cold": cold}
+
+
+def loads(runs: list[Run], checkpoint: str, scenario: str, contestant: str) -> list[Run]:
+    """The first loads of a contestant.
+
+    Raises:
+        SystemExit: There is none, or not all of them were verified.
+    """
+    row = (checkpoint, scenario, contestant)
+    found = [
+        run
+        for run in runs
+        if (run["checkpoint"], run["scenario"], run["contestant"]) == row and run.get("load", 0) == 0
+    ]
+    if not found or any("error" in run or run["verified_bytes"] != run["bytes"] for run in found):
+        raise SystemExit(f"no verified loads of {', '.join(row)}: make bench-summary")
+    return found
+
+
+def seconds(run: Run) -> float:
     """From the call to the last byte touched."""
-    values = [run["load_s"] + run["touch_s"] for run in runs]
+    return float(run["load_s"] + run["touch_s"])
+
+
+def time(runs: list[Run]) -> str:
+    values = list(map(seconds, runs))
     if statistics.median(values) < 0.1:
         return spread([1e3 * value for value in values], " ms", ".0f" if max(values) >= 0.01 else ".1f")
     return spread(values, " s", ".2f")
@@ -82,6 +130,10 @@ def processor(runs: list[Run]) -> str:
 def spread(values: list[float], unit: str, digits: str) -> str:
     middle, least, most = (format(value, digits) for value in (statistics.median(values), min(values), max(values)))
     return f"{middle}{unit} ({least} to {most})"
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"|{'|'.join(row)}|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

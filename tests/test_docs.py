@@ -68,11 +68,6 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.undo()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_figure_is_left_to_be_filled_in(page: Path):
-    assert "FIGURE-" not in page.read_text()
-
-
 EXAMPLES = "docs/examples.md"
 
 

@@ -236,7 +236,7 @@ class Route:
     machine: int = 60
     #: To touch pages: samples of each 2 MiB, whether they take as long once more, and the rest; of warm ones a few.
     touches: int = 0
-    #: To request small pieces: 128 KiB a call, where the load finds that huge pages are slow to touch.
+    #: To request small pages, 128 KiB a call: the load does so if huge pages are slow to touch.
     requests: int = 0
 
 

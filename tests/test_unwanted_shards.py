@@ -1,4 +1,4 @@
-"""Shards of which a load wants nothing are left alone."""
+"""A load does not open shards that hold none of its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOW: list[dict[str, Any]] = [{"cache": "keep", "copy": True}, {"io": "uring_buff
 
 
 @pytest.mark.parametrize("options", HOW, ids=["pool", "io_uring", "no option"])
-def test_a_cold_load_opens_no_shard_of_which_it_wants_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_cold_load_opens_only_the_shards_of_its_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
     for shard in "ab":
         synth.write_file(tmp_path / f"{shard}.safetensors", [Tensor(shard, "F32", (300_000,))])
     wanted, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"

@@ -135,7 +135,7 @@ def busy(folder: Path, most: int) -> Iterator[None]:
 
 
 def run(command: list[str], environment: dict[str, str], limit: float) -> int:
-    """Runs a command in a process group of its own, and ends all of the group that is left when this returns or fails.
+    """Runs a command in a session of its own. Then ends every process of its group that still runs.
 
     Raises:
         subprocess.TimeoutExpired: It took longer than `limit` seconds.

@@ -3,9 +3,9 @@
 A child that is forked while another thread imports a module waits for ever when it comes to import it too: Python's
 lock of that module belongs to a thread that the child does not have. So a fork waits until such an import is over.
 
-Before a fork, what was registered last is asked first. `logging` holds its lock from then on, and what is imported
-meanwhile may want that. So `logging` is imported here, before `Importing` registers: a fork waits first and takes that
-lock afterwards. A load must not be the one that imports it: forks would not wait for that import.
+Python calls the hooks before a fork in reverse order of registration. The hook of `logging` takes a lock that an import
+may need. So this module imports `logging` before `Importing` registers its own hook: a fork first waits for imports and
+then takes the lock. A load must not import `logging` first, because a fork would not wait for that import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
-# Who may not read the standard library goes without
+# A program that cannot read the standard library loads without logging
 with suppress(ImportError, OSError):
     import logging  # noqa: F401
 

@@ -168,7 +168,7 @@ class Slice:
 
 
 class _Coming(NamedTuple):
-    """Who maps a tensor now. In a forked child the threads of the parent count for nothing."""
+    """The process and thread that map a tensor now. A forked child ignores the claims of its parent."""
 
     process: int
     thread: int
@@ -176,7 +176,7 @@ class _Coming(NamedTuple):
     over: _thread.LockType
 
 
-def _here(coming: _Coming | None) -> bool:
+def _in_this_process(coming: _Coming | None) -> bool:
     return coming is not None and coming.process == os.getpid()
 
 
@@ -221,9 +221,9 @@ class safe_open:
         self._options = _load.make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
         self._closed = False
-        # Requests that found nothing mapped ahead: each takes the next number, in one step
+        # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
         self._asked = itertools.count()
-        # Other frameworks copy what is mapped into memory of their own: ahead of the caller that would be wasted
+        # Other frameworks copy mapped bytes into their own memory. Copies that nobody has asked for would be wasted
         self._reads_ahead = (
             self._device.is_cpu and self._options.copy is not True and self._framework in ("pt", "np", "dlpack")
         )
@@ -291,8 +291,8 @@ class safe_open:
         if tensor is not None and state == _state(file):
             return tensor
         file = self._checkpoint[name].file
-        # A load that still brings it will not keep it
-        coming = _here(self._coming.pop(name, None))
+        # Another load that still maps this tensor does not keep it for later
+        coming = _in_this_process(self._coming.pop(name, None))
         # Of a file that has changed since, a load of the one tensor tells what is wrong
         alone = tensor is not None or coming or next(self._asked) < _SINGLES
         state = None if alone else _state(file)
@@ -321,13 +321,13 @@ class safe_open:
     def _wait_for(self, name: str) -> None:
         """Waits while another thread maps this tensor with its neighbours, so that it is not mapped twice.
 
-        A load of this thread, in the middle of which it is asked for, is not waited for. The wait is bounded: the other
-        thread may in its turn wait for this one.
+        A thread never waits for its own load: a signal handler may ask for a tensor in the middle of one. The wait has
+        a limit, because two threads may wait for each other.
         """
         coming = self._coming.get(name)
-        if coming is None or not _here(coming) or coming.thread == _thread.get_ident():
+        if coming is None or not _in_this_process(coming):
             return
-        if coming.over.acquire(timeout=_PATIENCE):
+        if coming.thread != _thread.get_ident() and coming.over.acquire(timeout=_PATIENCE):
             coming.over.release()
 
     def _load_with(self, name: str, names: list[str]) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class safe_open:
             return self._load([name])
 
     def _claim_neighbours(self, names: list[str], claim: _Coming) -> None:
-        """Adds the neighbours in the file of the first of ``names`` that nobody maps yet, within the limits."""
+        """Extends ``names`` by the neighbours of its one tensor that no load maps yet, within the limits."""
         core = self._checkpoint._core
         at = core.index(names[0])
         first, last = core.file_tensors(core.info(at)[3])
@@ -354,7 +354,7 @@ class safe_open:
                 continue
             # One step: two threads never claim the same one
             there = self._coming.setdefault(other, claim)
-            if there is not claim and _here(there):
+            if there is not claim and _in_this_process(there):
                 continue
             self._coming[other] = claim
             names.append(other)

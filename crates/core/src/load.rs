@@ -179,7 +179,7 @@ impl Shared {
         let mut state = self.lock();
         state.wanted.clear();
         state.outcome = Some(outcome);
-        // A grant that came while the load ended holds memory of the owner, and nobody reads it any more.
+        // A grant that arrived while the load ended holds the owner's memory. Nothing reads it now.
         let unread = std::mem::take(&mut state.messages);
         self.changed.notify_all();
         drop(state);

@@ -436,8 +436,8 @@ pub(crate) fn patiently<T: PartialEq + Send>(
             stop_where_exiting(&found);
             found
         })?;
-        // What was found is handed over first: a tensor that is ready comes only once. Python looks at signals itself
-        // before its next step.
+        // Return the result before looking at signals: a ready tensor is handed out only once. Python checks signals
+        // itself before its next step.
         if found != not_yet {
             return Ok(found);
         }

@@ -274,7 +274,7 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
-    /// [`facts`](Self::facts) where they are known already. The file system is not asked.
+    /// [`facts`](Self::facts), if they are known already. Does not ask the file system.
     pub(super) fn known_facts(&self, file: u32) -> Option<Facts> {
         self.files[file as usize].facts.get().copied()
     }

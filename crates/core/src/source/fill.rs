@@ -25,8 +25,8 @@ use std::sync::OnceLock;
 /// default.
 const FETCH: u64 = 128 << 10;
 
-/// Has the kernel read a range into the page cache, without waiting for it. It is advice: what the kernel does not take
-/// is read later.
+/// Asks the kernel to read a range into the page cache, and does not wait. This is advice: the kernel may leave a part out,
+/// and a later read brings it.
 pub(super) fn fetch(fd: RawFd, range: Range<u64>) {
     for start in range.clone().step_by(FETCH as usize) {
         let len = FETCH.min(range.end - start);

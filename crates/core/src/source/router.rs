@@ -115,7 +115,7 @@ impl Router {
     pub fn new(files: Arc<Files>, options: &Options) -> Result<Router> {
         let threads = match options.threads {
             0 => {
-                // A load has asked about the files that it reads. The others are not opened for this.
+                // A load has looked at the files that it reads. Do not open the others.
                 let all = 0..files.len() as u32;
                 let asked = all.clone().any(|f| files.known_facts(f).is_some());
                 let facts = |f| if asked { files.known_facts(f) } else { files.facts(f).ok() };
@@ -174,7 +174,7 @@ impl Router {
     /// that are wanted whole and can be mapped; `in_part` flags mapped files that allow no extra bytes.
     pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
         self.threads.fill_first(whole, in_part);
-        // Files of which nothing is wanted have not been asked about, and are not opened for this.
+        // Only files that the load reads have known facts. Do not open the others.
         let local = |file| self.files.known_facts(file).is_some_and(|facts| facts.kind == FsKind::Local);
         self.exact = (0..).zip(whole).map(|(file, whole)| !whole && local(file)).collect();
     }

@@ -510,16 +510,15 @@ impl Shared {
         } else if got > 0 {
             let page = page_size() as usize;
             let pages = at as usize / page * page..(at as usize + got as usize).next_multiple_of(page);
-            if let Some(fill) = self.fill.get() {
-                fill.fetch_ends(&self.files, read, got);
-            }
             // On a network file system the kernel's own read-ahead may be what makes a server fast.
             let is_local = self.files.facts(read.file)?.kind == FsKind::Local;
             let populates = !self.no_populate.load(Ordering::Relaxed);
-            let small = is_local && populates && self.touch.wants_small_pieces(got);
+            let small = is_local && populates && self.touch.wants_small_pages(got);
             if small {
                 let fd = self.files.open(read.file, false)?;
                 fetch(fd.as_raw_fd(), read.offset..read.offset + got);
+            } else if let Some(fill) = self.fill.get() {
+                fill.fetch_ends(&self.files, read, got);
             }
             if self.populate(read, pages.clone(), tools)? {
                 self.touch(read, pages, !small, tools)?;
@@ -700,7 +699,7 @@ mod tests {
 
     /// Every touch counts as slow here. The first reads come in huge pages and the others in small ones.
     #[test]
-    fn where_first_touches_are_slow_later_reads_come_in_small_pieces_and_are_right() {
+    fn after_slow_touches_reads_request_small_pages_and_bring_the_right_bytes() {
         const EACH: u64 = 4 << 20;
         let bytes: Vec<u8> = (0..12 * EACH as usize + 5000).map(|i| (i / 4096 % 251) as u8).collect();
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -725,7 +724,7 @@ mod tests {
         // SAFETY: as above, and nobody writes to the file.
         assert!(unsafe { std::slice::from_raw_parts(mapping.at(), bytes.len()) } == bytes);
         if !pool.shared.no_populate.load(Ordering::Relaxed) {
-            assert!(pool.shared.touch.wants_small_pieces(EACH));
+            assert!(pool.shared.touch.wants_small_pages(EACH));
         }
     }
 }

@@ -12,13 +12,13 @@
 //! processor time for every page, 9 to 13 ms for the samples. One page of each 2 MiB is not enough where something is
 //! gained: the host maps its memory in small pages.
 //!
-//! Which memory the disk fills makes a difference too. A host takes back free memory in blocks of 2 MiB and more, where
-//! the kernel reports them to it (free page reporting). What is populated in huge pages lies in such blocks; small pages
-//! come from small free blocks first, which the host has left in place. So where touches of huge pages are slow, the bytes
-//! are requested in small pieces before they are populated. 2.95 GB, cold, after a process that gave as much memory back,
-//! to the last byte touched: 1.82 instead of 2.87 s and 0.97 instead of 4.2 s of processor time (medians of 6 in rotation).
-//! Where first touches are fast, huge pages are better: 1.45 instead of 1.87 s. In a virtual machine a load finds out with its
-//! first stretches, and does not make the others wait for the answer: they come in small pieces.
+//! It also matters which free memory the disk fills. The kernel reports free blocks of 2 MiB and more to the host (free page
+//! reporting), and the host takes them back. Huge pages are made of such blocks. Small pages come from smaller free blocks
+//! first, and the host has left those in place. So if touches of huge pages are slow, the load requests small pages before
+//! it populates. 2.95 GB, cold, to the last byte touched: 1.72 instead of 3.48 s, and 0.74 instead of 4.8 s of processor time
+//! (medians of 4 in rotation, in an hour with slow touches). If first touches are fast, huge pages are better: 1.45 instead of
+//! 1.87 s. In a virtual machine the first stretches of a load decide. The other reads do not wait for that: they request
+//! small pages.
 //!
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
@@ -40,10 +40,10 @@ const SAMPLE: usize = 16;
 /// The first touch of a page has to take this long to be worth the call.
 const WORTH: Duration = Duration::from_micros(1);
 
-/// Stretches of 2 MiB that come in huge pages first where free memory may have been taken back. If half of them are slow,
-/// the load goes on in small pieces.
+/// In a virtual machine this many stretches of 2 MiB are populated in huge pages first. If half of them are slow, the rest of
+/// the load comes in small pages.
 const PROBES: u32 = 4;
-/// Stretches that have to be slow later, more than were not, for the rest of the load to come in small pieces.
+/// A load in huge pages goes on in small ones when this many stretches more were slow than fast.
 const SLOW_STRETCHES: u32 = 4;
 
 /// Pages that one minor fault maps where the page cache has small pages (`fault_around_bytes`, 64 KiB by default).
@@ -81,71 +81,74 @@ pub(super) struct Touch {
     /// This process: asked once, since each question is a system call.
     process: libc::pid_t,
     refused: AtomicBool,
-    pieces: Mutex<Pieces>,
+    page_size: Mutex<PageSize>,
     pages: AtomicU64,
     calls: AtomicU64,
 }
 
-/// In what pieces the disk fills memory.
+/// The size of the pages that the disk fills.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Pieces {
-    /// It is being found out. `sent`: stretches that went out in huge pages; how many of them were slow and fast.
+enum PageSize {
+    /// Not decided. `sent` stretches were requested in huge pages. Of these, `slow` and `fast` have been touched.
     Probing { sent: u32, slow: u32, fast: u32 },
-    /// Huge ones. `slow`: stretches that were slow, less those that were fast, 0 at least.
+    /// Huge pages. `slow` is the number of slow stretches minus the number of fast ones, 0 at least.
     Huge { slow: u32 },
-    /// Small ones, to the end of the load.
+    /// Small pages, to the end of the load.
     Small,
 }
 
-impl Pieces {
-    fn at_first(virtual_machine: bool) -> Pieces {
+impl PageSize {
+    fn at_first(virtual_machine: bool) -> PageSize {
         if virtual_machine {
-            Pieces::Probing { sent: 0, slow: 0, fast: 0 }
+            PageSize::Probing { sent: 0, slow: 0, fast: 0 }
         } else {
-            Pieces::Huge { slow: 0 }
+            PageSize::Huge { slow: 0 }
         }
     }
 
-    /// Whether the next stretches, so many, are to come in small pieces.
+    /// Whether the next `stretches` are to come in small pages.
     fn next_is_small(&mut self, stretches: u32) -> bool {
         match self {
-            Pieces::Probing { sent, .. } if *sent < PROBES => {
+            PageSize::Probing { sent, .. } if *sent < PROBES => {
                 *sent += stretches;
                 false
             }
-            Pieces::Huge { .. } => false,
-            Pieces::Probing { .. } | Pieces::Small => true,
+            PageSize::Huge { .. } => false,
+            PageSize::Probing { .. } | PageSize::Small => true,
         }
     }
 
-    /// A stretch that came in huge pages was touched.
+    /// Counts a stretch that came in huge pages and was touched.
     fn judge(&mut self, is_slow: bool) {
         match self {
-            Pieces::Probing { slow, fast, .. } => {
+            PageSize::Probing { slow, fast, .. } => {
                 *(if is_slow { &mut *slow } else { &mut *fast }) += 1;
                 if *slow >= PROBES / 2 {
-                    *self = Pieces::Small;
+                    *self = PageSize::Small;
                 } else if *fast > PROBES / 2 {
-                    *self = Pieces::Huge { slow: 0 };
+                    *self = PageSize::Huge { slow: 0 };
                 }
             }
-            Pieces::Huge { slow } => {
+            PageSize::Huge { slow } => {
                 *slow = if is_slow { *slow + 1 } else { slow.saturating_sub(1) };
                 if *slow >= SLOW_STRETCHES {
-                    *self = Pieces::Small;
+                    *self = PageSize::Small;
                 }
             }
-            Pieces::Small => {}
+            PageSize::Small => {}
         }
     }
 }
 
-/// Whether a hypervisor runs this machine. Known on x86-64 only (CPUID leaf 1, bit 31 of ECX, which hypervisors set: Linux,
-/// Documentation/virt/kvm/x86/cpuid.rst, tests it first); elsewhere the answer is no.
+/// Whether a hypervisor runs this machine. Only x86-64 tells: bit 31 of ECX in CPUID leaf 1 (`X86_FEATURE_HYPERVISOR` in
+/// Linux' cpufeatures.h). On other processors the answer is no.
 fn is_virtual_machine() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        std::arch::x86_64::__cpuid(1).ecx >> 31 == 1
+        // SAFETY: every x86-64 processor has CPUID, and leaf 1 of it. (The function is safe in newer versions of Rust.)
+        #[allow(unused_unsafe)]
+        let leaf = unsafe { std::arch::x86_64::__cpuid(1) };
+        leaf.ecx >> 31 == 1
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
@@ -172,12 +175,12 @@ impl Touch {
         // SAFETY: it only asks.
         let process = unsafe { libc::getpid() };
         let refused = AtomicBool::new(false);
-        let pieces = Mutex::new(Pieces::at_first(is_virtual_machine()));
-        Touch { worth, process, refused, pieces, pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
+        let page_size = Mutex::new(PageSize::at_first(is_virtual_machine()));
+        Touch { worth, process, refused, page_size, pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
     }
 
-    /// Touches populated pages, from the address of the first to the end of the last, where that is worth it. `huge_pages`
-    /// says that they came in huge pages. `places` is the thread's own.
+    /// Touches populated pages, from the address of the first to the end of the last, if that is worth it. `huge_pages`:
+    /// they were populated in huge pages. `places` is the thread's own.
     pub(super) fn populated(
         &self,
         pages: Range<usize>,
@@ -198,7 +201,7 @@ impl Touch {
                 let slow = time >= self.worth * sampled as u32;
                 let gained = slow && (self.worth.is_zero() || timed(self.process, sample(), places)?.2 * 2 < time);
                 if huge_pages {
-                    lock(&self.pieces).judge(gained);
+                    lock(&self.page_size).judge(gained);
                 }
                 if gained && count > SAMPLE {
                     let (touched, calls) = touch(self.process, (SAMPLE..count).map(at), places)?;
@@ -219,10 +222,10 @@ impl Touch {
         Ok(())
     }
 
-    /// Whether the disk had better fill small free blocks of memory with the next read, of so many bytes.
-    pub(super) fn wants_small_pieces(&self, nbytes: u64) -> bool {
+    /// Whether the next read, of `nbytes` bytes, should request small pages before it populates.
+    pub(super) fn wants_small_pages(&self, nbytes: u64) -> bool {
         let stretches = nbytes.div_ceil(HUGE_PAGE) as u32;
-        !self.refused.load(Ordering::Relaxed) && lock(&self.pieces).next_is_small(stretches)
+        !self.refused.load(Ordering::Relaxed) && lock(&self.page_size).next_is_small(stretches)
     }
 
     fn count(&self, pages: usize, calls: usize) {
@@ -388,36 +391,36 @@ mod tests {
 
     #[test]
     fn a_virtual_machine_is_probed_with_huge_pages_and_the_rest_is_small_until_the_answer() {
-        for (slow, answer) in [(PROBES / 2, Pieces::Small), (PROBES / 2 - 1, Pieces::Huge { slow: 0 })] {
-            let mut pieces = Pieces::at_first(true);
-            let sent: Vec<bool> = (0..PROBES).map(|_| pieces.next_is_small(2)).collect();
+        for (slow, answer) in [(PROBES / 2, PageSize::Small), (PROBES / 2 - 1, PageSize::Huge { slow: 0 })] {
+            let mut size = PageSize::at_first(true);
+            let sent: Vec<bool> = (0..PROBES).map(|_| size.next_is_small(2)).collect();
             assert_eq!(sent, (0..PROBES).map(|n| 2 * n >= PROBES).collect::<Vec<_>>());
             for n in 0..PROBES {
-                pieces.judge(n % 2 == 0 && n / 2 < slow);
+                size.judge(n % 2 == 0 && n / 2 < slow);
             }
-            assert_eq!(pieces, answer);
-            assert_eq!(pieces.next_is_small(2), answer == Pieces::Small);
+            assert_eq!(size, answer);
+            assert_eq!(size.next_is_small(2), answer == PageSize::Small);
         }
     }
 
     #[test]
     fn huge_pages_are_left_where_slow_stretches_outweigh_the_others_and_for_good() {
-        let mut pieces = Pieces::at_first(false);
+        let mut size = PageSize::at_first(false);
         for _ in 0..1000 {
-            pieces.judge(true);
-            pieces.judge(false);
-            pieces.judge(false);
+            size.judge(true);
+            size.judge(false);
+            size.judge(false);
         }
         for _ in 1..SLOW_STRETCHES {
-            pieces.judge(true);
+            size.judge(true);
         }
-        pieces.judge(false);
-        pieces.judge(true);
-        assert!(!pieces.next_is_small(2));
-        pieces.judge(true);
-        assert!(pieces.next_is_small(2));
-        pieces.judge(false);
-        assert!(pieces.next_is_small(2));
+        size.judge(false);
+        size.judge(true);
+        assert!(!size.next_is_small(2));
+        size.judge(true);
+        assert!(size.next_is_small(2));
+        size.judge(false);
+        assert!(size.next_is_small(2));
     }
 
     #[test]
