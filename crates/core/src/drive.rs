@@ -422,6 +422,7 @@ impl Driver {
                     return Err(internal("a read lands in a block that does not mirror the file"));
                 };
                 let block = self.block(block)?;
+                block.prepare(e.offset - start, e.len);
                 (Destination::Memory((block.address() + (e.offset - start)) as *mut u8), block.keep())
             }
             Landing::Scatter => (Destination::Scatter(self.scatter(e, pieces)?), self.keep_blocks(pieces, None)?),
@@ -443,11 +444,18 @@ impl Driver {
         })
     }
 
+    /// The address to which a piece is about to be written.
+    fn prepared(&self, p: &Piece) -> Result<u64> {
+        let block = self.block(p.block)?;
+        block.prepare(p.to, (p.rows - 1) * p.to_stride + p.len);
+        Ok(block.address() + p.to)
+    }
+
     /// The places of an extent's pieces in file order. The gaps between them are discarded.
     fn scatter(&self, e: &Extent, pieces: &[Piece]) -> Result<Vec<(*mut u8, usize)>> {
         let mut rows = Vec::with_capacity(pieces.len());
         for p in pieces {
-            let base = self.block(p.block)?.address() + p.to;
+            let base = self.prepared(p)?;
             for row in 0..p.rows {
                 rows.push((p.from + row * p.from_stride, (base + row * p.to_stride) as *mut u8, p.len));
             }
@@ -480,7 +488,7 @@ impl Driver {
             copies.push(Copy {
                 // SAFETY: the schedule keeps pieces within the extent and extents within a slab (its property tests).
                 from: unsafe { from.add(p.from as usize) },
-                to: self.block(p.block)?.address() + p.to,
+                to: self.prepared(p)?,
                 block: p.block,
                 pad: self.pad(p),
                 len: p.len,

@@ -59,6 +59,22 @@ pub(crate) fn page_size() -> u64 {
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE)
 }
 
+/// Whether a hypervisor runs this machine. Only x86-64 tells: bit 31 of ECX in CPUID leaf 1 (`X86_FEATURE_HYPERVISOR` in
+/// Linux' cpufeatures.h). On other processors the answer is no.
+pub(crate) fn is_virtual_machine() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: every x86-64 processor has CPUID, and leaf 1 of it. (The function is safe in newer versions of Rust.)
+        #[allow(unused_unsafe)]
+        let leaf = unsafe { std::arch::x86_64::__cpuid(1) };
+        leaf.ecx >> 31 == 1
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
 /// Whether O_DIRECT may fill memory that a forked child inherits.
 ///
 /// A fork makes all private pages read-only, in the parent too, and whichever process writes to a page next gets a copy. If

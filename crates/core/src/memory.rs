@@ -1,13 +1,14 @@
 //! Destination memory: where tensors live after the load, and what keeps it alive.
 //!
 //! All private CPU memory of one load is one `Arena`: a single anonymous mapping, aligned to 2 MiB, that asks for huge
-//! pages. Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
+//! pages (unless these turn out to be slow: `Arena::prepare`). Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
 //! tensor of the arena lies. So a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping
 //! (the kernel allows 65,530 by default).
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine::page_size;
+use crate::machine::{is_virtual_machine, page_size};
 use crate::options::HUGE_PAGE;
+use crate::sync::{lock, Mutex};
 use std::any::Any;
 
 use std::io;
@@ -15,6 +16,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// An anonymous mapping. It is aligned to 2 MiB if it is at least that large.
 pub(crate) struct Anonymous {
@@ -89,11 +91,16 @@ impl Anonymous {
         self.len
     }
 
+    /// Says how the memory is used. Advice only.
+    fn advise(&self, how: i32) {
+        // SAFETY: the range is this mapping, and none of the advices given here changes a byte of it.
+        unsafe { libc::madvise(self.at.cast(), self.len, how) };
+    }
+
     /// Keeps a forked child from inheriting these pages: a device writes to them or reads from them, and copy-on-write
     /// would move them.
     pub(crate) fn keep_from_children(&self) {
-        // SAFETY: the range is this mapping.
-        unsafe { libc::madvise(self.at.cast(), self.len, libc::MADV_DONTFORK) };
+        self.advise(libc::MADV_DONTFORK);
     }
 }
 
@@ -181,7 +188,33 @@ pub(crate) struct Arena {
     memory: Anonymous,
     /// Places not yet dropped, per huge page.
     tenants: Vec<AtomicU32>,
+    /// Blocks in which bytes are missing.
+    incomplete: AtomicU32,
+    samples: Mutex<Samples>,
 }
+
+/// Which huge pages of an arena are timed.
+#[derive(Debug)]
+struct Samples {
+    /// A huge page is slow if getting it takes this much processor time or more.
+    slow_from: Duration,
+    /// Huge pages to come before the next one that is timed. `None`: no more are timed.
+    skip: Option<u32>,
+    /// Slow ones minus fast ones, 0 at least.
+    slow: u32,
+    /// The arena gets small pages.
+    small: bool,
+}
+
+/// Of so many huge pages one is timed, as long as these are fast.
+const SAMPLED: u32 = 8;
+/// An arena gets small pages when this many of the timed huge pages more were slow than fast.
+const SLOW_SAMPLES: u32 = 2;
+/// In smaller arenas nothing is timed.
+const LEAST_SAMPLED: u64 = 16 * HUGE_PAGE;
+/// Processor time to get a huge page from which it is slow. Zeroing it takes 0.2 ms. It takes 5 ms if the host has to find
+/// the memory first.
+const SLOW: Duration = Duration::from_micros(1500);
 
 impl Arena {
     /// Memory of `len` bytes in which `places` (offset, bytes) will live; each is given back once, by [`Arena::vacate`].
@@ -193,7 +226,54 @@ impl Arena {
                 tenants[page].fetch_add(1, Ordering::Relaxed);
             }
         }
-        Ok(Self { memory, tenants })
+        let skip = (memory.len() as u64 >= LEAST_SAMPLED && is_virtual_machine()).then_some(0);
+        let samples = Mutex::new(Samples { slow_from: SLOW, skip, slow: 0, small: false });
+        Ok(Self { memory, tenants, incomplete: AtomicU32::new(0), samples })
+    }
+
+    /// Is called before `nbytes` bytes at `offset` are written for the first time, and changes none of them.
+    ///
+    /// In a virtual machine whose host takes back free memory, huge pages can cost 25 times as much as usual, and small
+    /// ones do not (see `source/touch.rs`, which does the same for mapped files). So some huge pages are populated here
+    /// and timed. If these are slow, the rest of the arena comes in small pages.
+    fn prepare(&self, offset: u64, nbytes: u64) {
+        let mut samples = lock(&self.samples);
+        for page in offset.div_ceil(HUGE_PAGE)..(offset + nbytes).div_ceil(HUGE_PAGE) {
+            match samples.skip {
+                None => return,
+                Some(0) => {}
+                Some(skip) => {
+                    samples.skip = Some(skip - 1);
+                    continue;
+                }
+            }
+            let from = (page * HUGE_PAGE) as usize;
+            let Some(len) = self.memory.len().checked_sub(from).map(|left| left.min(HUGE_PAGE as usize)) else {
+                return;
+            };
+            let before = processor_time();
+            // SAFETY: inside our mapping. Populating changes no byte.
+            if unsafe { libc::madvise(self.memory.at().add(from).cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
+                // Before Linux 5.14, or no memory. Whoever writes there finds out.
+                samples.skip = None;
+                return;
+            }
+            let slow = processor_time().saturating_sub(before) >= samples.slow_from;
+            samples.slow = if slow { samples.slow + 1 } else { samples.slow.saturating_sub(1) };
+            samples.skip = Some(if slow { 0 } else { SAMPLED - 1 });
+            if samples.slow == SLOW_SAMPLES {
+                samples.skip = None;
+                samples.small = true;
+                self.memory.advise(libc::MADV_NOHUGEPAGE);
+            }
+        }
+    }
+
+    /// All wanted bytes of one block have arrived. With the last one the kernel may make huge pages of small ones again.
+    fn block_complete(&self) {
+        if self.incomplete.fetch_sub(1, Ordering::Relaxed) == 1 && lock(&self.samples).small {
+            self.memory.advise(libc::MADV_HUGEPAGE);
+        }
     }
 
     fn pages(offset: u64, nbytes: u64) -> std::ops::Range<usize> {
@@ -228,6 +308,14 @@ impl Arena {
     }
 }
 
+/// Processor time of the calling thread. Unlike the time of the clock it does not go on while another thread has the core.
+fn processor_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: it writes to `time` alone.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 /// The memory of one block.
 #[derive(Clone)]
 pub(crate) struct Block {
@@ -250,6 +338,7 @@ impl Block {
     }
 
     pub(crate) fn arena(arena: &Arc<Arena>, offset: u64) -> Self {
+        arena.incomplete.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the offset lies in the arena: the caller laid the arena out.
         let address = unsafe { arena.memory.at().add(offset as usize) } as u64;
         Self { address, owner: Owner::Arena(arena.clone(), offset) }
@@ -266,8 +355,17 @@ impl Block {
 
     /// All wanted bytes of the block have arrived.
     pub(crate) fn complete(&self) {
-        if let Owner::Mapping(mapping) = &self.owner {
-            mapping.read_no_further(false);
+        match &self.owner {
+            Owner::Mapping(mapping) => mapping.read_no_further(false),
+            Owner::Arena(arena, _) => arena.block_complete(),
+            Owner::Held(_) => {}
+        }
+    }
+
+    /// `nbytes` bytes at `offset` are about to be written for the first time.
+    pub(crate) fn prepare(&self, offset: u64, nbytes: u64) {
+        if let Owner::Arena(arena, at) = &self.owner {
+            arena.prepare(at + offset, nbytes);
         }
     }
 
@@ -336,6 +434,81 @@ mod tests {
         for len in [u64::MAX, u64::MAX - page_size(), u64::MAX - HUGE_PAGE] {
             assert_eq!(Anonymous::new(len).err().map(|e| e.kind()), Some(ErrorKind::OutOfMemory));
         }
+    }
+
+    /// An arena of `len` bytes in which huge pages are timed, and count as slow from so much processor time.
+    fn timed(len: u64, slow_from: Duration) -> Arc<Arena> {
+        let mut arena = Arena::new(len, std::iter::empty()).unwrap();
+        arena.samples = Mutex::new(Samples { slow_from, skip: Some(0), slow: 0, small: false });
+        Arc::new(arena)
+    }
+
+    /// The flags of the mapping at an address, as /proc/self/smaps gives them: `hg` and `nh` are the advice.
+    fn flags(at: u64) -> Vec<String> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut is_here = false;
+        for line in smaps.lines() {
+            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+            if let Some((start, end)) = range {
+                let address = |text| u64::from_str_radix(text, 16).unwrap_or(0);
+                is_here = (address(start)..address(end)).contains(&at);
+            } else if let (true, Some(flags)) = (is_here, line.strip_prefix("VmFlags:")) {
+                return flags.split_whitespace().map(String::from).collect();
+            }
+        }
+        panic!("no mapping at {at:#x}");
+    }
+
+    fn has(block: &Block, flag: &str) -> bool {
+        flags(block.address()).iter().any(|f| f == flag)
+    }
+
+    #[test]
+    fn after_slow_huge_pages_an_arena_comes_in_small_ones_until_it_is_complete() {
+        let arena = timed(32 * HUGE_PAGE, Duration::ZERO);
+        let blocks = [Block::arena(&arena, 0), Block::arena(&arena, 5 * HUGE_PAGE / 2)];
+        blocks[0].prepare(0, HUGE_PAGE);
+        assert!(has(&blocks[0], "hg") && !has(&blocks[0], "nh"));
+        blocks[0].prepare(HUGE_PAGE, HUGE_PAGE);
+        assert!(has(&blocks[0], "nh") && has(&blocks[1], "nh"));
+        let populated = resident_bytes(arena.memory.at(), arena.memory.len());
+        assert_eq!(populated, 2 * HUGE_PAGE as usize);
+        blocks[1].prepare(0, 8 * HUGE_PAGE);
+        assert_eq!(resident_bytes(arena.memory.at(), arena.memory.len()), populated);
+        blocks[1].complete();
+        assert!(has(&blocks[0], "nh"));
+        blocks[0].complete();
+        assert!(has(&blocks[0], "hg") && !has(&blocks[0], "nh"));
+    }
+
+    #[test]
+    fn one_of_so_many_fast_huge_pages_is_timed_and_no_byte_changes() {
+        let pages = 4 * u64::from(SAMPLED);
+        let arena = timed(pages * HUGE_PAGE + page_size(), Duration::from_secs(1));
+        let block = Block::arena(&arena, 0);
+        // SAFETY: the arena is longer than that and nobody else knows it.
+        unsafe { arena.memory.at().add(100).write(7) };
+        // In reads that begin and end within pages. The last one goes to the end of the arena.
+        let (mut at, step) = (0, 3 * HUGE_PAGE + page_size());
+        while at < arena.memory.len() as u64 {
+            let len = step.min(arena.memory.len() as u64 - at);
+            block.prepare(at, len);
+            at += len;
+        }
+        let resident = resident_bytes(arena.memory.at(), arena.memory.len()) as u64;
+        assert_eq!(resident, 4 * HUGE_PAGE + page_size());
+        // SAFETY: as above.
+        assert_eq!(unsafe { arena.memory.at().add(100).read() }, 7);
+        block.complete();
+        assert!(has(&block, "hg"));
+    }
+
+    #[test]
+    fn a_small_arena_is_not_timed() {
+        let arena = Arc::new(Arena::new(LEAST_SAMPLED - HUGE_PAGE, std::iter::empty()).unwrap());
+        let block = Block::arena(&arena, 0);
+        block.prepare(0, LEAST_SAMPLED - HUGE_PAGE);
+        assert_eq!(resident_bytes(arena.memory.at(), arena.memory.len()), 0);
     }
 
     #[test]

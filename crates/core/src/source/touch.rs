@@ -24,7 +24,7 @@
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
 
 use super::file::lock;
-use crate::machine::page_size;
+use crate::machine::{is_virtual_machine, page_size};
 use crate::options::HUGE_PAGE;
 use std::any::Any;
 use std::io;
@@ -137,22 +137,6 @@ impl PageSize {
             }
             PageSize::Small => {}
         }
-    }
-}
-
-/// Whether a hypervisor runs this machine. Only x86-64 tells: bit 31 of ECX in CPUID leaf 1 (`X86_FEATURE_HYPERVISOR` in
-/// Linux' cpufeatures.h). On other processors the answer is no.
-fn is_virtual_machine() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        // SAFETY: every x86-64 processor has CPUID, and leaf 1 of it. (The function is safe in newer versions of Rust.)
-        #[allow(unused_unsafe)]
-        let leaf = unsafe { std::arch::x86_64::__cpuid(1) };
-        leaf.ecx >> 31 == 1
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        false
     }
 }
 
