@@ -4,7 +4,7 @@ RESULTS is what `penstock bench --preset summary --json RESULTS` writes. All fig
 byte touched: the load, then one byte of every page read by one thread. Each is the median, then the fastest and the
 slowest.
 
-- `gpt2`: Penstock beside safetensors, cold ("memory in use before"; seconds, and processor seconds per GB) and warm.
+- `short`: Penstock beside safetensors, cold ("memory in use before") and warm: seconds, and processor seconds per GB.
 - `cold`: every loader on every checkpoint in both states of memory. Bold: another column is faster. The last column is
   Penstock's time divided by that of safetensors.
 
@@ -31,6 +31,9 @@ LOADERS = {
     "fastsafetensors": "fastsafetensors",
     "runai streamer": "Run:ai",
 }
+
+#: The rows of `short`: the benchmark's name of a checkpoint, and the heading.
+CHECKPOINTS = {"gpt2": "GPT-2", "dense": "part of a Llama", "moe": "mixture of experts"}
 
 
 def main() -> None:
@@ -64,14 +67,16 @@ def filled(text: str, runs: list[Run], file: str) -> str:
     return text
 
 
-def gpt2(runs: list[Run]) -> str:
+def short(runs: list[Run]) -> str:
     rows = [("", "Penstock", "safetensors"), ("---",) * 3]
     for title, scenario, figure in (
-        ("cold: nothing in the page cache, until the last byte has been used", "cold", time),
-        ("the same, processor seconds per GB", "cold", processor),
-        ("warm: all in the page cache, until the last byte has been used", "warm", time),
+        ("cold", "cold", time),
+        ("cold, processor seconds per GB", "cold", processor),
+        ("warm", "warm", time),
     ):
-        rows.append((title, *(figure(loads(runs, "gpt2", scenario, who)) for who in ("penstock", "safetensors"))))
+        for checkpoint, name in CHECKPOINTS.items():
+            found = (figure(loads(runs, checkpoint, scenario, who)) for who in ("penstock", "safetensors"))
+            rows.append((f"{name}: {title}", *found))
     return table(rows)
 
 
@@ -90,7 +95,7 @@ def cold(runs: list[Run]) -> str:
 
 
 #: The tables by the names that documents call them by.
-TABLES: dict[str, Callable[[list[Run]], str]] = {"gpt2": gpt2, "cold": cold}
+TABLES: dict[str, Callable[[list[Run]], str]] = {"short": short, "cold": cold}
 
 
 def loads(runs: list[Run], checkpoint: str, scenario: str, contestant: str) -> list[Run]:

@@ -255,7 +255,7 @@ def test_the_tables_of_the_documents_are_medians_and_ranges_to_the_last_byte_tou
     page = tmp_path / "page.md"
     places = [
         "before",
-        "<!-- figures: gpt2 -->",
+        "<!-- figures: short -->",
         "old",
         "<!-- end -->",
         "<!-- figures: cold -->",
@@ -264,15 +264,16 @@ def test_the_tables_of_the_documents_are_medians_and_ranges_to_the_last_byte_tou
         "",
     ]
     page.write_text("\n".join(places))
+    monkeypatch.setattr(readme, "CHECKPOINTS", {"gpt2": "GPT-2"})
     monkeypatch.setattr(sys, "argv", ["readme.py", str(results), "--write", str(page)])
     for _ in range(2):
         readme.main()
         lines = page.read_text().splitlines()
         assert lines[:4] == [*places[:2], "|  | Penstock | safetensors |", "|---|---|---|"]
-        assert [line.rsplit("|", 3)[1:3] for line in lines[4:7]] == [
-            [" 0.40 s (0.30 to 0.50) ", " 0.70 s (0.50 to 0.90) "],
-            [" 0.25 s (0.20 to 0.30) ", " 0.40 s (0.30 to 0.50) "],
-            [" 4.0 ms (3.0 to 5.0) ", " 7.0 ms (5.0 to 9.0) "],
+        assert lines[4:7] == [
+            "| GPT-2: cold | 0.40 s (0.30 to 0.50) | 0.70 s (0.50 to 0.90) |",
+            "| GPT-2: cold, processor seconds per GB | 0.25 s (0.20 to 0.30) | 0.40 s (0.30 to 0.50) |",
+            "| GPT-2: warm | 4.0 ms (3.0 to 5.0) | 7.0 ms (5.0 to 9.0) |",
         ]
         assert lines[7:9] == places[3:5]
         assert lines[11].startswith("| gpt2, cold | 0.40 s (0.30 to 0.50) | 0.70 s") and lines[11].endswith("| 0.57 |")
