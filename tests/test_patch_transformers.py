@@ -83,9 +83,9 @@ def test_mapped_bytes_are_not_copied_and_hardly_mapped_twice(tmp_path, reports):
     with penstock.patch():
         type(model).from_pretrained(tmp_path)
     sizes = sorted(tensor.nbytes for tensor in model.state_dict().values())
-    assert nbytes_in(tmp_path) <= read(reports) <= nbytes_in(tmp_path) + sum(sizes[-8:])
+    assert nbytes_in(tmp_path) <= read(reports) <= nbytes_in(tmp_path) + sum(sizes[-4:])
     assert {route for report in reports for route, way in report.routes.items() if way["bytes"]} == {"mapped"}
-    assert len(reports) <= 8
+    assert len(reports) <= 5
 
 
 @pytest.mark.parametrize("size", ["12KB", "5GB"])
@@ -156,8 +156,8 @@ def test_transformers_reads_every_tensor_and_computes_the_same(tmp_path, loaded)
     with penstock.patch():
         ours = type(model).from_pretrained(tmp_path)
     assert sorted(set(loaded)) == names_in(tmp_path)
-    # The first ones are mapped again with their neighbours, and what two threads ask for in the same moment
-    assert len(loaded) <= len(set(loaded)) + 8
+    # The first ones are mapped again with their neighbours
+    assert len(loaded) <= len(set(loaded)) + 4
     same(ours.eval(), model.eval())
     with torch.no_grad():
         assert torch.equal(ours(IDS).logits, model(IDS).logits)

@@ -91,6 +91,20 @@ def _fastsafetensors():
     return fastsafetensors
 
 
+def _instanttensor():
+    pytest.importorskip("torch")
+    from penstock.compat import instanttensor
+
+    return instanttensor
+
+
+def _torch(way):
+    torch = pytest.importorskip("torch")
+    import penstock.torch
+
+    return way(penstock.torch, torch.nn.Linear(2, 2))
+
+
 def _into_patched(way):
     pytest.importorskip("safetensors")
     import safetensors.numpy
@@ -117,6 +131,18 @@ PLACES = {
         "filenames",
         lambda: _fastsafetensors().SafeTensorsFileLoader(None, "cpu").add_filenames({0: [URL]}),
     ),
+    "fastsafe_open": ("filenames", lambda: _fastsafetensors().fastsafe_open([URL]).__enter__()),
+    "ParallelLoader": (
+        "hf_weights_files",
+        lambda: list(_fastsafetensors().ParallelLoader(None, [URL]).iterate_weights()),
+    ),
+    "AutoLoader": ("hf_weights_files", lambda: list(_fastsafetensors().AutoLoader(None, [URL]).iterate_weights())),
+    "save_sharded": ("base", lambda: _fastsafetensors().save_sharded([], URL)),
+    "InstantTensor": ("filename", lambda: _instanttensor().safe_open([URL], framework="pt", device="cpu")),
+    "torch.load_file": ("filename", lambda: _torch(lambda face, _: face.load_file(URL))),
+    "torch.save_file": ("filename", lambda: _torch(lambda face, model: face.save_file(model.state_dict(), URL))),
+    "torch.load_model": ("filename", lambda: _torch(lambda face, model: face.load_model(model, URL))),
+    "torch.save_model": ("filename", lambda: _torch(lambda face, model: face.save_model(model, URL))),
 }
 
 

@@ -102,7 +102,7 @@ class Traced:
 
 
 def kind_of(name: str, arguments: str) -> str:
-    """What a call is for: to move bytes, touch or request pages, wait or wake, start a thread, ask the machine."""
+    """What a call is for: to move bytes, touch, request or time pages, wait or wake, start a thread, or ask."""
     if name in ("clone", "clone3"):
         return "thread"
     if "/sys/" in arguments or "/proc/" in arguments:
@@ -111,6 +111,8 @@ def kind_of(name: str, arguments: str) -> str:
         return "touch"
     if "FADV_WILLNEED" in arguments:
         return "request"
+    if any(word in arguments for word in ("MADV_POPULATE_WRITE", "MADV_NOHUGEPAGE", "THREAD_CPUTIME")):
+        return "sample"
     if name.startswith(("pread", "io_")) or "MADV_POPULATE" in arguments:
         return "bytes"
     if name in ("futex", "poll", "ppoll", "epoll_wait", "epoll_pwait") or "eventfd" in arguments:
@@ -238,6 +240,9 @@ class Route:
     touches: int = 0
     #: To request small pages, 128 KiB a call: the load does so if huge pages are slow to touch.
     requests: int = 0
+    #: To find out whether huge pages are slow: 16 of new memory, and more if some are. (Every load asks for the
+    #: processor time of its threads, too.)
+    samples: int = 5
 
 
 #: The file is read in 65 extents of 4 MiB, or, where it is mapped and resident, in 5. Two threads wherever there are
@@ -268,11 +273,20 @@ SYSTEM_CALLS = (
         touches=3 * 130,
         requests=2100,
     ),
-    Route("buffered", {"copy": True, "threads": 2}, 65, 1000, 105, 3, "a pread for each extent"),
+    Route("buffered", {"copy": True, "threads": 2}, 65, 1000, 105, 3, "a pread for each extent", samples=64),
     Route("into tensors", {"into": True, "threads": 2}, 65, 1000, 290, 5, "a pread for each extent"),
-    Route("io_uring", {"io": "uring"}, 100, 250, 90, 1, "to submit some reads, and to hear of some"),
-    Route("aio", {"io": "aio"}, 20, 80, 95, 1, "the same; holes are read at once, so many at a time"),
-    Route("threads", {"io": "threads", "threads": 2}, 66, 1000, 105, 3, "a pread for each extent, and the file's end"),
+    Route("io_uring", {"io": "uring"}, 100, 250, 90, 1, "to submit some reads, and to hear of some", samples=64),
+    Route("aio", {"io": "aio"}, 20, 80, 95, 1, "the same; holes are read at once, so many at a time", samples=64),
+    Route(
+        "threads",
+        {"io": "threads", "threads": 2},
+        66,
+        1000,
+        105,
+        3,
+        "a pread for each extent, and the file's end",
+        samples=64,
+    ),
 )
 
 WAITING = "4 to 9 a read where two threads and the engine share a queue; with a lock or a wake-up more it is over 15"
@@ -296,6 +310,12 @@ def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], firs
         Bound("calls per GB to wait and wake", kinds["waiting"] * per_gb, route.waiting * per_gb, WAITING),
         Bound("calls per load to touch pages", kinds["touch"], route.touches, "1,024 pages a call, of 2 MiB at a time"),
         Bound("calls per load to request pages", kinds["request"], route.requests, "128 KiB a call, of 256 MiB"),
+        Bound(
+            "calls per load to time huge pages",
+            kinds["sample"],
+            route.samples,
+            "one of eight; three more if it is slow",
+        ),
         Bound("other calls per load", kinds["other"], route.other, OTHER),
         Bound("calls per load to ask what the machine offers", kinds["machine"], route.machine, MACHINE),
         Bound("threads started per load", kinds["thread"], route.threads, THREADS),

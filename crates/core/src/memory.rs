@@ -196,7 +196,7 @@ pub(crate) struct Arena {
 /// Which huge pages of an arena are timed.
 #[derive(Debug)]
 struct Samples {
-    /// A huge page is slow if getting it takes this much processor time or more.
+    /// A huge page is slow if getting it takes so long or longer.
     slow_from: Duration,
     /// Huge pages to come before the next one that is timed. `None`: no more are timed.
     skip: Option<u32>,
@@ -212,8 +212,8 @@ const SAMPLED: u32 = 8;
 const SLOW_SAMPLES: u32 = 2;
 /// In smaller arenas nothing is timed.
 const LEAST_SAMPLED: u64 = 16 * HUGE_PAGE;
-/// Processor time to get a huge page from which it is slow. Zeroing it takes 0.2 ms. It takes 5 ms if the host has to find
-/// the memory first.
+/// A huge page is slow if getting it takes so long. Zeroing it takes 0.2 ms. It takes 5 ms if the host has to find the
+/// memory first.
 const SLOW: Duration = Duration::from_micros(1500);
 
 impl Arena {
@@ -251,14 +251,17 @@ impl Arena {
             let Some(len) = self.memory.len().checked_sub(from).map(|left| left.min(HUGE_PAGE as usize)) else {
                 return;
             };
-            let before = processor_time();
+            // After a slow one processor time decides: by the clock it may be slow because another thread had the core.
+            // That takes two system calls more.
+            let time = if samples.slow > 0 { processor_time } else { clock_time };
+            let before = time();
             // SAFETY: inside our mapping. Populating changes no byte.
             if unsafe { libc::madvise(self.memory.at().add(from).cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
                 // Before Linux 5.14, or no memory. Whoever writes there finds out.
                 samples.skip = None;
                 return;
             }
-            let slow = processor_time().saturating_sub(before) >= samples.slow_from;
+            let slow = time().saturating_sub(before) >= samples.slow_from;
             samples.slow = if slow { samples.slow + 1 } else { samples.slow.saturating_sub(1) };
             samples.skip = Some(if slow { 0 } else { SAMPLED - 1 });
             if samples.slow == SLOW_SAMPLES {
@@ -308,11 +311,19 @@ impl Arena {
     }
 }
 
-/// Processor time of the calling thread. Unlike the time of the clock it does not go on while another thread has the core.
+fn clock_time() -> Duration {
+    time_by(libc::CLOCK_MONOTONIC)
+}
+
+/// Processor time of the calling thread.
 fn processor_time() -> Duration {
+    time_by(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+fn time_by(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: it writes to `time` alone.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    unsafe { libc::clock_gettime(clock, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
