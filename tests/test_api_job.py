@@ -183,6 +183,23 @@ ENDED_BY_ITS_CALLER = {
 }
 
 
+def anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+
+
+@pytest.mark.parametrize("way", ENDED_BY_ITS_CALLER)
+def test_errors_that_are_dropped_leave_no_memory_behind(write, way):
+    path = write(*(Tensor(f"t{i}", "F32", (500, 1000)) for i in range(4)))
+    checkpoint = penstock.open(path)
+    for number in range(90):
+        if number == 10:
+            before = anonymous()
+        with pytest.raises(Given):
+            ENDED_BY_ITS_CALLER[way](checkpoint, options={"copy": True}, framework="np")
+    assert anonymous() - before < 30_000_000  # 80 loads of 8 MB
+
+
 @pytest.mark.parametrize("framework", ["np", "pt"])
 @pytest.mark.parametrize("options", [{"copy": True}, {}], ids=["private", "mapped"])
 @pytest.mark.parametrize("way", ENDED_BY_ITS_CALLER)
@@ -190,10 +207,6 @@ def test_an_error_that_is_kept_keeps_no_memory_of_its_load(write, way, options, 
     """Its traceback has the frames in which the load is, and with them the job."""
     path = write(*(Tensor(f"t{i}", "F32", (500, 1000)) for i in range(4)))
     checkpoint, kept = penstock.open(path), []
-
-    def anonymous() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
 
     for number in range(25):
         if number == 5:
