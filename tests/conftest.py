@@ -14,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
