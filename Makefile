@@ -73,8 +73,9 @@ OBSERVING := ceilings device_gpu load_gpu load_pipeline load_threads load_thrott
 test-rust: environment
 	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
 
-# Processes that run tests which compute. Those that observe the machine run alone, afterwards.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+# Processes that run tests which compute. Many of them wait for others, so there are more than processors. Tests that observe
+# the machine run alone, afterwards.
+WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
 	$(RUN) -m pytest --durations=20
 

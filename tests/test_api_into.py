@@ -1,13 +1,16 @@
 """`Checkpoint.load_into`: bytes into tensors that exist already."""
 
+import itertools
 import mmap
 import pickle
+import random
 
 import numpy as np
 import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
+from penstock import _destinations
 from penstock.bench.synth import Tensor
 
 
@@ -306,6 +309,52 @@ def test_views_that_interleave_without_sharing_a_byte_are_filled(write):
     given = {"a": backwards[7::-2, 0:4], "b": backwards[6::-2, 0:4], "c": backwards[0:4, 4:8]}
     penstock.open(path).load_into(given)
     Oracle(path).same({name: np.ascontiguousarray(array) for name, array in given.items()})
+
+
+def test_thousands_of_columns_of_one_matrix_are_not_compared_in_pairs(write, monkeypatch):
+    columns = 2000
+    path = write(*(Tensor(f"{i:04}", "F32", (3,)) for i in range(columns)))
+    compared: list[object] = []
+    exact = np.shares_memory
+
+    def counted(*arguments, **options):
+        compared.append(arguments)
+        return exact(*arguments, **options)
+
+    monkeypatch.setattr(np, "shares_memory", counted)
+    matrix = torch.zeros(3, columns)
+    to = {f"{i:04}": matrix[:, i] for i in range(columns)}
+    penstock.open(path).load_into(to)
+    assert not compared
+    Oracle(path).same({name: tensor.contiguous() for name, tensor in to.items()})
+    with pytest.raises(penstock.MismatchError, match=r"0007 overlaps 000[456]"):
+        penstock.open(path).load_into(to | {"0007": matrix.view(-1)[6 : 6 + 3 * columns : columns - 1][:3]})
+    assert 0 < len(compared) < 10 * columns
+
+
+def test_what_is_said_to_interleave_shares_no_byte():
+    """Views of all kinds, sharing bytes and not: where the short way says that they share none, numpy does too."""
+    chance = random.Random(5)
+    said, apart = 0, 0
+    for _ in range(3000):
+        rows, columns = chance.randrange(2, 9), chance.randrange(2, 9)
+        matrix = np.zeros((rows, columns), chance.choice(["uint8", "float32"]))
+        views = []
+        for _ in range(chance.randrange(2, 5)):
+            ends = [sorted(chance.sample(range(n + 1), 2)) for n in matrix.shape]
+            steps = [chance.choice([1, 1, 2, -1]) for _ in ends]
+            view = matrix[ends[0][0] : ends[0][1], ends[1][0] : ends[1][1]][:: steps[0], :: steps[1]]
+            views.append(view.T if chance.random() < 0.3 else view)
+        group = [(to, *_destinations._span(to)) for to in map(_destinations._numpy_destination, views)]
+        group.sort(key=lambda entry: entry[1])
+        pairs = itertools.combinations(views, 2)
+        none = not any(np.shares_memory(a, b) for a, b in pairs)
+        apart += none
+        if _destinations._interleave(group):
+            said += 1
+            assert none, [(v.shape, v.strides, v.__array_interface__["data"][0]) for v in views]
+    assert said > 200
+    assert apart > said
 
 
 def test_windows_that_slide_over_themselves_are_refused(write):

@@ -779,12 +779,16 @@ def test_torch_load_model(tmp_path: Path):
         alike(lambda m: m.torch.load_model(small, path), phrase, error=RuntimeError)
     wrong = torch.nn.Module()
     wrong.turned = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(RuntimeError) as theirs:
-        safetensors.torch.load_model(small, path)
-    with pytest.raises(RuntimeError) as ours:  # programs parse it
-        penstock.torch.load_model(small, path)
-    assert str(ours.value) == str(theirs.value)
-    assert "Error(s) in loading state_dict for " in str(theirs.value)
+    other_shape = Tied()
+    other_shape.embed = torch.nn.Embedding(3, 5)
+    for model in (small, other_shape, wrong):  # programs parse it
+        with pytest.raises(RuntimeError) as theirs:
+            safetensors.torch.load_model(model, path)
+        with pytest.raises(RuntimeError) as ours:
+            penstock.torch.load_model(model, path)
+        assert str(ours.value) == str(theirs.value)
+        assert "Error(s) in loading state_dict for " in str(theirs.value)
+        assert ("size mismatch" in str(theirs.value)) == (model is not small)
     alike(lambda m: m.torch.load_model(wrong, path), "size mismatch for turned", error=RuntimeError)
 
 

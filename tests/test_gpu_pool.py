@@ -226,8 +226,14 @@ def test_load_into_two_devices_fills_both(fake: FakeGpu, monkeypatch: pytest.Mon
         opened = penstock.open(file)
         whole = opened.load("cpu").items()
         to = {name: gpu.destination(tensor, i % 2) for i, (name, tensor) in enumerate(whole)}
+        fake.configure(copy_delay_us=20000)  # both are busy most of the time, at once
+        began, cpu = time.perf_counter(), time.process_time()
         report = opened.load_into(to)
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
         assert report["fallbacks"] == []
+        assert 0.02 < report["seconds"] <= took
+        assert report["cpu_seconds"] <= cpu
+        assert report["gbps"] == pytest.approx(report["nbytes"] / report["seconds"] / 1e9)
         for i, (name, tensor) in enumerate(to.items()):
             gpu.consume(tensor, content[name], device=i % 2)
         for device, side in enumerate(gpu.sides):

@@ -149,7 +149,7 @@ def test_what_is_cut_off_keeps_what_it_had(tmp_path: Path) -> None:
 # --- the kit --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["gpu_kit.sh", "gpu_run.sh"])
+@pytest.mark.parametrize("script", ["gpu_kit.sh", "gpu_run.sh", "lab.sh"])
 def test_the_shell_scripts_are_well_formed(script: str) -> None:
     path = ROOT / "tools" / script
     subprocess.run(["bash", "-n", path], check=True)

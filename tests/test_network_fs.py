@@ -356,6 +356,15 @@ OPENING = {
     "safe_open": "penstock.safe_open(path, framework='np', options=dict(stall_timeout=1.0))",
     "load_file": "penstock.load_file(path, framework='np', options=dict(stall_timeout=1.0))",
     "the variable": "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); penstock.open(path)",
+    "the variable and safe_open": (
+        "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); penstock.safe_open(path, framework='np')"
+    ),
+    "the variable and inspect": (
+        "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); status = penstock.cli.main(['inspect', path])"
+    ),
+    "the variable and verify": (
+        "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); status = penstock.cli.main(['verify', path])"
+    ),
     "the variable and numpy": (
         "os.environ.update(PENSTOCK_STALL_TIMEOUT='1'); import penstock.numpy; penstock.numpy.load_file(path)"
     ),

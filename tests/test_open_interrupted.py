@@ -14,8 +14,8 @@ from ordeal import await_line, begin, finish
 INDEX = "model.safetensors.index.json"
 #: The signal is sent when the program has gone on for so long, in seconds.
 MOMENTS = (0.02, 0.1, 0.3)
-#: The promise is 0.2 s; on a busy machine a process may not be given a turn for some time.
-WITHIN = 2.0
+#: Seconds from the signal to the exception, at most.
+WITHIN = 0.2
 
 
 def empty(path: Path, tensors: int = 0) -> Path:
@@ -84,6 +84,7 @@ ordeal.soon(lambda: not ordeal.threads(), 20)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("disk", ["known", "new"])
 @pytest.mark.parametrize("what", ["large_index", "many_files", "large_headers"])
+@pytest.mark.machine
 def test_ctrl_c_ends_an_open_at_once(request, tmp_path, what, disk, moment):
     source = request.getfixturevalue(what)
     known = str(ordeal.write(tmp_path / "small.safetensors", 2, 1000)) if disk == "known" else ""

@@ -6,7 +6,7 @@ A write to memory that is read-only, freed or smaller than its tensor kills the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -229,15 +229,73 @@ def memory_problems(found: list[Destination]) -> list[str]:
     problems = []
     filled = [(to, *_span(to)) for to in found if to.problem is None and to.nbytes]
     filled.sort(key=lambda entry: (entry[0].device, entry[1]))
-    near: list[tuple[Destination, int]] = []
-    for b, start, end in filled:
-        near = [(a, past) for a, past in near if a.device == b.device and past > start]
-        for a, _ in near:
-            if _overlap(a, b):
-                problems.append(f"{b.names[0]} overlaps {a.names[0]} in memory without being the same tensor")
-                break
-        near.append((b, end))
+    for together in _whose_spans_meet(filled):
+        if not _interleave(together):
+            problems += _overlaps(together)
     on_cpu = [(to, start, past) for to, start, past in filled if to.device.is_cpu]
     for number, why in _core.unwritable([(start, past) for _, start, past in on_cpu]):
         problems.append(f"{on_cpu[number][0].names[0]} {why}")
+    return problems
+
+
+#: A destination, and the addresses of its first byte and behind its last.
+_Spanning = tuple[Destination, int, int]
+
+
+def _whose_spans_meet(ordered: list[_Spanning]) -> Iterator[list[_Spanning]]:
+    """Those of one device, ordered by address, in groups of two and more that have nothing free between them."""
+    group: list[_Spanning] = []
+    past = 0
+    for entry in ordered:
+        if group and (entry[1] >= past or entry[0].device != group[0][0].device):
+            if len(group) > 1:
+                yield group
+            group = []
+        past = max(past, entry[2]) if group else entry[2]
+        group.append(entry)
+    if len(group) > 1:
+        yield group
+
+
+def _within_a_row(group: list[_Spanning]) -> tuple[int, list[tuple[int, int]]]:
+    """The largest step of any of them, and what each one has of a row of that length: where it begins, and its length.
+
+    Steps of a whole row lead to the same place in another one. So those that share nothing within a row share no byte.
+    """
+    layouts = [to.steps() if not to.contiguous else ([], to.nbytes) for to, _, _ in group]
+    row = max((abs(step) for dimensions, _ in layouts for n, step in dimensions if n > 1), default=0)
+    places = []
+    for (_, start, _), (dimensions, size) in zip(group, layouts, strict=True):
+        length = size + sum((n - 1) * abs(step) for n, step in dimensions if n > 1 and step % row)
+        places.append((start % row if row else 0, length))
+    return row, places
+
+
+def _interleave(group: list[_Spanning]) -> bool:
+    """Whether they are side by side in each row of one matrix. Then they share no byte; others may share none either.
+
+    This looks at each once. Looking at pairs takes minutes for thousands of columns.
+    """
+    row, places = _within_a_row(group)
+    places.sort()
+    ends = [place + length for place, length in places]
+    begins = [place for place, _ in places[1:]] + [places[0][0] + row]  # the first one again, in the next row
+    return all(end <= begin for end, begin in zip(ends, begins, strict=True))
+
+
+def _overlaps(group: list[_Spanning]) -> list[str]:
+    """What is wrong with those that share a byte with one before them, in the order of addresses."""
+    problems = []
+    row, places = _within_a_row(group)
+    near: list[tuple[int, int, int]] = []  # number in the group, and place and length within a row
+    for b, ((_, start, _), (place, length)) in enumerate(zip(group, places, strict=True)):
+        near = [entry for entry in near if group[entry[0]][2] > start]
+        for a, place_a, length_a in near:
+            if row and length_a <= (place - place_a) % row <= row - length:
+                continue
+            if _overlap(group[a][0], group[b][0]):
+                one, other = (group[i][0].names[0] for i in (a, b))
+                problems.append(f"{other} overlaps {one} in memory without being the same tensor")
+                break
+        near.append((b, place, length))
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     parts: list[_Part] = []
     reports: list[Report] = []
     copied: list[Destination] = []
+    began, cpu = time.perf_counter(), time.process_time()
     try:
         with Meter(progress, "load_into") as meter:
             for device in sorted({to.device for _, to in straight}):
@@ -108,6 +110,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
             for part, report in zip(parts, reports, strict=True):
                 write_trace(part.load, report)
         reports += [detour.run(copied) for detour in detours]
+        took = time.perf_counter() - began, time.process_time() - cpu
     except BaseException as error:
         for part in parts:
             part.load.close()
@@ -118,7 +121,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
         for part in parts:
             part.load.close()
     _bump_versions(to.tensor for _, to in straight)
-    report = merged(reports) if reports else Report(seconds=0.0, nbytes=0, tensors=0, gbps=0.0)
+    report = merged(reports, *took) if reports else Report(seconds=0.0, nbytes=0, tensors=0, gbps=0.0)
     report["missing"], report["unexpected"] = missing, unexpected
     report["copied_through"] = [name for _, to in roundabout for name in to.names]
     return report

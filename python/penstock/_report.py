@@ -129,14 +129,16 @@ def report_of(found: dict[str, Any], warnings: list[str]) -> Report:
     return report
 
 
-def merged(reports: list[Report]) -> Report:
-    """One report for loads that ran as one: sums where things add up, the longest where they overlap."""
+def merged(reports: list[Report], seconds: float, cpu_seconds: float) -> Report:
+    """One report for loads that took so long as one, some of them at once. What bounded the longest bounded it."""
     if len(reports) == 1:
         return reports[0]
     total = Report()
     for report in reports:
         for key, value in report.items():
             total[key] = _merge(key, total[key], value) if key in total else value
+    if reports:
+        total.update(seconds=seconds, cpu_seconds=cpu_seconds)
     if total.get("seconds"):
         total["gbps"] = total.get("nbytes", 0) / total["seconds"] / 1e9
     if total.get("tensors"):

@@ -10,7 +10,7 @@
 //! | `integrated` | 1: devices share memory with the host | 0 |
 //! | `host_pointer` | 0: registered memory has another address on the device | 1 |
 //! | `fail` | `name:nth:code` or `name:nth:code:times`, comma separated: the nth call from now of that function, and the `times - 1` after it (0: all), return code; empty clears | none |
-//! | `cost` | `name:us` or `name:us:us_per_mib`, comma separated: every call of that function takes so long, and so long for each MiB of its memory (registering, unregistering, allocating); empty clears | none |
+//! | `cost` | `name:us` or `name:us:us_per_mib`, comma separated: every call of that function takes so long, and so long for each MiB of its memory (registering, unregistering, allocating); a call that waits takes it after that, as waking up does; empty clears | none |
 //! | `copy_delay_us` | every copy takes this much longer on its stream, whatever its size | 0 |
 //! | `h2d_bytes_per_s` | all copies to a device share a link of this bandwidth, in real time; 0: memory speed | 0 |
 //! | `move_bytes` | 0: copies to a device take their time and move nothing, so that, as with a real one, they cost the host no CPU time: for measuring rates | 1 |

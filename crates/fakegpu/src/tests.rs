@@ -728,6 +728,28 @@ fn a_call_costs_what_is_asked_by_call_and_by_mib() {
 }
 
 #[test]
+fn a_copy_costs_its_caller_and_a_wait_costs_its_waking_up() {
+    let program = Program::start_with(&[("copy_delay_us", "20000")]);
+    let (s, e, memory, to) = (stream(), event(), vec![0u8; 4096], alloc(4096));
+    ok(cuMemHostRegister_v2(memory.as_ptr() as u64, 4096, 0));
+    configure("cost", "cuMemcpyHtoDAsync_v2:5000,cuEventSynchronize:30000");
+    let start = Instant::now();
+    ok(cuMemcpyHtoDAsync_v2(to, memory.as_ptr() as u64, 4096, s));
+    let submitted = start.elapsed();
+    assert!(submitted >= Duration::from_millis(5), "{submitted:?}");
+    ok(cuEventRecord(e, s));
+    ok(cuEventSynchronize(e));
+    // The copy, and the waking up after it: not at once.
+    assert!(start.elapsed() >= Duration::from_millis(50), "{:?}", start.elapsed());
+    configure("cost", "");
+    ok(cuMemHostUnregister(memory.as_ptr() as u64));
+    ok(cuEventDestroy_v2(e));
+    ok(cuStreamDestroy_v2(s));
+    ok(cuMemFree_v2(to));
+    assert_eq!(program.end(), "");
+}
+
+#[test]
 fn a_registration_that_is_not_portable_holds_for_its_own_context() {
     let program = Program::start_with(&[("devices", "2"), ("strict", "1")]);
     let portable = vec![0u8; 8192];
