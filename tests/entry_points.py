@@ -18,8 +18,9 @@ from typing import Any
 from penstock import _core
 from penstock._core import CacheFill, Checkpoint, Load, Options, Save, View
 
-#: What is Python's own in a class of the extension: comparisons are derived, and compare numbers.
-_GIVEN = {"__doc__", "__module__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
+#: What is Python's own in a class of the extension: comparisons are derived, and compare numbers; a class of which
+#: something was copied or pickled has a cache of its slots.
+_GIVEN = {f"__{name}__" for name in ("doc", "module", "eq", "ne", "lt", "le", "gt", "ge", "hash", "slotnames")}
 
 
 def found() -> set[str]:
