@@ -75,7 +75,8 @@ def test_ctrl_c_interrupts():
 
 def test_what_follows_a_failed_test_passes(tmp_path: Path):
     (tmp_path / "conftest.py").write_text(
-        "from conftest_of_tests import *\nimport conftest_of_tests as conftest\nconftest.MOMENT = 0.1"
+        "from conftest_of_tests import *\nimport conftest_of_tests as conftest, machine\nconftest.MOMENT = 0.1\n"
+        "machine.OBSERVERS.clear()  # on a busy machine, what fails here is to fail all the same"
     )
     (tmp_path / "conftest_of_tests.py").symlink_to(HERE / "conftest.py")
     (tmp_path / "test_it.py").write_text(FOLLOWED)
