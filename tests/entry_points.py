@@ -18,8 +18,8 @@ from typing import Any
 from penstock import _core
 from penstock._core import CacheFill, Checkpoint, Load, Options, Save, View
 
-#: What is Python's own in a class of the extension: comparisons are derived, and compare numbers; a class of which
-#: something was copied or pickled has a cache of its slots.
+#: Attributes that Python itself gives a class of the extension. Comparisons are derived, and compare numbers. Copying
+#: or pickling an object leaves `__slotnames__` in its class.
 _GIVEN = {f"__{name}__" for name in ("doc", "module", "eq", "ne", "lt", "le", "gt", "ge", "hash", "slotnames")}
 
 

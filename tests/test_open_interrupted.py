@@ -13,7 +13,7 @@ from ordeal import await_line, begin, finish
 
 INDEX = "model.safetensors.index.json"
 #: The signal is sent when the program has gone on for so long, in seconds.
-MOMENTS = (0.01, 0.05, 0.15)
+MOMENTS = (0.01, 0.05, 0.15, 0.3)
 #: Seconds from the signal to the exception, at most.
 WITHIN = 0.2
 
