@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -146,22 +148,40 @@ print("right")
     assert run(program, many, "signal") == "right\n"
 
 
-def test_threads_that_read_one_handle_load_each_tensor_once(many, monkeypatch):
-    """Of what is mapped ahead nothing is mapped again by another thread, unless it is wanted before it is there."""
-    oracle, loaded, singly = Oracle(many), [], []
+def test_threads_that_read_one_handle_map_nothing_ahead_at_the_same_time(many, monkeypatch):
+    """What one thread maps ahead no other one maps ahead meanwhile, unless somebody has asked for it by then."""
+    oracle, lock = Oracle(many), threading.Lock()
+    coming: Counter[str] = Counter()
+    asked: set[str] = set()
+    ahead: list[str] = []
+    twice: list[str] = []
     with penstock.safe_open(many, "np") as file, ThreadPoolExecutor(4) as pool:
         load = file._load
 
         def counted(names: list[str], slices: Any = None) -> Any:
-            (loaded if len(names) > 1 else singly).extend(names)
-            return load(names, slices)
+            with lock:
+                coming.update(names[1:])
+                ahead.extend(names[1:])
+                twice.extend(name for name in names[1:] if coming[name] > 1 and name not in asked)
+            time.sleep(0.02)  # the other threads come by meanwhile
+            try:
+                return load(names, slices)
+            finally:
+                with lock:
+                    coming.subtract(names[1:])
+
+        def read(name: str) -> bytes:
+            asked.add(name)
+            return raw(file.get_tensor(name))
 
         monkeypatch.setattr(file, "_load", counted)
-        wanted = file.keys()
-        read = list(pool.map(lambda name: raw(file.get_tensor(name)), wanted))
-        assert read == [oracle[name] for name in wanted]
-        assert len(loaded) == len(set(loaded))
-        assert len(singly) == len(set(singly))
+        # From both ends, each with neighbours past the middle
+        monkeypatch.setattr("penstock._safe_open._AHEAD_TENSORS", 24)
+        names = file.keys()
+        wanted = [name for pair in zip(names[:20], reversed(names[20:]), strict=True) for name in pair]
+        assert list(pool.map(read, wanted)) == [oracle[name] for name in wanted]
+        assert len(ahead) >= 30
+        assert not twice
 
 
 def test_a_tensor_that_another_thread_is_loading_is_not_waited_for(many, monkeypatch):

@@ -357,6 +357,9 @@ class safe_open:
             if there is not claim and _in_this_process(there):
                 continue
             self._coming[other] = claim
+            if other in self._ahead:  # another thread has put it there since the first look, and dropped its claim
+                self._coming.pop(other, None)
+                continue
             names.append(other)
             nbytes += end - begin
 
