@@ -355,7 +355,11 @@ elif how == "stream":
     first = next(kept)
 elif how == "thread":
     threading.Thread(target=lambda: opened.load("cuda:0", framework="dlpack", options=options), daemon=True).start()
-    import time
+    import os, time
+    library = os.environ["PENSTOCK_GPU_LIBRARY"].split(":", 1)[1]
+    until = time.monotonic() + 10
+    while library not in open("/proc/self/maps").read() and time.monotonic() < until:
+        time.sleep(0.001)
     time.sleep(0.02)
 elif how == "tensors":
     kept = opened.load("cuda:0", framework="dlpack", options=options)
