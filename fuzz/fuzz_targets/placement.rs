@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use penstock::format::{Checkpoint, DType};
-use penstock::placement::{AxisSlice, Runs, Want};
+use penstock::plan::want::{AxisSlice, Runs, Want};
 use std::ops::Range;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -4,10 +4,11 @@
 
 use libfuzzer_sys::fuzz_target;
 use penstock::format::Checkpoint;
-use penstock::layout::{BlockKind, Layout, Target};
+use penstock::plan::layout::{BlockKind, Layout, Target};
 use penstock::options::Order;
-use penstock::placement::{AxisSlice, Want};
-use penstock::schedule::{FileTraits, Landing, Limits, Route, Schedule};
+use penstock::plan::want::{AxisSlice, Want};
+use penstock::extent::{Landing, Route};
+use penstock::plan::schedule::{FileTraits, Limits, Schedule};
 
 /// Numbers from the input; zeros when it has run out.
 struct Input<'a>(&'a [u8]);

@@ -10,9 +10,10 @@
 //! cost of the rest. The duration of each step goes to standard output, an error to standard error.
 
 use penstock::format::Checkpoint;
-use penstock::load::{Load, Memory, Request, Where};
+use penstock::load::Load;
 use penstock::options::{Io, Options};
-use penstock::placement::Want;
+use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::want::Want;
 use std::error::Error;
 use std::fs::File;
 use std::os::unix::fs::FileExt;

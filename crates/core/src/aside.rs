@@ -5,7 +5,6 @@
 //! limited time.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::source::Files;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -72,30 +71,6 @@ pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 
 fn panicked() -> Error {
     Error::new(ErrorKind::Internal, "the code that opens the files panicked; please report this")
-}
-
-/// Does work that asks the file system about `files`, at most `stall` per answer.
-pub(crate) fn patiently<T: Send + 'static>(
-    files: &Files,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-    stall: Duration,
-    go_on: impl FnMut() -> bool,
-) -> Result<T> {
-    let mut busy = 0;
-    // While no answer is waited for, the planning takes its time.
-    let progress = || {
-        files.asking().map_or_else(
-            || {
-                busy += 1;
-                u64::MAX - busy
-            },
-            |(answers, _)| answers,
-        )
-    };
-    aside(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
-        Some((_, file)) if e.kind() == ErrorKind::Timeout => e.at(files.path(file)),
-        _ => e,
-    })
 }
 
 #[cfg(test)]

@@ -4,10 +4,9 @@
 //! match on [`ErrorKind`]. People read the [`Display`](std::fmt::Display) text, which contains the file's name if a
 //! file is concerned.
 
-use std::fmt;
-use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 /// What kind of failure an [`Error`] is: the part a caller can match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

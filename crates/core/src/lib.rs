@@ -13,9 +13,9 @@
 //! | stage | module | what it makes |
 //! |---|---|---|
 //! | open | [`mod@format`] | a [`Checkpoint`], validated as a whole before a byte is moved |
-//! | want | [`placement`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
-//! | lay out | [`layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
-//! | schedule | [`schedule`] | the extents to read, in order, each with its route and its pieces |
+//! | want | [`plan::want`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
+//! | lay out | [`plan::layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
+//! | schedule | [`plan::schedule`] | the extents to read, in order, each with its route and its pieces |
 //! | drive | [`load`] | a [`Load`]: a thread that sleeps while [`source`]s read and [`device`]s copy |
 //!
 //! The route of each extent (mapped, through the page cache, or past it) depends on the file system, on what is
@@ -82,23 +82,22 @@
 mod aside;
 pub mod ceiling;
 pub mod device;
-mod drive;
 mod engine;
 pub mod error;
+pub mod extent;
+pub mod fallback;
 pub mod format;
-pub mod layout;
 pub mod load;
 pub mod machine;
 pub mod mappings;
 pub mod memory;
 pub mod options;
-pub mod placement;
-mod policy;
+pub mod plan;
 pub mod save;
-pub mod schedule;
 pub mod source;
 pub mod staging;
 pub mod stats;
+pub mod store;
 mod sync;
 mod timeline;
 #[cfg_attr(loom, path = "wake/model.rs")]
@@ -106,7 +105,8 @@ pub mod wake;
 
 pub use error::{Error, ErrorKind, Result};
 pub use format::{Checkpoint, DType, TensorInfo};
-pub use load::{Load, Memory, Next, Request, Where};
+pub use load::{Load, Next};
 pub use options::{Cache, Io, Options, Order};
-pub use placement::Want;
+pub use plan::request::{Memory, Request, Where};
+pub use plan::want::Want;
 pub use stats::Report;

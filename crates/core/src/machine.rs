@@ -169,6 +169,16 @@ fn meminfo(key: &str) -> Option<u64> {
     line.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
+/// Signals are for the program's own threads: a handler that runs here would interrupt reads for nothing.
+pub(crate) fn block_signals() {
+    // SAFETY: the set is initialised by sigfillset before it is used; only this thread's mask changes.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

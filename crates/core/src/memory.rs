@@ -11,12 +11,14 @@ use crate::options::HUGE_PAGE;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
 
-use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
+use std::{io, ptr};
+
+/// Keeps memory alive.
+pub type Keep = Arc<dyn Any + Send + Sync>;
 
 /// An anonymous mapping. It is aligned to 2 MiB if it is at least that large.
 pub(crate) struct Anonymous {

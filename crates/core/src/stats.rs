@@ -1,8 +1,9 @@
 //! What a load did and what it waited for.
 
 use crate::engine::Wait;
-use crate::schedule::Route;
-use crate::source::{CacheFill, Fallback};
+use crate::extent::Route;
+use crate::fallback::Fallback;
+use crate::store::CacheFill;
 use std::time::Duration;
 
 /// Bytes and I/Os of one route.

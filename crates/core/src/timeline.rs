@@ -16,9 +16,8 @@
 //! Format" (Google, 2016): complete events (`"ph": "X"`) and the names of lanes (`"ph": "M"`).
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Route, Ticket};
 use crate::format::Checkpoint;
-use crate::schedule::Route;
-use crate::source::Ticket;
 use crate::sync::{lock, Mutex};
 use serde_json::{json, Value};
 use std::borrow::Cow;

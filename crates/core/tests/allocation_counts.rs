@@ -9,10 +9,11 @@
 mod checkpoints;
 
 use penstock::format::Checkpoint;
-use penstock::load::{Load, Memory, Request, Where};
+use penstock::load::Load;
 use penstock::memory::View;
 use penstock::options::Options;
-use penstock::placement::Want;
+use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::want::Want;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

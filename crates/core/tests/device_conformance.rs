@@ -6,7 +6,7 @@ mod device;
 use device::{alone, collect, noise, open_files_and_threads, whole_slab, Cpu, Gpu, Kind, PATIENCE, SLAB};
 use penstock::device::api::Vendor;
 use penstock::device::{Batch, Copy, Fence};
-use penstock::source::Ticket;
+use penstock::extent::Ticket;
 use penstock::{Error, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

@@ -8,7 +8,7 @@ use device::{alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab
 use penstock::device::api::{Api, Stream, Vendor};
 use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
 use penstock::device::{Batch, Copied, Copy, Device, Fence};
-use penstock::source::Ticket;
+use penstock::extent::Ticket;
 use penstock::staging::Ring;
 use penstock::ErrorKind;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -4,7 +4,8 @@ mod both_ways;
 mod checkpoints;
 
 use checkpoints::{header, shard, write, write_index};
-use penstock::format::{Checkpoint, DType, Identity};
+use penstock::format::{Checkpoint, DType};
+use penstock::store::Identity;
 use penstock::{Error, ErrorKind};
 use std::fs::{self, File};
 use std::os::unix::fs::{symlink, FileExt};

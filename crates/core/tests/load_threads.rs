@@ -11,10 +11,11 @@ mod checkpoints;
 
 use penstock::error::ErrorKind;
 use penstock::format::Checkpoint;
-use penstock::load::{Load, Memory, Next, Request, Where};
+use penstock::load::{Load, Next};
 use penstock::options::Options;
-use penstock::placement::Want;
-use penstock::source::{evict, Files};
+use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::want::Want;
+use penstock::store::{evict, Files};
 use std::ffi::{c_char, c_int, CStr};
 use std::fs;
 use std::path::{Path, PathBuf};

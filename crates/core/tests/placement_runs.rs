@@ -3,7 +3,7 @@
 mod checkpoints;
 
 use penstock::format::{Checkpoint, DType};
-use penstock::placement::{names_matching, AxisSlice, Runs, Strips, Want};
+use penstock::plan::want::{names_matching, AxisSlice, Runs, Strips, Want};
 use penstock::ErrorKind;
 use proptest::prelude::*;
 use std::ops::Range;

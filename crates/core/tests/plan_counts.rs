@@ -3,11 +3,12 @@
 
 mod checkpoints;
 
+use penstock::extent::{Landing, Route};
 use penstock::format::Checkpoint;
-use penstock::layout::{BlockKind, Layout, Target};
 use penstock::options::{Order, GPU_ALIGN, PAGE};
-use penstock::placement::{AxisSlice, Runs, Want};
-use penstock::schedule::{FileTraits, Landing, Limits, Route, Schedule};
+use penstock::plan::layout::{BlockKind, Layout, Target};
+use penstock::plan::schedule::{FileTraits, Limits, Schedule};
+use penstock::plan::want::{AxisSlice, Runs, Want};
 use std::fmt::Write as _;
 use std::time::Instant;
 

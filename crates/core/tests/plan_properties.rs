@@ -2,11 +2,12 @@
 //! that arrives anywhere.
 #![allow(clippy::unwrap_used)]
 
+use penstock::extent::{Extent, Landing, Piece, Route};
 use penstock::format::{Checkpoint, DType};
-use penstock::layout::{BlockKind, Layout, Target};
 use penstock::options::{Order, GPU_ALIGN, HUGE_PAGE, PAGE, SHARED_BLOCK};
-use penstock::placement::{AxisSlice, Runs, Want};
-use penstock::schedule::{Extent, FileTraits, Landing, Limits, Piece, Route, Schedule};
+use penstock::plan::layout::{BlockKind, Layout, Target};
+use penstock::plan::schedule::{FileTraits, Limits, Schedule};
+use penstock::plan::want::{AxisSlice, Runs, Want};
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use std::fs::File;

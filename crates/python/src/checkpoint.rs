@@ -5,7 +5,6 @@ use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::options::stall_timeout_of;
 use penstock::format::Checkpoint as Core;
-use penstock::source::Files;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
@@ -59,7 +58,7 @@ impl Checkpoint {
     }
 
     fn matching<'py>(&self, py: Python<'py>, patterns: Listed<String>) -> Answer<'py, Vec<u32>> {
-        answer(py, || penstock::placement::names_matching(&self.0, &patterns.0).map_err(|e| raise(py, &e)))
+        answer(py, || penstock::plan::want::names_matching(&self.0, &patterns.0).map_err(|e| raise(py, &e)))
     }
 
     #[pyo3(signature = (wants = None))]
@@ -117,12 +116,12 @@ impl Checkpoint {
 
     /// Fills the page cache with all of it in the background, in the same way as after a load that went past it.
     fn fill<'py>(&self, py: Python<'py>) -> Answer<'py, Option<CacheFill>> {
-        answer(py, || Ok(penstock::source::CacheFill::of(&self.0).map(CacheFill::new)))
+        answer(py, || Ok(penstock::store::CacheFill::of(self.0.local_files()).map(CacheFill::new)))
     }
 
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {
         guarded(py, || {
-            let files = Files::new(self.0.files());
+            let files = self.0.local_files();
             detached(py, || (0..files.len()).try_for_each(|f| files.verify_file(f as u32)))
         })
     }

@@ -1,8 +1,9 @@
 //! `penstock.CacheFill`: the filling of the page cache after a load that went past it.
 
 use crate::guard::{answer, guarded, Answer, Held};
-use crate::load::patiently;
-use penstock::source::{self, FillState};
+use crate::waiting::patiently;
+use penstock::store;
+use penstock::store::FillState;
 use pyo3::prelude::*;
 use std::time::Duration;
 
@@ -22,10 +23,10 @@ use std::time::Duration;
 ///   Ctrl-C raises.
 /// - stop(): ends it, within a step of 2 MiB.
 #[pyclass(frozen, module = "penstock")]
-pub(crate) struct CacheFill(Held<source::CacheFill>);
+pub(crate) struct CacheFill(Held<store::CacheFill>);
 
 impl CacheFill {
-    pub(crate) fn new(fill: source::CacheFill) -> Self {
+    pub(crate) fn new(fill: store::CacheFill) -> Self {
         Self(Held::new(fill))
     }
 
@@ -92,7 +93,7 @@ impl CacheFill {
 pub(crate) fn stop_fills(py: Python<'_>, reason: &str, patience: f64) -> PyResult<()> {
     guarded(py, || {
         let patience = Duration::try_from_secs_f64(patience.max(0.0)).unwrap_or(Duration::MAX);
-        py.detach(|| source::stop_fills(reason, patience));
+        py.detach(|| store::stop_fills(reason, patience));
         Ok(())
     })
 }

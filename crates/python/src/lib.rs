@@ -15,6 +15,7 @@ mod load;
 mod machine;
 mod options;
 mod save;
+mod waiting;
 
 use pyo3::prelude::*;
 
@@ -27,13 +28,15 @@ mod _core {
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
-    use crate::load::{exiting, Load, View};
+    use crate::load::{Load, View};
     #[pymodule_export]
     use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::waiting::exiting;
     use pyo3::prelude::*;
 
     #[pymodule_init]

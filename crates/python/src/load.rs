@@ -2,63 +2,27 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
-use crate::errors::{detached, interruptibly, raise};
+use crate::errors::{interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
 use crate::options::Options;
+use crate::waiting::patiently;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
-use penstock::load::{Load as Core, Memory, Next, Request, Where};
+use penstock::fallback::Fallback;
+use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
-use penstock::placement::{AxisSlice, Want};
-use penstock::source::Fallback;
+use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::want::{AxisSlice, Want};
 use penstock::stats::Report;
 use penstock::{Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList};
 use std::os::raw::c_int;
-use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Waits are cut into pieces of this length. Between them Python runs its signal handlers.
-const SIGNALS: Duration = Duration::from_millis(50);
-
-/// Time from the end of the loads to the end of the interpreter, if nothing else delays it.
-const AT_EXIT: Duration = Duration::from_secs(2);
-
-/// The thread that ends the interpreter, when it has begun to do so.
-static EXITING: AtomicI32 = AtomicI32::new(0);
-
-/// Records that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for
-/// one.
-#[pyfunction]
-pub(crate) fn exiting(py: Python<'_>) -> PyResult<()> {
-    guarded(py, || {
-        EXITING.store(this_thread(), Ordering::Relaxed);
-        // While a driver is shut down it must not be called.
-        py.detach(penstock::device::gpu::stop_pinning);
-        Ok(())
-    })
-}
-
-fn this_thread() -> i32 {
-    // SAFETY: a plain system call.
-    unsafe { libc::gettid() }
-}
-
-/// A daemon thread stops here after the interpreter has ended its load. Python stops such threads too. An exception in
-/// one would be printed although nothing is wrong.
-fn stop_where_exiting<T>(found: &penstock::Result<T>) {
-    let cancelled = matches!(found, Err(e) if e.kind() == ErrorKind::Cancelled);
-    let exiting = EXITING.load(Ordering::Relaxed);
-    if cancelled && exiting != 0 && exiting != this_thread() {
-        // Not without a limit: code that runs later at exit may wait for this thread to end.
-        std::thread::sleep(AT_EXIT);
-    }
-}
 
 /// The instant that Python's `time.perf_counter()` returned: both read CLOCK_MONOTONIC on Linux.
 fn instant(seconds: f64) -> Instant {
@@ -418,34 +382,6 @@ fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> 
 
 fn fits(view: &CoreView, dtype: (u8, u8), shape: &[i64]) -> PyResult<()> {
     unfit(view, dtype, shape).map_or(Ok(()), |why| Err(PyValueError::new_err(format!("the tensor {why}"))))
-}
-
-/// Waits without the GIL, in pieces, so that Ctrl-C works at once.
-pub(crate) fn patiently<T: PartialEq + Send>(
-    py: Python<'_>,
-    timeout: Option<f64>,
-    not_yet: T,
-    wait: impl Fn(Duration) -> penstock::Result<T> + Sync,
-) -> PyResult<T> {
-    let seconds = timeout.map(|t| Duration::try_from_secs_f64(t.max(0.0)).unwrap_or(Duration::MAX));
-    let deadline = seconds.and_then(|t| Instant::now().checked_add(t));
-    loop {
-        let left = deadline.map_or(SIGNALS, |d| d.saturating_duration_since(Instant::now()).min(SIGNALS));
-        let found = detached(py, || {
-            let found = wait(left);
-            stop_where_exiting(&found);
-            found
-        })?;
-        // Return the result before looking at signals: a ready tensor is handed out only once. Python checks signals
-        // itself before its next step.
-        if found != not_yet {
-            return Ok(found);
-        }
-        py.check_signals()?;
-        if deadline.is_some_and(|d| Instant::now() >= d) {
-            return Ok(found);
-        }
-    }
 }
 
 /// Fallbacks in the form of a report.

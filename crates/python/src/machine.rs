@@ -5,7 +5,7 @@ use crate::guard::{answer, Answer, Listed};
 use crate::options::stall_timeout_of;
 use penstock::device::api::{Api, Attribute};
 use penstock::device::gpu;
-use penstock::source as file;
+use penstock::{source, store};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(crate) fn residency(py: Python<'_>, path: PathBuf, stall_timeout: Option<f64>) -> Answer<'_, (u64, u64, u32)> {
     answer(py, || {
         let stall = stall_timeout_of(stall_timeout)?;
-        let (found, size) = interruptibly(py, |go_on| file::residency_while(&path, stall, go_on))?;
+        let (found, size) = interruptibly(py, |go_on| store::residency_while(&path, stall, go_on))?;
         Ok((found.bytes(), size, found.calls + found.samples))
     })
 }
@@ -25,7 +25,7 @@ pub(crate) fn residency(py: Python<'_>, path: PathBuf, stall_timeout: Option<f64
 /// Drops the file's clean pages from the page cache; returns the bytes that are still resident.
 #[pyfunction]
 pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> Answer<'_, u64> {
-    answer(py, || interruptibly(py, |go_on| file::evict_while(&path, go_on)))
+    answer(py, || interruptibly(py, |go_on| store::evict_while(&path, go_on)))
 }
 
 /// Reads the file into the page cache; returns the bytes that are then resident.
@@ -34,7 +34,7 @@ pub(crate) fn evict(py: Python<'_>, path: PathBuf) -> Answer<'_, u64> {
 pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout: Option<f64>) -> Answer<'_, u64> {
     answer(py, || {
         let stall = stall_timeout_of(stall_timeout)?;
-        interruptibly(py, |go_on| file::warm_while(&path, threads, stall, go_on))
+        interruptibly(py, |go_on| store::warm_while(&path, threads, stall, go_on))
     })
 }
 
@@ -42,11 +42,11 @@ pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout:
 #[pyfunction]
 pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDict>> {
     answer(py, || {
-        let facts = detached(py, || file::facts_at(&path))?;
+        let facts = detached(py, || store::facts_at(&path))?;
         // Both interfaces are really set up: only that shows whether a sandbox refuses them.
         let (uring, aio) = detached(py, || {
-            let none = Arc::new(file::Files::new(&[]));
-            Ok((file::Uring::new(none.clone(), 4).map(drop), file::Aio::new(none, 4).map(drop)))
+            let none = Arc::new(store::Files::new([]));
+            Ok((source::Uring::new(none.clone(), 4).map(drop), source::Aio::new(none, 4).map(drop)))
         })?;
         let d = PyDict::new(py);
         d.set_item("fs", facts.fs)?;

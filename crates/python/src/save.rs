@@ -2,8 +2,9 @@
 
 use crate::errors::{detached, raise};
 use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
-use crate::load::{patiently, told, Kept};
+use crate::load::{told, Kept};
 use crate::options::Options;
+use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
 use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Tensor};

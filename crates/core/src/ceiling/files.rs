@@ -1,6 +1,6 @@
 //! What is measured on files.
 
-use super::{Engine, Found, Measure, Settings};
+use super::settings::{Engine, Found, Measure, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Anonymous, Mapping};
 use crate::options::{HUGE_PAGE, PAGE};

@@ -1,6 +1,6 @@
 //! What is measured on a GPU.
 
-use super::{Found, Measure, Settings};
+use super::settings::{Found, Measure, Settings};
 use crate::device::api::{Api, Current, Stream};
 use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::error::{Error, ErrorKind, Result};
@@ -13,7 +13,7 @@ use std::time::Instant;
 /// # Errors
 /// `Invalid` for a measure of files or a GPU that is not there, `OutOfMemory`, `Device`.
 pub fn measure_on(api: &Arc<Api>, settings: &Settings) -> Result<Found> {
-    let settings = super::checked(settings)?;
+    let settings = super::settings::checked(settings)?;
     let shared = SharedContext::retain(api, settings.device)?;
     match settings.measure {
         Measure::HostToDevice => host_to_device(api, &shared, &settings),

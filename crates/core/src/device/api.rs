@@ -12,13 +12,12 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{c_char, c_void, CStr, CString, OsStr, OsString};
-use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
-use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::{fmt, ptr};
 
 /// Names another library instead of the driver's: a path, or `cuda:` or `hip:` and a path if the file has both
 /// interfaces.

@@ -266,7 +266,7 @@ unsafe fn run_rows<const N: usize>(copy: &Copy) {
 #[cfg(all(test, loom))]
 mod models {
     use super::*;
-    use crate::source::Ticket;
+    use crate::extent::Ticket;
 
     /// Too many rows to be copied inline, and no more bytes than that.
     const ROWS: u64 = INLINE_COPIES + 1;

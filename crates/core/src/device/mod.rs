@@ -11,7 +11,8 @@ pub mod gpu;
 mod join;
 
 use crate::error::{Error, Result};
-use crate::source::{Fallback, Ticket};
+use crate::extent::Ticket;
+use crate::fallback::Fallback;
 use crate::staging::Share;
 use std::any::Any;
 use std::os::fd::RawFd;

@@ -16,9 +16,9 @@
 //! A want is ready when every piece of it has arrived.
 
 use crate::error::{Error, ErrorKind};
-use crate::layout::Layout;
-use crate::schedule::{Landing, Schedule};
-use crate::source::Ticket;
+use crate::extent::{Landing, Ticket};
+use crate::plan::layout::Layout;
+use crate::plan::schedule::Schedule;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -596,7 +596,7 @@ impl<S> Engine<S> {
         self.blocks_of(i).find(|&b| !self.granted[b as usize])
     }
 
-    fn pieces_of(&self, i: usize) -> &[crate::schedule::Piece] {
+    fn pieces_of(&self, i: usize) -> &[crate::extent::Piece] {
         let r = &self.schedule.extents[i].pieces;
         &self.schedule.pieces[r.start as usize..r.end as usize]
     }

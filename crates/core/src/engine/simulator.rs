@@ -4,10 +4,10 @@
 
 use super::{Action, Engine, Mutant, Slabs, Wait};
 use crate::error::{Error, ErrorKind};
-use crate::layout::{BlockKind, BlockSpec, Layout, Place};
-use crate::placement::Runs;
-use crate::schedule::{Extent, Landing, Piece, Route, Schedule};
-use crate::source::Ticket;
+use crate::extent::{Extent, Landing, Piece, Route, Ticket};
+use crate::plan::layout::{BlockKind, BlockSpec, Layout, Place};
+use crate::plan::schedule::Schedule;
+use crate::plan::want::Runs;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;

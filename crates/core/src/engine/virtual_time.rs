@@ -4,12 +4,12 @@
 
 use super::{Action, Engine, Slabs};
 use crate::error::Error;
+use crate::extent::{Route, Ticket};
 use crate::format::Checkpoint;
-use crate::layout::{Layout, Target};
 use crate::options::{pool_bytes, Options, Order};
-use crate::placement::Want;
-use crate::schedule::{FileTraits, Limits, Route, Schedule};
-use crate::source::Ticket;
+use crate::plan::layout::{Layout, Target};
+use crate::plan::schedule::{FileTraits, Limits, Schedule};
+use crate::plan::want::Want;
 use crate::stats::{Report, Tally};
 use std::cell::Cell;
 use std::fmt::Write as _;

@@ -8,14 +8,13 @@
 //! its three fields), a dtype must be a string, and a shape has at most [`MAX_RANK`] dimensions. It is looser in no
 //! point.
 
+use super::checkpoint::{Entry, Seeded};
 use super::dtype::DType;
-use super::{Entry, Seeded};
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::{HashSet, HashTable};
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
-use std::collections::btree_map;
-use std::collections::BTreeMap;
+use std::collections::{btree_map, BTreeMap};
 use std::fmt;
 use std::hash::BuildHasher;
 

@@ -1,20 +1,20 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
+use super::checkpoint::Seeded;
 use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard;
 use super::watch::{Asking, Watch};
-use super::Seeded;
+
 use crate::error::{Error, ErrorKind, Result};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
-use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::hash::BuildHasher;
-use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
+use std::{fmt, io};
 
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
 const MAX_INDEX: u64 = 400_000_000;
@@ -399,6 +399,12 @@ impl<'de> Visitor<'de> for Number {
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Option<f64>, A::Error> {
         Ignored.visit_map(map).map(|()| None)
     }
+}
+
+/// The shard files that an index with this text names: for fuzzing.
+#[doc(hidden)]
+pub fn index_files(text: &[u8]) -> Result<Vec<PathBuf>> {
+    Index::parse(text, &Seeded::default(), &Watch::default()).map(|index| index.files)
 }
 
 #[cfg(test)]

@@ -1,16 +1,17 @@
 //! Opening a checkpoint: choose the thread, read headers in parallel, join them in one set of arenas, compare the
 //! index.
 
+use super::checkpoint::{Checkpoint, Entry, Seeded, ShardFile};
 use super::discover::{self, Found};
 use super::header::quoted;
 use super::index::Index;
 use super::shard::{self, Shard};
 use super::watch::Watch;
-use super::{Checkpoint, Entry, Seeded, ShardFile};
+
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::source::leads_to_known_disk;
+use crate::store::leads_to_known_disk;
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
@@ -32,25 +33,52 @@ const SHOWN: usize = 12;
 /// should get through.
 const MOST_HERE: usize = 16;
 
-pub(super) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
-    let watch = Watch::default();
-    Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
-}
+impl Checkpoint {
+    /// Opens what `sources` name: one shard file, several, a directory, or an index file (`*.json`).
+    ///
+    /// In a directory, `model.safetensors.index.json` is looked for, then any other `*.safetensors.index.json`, then
+    /// every `*.safetensors`. With an index, files that it does not name are ignored. Tensors in its files that it does
+    /// not map are ignored too, with a warning.
+    ///
+    /// Every header is read and checked here, several at a time; no tensor is read. No descriptor stays open.
+    ///
+    /// # Errors
+    /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
+    /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
+    pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
+        let watch = Watch::default();
+        Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
+    }
 
-/// See [`Checkpoint::open_cancellable`].
-pub(super) fn open_cancellable(
-    sources: Vec<PathBuf>,
-    stall: Duration,
-    go_on: impl FnMut() -> bool,
-) -> Result<Checkpoint> {
-    here(move || {
-        let mut stage = Stage::Named(sources);
-        let watch = Watch::here();
-        match open_here(&mut stage, &watch) {
-            Err(_) if watch.was_too_much() => open_aside(stage, stall, go_on),
-            result => result,
-        }
-    })
+    /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
+    /// thread that can be left behind opens the files. The caller asks `go_on` every 50 ms. It stops waiting if `go_on`
+    /// says no (kind `Cancelled`), or if the file system has not answered for `stall` (kind `Timeout`, with the path
+    /// for which it waited). A long parse is not a stall.
+    ///
+    /// If the headers are small and in the page cache, the caller's own thread opens files on disks that this process
+    /// has loaded from: that saves two turns at the scheduler. `go_on` is not asked then.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
+    pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+        here(move || {
+            let mut stage = Stage::Named(sources);
+            let watch = Watch::here();
+            match open_here(&mut stage, &watch) {
+                Err(_) if watch.was_too_much() => open_aside(stage, stall, go_on),
+                result => result,
+            }
+        })
+    }
+
+    /// A checkpoint of one file from its first bytes in memory (at least the header) and its size: for tests and fuzzing.
+    #[doc(hidden)]
+    pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
+        let hasher = Seeded::default();
+        let path = Path::new("memory.safetensors");
+        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(path))?;
+        merge(vec![(path.to_path_buf(), shard)], hasher, Vec::new())
+    }
 }
 
 /// The stage of an open.

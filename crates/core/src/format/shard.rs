@@ -1,11 +1,11 @@
 //! Opening one shard file: its type, its header's bytes, and an error that says what the file is if it is no shard
 //! file.
 
+use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
-use super::identity::{self, Identity};
 use super::watch::{Asking, Watch};
-use super::Seeded;
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::{self, Identity};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -57,7 +57,7 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
         .open(path)
         .map_err(|e| os_error("open", &e))?;
     asking.answered();
-    let stat = identity::stat(&file).map_err(|e| Error::io("stat", &e))?;
+    let stat = store::stat(&file).map_err(|e| Error::io("stat", &e))?;
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG {
         return Err(not_a_file(stat.st_mode & libc::S_IFMT));
     }

@@ -1,23 +1,26 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
-use super::{somewhere, Load, Memory, Request, Shared, Where};
-use crate::aside::{here, patiently};
+use super::drive::{Began, Driver, GpuBlocks, Record};
+use super::handle::Load;
+use super::shared::{somewhere, Shared};
+use crate::aside::here;
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::drive::{Began, Driver, GpuBlocks, Record};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{BlockKind, BlockSpec, Layout};
+use crate::extent::Landing;
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
 use crate::options::{Options, PAGE};
-use crate::policy::{Cold, Plan};
-use crate::schedule::Landing;
-use crate::source::{DiskUse, Files, Router, Source};
+use crate::plan::layout::{BlockKind, BlockSpec, Layout};
+use crate::plan::request::{Memory, Request, Where};
+use crate::plan::{Cold, Plan};
+use crate::source::{Router, Source};
 use crate::staging::Ring;
 use crate::stats::Tally;
+use crate::store::{patiently, DiskUse, Files};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use serde_json::json;
@@ -31,19 +34,59 @@ const MOST_WORKERS: usize = 16;
 const WORTH_ASKING: u64 = 1 << 30;
 
 /// Wraps a source.
-pub(super) type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
+type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
 
 /// What tests put in place of the request's own device and source.
 #[derive(Default)]
-pub(super) struct StandIns<'a> {
-    pub(super) device: Option<Box<dyn Device>>,
-    pub(super) decorate: Option<Decorate<'a>>,
+struct StandIns<'a> {
+    device: Option<Box<dyn Device>>,
+    decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
-    pub(super) storage: &'a [u64],
+    storage: &'a [u64],
+}
+
+impl Load {
+    /// Plans the load and starts it. Fails at once if the request is invalid, a file has gone or changed, or there is
+    /// no such device. [`wait`](Self::wait) and [`next`](Self::next) report later errors.
+    pub fn start(request: Request) -> Result<Load> {
+        Self::start_while(request, || true)
+    }
+
+    /// The same, but `go_on` is asked every 50 ms while the files are being opened. If it says no, the start fails with
+    /// kind `Cancelled`. On a network mount whose server is gone, opening may take until the stall timeout.
+    pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
+        start(request, StandIns::default(), go_on)
+    }
+
+    /// The same with another device than the request's own, for tests that remove a fence.
+    #[doc(hidden)]
+    pub fn start_on(request: Request, device: Option<Box<dyn Device>>) -> Result<Load> {
+        start(request, StandIns { device, ..StandIns::default() }, || true)
+    }
+
+    /// The same with its source decorated, for tests: to make it slow, or fail.
+    #[doc(hidden)]
+    pub fn start_through(
+        request: Request,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
+    }
+
+    /// The same, with a given storage device number for each file.
+    #[doc(hidden)]
+    pub fn start_on_volumes(
+        request: Request,
+        storage: &[u64],
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let stand_ins = StandIns { decorate: Some(Box::new(decorate)), storage, ..StandIns::default() };
+        start(request, stand_ins, || true)
+    }
 }
 
 /// Plans the load and starts it; see [`Load::start`].
-pub(super) fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
+fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
     let checkpoint = request.checkpoint.clone();
     let timeline = match request.options.trace.as_str() {
         "" => None,
@@ -66,7 +109,7 @@ fn begin(
     go_on: impl FnMut() -> bool,
 ) -> Result<Load> {
     let began = Began::now();
-    let files = Arc::new(Files::new(request.checkpoint.files()));
+    let files = Arc::new(request.checkpoint.local_files());
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = is_done_here(&plan, &files);
@@ -139,7 +182,7 @@ fn begin(
     };
     let maps = stream && layout.blocks.iter().any(|b| matches!(b.kind, BlockKind::Mapped { .. }));
     Ok(Load {
-        mapped: maps.then(|| Files::new(checkpoint.files())),
+        mapped: maps.then(|| checkpoint.local_files()),
         checkpoint,
         wants,
         layout,

@@ -3,7 +3,7 @@
 use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
-use crate::source::Fallback;
+use crate::fallback::Fallback;
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata};

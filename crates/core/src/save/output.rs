@@ -7,8 +7,9 @@
 //! the link that had the name before.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallback::Fallback;
 use crate::options::PAGE;
-use crate::source::{file_system, Fallback};
+use crate::store::file_system;
 use std::ffi::CString;
 use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io;

@@ -2,11 +2,11 @@
 //!
 //! It is asynchronous only with O_DIRECT, and it is used only for that.
 
-use super::file::Files;
 use super::flight::{quarantine, Flight, Next};
 use super::threads::refuses_direct;
 use super::{readable, Done, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::Files;
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::io;

@@ -10,11 +10,12 @@
 //! exactly the requested bytes are read. This holds for a mapped file too: a fault brings in its whole huge page, so
 //! the pages at both ends of an extent are requested before.
 
-use super::file::{cached_pages, Files, FsKind};
-use super::{Fallback, Read};
+use super::Read;
+use crate::fallback::Fallback;
 use crate::machine::page_size;
 use crate::memory::Mapping;
 use crate::options::HUGE_PAGE;
+use crate::store::{cached_pages, Files, FsKind};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};

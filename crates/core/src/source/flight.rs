@@ -1,11 +1,11 @@
 //! A read in flight through an asynchronous interface: which part of it remains, and what an answer of the kernel
 //! means.
 
-use super::file::Files;
 use super::threads::refuses_direct;
 use super::{Destination, Outcome, Read, QUARANTINED};
 use crate::error::{Error, ErrorKind};
 use crate::options::PAGE;
+use crate::store::Files;
 use std::cell::UnsafeCell;
 use std::io;
 use std::sync::atomic::Ordering;

@@ -7,7 +7,8 @@
 //!
 //! ```no_run
 //! # fn main() -> penstock::Result<()> {
-//! use penstock::{options::Options, schedule::Route, source::*};
+//! use penstock::extent::{Route, Ticket};
+//! use penstock::{options::Options, source::*, store::Files};
 //! use std::sync::Arc;
 //!
 //! let files = Arc::new(Files::from_paths(&["model.safetensors"])?);
@@ -27,7 +28,7 @@
 //! # }
 //! ```
 //!
-//! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`].
+//! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`](crate::store::Files).
 //!
 //! Three rules hold for every source. The conformance suite checks each source for them:
 //! - every ticket comes back exactly once, also after `cancel`, and when an interface is refused while reads are in
@@ -38,12 +39,8 @@
 //!   never steadily.
 
 mod aio;
-mod disks;
-mod file;
 mod fill;
-mod fill_after;
 mod flight;
-mod page_cache;
 mod router;
 mod threads;
 mod throttle;
@@ -52,32 +49,23 @@ mod trial;
 mod uring;
 
 pub use aio::Aio;
-pub(crate) use disks::leads_to_known_disk;
-pub(crate) use file::file_system;
-pub use file::{evict, facts_at, identity_of, warm, Facts, Files, FsKind, Residency};
-pub(crate) use fill_after::DiskUse;
-pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
-pub use page_cache::{evict_while, residency_while, warm_while};
 pub use router::Router;
 pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
 pub use touch::Touches;
-pub use trial::Choice;
 pub(crate) use trial::WORTH_A_TRIAL;
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::schedule::Route;
+use crate::extent::{Route, Ticket};
+use crate::fallback::Fallback;
+use crate::store::Files;
 use std::any::Any;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Names one read (or copy) from its submission to its completion.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
 
 /// One I/O.
 pub struct Read {
@@ -177,17 +165,6 @@ pub trait Source: Send {
     }
 }
 
-/// A route that was refused, and what replaced it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fallback {
-    /// What was refused, such as "io_uring" or "O_DIRECT".
-    pub from: &'static str,
-    /// What is used instead.
-    pub to: &'static str,
-    /// The reason: the file (if one is concerned), the system call and its errno.
-    pub reason: String,
-}
-
 /// How long dropping a source waits for reads on which the kernel still works. After that it leaves them behind with
 /// their memory. A disk answers within milliseconds even when it is busy; what takes longer hangs.
 const GRACE: Duration = Duration::from_secs(2);
@@ -199,6 +176,15 @@ static QUARANTINED: AtomicUsize = AtomicUsize::new(0);
 /// read.
 pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
+}
+
+/// What happens to the page cache, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// Whether cold bytes stay in it.
+    pub keep: bool,
+    /// The reason, for the report.
+    pub reason: String,
 }
 
 /// What a source reports to the router: done, or refused in a way that another interface may not share.

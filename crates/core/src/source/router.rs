@@ -13,13 +13,14 @@
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
-use super::file::{Files, FsKind};
 use super::threads::Way;
 use super::trial::Trial;
-use super::{epoll, watch, Aio, Choice, Done, Fallback, Outcome, Read, Source, Threads, Touches, Uring};
+use super::{epoll, watch, Aio, Choice, Done, Outcome, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
+use crate::extent::Route;
+use crate::fallback::Fallback;
 use crate::options::{Io, Options};
-use crate::schedule::Route;
+use crate::store::{Files, FsKind};
 use crate::timeline::Timeline;
 use std::collections::HashSet;
 use std::io;

@@ -5,13 +5,14 @@
 //! server is gone cannot be interrupted) is left behind with its read. The read keeps the memory to which the kernel
 //! may still write.
 
-use super::file::{read_fully, Files, FsKind};
 use super::fill::{fetch, Fill};
 use super::touch::{Left, Touch, Touches, Untouched};
-use super::{Destination, Done, Fallback, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{Destination, Done, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine::page_size;
-use crate::schedule::Route;
+use crate::extent::Route;
+use crate::fallback::Fallback;
+use crate::machine::{block_signals, page_size};
+use crate::store::{read_fully, Files, FsKind};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
@@ -652,21 +653,11 @@ pub(super) fn refuses_direct(errno: Option<i32>) -> bool {
     matches!(errno, Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTTY))
 }
 
-/// Signals are for the program's own threads: a handler that runs here would interrupt reads for nothing.
-pub(super) fn block_signals() {
-    // SAFETY: the set is initialised by sigfillset before it is used; only this thread's mask changes.
-    unsafe {
-        let mut all = std::mem::zeroed();
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut());
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::extent::Ticket;
     use crate::memory::Mapping;
-    use crate::source::Ticket;
 
     /// Populated, then cut short, then touched: by itself that is a race that nobody wins twice.
     #[test]
@@ -732,7 +723,7 @@ mod tests {
 #[cfg(all(test, loom))]
 mod models {
     use super::*;
-    use crate::source::Ticket;
+    use crate::extent::Ticket;
 
     fn read(ticket: u64, into: &'static mut [u8; 8]) -> Read {
         let into = Destination::Memory(into.as_mut_ptr());

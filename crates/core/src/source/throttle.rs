@@ -1,8 +1,9 @@
 //! A source that is made slower or made to fail, to test the rest. For tests only: no option leads here.
 
-use super::file::Files;
-use super::{epoll, watch, Choice, Done, Fallback, Read, Source, Touches};
+use super::{epoll, watch, Choice, Done, Read, Source, Touches};
 use crate::error::{Error, Result};
+use crate::fallback::Fallback;
+use crate::store::Files;
 use crate::wake::Wake;
 use std::collections::HashMap;
 use std::io;

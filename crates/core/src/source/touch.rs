@@ -23,14 +23,14 @@
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
 
-use super::file::lock;
 use crate::machine::{is_virtual_machine, page_size};
 use crate::options::HUGE_PAGE;
+use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, Weak};
+use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 /// Most places of one call: IOV_MAX.

@@ -7,7 +7,8 @@
 //! end. If not, the page cache is filled after the load (`fill_after`), so that this choice costs the next start
 //! nothing either.
 
-use super::{Outcome, Read, Ticket};
+use super::{Choice, Outcome, Read};
+use crate::extent::Ticket;
 use crate::options::{GB, MIB};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,15 +30,6 @@ const SHARE: f64 = 0.9;
 /// enough.
 const SLOW: f64 = 0.25 * GB;
 const SHARE_IF_SLOW: f64 = 0.5;
-
-/// What happens to the page cache, and why.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
-    /// Whether cold bytes stay in it.
-    pub keep: bool,
-    /// The reason, for the report.
-    pub reason: String,
-}
 
 #[derive(Debug)]
 pub(super) struct Trial {
@@ -188,7 +180,7 @@ impl Trial {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::Route;
+    use crate::extent::Route;
     use crate::source::{Destination, Done};
     use std::sync::Arc;
     use std::time::Duration;

@@ -8,11 +8,12 @@
 //! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. What was refused goes
 //! back to the router, as soon as the kernel can no longer write to its memory.
 
-use super::file::Files;
 use super::flight::{quarantine, Flight, Next, Scratch};
 use super::threads::refuses_direct;
-use super::{readable, Done, Fallback, Outcome, Read, Source, GRACE};
+use super::{readable, Done, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallback::Fallback;
+use crate::store::Files;
 use crate::wake::Wake;
 use io_uring::squeue::Flags;
 use io_uring::types::{CancelBuilder, Fd, Fixed};
@@ -574,8 +575,8 @@ impl Drop for Uring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::Route;
-    use crate::source::{Destination, Ticket};
+    use crate::extent::{Route, Ticket};
+    use crate::source::Destination;
 
     /// A hang would be one of the load, with a core busy: seen once in some hundred runs of a test of changing files.
     #[test]

@@ -2,7 +2,7 @@
 //! checkpoint, or the error, must be the same.
 
 use penstock::format::{Checkpoint, TensorInfo};
-use penstock::source::Files;
+use penstock::store::Files;
 use penstock::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Once;

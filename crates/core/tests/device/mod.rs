@@ -6,7 +6,7 @@ use penstock::device::api::{Api, Vendor};
 use penstock::device::cpu::CpuDevice;
 use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
 use penstock::device::{Batch, Copied, Copy, Device};
-use penstock::source::Ticket;
+use penstock::extent::Ticket;
 use penstock::staging::Ring;
 use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -2,11 +2,10 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
+use penstock::extent::{Route, Ticket};
 use penstock::options::{Io, Options};
-use penstock::schedule::Route;
-use penstock::source::{
-    Aio, Destination, Files, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Ticket, Uring,
-};
+use penstock::source::{Aio, Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
+use penstock::store::Files;
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Arc;

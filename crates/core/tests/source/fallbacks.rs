@@ -3,9 +3,11 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
+use penstock::extent::{Route, Ticket};
+use penstock::fallback::Fallback;
 use penstock::options::{Io, Options};
-use penstock::schedule::Route;
-use penstock::source::{quarantined, Destination, Fallback, Files, Read, Router, Source, Threads, Ticket};
+use penstock::source::{quarantined, Destination, Read, Router, Source, Threads};
+use penstock::store::Files;
 use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -222,7 +224,7 @@ alone!(
         let sample = Sample::new();
         install(&[no_direct()]);
         for io in [Io::Uring, Io::Aio, Io::Threads] {
-            let before = penstock::source::evict(&sample.path, None).unwrap();
+            let before = penstock::store::evict(&sample.path, None).unwrap();
             let (fallbacks, _, routes) = load(&sample, io, || {});
             assert_eq!(from_to(&fallbacks)[0], ("O_DIRECT", "buffered"), "{io:?}");
             if fallbacks.len() == 1 {
@@ -352,20 +354,20 @@ alone!(
         let files = sample.files();
         // A page that the kernel or a process holds at the moment stays. As root its count is exact.
         let gone = (0..100).any(|_| {
-            penstock::source::evict(&sample.path, None).unwrap();
+            penstock::store::evict(&sample.path, None).unwrap();
             files.resident_ranges(0).unwrap().bytes() == 0
         });
-        assert!(gone || files.facts(0).unwrap().kind == penstock::source::FsKind::Memory);
+        assert!(gone || files.facts(0).unwrap().kind == penstock::store::FsKind::Memory);
         become_nobody();
         let files = sample.files();
-        let memory = files.facts(0).unwrap().kind == penstock::source::FsKind::Memory;
+        let memory = files.facts(0).unwrap().kind == penstock::store::FsKind::Memory;
         let cold = files.resident_ranges(0).unwrap();
         if !memory {
             assert!(cold.samples > 0 && cold.samples <= 1024, "{cold:?}");
             assert_eq!(cold.bytes(), 0, "mincore's lie: {cold:?}");
         }
         load(&sample, Io::Auto, || {});
-        penstock::source::warm(&sample.path, 2).unwrap();
+        penstock::store::warm(&sample.path, 2).unwrap();
         assert_eq!(files.resident_ranges(0).unwrap().ranges, [0..SIZE]);
         std::mem::forget(sample);
     }

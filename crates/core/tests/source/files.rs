@@ -2,7 +2,7 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
-use penstock::source::{evict, facts_at, warm, FsKind, Residency};
+use penstock::store::{evict, facts_at, warm, FsKind, Residency};
 use std::fs;
 use std::path::Path;
 
@@ -73,5 +73,5 @@ fn an_empty_file_has_nothing_resident() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("empty");
     fs::write(&path, b"").unwrap();
-    assert_eq!(penstock::source::Files::from_paths(&[path]).unwrap().resident_ranges(0).unwrap(), Residency::default());
+    assert_eq!(penstock::store::Files::from_paths(&[path]).unwrap().resident_ranges(0).unwrap(), Residency::default());
 }

@@ -2,9 +2,10 @@
 //! protocol (include/uapi/linux/fuse.h) in this process, mounted where only this process sees it.
 
 use crate::sample::*;
+use penstock::extent::Route;
 use penstock::options::Options;
-use penstock::schedule::Route;
-use penstock::source::{quarantined, Files, FsKind, Router, Source};
+use penstock::source::{quarantined, Router, Source};
+use penstock::store::{Files, FsKind};
 use std::ffi::CString;
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -168,7 +169,7 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         assert!(server.most_waiting.load(Ordering::SeqCst) >= 16, "reads at once");
 
         server.hang.store(true, Ordering::SeqCst);
-        penstock::source::evict(&path, None).unwrap();
+        penstock::store::evict(&path, None).unwrap();
         let mut source = Router::new(files, &Options::default()).unwrap();
         let (read, memory) = read(Route::Direct, 0, &sample, 0, 1 << 20);
         source.submit(read).ok().unwrap();

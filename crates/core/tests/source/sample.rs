@@ -1,7 +1,8 @@
 //! A file with known bytes, memory to read it into, and how to wait.
 
-use penstock::schedule::Route;
-use penstock::source::{Destination, Done, Files, Read, Source, Ticket};
+use penstock::extent::{Route, Ticket};
+use penstock::source::{Destination, Done, Read, Source};
+use penstock::store::Files;
 use std::any::Any;
 use std::fs;
 use std::os::fd::{AsRawFd, RawFd};

@@ -2,8 +2,8 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
-use penstock::schedule::Route;
-use penstock::source::{Source, Threads, Throttle, Throttling, Ticket};
+use penstock::extent::{Route, Ticket};
+use penstock::source::{Source, Threads, Throttle, Throttling};
 use std::time::{Duration, Instant};
 
 fn throttled(sample: &Sample, how: Throttling) -> Throttle {

@@ -39,7 +39,7 @@ impl Identity {
         stat(file).map(|s| Self::from_stat(&s))
     }
 
-    pub(super) fn from_stat(s: &libc::stat64) -> Identity {
+    pub(crate) fn from_stat(s: &libc::stat64) -> Identity {
         // Field types differ between architectures, hence the casts.
         #[allow(clippy::unnecessary_cast)]
         Identity {
@@ -79,7 +79,7 @@ impl Identity {
 }
 
 /// `fstat`, for the type of the file as well as its identity.
-pub(super) fn stat(file: impl AsFd) -> io::Result<libc::stat64> {
+pub(crate) fn stat(file: impl AsFd) -> io::Result<libc::stat64> {
     let mut s = MaybeUninit::<libc::stat64>::uninit();
     // SAFETY: the descriptor is borrowed for the call, and `s` has the size the kernel writes.
     if unsafe { libc::fstat64(file.as_fd().as_raw_fd(), s.as_mut_ptr()) } != 0 {

@@ -6,10 +6,10 @@
 //! mirrors the file. Everything else is copied to dense memory. Two wants never share bytes of a block, because the
 //! caller may write to a tensor.
 
+use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, PAGE, SHARED_BLOCK};
-use crate::placement::{Runs, Want};
 use hashbrown::HashMap;
 use std::cmp::Reverse;
 

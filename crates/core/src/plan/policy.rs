@@ -1,15 +1,17 @@
 //! Policy: which files are mapped, which routes cold and warm bytes take, and what happens to the page cache.
 
+use super::layout::{BlockKind, Layout, Target};
+use super::request::{Memory, Request, Where};
+use super::schedule::{FileTraits, Limits, Schedule};
+use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Route;
 use crate::format::Checkpoint;
-use crate::layout::{BlockKind, Layout, Target};
-use crate::load::{Memory, Request, Where};
 use crate::machine;
 use crate::options::{Cache, Io, Options, PAGE};
-use crate::placement::Want;
-use crate::schedule::{FileTraits, Limits, Route, Schedule};
-use crate::source::{Facts, Files, FsKind, WORTH_A_TRIAL};
+use crate::source::WORTH_A_TRIAL;
 use crate::stats::Report;
+use crate::store::{Facts, Files, FsKind};
 use std::ops::Range;
 
 /// What is to be read, where to, and why that way.

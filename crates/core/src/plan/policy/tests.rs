@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use super::*;
-use crate::source::evict;
+use crate::store::evict;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -229,7 +229,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             eprintln!("skipped: the page cache does not let go of the file: {row:?}");
             continue;
         }
-        let files = Files::new(checkpoint.files());
+        let files = checkpoint.local_files();
         let plan = Plan::new(&request(&checkpoint, row), &files);
         match (&row.5, plan) {
             (Err(why), Err(e)) => {
@@ -281,7 +281,7 @@ fn files_on_a_disk_travel_as_residency_and_options_say() {
     // Next to the build: that is on a disk, where /tmp may be a tmpfs.
     let build = std::env::current_exe().unwrap();
     let folder = tempfile::tempdir_in(build.parent().unwrap()).unwrap();
-    let facts = crate::source::facts_at(folder.path()).unwrap();
+    let facts = crate::store::facts_at(folder.path()).unwrap();
     if facts.kind != FsKind::Local {
         eprintln!("skipped: no disk but {facts:?}");
         return;
@@ -292,7 +292,7 @@ fn files_on_a_disk_travel_as_residency_and_options_say() {
 #[test]
 fn files_in_memory_are_mapped_or_copied_whatever_becomes_of_the_page_cache() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    assert_eq!(crate::source::facts_at(folder.path()).unwrap().kind, FsKind::Memory);
+    assert_eq!(crate::store::facts_at(folder.path()).unwrap().kind, FsKind::Memory);
     decides_as_the_table_says(folder.path(), |at| at == At::Tmpfs);
 }
 
@@ -303,7 +303,7 @@ fn sizes_that_do_not_go_together_are_refused() {
     let refused = |extent, staging| {
         let mut request = request(&checkpoint, &ROWS[0]);
         (request.options.extent, request.options.staging) = (extent, staging);
-        Plan::new(&request, &Files::new(checkpoint.files())).err().map(|e| (e.kind(), e.to_string()))
+        Plan::new(&request, &checkpoint.local_files()).err().map(|e| (e.kind(), e.to_string()))
     };
     for (extent, staging, why) in [
         (0, MIB, "extent must be a multiple of 4096"),

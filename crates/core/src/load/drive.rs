@@ -1,20 +1,21 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
-use crate::aside::patiently;
+use super::shared::{somewhere, Message, Shared};
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Copy, Device, Fence};
 use crate::engine::{Action, Engine, Slabs, Wait};
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Extent, Landing, Piece, Route, Ticket};
 use crate::format::Checkpoint;
-use crate::layout::{BlockKind, Layout};
-use crate::load::{somewhere, Keep, Message, Shared};
-use crate::memory::Block;
+use crate::memory::{Block, Keep};
 use crate::options::GPU_ALIGN;
-use crate::schedule::{Extent, Landing, Piece, Route, Schedule};
-use crate::source::{CacheFill, Destination, DiskUse, Done, Files, Read, Source, Ticket};
+use crate::plan::layout::{BlockKind, Layout};
+use crate::plan::schedule::Schedule;
+use crate::source::{Destination, Done, Read, Source};
 use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
+use crate::store::{patiently, CacheFill, DiskUse, Files};
 use crate::timeline::{Lane, Span, Timeline};
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -26,43 +27,43 @@ const DRAIN: Duration = Duration::from_secs(2);
 const ALLOCATIONS_PER_ROUND: usize = 4;
 
 /// Everything one load's engine thread works with.
-pub(crate) struct Driver {
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) checkpoint: Arc<Checkpoint>,
-    pub(crate) files: Arc<Files>,
+pub(super) struct Driver {
+    pub(super) shared: Arc<Shared>,
+    pub(super) checkpoint: Arc<Checkpoint>,
+    pub(super) files: Arc<Files>,
     /// Whether asking about the files may hang.
-    pub(crate) may_hang: bool,
-    pub(crate) schedule: Arc<Schedule>,
-    pub(crate) layout: Arc<Layout>,
-    pub(crate) engine: Engine<Arc<Lease>>,
-    pub(crate) source: Box<dyn Source>,
-    pub(crate) device: Option<Box<dyn Device>>,
-    pub(crate) ring: Share,
-    pub(crate) blocks: Vec<Option<Block>>,
+    pub(super) may_hang: bool,
+    pub(super) schedule: Arc<Schedule>,
+    pub(super) layout: Arc<Layout>,
+    pub(super) engine: Engine<Arc<Lease>>,
+    pub(super) source: Box<dyn Source>,
+    pub(super) device: Option<Box<dyn Device>>,
+    pub(super) ring: Share,
+    pub(super) blocks: Vec<Option<Block>>,
     /// Wants per block that are not ready yet. After the last one, nothing is written to the block any more.
-    pub(crate) unready: Vec<u32>,
+    pub(super) unready: Vec<u32>,
     /// Set if the engine thread allocates the GPU blocks itself.
-    pub(crate) gpu: Option<GpuBlocks>,
-    pub(crate) stream: bool,
-    pub(crate) stall: Duration,
+    pub(super) gpu: Option<GpuBlocks>,
+    pub(super) stream: bool,
+    pub(super) stall: Duration,
     /// A read for which the source had no room.
-    pub(crate) held_back: Option<Read>,
-    pub(crate) report: Report,
-    pub(crate) tally: Tally,
-    pub(crate) began: Began,
-    pub(crate) fence: Option<Fence>,
+    pub(super) held_back: Option<Read>,
+    pub(super) report: Report,
+    pub(super) tally: Tally,
+    pub(super) began: Began,
+    pub(super) fence: Option<Fence>,
     /// Pauses fills of the page cache during this load, if the load wants the disk.
-    pub(crate) _disk: Option<DiskUse>,
+    pub(super) _disk: Option<DiskUse>,
     /// What went past the page cache is filled into it after the load, unless the source chose to keep it. For each
     /// file: whether it is wanted whole.
-    pub(crate) fills: Option<Vec<bool>>,
+    pub(super) fills: Option<Vec<bool>>,
     /// The load runs on its caller's thread, reads included.
-    pub(crate) here: bool,
-    pub(crate) record: Option<Record>,
+    pub(super) here: bool,
+    pub(super) record: Option<Record>,
 }
 
 /// What the engine thread needs to record the load.
-pub(crate) struct Record {
+pub(super) struct Record {
     timeline: Arc<Timeline>,
     /// When the read of each extent was started, then when its copies were.
     started: Vec<Instant>,
@@ -70,7 +71,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    pub(crate) fn new(timeline: Arc<Timeline>, extents: usize) -> Self {
+    pub(super) fn new(timeline: Arc<Timeline>, extents: usize) -> Self {
         let now = Instant::now();
         timeline.add(Span::new(Lane::Plan, "plan", timeline.begun(), now));
         Record { timeline, started: vec![now; extents], ready: 0 }
@@ -99,14 +100,14 @@ impl Slabs for Share {
 
 /// GPU blocks that the engine thread allocates itself. It retains the context when the first block is wanted: creating
 /// a context takes 0.1 s and more, and the first reads go on meanwhile.
-pub(crate) struct GpuBlocks {
+pub(super) struct GpuBlocks {
     api: Arc<Api>,
     ordinal: u32,
     context: Option<Arc<SharedContext>>,
 }
 
 impl GpuBlocks {
-    pub(crate) fn new(ordinal: u32) -> Result<Self> {
+    pub(super) fn new(ordinal: u32) -> Result<Self> {
         Ok(Self { api: Api::load()?, ordinal, context: None })
     }
 
@@ -122,18 +123,18 @@ impl GpuBlocks {
 
 /// When a load began, by the wall clock and in CPU time of this process.
 #[derive(Clone, Copy)]
-pub(crate) struct Began {
+pub(super) struct Began {
     wall: Instant,
     cpu: Duration,
 }
 
 impl Began {
-    pub(crate) fn now() -> Self {
+    pub(super) fn now() -> Self {
         Self { wall: Instant::now(), cpu: clock(libc::CLOCK_PROCESS_CPUTIME_ID) }
     }
 
     /// Since then, by the wall clock.
-    pub(crate) fn seconds(&self) -> f64 {
+    pub(super) fn seconds(&self) -> f64 {
         self.wall.elapsed().as_secs_f64()
     }
 
@@ -151,7 +152,7 @@ struct Clock {
 
 impl Driver {
     /// Runs the load to its end and publishes the outcome, whatever happens.
-    pub(crate) fn run(mut self) {
+    pub(super) fn run(mut self) {
         let cpu = thread_cpu();
         let (shared, began) = (self.shared.clone(), self.began);
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -205,7 +206,7 @@ impl Driver {
         if let (Some(whole), "bypass", Ok(())) = (&self.fills, report.cache, &outcome) {
             let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
             let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
-            report.cache_fill = CacheFill::new(self.checkpoint.files(), past, whole);
+            report.cache_fill = CacheFill::new(self.checkpoint.local_files(), past, whole);
             report.cache = if report.cache_fill.is_some() { "fill" } else { "bypass" };
         }
         report.fallbacks = self.source.take_fallbacks();

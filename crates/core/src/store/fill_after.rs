@@ -11,11 +11,11 @@
 //!
 //! What was filled until then stays. The thread exists only while it has something to do.
 
-use super::file::{cached_pages, read_fully, Files};
-use super::threads::block_signals;
+use super::files::Files;
+use super::pread::read_fully;
+use super::residency::cached_pages;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Checkpoint, ShardFile};
-use crate::machine::{self, page_size};
+use crate::machine::{self, block_signals, page_size};
 use crate::memory::Mapping;
 use crate::options::{HUGE_PAGE, MIB};
 use crate::sync::{lock, Builder, Condvar, Mutex};
@@ -102,7 +102,7 @@ struct State {
 impl CacheFill {
     /// A fill of these ranges of the files; `whole` flags the files that are wanted whole. `None` if there is nothing
     /// to read. The fill begins with [`start`](Self::start).
-    pub(crate) fn new(files: &[ShardFile], mut ranges: Vec<(u32, Range<u64>)>, whole: &[bool]) -> Option<CacheFill> {
+    pub(crate) fn new(files: Files, mut ranges: Vec<(u32, Range<u64>)>, whole: &[bool]) -> Option<CacheFill> {
         ranges.sort_unstable_by_key(|r| (r.0, r.1.start));
         let mut merged: Vec<(u32, Range<u64>)> = Vec::new();
         for (file, range) in ranges {
@@ -113,7 +113,6 @@ impl CacheFill {
                 _ => merged.push((file, range)),
             }
         }
-        let files = Files::new(files);
         for (file, range) in &mut merged {
             // A direct read may go past the end of its file.
             range.end = range.end.min(files.size(*file));
@@ -135,11 +134,11 @@ impl CacheFill {
         })
     }
 
-    /// Begins to fill the page cache with all of a checkpoint; `None` if it is empty.
-    pub fn of(checkpoint: &Checkpoint) -> Option<CacheFill> {
-        let files = checkpoint.files();
-        let all = (0..).zip(files).map(|(file, found)| (file, 0..found.identity.size)).collect();
-        let fill = Self::new(files, all, &vec![true; files.len()])?;
+    /// Begins to fill the page cache with all of these files; `None` if they are empty.
+    pub fn of(files: Files) -> Option<CacheFill> {
+        let whole = vec![true; files.len()];
+        let all = (0..files.len() as u32).map(|file| (file, 0..files.size(file))).collect();
+        let fill = Self::new(files, all, &whole)?;
         fill.start();
         Some(fill)
     }

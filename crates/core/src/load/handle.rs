@@ -1,73 +1,19 @@
-//! One load, as its owner sees it: it is started from a request, granted memory, waited for, handed out, ended.
-//!
-//! The engine thread owns source, device and state machine, and sleeps in one `poll`. Callers talk to it through an
-//! inbox and a condition variable. It runs no foreign code and waits for no caller.
+//! A load, as its owner sees it: it is granted memory, waited for, handed out, ended.
 
-use crate::device::{Device, Fence};
+use super::shared::{Message, Shared, State};
+use crate::device::Fence;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
-use crate::layout::{BlockKind, Layout};
-use crate::memory::{Block, View};
-use crate::options::Options;
-use crate::placement::Want;
-use crate::source::{Files, Source};
+use crate::memory::{Block, Keep, View};
+use crate::plan::layout::{BlockKind, Layout};
+use crate::plan::want::Want;
 use crate::stats::Report;
-use crate::sync::{lock, Condvar, JoinHandle, Mutex, MutexGuard};
+use crate::store::Files;
+use crate::sync::{lock, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
-use crate::wake::Wake;
-use start::StandIns;
-use std::any::Any;
 use std::borrow::Cow;
-use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
-
-mod start;
-
-/// Keeps memory alive.
-pub type Keep = Arc<dyn Any + Send + Sync>;
-
-/// Where the tensors go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Where {
-    /// In the memory of this machine.
-    Cpu,
-    /// In the memory of GPU number `0`.
-    Gpu(u32),
-}
-
-/// Whose memory the tensors go to.
-pub enum Memory {
-    /// Allocated here.
-    Ours,
-    /// Granted block by block by the caller (GPU only): see [`Load::wanted_blocks`] and [`Load::grant`].
-    Granted,
-    /// The caller's tensors, contiguous, one per want.
-    Into {
-        /// Address (host address or device pointer) and size in bytes of each want's destination.
-        tensors: Vec<(u64, u64)>,
-        /// Keeps the tensors alive; held until nothing can write to them any more.
-        keep: Keep,
-        /// The work that is still queued on the tensors' stream.
-        fence: Option<Fence>,
-    },
-}
-
-/// What to load, from where, to where and how.
-pub struct Request {
-    /// The checkpoint.
-    pub checkpoint: Arc<Checkpoint>,
-    /// The tensors and slices that are wanted.
-    pub wants: Vec<Want>,
-    /// Where the tensors go.
-    pub device: Where,
-    /// Whose memory they go to.
-    pub memory: Memory,
-    /// The options of the load.
-    pub options: Options,
-    /// Whether the consumer takes tensors one by one (`next`, `take`), with read-ahead bounded by `options.window`.
-    pub stream: bool,
-}
 
 /// What [`Load::next`] found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,166 +30,20 @@ pub enum Next {
 
 /// A load in progress or ended. Dropping it cancels it and waits until nothing of it runs any more.
 pub struct Load {
-    checkpoint: Arc<Checkpoint>,
-    wants: Vec<Want>,
-    layout: Arc<Layout>,
-    shared: Arc<Shared>,
-    thread: Mutex<Option<JoinHandle<()>>>,
-    nbytes: u64,
+    pub(super) checkpoint: Arc<Checkpoint>,
+    pub(super) wants: Vec<Want>,
+    pub(super) layout: Arc<Layout>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) thread: Mutex<Option<JoinHandle<()>>>,
+    pub(super) nbytes: u64,
     /// The files of a stream that maps some of them: for the check, at hand-out, that they are still as long as they
     /// were.
-    mapped: Option<Files>,
-    timeline: Option<Arc<Timeline>>,
-    pid: u32,
-}
-
-/// What the owner of a load and its engine thread share.
-pub(crate) struct Shared {
-    state: Mutex<State>,
-    pub(crate) changed: Condvar,
-    pub(crate) inbox: Wake,
-}
-
-#[derive(Default)]
-pub(crate) struct State {
-    pub(crate) messages: Vec<Message>,
-    /// Wants in hand-out order that the owner has not asked for yet (streams only).
-    pub(crate) ready: VecDeque<u32>,
-    /// Wants that the owner was given and did not take yet.
-    handed: Vec<u32>,
-    /// Blocks that the owner is asked to grant.
-    pub(crate) wanted: Vec<u32>,
-    pub(crate) arrived: u64,
-    pub(crate) blocks: Vec<Option<Block>>,
-    granted: Vec<bool>,
-    viewed: Vec<bool>,
-    /// Wants per block that were not handed out yet. After the last one, the load no longer holds the block.
-    unviewed: Vec<u32>,
-    pub(crate) touched: Vec<u32>,
-    pub(crate) outcome: Option<Result<()>>,
-    pub(crate) report: Report,
-}
-
-/// From the owner to the engine thread.
-pub(crate) enum Message {
-    Grant(u32, Block, Option<Fence>),
-    Take(u32),
-    Cancel,
-}
-
-impl State {
-    pub(crate) fn is_granted(&self, block: u32) -> bool {
-        self.granted[block as usize]
-    }
-
-    /// The block's memory has been granted.
-    pub(crate) fn give(&mut self, block: u32, memory: Block) {
-        self.granted[block as usize] = true;
-        // If only empty wants lay in the block and all of them are handed out, nothing will ask for it.
-        if self.unviewed[block as usize] > 0 {
-            self.blocks[block as usize] = Some(memory);
-        }
-    }
-}
-
-impl Shared {
-    fn new(layout: &Layout, blocks: Vec<Option<Block>>) -> Result<Self> {
-        let state = State {
-            granted: blocks.iter().map(Option::is_some).collect(),
-            blocks,
-            viewed: vec![false; layout.places.len()],
-            unviewed: layout.wants_per_block(),
-            ..State::default()
-        };
-        Ok(Shared { state: Mutex::new(state), changed: Condvar::new(), inbox: Wake::new()? })
-    }
-
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
-    }
-
-    fn tell(&self, message: Message) {
-        self.lock().messages.push(message);
-        self.inbox.ring();
-    }
-
-    /// The state, with every message sent until now. A later message notifies the inbox again.
-    pub(crate) fn with_news(&self) -> MutexGuard<'_, State> {
-        // Clear first, then look.
-        self.inbox.quiet();
-        self.lock()
-    }
-
-    /// Ends the load for all threads that wait for it.
-    pub(crate) fn end(&self, outcome: Result<()>) {
-        let mut state = self.lock();
-        state.wanted.clear();
-        state.outcome = Some(outcome);
-        // A grant that arrived while the load ended holds the owner's memory. Nothing reads it now.
-        let unread = std::mem::take(&mut state.messages);
-        self.changed.notify_all();
-        drop(state);
-        drop(unread);
-    }
-
-    /// Waits until `found` finds something in the state, and returns that; `None` if `timeout` passes first.
-    fn wait_until<T>(&self, timeout: Option<Duration>, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
-        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        let mut state = self.lock();
-        loop {
-            if let Some(result) = found(&mut state) {
-                return Some(result);
-            }
-            state = match deadline {
-                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) => {
-                    let left = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())?;
-                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
-        }
-    }
+    pub(super) mapped: Option<Files>,
+    pub(super) timeline: Option<Arc<Timeline>>,
+    pub(super) pid: u32,
 }
 
 impl Load {
-    /// Plans the load and starts it. Fails at once if the request is invalid, a file has gone or changed, or there is
-    /// no such device. [`wait`](Self::wait) and [`next`](Self::next) report later errors.
-    pub fn start(request: Request) -> Result<Load> {
-        Self::start_while(request, || true)
-    }
-
-    /// The same, but `go_on` is asked every 50 ms while the files are being opened. If it says no, the start fails with
-    /// kind `Cancelled`. On a network mount whose server is gone, opening may take until the stall timeout.
-    pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
-        start::start(request, StandIns::default(), go_on)
-    }
-
-    /// The same with another device than the request's own, for tests that remove a fence.
-    #[doc(hidden)]
-    pub fn start_on(request: Request, device: Option<Box<dyn Device>>) -> Result<Load> {
-        start::start(request, StandIns { device, ..StandIns::default() }, || true)
-    }
-
-    /// The same with its source decorated, for tests: to make it slow, or fail.
-    #[doc(hidden)]
-    pub fn start_through(
-        request: Request,
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
-    ) -> Result<Load> {
-        start::start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
-    }
-
-    /// The same, with a given storage device number for each file.
-    #[doc(hidden)]
-    pub fn start_on_volumes(
-        request: Request,
-        storage: &[u64],
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
-    ) -> Result<Load> {
-        let stand_ins = StandIns { decorate: Some(Box::new(decorate)), storage, ..StandIns::default() };
-        start::start(request, stand_ins, || true)
-    }
-
     /// The checkpoint.
     pub fn checkpoint(&self) -> &Arc<Checkpoint> {
         &self.checkpoint
@@ -540,48 +340,5 @@ impl Drop for Load {
             let _nobody_to_tell = self.write_trace(&account);
         }
         self.release();
-    }
-}
-
-/// Every error names a file. An error that concerns no file in particular, such as a missing GPU, names the first file
-/// of the checkpoint.
-pub(crate) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
-    match checkpoint.files().first() {
-        Some(file) => error.at(&file.path),
-        None => error,
-    }
-}
-
-#[cfg(all(test, loom))]
-mod models {
-    use super::*;
-    use crate::sync::Builder;
-
-    #[test]
-    fn the_engine_thread_hears_every_message_and_its_end_is_heard() {
-        loom::model(|| {
-            let shared =
-                Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), inbox: Wake::new().unwrap() });
-            let engine = shared.clone();
-            let thread = Builder::new().spawn(move || {
-                let (mut taken, mut cancelled) = (0, false);
-                while !(taken == 1 && cancelled) {
-                    for message in std::mem::take(&mut engine.with_news().messages) {
-                        match message {
-                            Message::Take(_) => taken += 1,
-                            _ => cancelled = true,
-                        }
-                    }
-                    if !(taken == 1 && cancelled) {
-                        engine.inbox.wait(-1);
-                    }
-                }
-                engine.end(Ok(()));
-            });
-            shared.tell(Message::Take(0));
-            shared.tell(Message::Cancel);
-            assert!(shared.wait_until(None, |state| state.outcome.clone()).is_some());
-            thread.unwrap().join().unwrap();
-        });
     }
 }

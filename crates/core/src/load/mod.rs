@@ -1,0 +1,11 @@
+//! One load: it is started from a request, granted memory, waited for, handed out, ended.
+//!
+//! The engine thread owns source, device and state machine, and sleeps in one `poll`. Callers talk to it through an
+//! inbox and a condition variable. It runs no foreign code and waits for no caller.
+
+mod drive;
+mod handle;
+mod shared;
+mod start;
+
+pub use handle::{Load, Next};

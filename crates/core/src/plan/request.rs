@@ -1,0 +1,50 @@
+//! What a load is asked for.
+
+use super::want::Want;
+use crate::device::Fence;
+use crate::format::Checkpoint;
+use crate::memory::Keep;
+use crate::options::Options;
+use std::sync::Arc;
+
+/// Where the tensors go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Where {
+    /// In the memory of this machine.
+    Cpu,
+    /// In the memory of GPU number `0`.
+    Gpu(u32),
+}
+
+/// Whose memory the tensors go to.
+pub enum Memory {
+    /// Allocated here.
+    Ours,
+    /// Granted block by block by the caller (GPU only): see [`Load::wanted_blocks`](crate::Load::wanted_blocks) and [`Load::grant`](crate::Load::grant).
+    Granted,
+    /// The caller's tensors, contiguous, one per want.
+    Into {
+        /// Address (host address or device pointer) and size in bytes of each want's destination.
+        tensors: Vec<(u64, u64)>,
+        /// Keeps the tensors alive; held until nothing can write to them any more.
+        keep: Keep,
+        /// The work that is still queued on the tensors' stream.
+        fence: Option<Fence>,
+    },
+}
+
+/// What to load, from where, to where and how.
+pub struct Request {
+    /// The checkpoint.
+    pub checkpoint: Arc<Checkpoint>,
+    /// The tensors and slices that are wanted.
+    pub wants: Vec<Want>,
+    /// Where the tensors go.
+    pub device: Where,
+    /// Whose memory they go to.
+    pub memory: Memory,
+    /// The options of the load.
+    pub options: Options,
+    /// Whether the consumer takes tensors one by one (`next`, `take`), with read-ahead bounded by `options.window`.
+    pub stream: bool,
+}

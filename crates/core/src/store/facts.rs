@@ -1,0 +1,102 @@
+//! What the file system of a file allows: which routes make sense, and what O_DIRECT needs.
+
+use super::known_disks;
+use super::stat::{statx, STATX_DIOALIGN};
+use crate::error::{Error, Result};
+use crate::options::PAGE;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+
+/// What kind of storage a file system is on. This decides which routes make sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FsKind {
+    /// The page cache is the storage (tmpfs, ramfs, hugetlbfs).
+    Memory,
+    /// A disk of this machine (overlay counts as local: its layers nearly always are).
+    Local,
+    /// Remote storage, another process (FUSE), or unknown: may stall, and is never mapped.
+    Network,
+}
+
+/// What the file system of a shard file allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// The kind of storage that the file system is on.
+    pub kind: FsKind,
+    /// Its name, such as "ext4"; "unknown" if its magic number is unknown.
+    pub fs: &'static str,
+    /// Device number of the storage: files with different numbers can be read side by side.
+    pub storage: u64,
+    /// Bytes that addresses, offsets and lengths of O_DIRECT reads must be multiples of. `None`: not supported. If the
+    /// kernel does not say (before 6.1, and most network file systems), 4096 is assumed; a read may then still be
+    /// refused.
+    pub direct_align: Option<u64>,
+    /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
+    pub mappable: bool,
+}
+
+pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
+    // SAFETY: an all-zero statfs is a valid value, and fstatfs writes only into it.
+    let mut s: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: as above; the descriptor is held by the caller.
+    if unsafe { libc::fstatfs(fd.as_raw_fd(), &raw mut s) } != 0 {
+        return Err(Error::io("statfs", &io::Error::last_os_error()).at(path));
+    }
+    // The type's width and sign differ between architectures; magic numbers are 32 bits.
+    let (kind, fs) = file_system(s.f_type as u32);
+    let stat = statx(Some(fd.as_raw_fd()), Some(STATX_DIOALIGN), path)?;
+    let direct_align = match (kind, stat.direct) {
+        (FsKind::Memory, _) => None,
+        (_, Some((0, _) | (_, 0))) => None,
+        (_, Some((memory, offset))) => Some(u64::from(memory.max(offset))),
+        (_, None) => Some(PAGE),
+    };
+    // hugetlbfs maps only whole huge pages at offsets that are multiples of a huge page. Data in a file never begins at
+    // one.
+    let mappable = kind != FsKind::Network && fs != "hugetlbfs";
+    if kind == FsKind::Local {
+        known_disks::remember(stat.identity.dev);
+    }
+    Ok(Facts { kind, fs, storage: stat.identity.dev, direct_align, mappable })
+}
+
+/// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers like FUSE.
+pub(crate) fn file_system(magic: u32) -> (FsKind, &'static str) {
+    use FsKind::{Local, Memory, Network};
+    match magic {
+        0x0102_1994 => (Memory, "tmpfs"),
+        0x8584_58f6 => (Memory, "ramfs"),
+        0x9584_58f6 => (Memory, "hugetlbfs"),
+        0xef53 => (Local, "ext4"),
+        0x5846_5342 => (Local, "xfs"),
+        0x9123_683e => (Local, "btrfs"),
+        0x2fc1_2fc1 => (Local, "zfs"),
+        0x794c_7630 => (Local, "overlay"),
+        0xf2f5_2010 => (Local, "f2fs"),
+        0xca45_1a4e => (Local, "bcachefs"),
+        0xe0f5_e1e2 => (Local, "erofs"),
+        0x7371_7368 => (Local, "squashfs"),
+        0x7366_746e | 0x5346_544e => (Local, "ntfs"),
+        0x2011_bab0 => (Local, "exfat"),
+        0x4d44 => (Local, "vfat"),
+        0x9660 => (Local, "iso9660"),
+        0x3153_464a => (Local, "jfs"),
+        0x6969 => (Network, "nfs"),
+        0xff53_4d42 | 0x517b => (Network, "cifs"),
+        0xfe53_4d42 => (Network, "smb2"),
+        0x0bd0_0bd0 => (Network, "lustre"),
+        0x4750_4653 => (Network, "gpfs"),
+        0x00c3_6400 => (Network, "ceph"),
+        0x6573_5546 => (Network, "fuse"),
+        0x0102_1997 => (Network, "9p"),
+        0x5346_414f | 0x6b41_4653 => (Network, "afs"),
+        0x0116_1970 => (Network, "gfs2"),
+        0x7461_636f => (Network, "ocfs2"),
+        0x1983_0326 => (Network, "beegfs"),
+        0x2003_0528 => (Network, "orangefs"),
+        0xaad7_aaea => (Network, "panfs"),
+        0x786f_4256 => (Network, "vboxsf"),
+        _ => (Network, "unknown"),
+    }
+}

@@ -1,0 +1,359 @@
+//! The shard files of one load: descriptors, what their file systems allow, which of their pages are resident, and
+//! whether they are still the files whose headers were read.
+
+use super::facts::{facts_of, Facts, FsKind};
+use super::known_disks;
+use super::pread::MOST_PER_CALL;
+use super::residency::{resident, Residency};
+use super::stat::{identity_of, statx};
+use super::version::Identity;
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::PAGE;
+use crate::sync::{lock, Mutex};
+use std::ffi::CString;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Descriptors kept open at once. A checkpoint with more shards reads each of them for a moment only.
+const MOST_OPEN: u64 = 512;
+
+/// The shard files of one load.
+///
+/// Descriptors are opened on demand and closed again, least recently used first, so that a checkpoint of thousands of
+/// shards loads under a small `RLIMIT_NOFILE`. Every open compares the file with the identity it had when its header was
+/// read.
+#[derive(Debug)]
+pub struct Files {
+    files: Vec<File>,
+    open: Mutex<Vec<Open>>,
+    most_open: usize,
+    clock: AtomicU64,
+    opens: AtomicU64,
+    most_per_call: AtomicU64,
+}
+
+#[derive(Debug)]
+struct File {
+    path: PathBuf,
+    identity: Identity,
+    facts: OnceLock<Facts>,
+    touched: AtomicBool,
+    /// Threads that are asking the file system about it.
+    asking: AtomicU32,
+}
+
+#[derive(Debug)]
+struct Open {
+    file: u32,
+    direct: bool,
+    used: u64,
+    fd: Arc<OwnedFd>,
+}
+
+impl Files {
+    /// Files by absolute path, each with the identity that it must still have; nothing is opened yet.
+    pub fn new(files: impl IntoIterator<Item = (PathBuf, Identity)>) -> Files {
+        let files = files
+            .into_iter()
+            .map(|(path, identity)| File {
+                path,
+                identity,
+                facts: OnceLock::new(),
+                touched: AtomicBool::new(false),
+                asking: AtomicU32::new(0),
+            })
+            .collect();
+        // A quarter of the limit: the rest of the process needs descriptors too.
+        let most_open = (descriptor_limit() / 4).clamp(8, MOST_OPEN) as usize;
+        Files {
+            files,
+            open: Mutex::default(),
+            most_open,
+            clock: AtomicU64::new(0),
+            opens: AtomicU64::new(0),
+            most_per_call: AtomicU64::new(MOST_PER_CALL),
+        }
+    }
+
+    /// Files by path, as they are now: for tools whose files need not be shard files.
+    pub fn from_paths<P: AsRef<Path>>(paths: &[P]) -> Result<Files> {
+        let files = paths
+            .iter()
+            .map(|p| Ok((p.as_ref().to_path_buf(), identity_of(p.as_ref())?)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self::new(files))
+    }
+
+    /// Number of files.
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    /// Path of file number `file`.
+    pub fn path(&self, file: u32) -> &Path {
+        &self.files[file as usize].path
+    }
+
+    /// Size of file number `file` in bytes, as it was when its header was read.
+    pub fn size(&self, file: u32) -> u64 {
+        self.files[file as usize].identity.size
+    }
+
+    /// Whether the two sets have a file in common.
+    pub(super) fn share(&self, other: &Files) -> bool {
+        let same = |a: &File, b: &File| (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino);
+        self.files.iter().any(|a| other.files.iter().any(|b| same(a, b)))
+    }
+
+    /// The file whose answer a thread waits for, and the number of answers so far, which changes as answers come;
+    /// `None` if no thread waits.
+    pub(crate) fn asking(&self) -> Option<(u64, u32)> {
+        // Counted per file and not in one place: an answer for one file must not end the wait for another that hangs.
+        let file = self.files.iter().position(|f| f.asking.load(Ordering::Relaxed) > 0)?;
+        Some((self.clock.load(Ordering::Relaxed), file as u32))
+    }
+
+    /// Whether a file that was opened is on a network file system, so that asking about it may hang.
+    pub(crate) fn may_hang(&self) -> bool {
+        self.files.iter().any(|f| f.facts.get().is_some_and(|f| f.kind == FsKind::Network))
+    }
+
+    /// Whether all files are known to be on disks of this machine, because this process has asked about their devices
+    /// before. Then no other thread is needed in case the file system hangs.
+    pub(crate) fn are_known_local(&self) -> bool {
+        self.files.iter().all(|f| known_disks::is_known(f.identity.dev))
+    }
+
+    fn ask(&self, file: u32) -> Asking<'_> {
+        self.clock.fetch_add(1, Ordering::Relaxed);
+        let asking = &self.files[file as usize].asking;
+        asking.fetch_add(1, Ordering::Relaxed);
+        Asking(asking)
+    }
+
+    /// Number of times a descriptor was opened.
+    pub fn opens(&self) -> u64 {
+        self.opens.load(Ordering::Relaxed)
+    }
+
+    /// Caps the bytes of one system call; longer reads take several calls. The kernel has such a cap itself (2 GiB).
+    /// With this, tests reach the code behind short reads without extents of 2 GiB.
+    pub fn cap_calls(&self, bytes: u64) {
+        self.most_per_call.store(bytes.clamp(PAGE, MOST_PER_CALL), Ordering::Relaxed);
+    }
+
+    pub(crate) fn most_per_call(&self) -> u64 {
+        self.most_per_call.load(Ordering::Relaxed)
+    }
+
+    /// A descriptor of file number `file` for reading, with or without O_DIRECT. It stays open at least as long as the
+    /// `Arc` is held. Kind `Limit` if the process has no descriptor left and none of these is idle.
+    pub fn open(&self, file: u32, direct: bool) -> Result<Arc<OwnedFd>> {
+        let used = self.clock.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut open = lock(&self.open);
+            if let Some(o) = open.iter_mut().find(|o| o.file == file && o.direct == direct) {
+                o.used = used;
+                return Ok(o.fd.clone());
+            }
+            while open.len() >= self.most_open && close_idlest(&mut open) {}
+        }
+        // Opened without the lock: on a network file system this may take long, and other threads need not wait for it.
+        let _asking = self.ask(file);
+        let flags = if direct { libc::O_DIRECT } else { 0 };
+        let fd = loop {
+            match open_read_only(self.path(file), flags) {
+                Ok(fd) => break fd,
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                    if !close_idlest(&mut lock(&self.open)) {
+                        let text = format!(
+                            "cannot open: {e}; every descriptor of this load is in use. RLIMIT_NOFILE is {}: raise it \
+                             (ulimit -n) or close files elsewhere in the process",
+                            descriptor_limit()
+                        );
+                        return Err(Error::new(ErrorKind::Limit, text).at(self.path(file)));
+                    }
+                }
+                // The file was there when its header was read.
+                Err(e) if e.raw_os_error() == Some(libc::ENOENT) => return Err(self.gone(file)),
+                Err(e) => {
+                    return Err(Error::io(if direct { "open with O_DIRECT" } else { "open" }, &e).at(self.path(file)))
+                }
+            }
+        };
+        self.opens.fetch_add(1, Ordering::Relaxed);
+        self.compare(file, &statx(Some(fd.as_raw_fd()), None, self.path(file))?.identity)?;
+        self.files[file as usize].touched.store(true, Ordering::Relaxed);
+        let fd = Arc::new(fd);
+        let mut open = lock(&self.open);
+        // Another thread may have opened it meanwhile. One of the two descriptors is enough.
+        if let Some(o) = open.iter().find(|o| o.file == file && o.direct == direct) {
+            return Ok(o.fd.clone());
+        }
+        open.push(Open { file, direct, used, fd: fd.clone() });
+        Ok(fd)
+    }
+
+    /// Closes every descriptor that no read is using.
+    pub fn close_idle(&self) {
+        lock(&self.open).retain(|o| Arc::strong_count(&o.fd) > 1);
+    }
+
+    /// What the file system of file number `file` allows.
+    pub fn facts(&self, file: u32) -> Result<Facts> {
+        if let Some(facts) = self.files[file as usize].facts.get() {
+            return Ok(*facts);
+        }
+        let fd = self.open(file, false)?;
+        let _asking = self.ask(file);
+        let facts = facts_of(&fd, self.path(file))?;
+        Ok(*self.files[file as usize].facts.get_or_init(|| facts))
+    }
+
+    /// [`facts`](Self::facts), if they are known already. Does not ask the file system.
+    pub(crate) fn known_facts(&self, file: u32) -> Option<Facts> {
+        self.files[file as usize].facts.get().copied()
+    }
+
+    /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
+    /// machine.
+    #[doc(hidden)]
+    pub fn pretend_storage(&self, file: u32, storage: u64) -> Result<()> {
+        let fd = self.open(file, false)?;
+        let facts = Facts { storage, ..facts_of(&fd, self.path(file))? };
+        self.files[file as usize].facts.get_or_init(|| facts);
+        Ok(())
+    }
+
+    /// Which parts of file number `file` are in the page cache.
+    pub fn resident_ranges(&self, file: u32) -> Result<Residency> {
+        self.resident_within(file, 0..self.size(file))
+    }
+
+    /// Which parts of `range` of file number `file` are in the page cache: whole pages, cut at the end of the file. A
+    /// caller that wants one tensor of a large file need not ask about the rest.
+    pub fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
+        let size = self.size(file);
+        let range = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE).min(size);
+        if range.is_empty() {
+            return Ok(Residency::default());
+        }
+        if self.facts(file)?.kind == FsKind::Memory {
+            return Ok(Residency { ranges: std::iter::once(range).collect(), calls: 0, samples: 0 });
+        }
+        let fd = self.open(file, false)?;
+        resident(fd.as_raw_fd(), range).map_err(|e| e.at(self.path(file)))
+    }
+
+    /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.
+    pub fn verify_unchanged(&self) -> Result<()> {
+        for (number, file) in self.files.iter().enumerate() {
+            if !file.touched.load(Ordering::Relaxed) {
+                continue;
+            }
+            self.verify_file(number as u32)?;
+        }
+        Ok(())
+    }
+
+    /// The same for one file, whether it was opened or not.
+    pub fn verify_file(&self, file: u32) -> Result<()> {
+        let _asking = self.ask(file);
+        match statx(None, None, self.path(file)) {
+            Ok(now) => self.compare(file, &now.identity),
+            Err(e) if e.kind() == ErrorKind::NotFound => Err(self.gone(file)),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn gone(&self, file: u32) -> Error {
+        Error::new(ErrorKind::Changed, "the file is gone: it was removed or renamed after its header was read")
+            .at(self.path(file))
+    }
+
+    fn compare(&self, file: u32, now: &Identity) -> Result<()> {
+        let known = &self.files[file as usize];
+        known.identity.check(now).map_err(|e| e.at(&known.path))
+    }
+}
+
+/// A thread asks the file system about a file, until this is dropped.
+struct Asking<'f>(&'f AtomicU32);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Closes the least recently used descriptor that nothing holds; false if there is none.
+fn close_idlest(open: &mut Vec<Open>) -> bool {
+    let idle = open.iter().enumerate().filter(|(_, o)| Arc::strong_count(&o.fd) == 1);
+    match idle.min_by_key(|(_, o)| o.used).map(|(i, _)| i) {
+        Some(i) => {
+            open.swap_remove(i);
+            true
+        }
+        None => false,
+    }
+}
+
+/// What the file system under `path` (a file) allows: for diagnosis.
+pub fn facts_at(path: &Path) -> Result<Facts> {
+    Files::from_paths(&[path])?.facts(0)
+}
+
+fn descriptor_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes one rlimit.
+    match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } {
+        0 => limit.rlim_cur,
+        _ => 1024,
+    }
+}
+
+fn open_read_only(path: &Path, flags: i32) -> io::Result<OwnedFd> {
+    let path = CString::new(path.as_os_str().as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    loop {
+        // O_NONBLOCK: if a FIFO has replaced the file by now, opening it must not wait for a writer.
+        let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | flags;
+        // SAFETY: `path` is a C string that outlives the call.
+        let fd = unsafe { libc::open(path.as_ptr(), flags) };
+        if fd >= 0 {
+            // SAFETY: the descriptor is new and nobody else's.
+            return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+        }
+        let e = io::Error::last_os_error();
+        if e.kind() != io::ErrorKind::Interrupted {
+            return Err(e);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_still_asks_is_seen_after_another_was_told() {
+        let paths: Vec<_> = (0..3).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
+        let files = Files::from_paths(&paths).unwrap();
+        assert_eq!(files.asking(), None);
+        let hangs = files.ask(1);
+        files.open(2, false).unwrap();
+        files.open(1, false).unwrap();
+        assert_eq!(files.asking().map(|a| a.1), Some(1));
+        drop(hangs);
+        assert_eq!(files.asking(), None);
+    }
+}
