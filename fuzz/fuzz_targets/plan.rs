@@ -7,7 +7,8 @@ use penstock::format::Checkpoint;
 use penstock::plan::layout::{BlockKind, Layout, Target};
 use penstock::options::Order;
 use penstock::plan::want::{AxisSlice, Want};
-use penstock::extent::{Landing, Route};
+use penstock::way::{Through, Way};
+use penstock::extent::Route;
 use penstock::plan::schedule::{FileTraits, Limits, Schedule};
 
 /// Numbers from the input; zeros when it has run out.
@@ -70,14 +71,14 @@ fuzz_target!(|bytes: &[u8]| {
         wants.push(Want { tensor: t, region });
     }
     let target = match input.below(4) {
-        0 => Target::Cpu { mapped: vec![true], misaligned: false },
-        1 => Target::Cpu { mapped: vec![false], misaligned: false },
+        0 => Target::Cpu { misaligned: true },
+        1 => Target::Cpu { misaligned: false },
         2 => Target::Gpu,
         _ => Target::Foreign,
     };
     let order = if input.below(2) == 0 { Order::File } else { Order::Layer };
     let gap = input.below(20_000);
-    let layout = Layout::new(&checkpoint, &wants, &target, order, gap).expect("regions are within their tensors");
+    let layout = Layout::new(&checkpoint, &wants, &target, order).expect("regions are within their tensors");
     let mut resident = Vec::new();
     let mut from = 0;
     while from < size && resident.len() < 4 {
@@ -92,25 +93,25 @@ fuzz_target!(|bytes: &[u8]| {
     let limits = Limits {
         extent: 4096 * (1 + input.below(16)),
         gap,
+        scatter: (!matches!(target, Target::Gpu) && input.below(2) == 0).then_some(input.below(5000)),
+        direct_in_place: input.below(4) > 0,
+        window: (input.below(4) == 0).then_some(input.below(1 << 20)),
+    };
+    let way = Way {
+        mapped: matches!(target, Target::Cpu { .. }) && input.below(2) == 0,
+        in_part: false,
         cold: route(input.below(2)),
         warm: route(input.below(2)),
-        scatter: (!matches!(target, Target::Gpu) && input.below(2) == 0).then_some(input.below(5000)),
+        through: if input.below(4) == 0 { Through::HugePages } else { Through::Ahead },
     };
     let direct_align = [None, Some(512), Some(4096)][input.below(3) as usize];
-    let files = [FileTraits { direct_align, resident, filled: input.below(4) == 0, ..FileTraits::default() }];
+    let files = [FileTraits { direct_align, resident, way, ..FileTraits::default() }];
     let schedule = Schedule::new(&checkpoint, &layout, &files, &limits);
 
-    let mut blocks: Vec<Vec<u8>> = layout
-        .blocks
-        .iter()
-        .map(|b| if matches!(b.kind, BlockKind::Mapped { .. }) { Vec::new() } else { vec![0; b.nbytes as usize] })
-        .collect();
+    let mut blocks: Vec<Vec<u8>> = layout.blocks.iter().map(|b| vec![0; b.nbytes as usize]).collect();
     for e in &schedule.extents {
         assert!(e.len > 0 && e.need <= e.len && e.offset + e.need <= size, "{e:?} of {size}");
         for p in &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize] {
-            if matches!(e.landing, Landing::Mapping { .. }) {
-                continue;
-            }
             for row in 0..p.rows {
                 let (from, to) = (p.from + row * p.from_stride, p.to + row * p.to_stride);
                 assert!(from + p.len <= e.need, "{p:?} outside {e:?}");
@@ -123,9 +124,8 @@ fuzz_target!(|bytes: &[u8]| {
         }
     }
     for (want, (place, runs)) in layout.places.iter().zip(&layout.runs).enumerate() {
-        if matches!(layout.blocks[place.block as usize].kind, BlockKind::Mapped { .. }) {
-            assert_eq!((place.offset, runs.count()), (runs.start, 1));
-            continue;
+        if let BlockKind::Mirror { start, .. } = layout.blocks[place.block as usize].kind {
+            assert_eq!((start + place.offset, runs.count()), (runs.start, 1));
         }
         for run in 0..runs.count() {
             for i in 0..runs.len {

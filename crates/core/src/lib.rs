@@ -102,6 +102,7 @@ mod sync;
 mod timeline;
 #[cfg_attr(loom, path = "wake/model.rs")]
 pub mod wake;
+pub mod way;
 
 pub use error::{Error, ErrorKind, Result};
 pub use format::{Checkpoint, DType, TensorInfo};

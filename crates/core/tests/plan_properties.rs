@@ -8,6 +8,7 @@ use penstock::options::{Order, GPU_ALIGN, HUGE_PAGE, PAGE, SHARED_BLOCK};
 use penstock::plan::layout::{BlockKind, Layout, Target};
 use penstock::plan::schedule::{FileTraits, Limits, Schedule};
 use penstock::plan::want::{AxisSlice, Runs, Want};
+use penstock::way::Way;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use std::fs::File;
@@ -174,9 +175,11 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 assert_eq!(e.route, Route::Mapped);
                 let there = |r: &Range<u64>| r.start <= e.offset + first as u64 && r.end >= e.offset + last as u64;
                 assert!(!resident || files[e.file as usize].resident.iter().any(there), "not all resident: {e:?}");
-                assert_eq!(layout.blocks[block as usize].kind, BlockKind::Mapped { file: e.file });
+                assert!(files[e.file as usize].way.mapped, "{e:?}");
+                let BlockKind::Mirror { file, start } = layout.blocks[block as usize].kind else { panic!("{e:?}") };
+                assert_eq!(file, e.file);
                 let past = (e.offset + e.len).min(sizes[e.file as usize]);
-                put(block, e.offset, &bytes[..(past - e.offset) as usize]);
+                put(block, e.offset - start, &bytes[..(past - e.offset) as usize]);
             }
             Landing::Block { block } => {
                 assert!(e.route != Route::Direct || limits.direct_in_place, "{e:?}");
@@ -232,11 +235,11 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
     }
     // What else arrived: slack and gaps where a read lands in place, nothing anywhere else.
     for (spec, extra) in layout.blocks.iter().zip(&arrivals) {
-        if !matches!(spec.kind, BlockKind::Mapped { .. } | BlockKind::Mirror { .. }) {
+        if !matches!(spec.kind, BlockKind::Mirror { .. }) {
             assert!(extra.iter().all(|n| *n == 0), "unwanted bytes arrived in {spec:?}");
         }
     }
-    routes(files, limits, &sizes, schedule);
+    routes(files, &sizes, schedule);
     let t = schedule.totals();
     let bytes: u64 = schedule.extents.iter().map(|e| e.len).sum();
     assert_eq!(t.mapped.bytes + t.buffered.bytes + t.direct.bytes, bytes);
@@ -259,13 +262,13 @@ fn moved(a: &Piece, b: &Piece) -> u64 {
 }
 
 /// Resident bytes go the warm way and the others the cold way, up to stretches too short to matter.
-fn routes(files: &[FileTraits], limits: &Limits, sizes: &[u64], schedule: &Schedule) {
+fn routes(files: &[FileTraits], sizes: &[u64], schedule: &Schedule) {
     for e in schedule.extents.iter().filter(|e| e.route != Route::Mapped) {
         let traits = &files[e.file as usize];
         if traits.direct_align.is_none() {
             assert_eq!(e.route, Route::Buffered);
         }
-        if traits.direct_align != Some(512) || (limits.cold, limits.warm) != (Route::Direct, Route::Buffered) {
+        if traits.direct_align != Some(512) || (traits.way.cold, traits.way.warm) != (Route::Direct, Route::Buffered) {
             continue;
         }
         let past = (e.offset + e.len).min(sizes[e.file as usize]);
@@ -314,7 +317,7 @@ struct Case {
     traits: Vec<FileTraits>,
     limits: Limits,
     target: u8,
-    mapped: u8,
+    misaligned: bool,
     order: Order,
 }
 
@@ -330,13 +333,11 @@ fn case() -> impl Strategy<Value = Case> {
         ranges
     });
     let align = prop::sample::select(vec![Some(512), Some(512), Some(4096), Some(16384), None]);
-    let traits = (0..3u32, align, resident);
-    let route = || prop::sample::select(vec![Route::Direct, Route::Buffered, Route::Direct, Route::Mapped]);
+    let route = || prop::sample::select(vec![Route::Direct, Route::Buffered, Route::Direct]);
+    let traits = (0..3u32, align, resident, any::<bool>(), route(), route());
     let limits = (
         prop::sample::select(vec![4096u64, 8192, 20480, 1 << 16, 1 << 18]),
         prop::sample::select(vec![0u64, 1, 100, 4096, 16384]),
-        route(),
-        route(),
         prop::sample::select(vec![None, Some(1), Some(64), Some(4096)]),
         prop::bool::weighted(0.7),
         prop::sample::select(vec![None, Some(1), Some(50_000), Some(1 << 20)]),
@@ -346,9 +347,9 @@ fn case() -> impl Strategy<Value = Case> {
         prop::collection::vec(want, 0..24),
         prop::collection::vec(traits, 3),
         limits,
-        (0..3u8, any::<u8>(), prop::sample::select(vec![Order::File, Order::Layer])),
+        (0..3u8, any::<bool>(), prop::sample::select(vec![Order::File, Order::Layer])),
     )
-        .prop_map(|(files, wants, traits, limits, (target, mapped, order))| Case {
+        .prop_map(|(files, wants, traits, limits, (target, misaligned, order))| Case {
             files: files
                 .into_iter()
                 .enumerate()
@@ -360,19 +361,21 @@ fn case() -> impl Strategy<Value = Case> {
             wants,
             traits: traits
                 .into_iter()
-                .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident, filled: false })
+                .map(|(storage, direct_align, resident, mapped, cold, warm)| {
+                    // Only files for the CPU are mapped.
+                    let way = Way { mapped: mapped && target == 0, cold, warm, ..Way::default() };
+                    FileTraits { storage, direct_align, resident, way }
+                })
                 .collect(),
             limits: Limits {
                 extent: limits.0,
                 gap: limits.1,
-                cold: limits.2,
-                warm: limits.3,
-                scatter: limits.4,
-                direct_in_place: limits.5,
-                window: limits.6,
+                scatter: limits.2,
+                direct_in_place: limits.3,
+                window: limits.4,
             },
             target,
-            mapped,
+            misaligned,
             order,
         })
 }
@@ -410,12 +413,9 @@ impl Case {
             .collect()
     }
 
-    fn target(&self, c: &Checkpoint) -> Target {
+    fn target(&self) -> Target {
         match self.target {
-            0 => {
-                let mapped = (0..c.files().len()).map(|f| self.mapped >> f & 1 == 1).collect();
-                Target::Cpu { mapped, misaligned: self.mapped >> 7 & 1 == 1 }
-            }
+            0 => Target::Cpu { misaligned: self.misaligned },
             1 => Target::Gpu,
             _ => Target::Foreign,
         }
@@ -429,7 +429,7 @@ fn aligned(c: &Checkpoint, wants: &[Want], target: &Target, layout: &Layout) {
         let align = match (block.kind, target) {
             (BlockKind::Dense, Target::Gpu) => GPU_ALIGN,
             (BlockKind::Dense, _) => 64,
-            (BlockKind::Mapped { .. }, Target::Cpu { misaligned: true, .. }) => 1,
+            (BlockKind::Mirror { .. }, Target::Cpu { misaligned: true }) => 1,
             _ => c.tensor(want.tensor).dtype.align(),
         };
         assert_eq!(place.offset % align, 0, "{want:?} at {place:?} of {block:?}");
@@ -455,13 +455,13 @@ proptest! {
     #[test]
     fn every_wanted_byte_arrives_once_and_nothing_else_is_read_beyond_slack_and_gaps(case in case()) {
         let c = checkpoint(&case.files);
-        let (wants, target) = (case.wants(&c), case.target(&c));
-        let layout = Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap();
+        let (wants, target) = (case.wants(&c), case.target());
+        let layout = Layout::new(&c, &wants, &target, case.order).unwrap();
         aligned(&c, &wants, &target, &layout);
         let schedule = Schedule::new(&c, &layout, &case.traits, &case.limits);
         check(&c, &wants, &layout, &case.traits, &case.limits, &schedule);
         // Pure: the same again gives the same.
-        prop_assert_eq!(&layout, &Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap());
+        prop_assert_eq!(&layout, &Layout::new(&c, &wants, &target, case.order).unwrap());
         let again = Schedule::new(&c, &layout, &case.traits, &case.limits);
         prop_assert_eq!((&schedule.extents, &schedule.pieces), (&again.extents, &again.pieces));
     }
@@ -483,11 +483,11 @@ proptest! {
             .collect();
         let c = checkpoint(&files);
         let wants = Want::all(&c);
-        let layout = Layout::new(&c, &wants, &Target::Foreign, Order::File, 0).unwrap();
+        let layout = Layout::new(&c, &wants, &Target::Foreign, Order::File).unwrap();
         let traits: Vec<FileTraits> =
             storage.iter().map(|&storage| FileTraits { storage, ..FileTraits::default() }).collect();
-        let (cold, warm, window) = (Route::Buffered, Route::Buffered, Some(window));
-        let limits = Limits { extent, gap: 0, cold, warm, scatter: Some(1), direct_in_place: true, window };
+        let window = Some(window);
+        let limits = Limits { extent, gap: 0, scatter: Some(1), direct_in_place: true, window };
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         check(&c, &wants, &layout, &traits, &limits, &schedule);
         let pieces = |e: &Extent| schedule.pieces[e.pieces.start as usize..e.pieces.end as usize].to_vec();
@@ -513,12 +513,13 @@ proptest! {
         let tensors = (0..).zip(&sizes).map(|(i, &(n, _))| (name(0, i), DType::U8, vec![n])).collect();
         let c = checkpoint(&[(tensors, padding)]);
         let wants: Vec<Want> = (0..).zip(&sizes).filter(|(_, s)| s.1).map(|(i, _)| Want::whole(i)).collect();
-        let limits = Limits { extent, gap, cold: Route::Buffered, warm: Route::Buffered, scatter: None, direct_in_place: true, window: None };
+        let limits = Limits { extent, gap, scatter: None, direct_in_place: true, window: None };
         let size = c.files()[0].identity.size;
         let there = if resident { 0..size } else { PAGE..size };
         // If some bytes are cold, the first page is one of them, and it is wanted unless the header fills it.
-        let traits = [FileTraits { resident: vec![there.clone()], ..FileTraits::default() }];
-        let layout = Layout::new(&c, &wants, &Target::Cpu { mapped: vec![true], misaligned: false }, Order::File, gap).unwrap();
+        let way = Way { mapped: true, ..Way::default() };
+        let traits = [FileTraits { resident: vec![there.clone()], way, ..FileTraits::default() }];
+        let layout = Layout::new(&c, &wants, &Target::Cpu { misaligned: false }, Order::File).unwrap();
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         // Each with its first and last wanted byte.
         let mut extents: Vec<(Range<u64>, &Extent)> = Vec::new();
@@ -530,14 +531,16 @@ proptest! {
         let span = extents.first().map_or(0, |e| e.0.start)..extents.last().map_or(0, |e| e.0.end);
         let resident = there.start <= span.start && there.end >= span.end;
         for (_, e) in &extents {
-            prop_assert_eq!(e.landing, Landing::Mapping { block: 0, resident });
+            let Landing::Mapping { resident: found, .. } = e.landing else { panic!("{e:?}") };
+            prop_assert_eq!(found, resident);
             prop_assert!(e.len <= most(&limits, e), "{:?}", e);
         }
         let step = if resident || extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
         for pair in extents.windows(2) {
             let ((a, before), (b, after)) = (&pair[0], &pair[1]);
             let past = before.offset + before.len;
-            if b.start - a.end <= gap || after.offset < past {
+            // Extents of different blocks meet where a gap is.
+            if before.landing == after.landing && (b.start - a.end <= gap || after.offset < past) {
                 prop_assert!(past.next_multiple_of(step) <= after.offset, "cut within a huge page: {before:?} {after:?}");
             }
         }
@@ -568,12 +571,13 @@ proptest! {
         if whole {
             wants.push(Want::whole(w));
         }
-        let targets = [Target::Cpu { mapped: vec![false], misaligned: false }, Target::Gpu, Target::Foreign];
+        let targets = [Target::Cpu { misaligned: false }, Target::Gpu, Target::Foreign];
         let target = &targets[usize::from(target)];
-        let limits = Limits { extent, gap, cold: Route::Direct, warm: Route::Buffered, scatter, direct_in_place: true, window: None };
+        let limits = Limits { extent, gap, scatter, direct_in_place: true, window: None };
         let there = bytes / 3..bytes / 2;
-        let traits = [FileTraits { direct_align: Some(512), resident: vec![there], ..FileTraits::default() }];
-        let layout = Layout::new(&c, &wants, target, Order::File, gap).unwrap();
+        let way = Way { cold: Route::Direct, ..Way::default() };
+        let traits = [FileTraits { direct_align: Some(512), resident: vec![there], way, ..FileTraits::default() }];
+        let layout = Layout::new(&c, &wants, target, Order::File).unwrap();
         aligned(&c, &wants, target, &layout);
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         check(&c, &wants, &layout, &traits, &limits, &schedule);
@@ -598,10 +602,10 @@ proptest! {
         });
         let mut shuffled: Vec<usize> = (0..wants.len()).collect();
         shuffled.sort_by_key(|i| (*i as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let target = if case.target == 2 { Target::Gpu } else { case.target(&c) };
-        let one = Layout::new(&c, &wants, &target, case.order, case.limits.gap).unwrap();
+        let target = if case.target == 2 { Target::Gpu } else { case.target() };
+        let one = Layout::new(&c, &wants, &target, case.order).unwrap();
         let moved: Vec<Want> = shuffled.iter().map(|&i| wants[i].clone()).collect();
-        let two = Layout::new(&c, &moved, &target, case.order, case.limits.gap).unwrap();
+        let two = Layout::new(&c, &moved, &target, case.order).unwrap();
         prop_assert_eq!(&one.blocks, &two.blocks);
         for (i, &was) in shuffled.iter().enumerate() {
             // Empty tensors that start together cannot be told apart.
@@ -616,7 +620,7 @@ proptest! {
 fn shared_blocks_are_bounded() {
     let tensors = (0..40).map(|i| (format!("t{i}"), DType::U8, vec![(i % 9) << 20])).collect();
     let c = checkpoint(&[(tensors, 0)]);
-    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::File, 0).unwrap();
+    let layout = Layout::new(&c, &Want::all(&c), &Target::Gpu, Order::File).unwrap();
     assert!(layout.blocks.iter().all(|b| b.nbytes <= SHARED_BLOCK));
     assert!(layout.blocks.len() <= 12, "{}", layout.blocks.len());
 }

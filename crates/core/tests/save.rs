@@ -9,7 +9,7 @@ use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
 use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
-use penstock::save::{Arrangement, At, Plan, Report, Request, Save, Tensor, Wanted};
+use penstock::save::{Arrangement, At, Save, SavePlan, SaveReport, SaveRequest, Tensor, Wanted};
 use penstock::staging::Ring;
 use penstock::ErrorKind;
 use std::path::Path;
@@ -33,15 +33,15 @@ fn noise(seed: u64, nbytes: usize) -> Vec<u8> {
 }
 
 /// Tensors of these sizes, in shards of 9 MiB at most.
-fn plan(sizes: &[usize]) -> Plan {
+fn plan(sizes: &[usize]) -> SavePlan {
     let tensors: Vec<Tensor> = (0..)
         .zip(sizes)
         .map(|(i, n)| Tensor { name: format!("w{i}"), dtype: DType::U8, shape: vec![*n as u64] })
         .collect();
-    Plan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, Some(9 * MIB)).unwrap()
+    SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, Some(9 * MIB)).unwrap()
 }
 
-fn ended(save: &Save) -> penstock::Result<Report> {
+fn ended(save: &Save) -> penstock::Result<SaveReport> {
     assert!(save.wait(Some(PATIENCE))?, "the save did not end");
     save.report()
 }
@@ -65,7 +65,7 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
     for sync in [true, false] {
         let folder = tempfile::tempdir().unwrap();
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
-        let request = Request {
+        let request = SaveRequest {
             plan: plan(&SIZES),
             folder: folder.path().to_path_buf(),
             checkpoint: None,
@@ -89,7 +89,7 @@ fn late(folder: &Path, contents: &[Vec<u8>], sync: bool, stall_timeout: Duration
     tensors[0] = At::Host(contents[0].as_ptr() as u64);
     let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
     let options = Options { stall_timeout, ..options() };
-    Save::start(Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }).unwrap()
+    Save::start(SaveRequest { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }).unwrap()
 }
 
 /// Waits until the save wants a tensor; `None` if it ends first.
@@ -155,7 +155,7 @@ fn nobody_holds_staging_while_a_tensor_is_being_made() {
         // Another save of the process goes on meanwhile.
         let other = tempfile::tempdir().unwrap();
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
-        let request = Request {
+        let request = SaveRequest {
             plan: plan(&SIZES),
             folder: other.path().to_path_buf(),
             checkpoint: None,
@@ -184,7 +184,15 @@ fn a_save_waits_for_staging_in_the_background() {
             let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
             let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
             let options = Options { stall_timeout, ..options() };
-            Save::start(Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options })
+            Save::start(SaveRequest {
+                plan,
+                folder,
+                checkpoint: None,
+                tensors,
+                keep: Arc::new(()),
+                sync: true,
+                options,
+            })
         };
         // Another load holds all that these may have.
         let load = Ring::process().join(MIB, 4 * MIB).unwrap();
@@ -237,10 +245,10 @@ fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
     (gpu, memory, contents)
 }
 
-fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> Request {
+fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> SaveRequest {
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
     let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
-    Request { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }
+    SaveRequest { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }
 }
 
 #[test]
@@ -285,12 +293,13 @@ fn small_ones(vendor: Vendor, count: usize, nbytes: usize, align: usize, sizes: 
         .zip(&sizes)
         .map(|(i, n)| Tensor { name: format!("w{i}"), dtype: DType::U8, shape: vec![*n as u64] })
         .collect();
-    let plan = Plan::new(&named, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
+    let plan = SavePlan::new(&named, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
     let folder_path = folder.path().to_path_buf();
     let options = Options { stall_timeout: Duration::from_secs(30), ..Options::default() };
     let keep = Arc::new(());
-    let save = Save::start(Request { plan, folder: folder_path, checkpoint: None, tensors, keep, sync: true, options })
-        .unwrap();
+    let save =
+        Save::start(SaveRequest { plan, folder: folder_path, checkpoint: None, tensors, keep, sync: true, options })
+            .unwrap();
     ended(&save).unwrap();
     drop(save);
     same(folder.path(), &contents);
@@ -348,7 +357,8 @@ fn tensors_of_allocations_that_touch_are_copied_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     let options = Options { stall_timeout: Duration::from_secs(30), ..options() };
     let (plan, path) = (plan(&[nbytes as usize; 3]), folder.path().to_path_buf());
-    let request = Request { plan, folder: path, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options };
+    let request =
+        SaveRequest { plan, folder: path, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options };
     ended(&Save::start(request).unwrap()).unwrap();
     same(folder.path(), &[vec![7; 4096], vec![7; 4096], vec![7; 4096]]);
     assert_eq!(gpu.fake.counter("copies"), 3);

@@ -7,7 +7,7 @@ use crate::options::Options;
 use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, Plan, Request, Save as Core, Tensor};
+use penstock::save::{Arrangement, At, Save as Core, SavePlan, SaveRequest, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -70,7 +70,7 @@ pub(crate) fn head<'py>(
         let (arrangement, order) = arranged(layout, order)?;
         let known = tensors.0.into_iter().map(|(n, d, s)| tensor(n, &d, s.0)).collect::<PyResult<Vec<_>>>()?;
         let metadata = metadata.as_ref();
-        let plan = Plan::new(&known, metadata, "", arrangement, order, None).map_err(|e| raise(py, &e))?;
+        let plan = SavePlan::new(&known, metadata, "", arrangement, order, None).map_err(|e| raise(py, &e))?;
         let (head, places) = plan.files.first().map_or((&[][..], &[][..]), |f| (&f.head[..], &f.places[..]));
         Ok((PyBytes::new(py, head), places.iter().map(|p| p.0).collect::<Vec<_>>()))
     })
@@ -112,10 +112,10 @@ impl Save {
             }
             let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
             let (core, files) = detached(py, || {
-                let plan = Plan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
+                let plan = SavePlan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
                 let files = plan.names();
                 let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
-                let core = Core::start(Request { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
+                let core = Core::start(SaveRequest { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
                 Ok((core, files))
             })?;
             Ok(Self { core: Held::new(core), files })

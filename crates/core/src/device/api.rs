@@ -111,7 +111,7 @@ impl Rows {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Direction {
     ToDevice,
     ToHost,
 }
@@ -840,7 +840,7 @@ impl Api {
     /// `Device`.
     pub unsafe fn copy_rows_to_device(&self, rows: Rows, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.copy_rows(rows, Way::ToDevice, stream) }
+        unsafe { self.copy_rows(rows, Direction::ToDevice, stream) }
     }
 
     /// Queues a copy of rows to the host, in one call where the driver can.
@@ -852,16 +852,16 @@ impl Api {
     /// `Device`.
     pub unsafe fn copy_rows_to_host(&self, rows: Rows, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.copy_rows(rows, Way::ToHost, stream) }
+        unsafe { self.copy_rows(rows, Direction::ToHost, stream) }
     }
 
-    unsafe fn copy_rows(&self, rows: Rows, way: Way, stream: Stream) -> Result<()> {
+    unsafe fn copy_rows(&self, rows: Rows, way: Direction, stream: Stream) -> Result<()> {
         let range = |to: u64, from: u64, bytes: u64| {
             // SAFETY: the caller's promise, for a part of the rows.
             unsafe {
                 match way {
-                    Way::ToDevice => self.copy_to_device(to, from as *const u8, bytes as usize, stream),
-                    Way::ToHost => self.copy_to_host(to as *mut u8, from, bytes as usize, stream),
+                    Direction::ToDevice => self.copy_to_device(to, from as *const u8, bytes as usize, stream),
+                    Direction::ToHost => self.copy_to_host(to as *mut u8, from, bytes as usize, stream),
                 }
             }
         };
@@ -879,11 +879,11 @@ impl Api {
             Own::Cuda(cuda) => {
                 let mut copy = CudaMemcpy2d { from_pitch, to_pitch, width, height, ..CudaMemcpy2d::default() };
                 match way {
-                    Way::ToDevice => {
+                    Direction::ToDevice => {
                         (copy.from_type, copy.from_host) = (MEMORY_TYPE_HOST, from);
                         (copy.to_type, copy.to_device) = (MEMORY_TYPE_DEVICE, to);
                     }
-                    Way::ToHost => {
+                    Direction::ToHost => {
                         (copy.from_type, copy.from_device) = (MEMORY_TYPE_DEVICE, from);
                         (copy.to_type, copy.to_host) = (MEMORY_TYPE_HOST, to);
                     }
@@ -893,7 +893,7 @@ impl Api {
             }
             Own::Hip(hip) => {
                 // hipMemcpyHostToDevice and hipMemcpyDeviceToHost.
-                let kind = if way == Way::ToDevice { 1 } else { 2 };
+                let kind = if way == Direction::ToDevice { 1 } else { 2 };
                 // SAFETY: the caller's promise.
                 let code = unsafe { (hip.copy_rows)(to, to_pitch, from, from_pitch, width, height, kind, stream.0) };
                 self.check("hipMemcpy2DAsync", code)

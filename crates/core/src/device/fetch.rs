@@ -53,18 +53,18 @@ impl Range {
 enum Transfer {
     /// To its place.
     Straight(Range),
-    /// Into the scratch buffer: device memory from `from`, which contains these of [`Plan::parts`].
+    /// Into the scratch buffer: device memory from `from`, which contains these of [`Transfers::parts`].
     Scattered { from: u64, len: u64, parts: ops::Range<usize> },
 }
 
 #[derive(Debug, Default)]
-struct Plan {
+struct Transfers {
     transfers: Vec<Transfer>,
     parts: Vec<Range>,
 }
 
 /// Plans the copies of `ranges`. `together` says whether a range of device memory lies in one allocation.
-fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> Plan {
+fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> Transfers {
     let mut sorted: Vec<Range> = ranges.to_vec();
     sorted.sort_unstable_by_key(|range| (range.from, range.to));
     let mut joined: Vec<Range> = Vec::with_capacity(sorted.len());
@@ -78,7 +78,7 @@ fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> 
             _ => joined.push(range),
         }
     }
-    let mut plan = Plan::default();
+    let mut plan = Transfers::default();
     let mut rest = &joined[..];
     while let Some(first) = rest.first() {
         let (mut n, mut end) = (1, first.end());

@@ -34,7 +34,7 @@ pub(crate) enum Transfer {
     },
     /// Rows out of the slab, by a two-dimensional copy.
     Rows(Copy),
-    /// One range out of the scratch buffer, into which these [`Plan::parts`] are gathered first.
+    /// One range out of the scratch buffer, into which these [`Transfers::parts`] are gathered first.
     Gathered {
         /// First destination byte.
         to: u64,
@@ -47,15 +47,15 @@ pub(crate) enum Transfer {
 
 /// The transfers of a batch.
 #[derive(Debug, Default)]
-pub(crate) struct Plan {
+pub(crate) struct Transfers {
     pub(crate) transfers: Vec<Transfer>,
     /// The parts of gathered transfers: dense at the destination, ascending, without overlap.
     pub(crate) parts: Vec<Copy>,
 }
 
 /// Plans `copies`, gathering at most `span` (at least [`GATHER`]) bytes into one transfer.
-pub(crate) fn plan(copies: &[Copy], span: u64) -> Plan {
-    let mut plan = Plan::default();
+pub(crate) fn plan(copies: &[Copy], span: u64) -> Transfers {
+    let mut plan = Transfers::default();
     let mut joined: Vec<Copy> = Vec::with_capacity(copies.len());
     for copy in copies {
         split(*copy, &mut |item| match joined.last_mut() {

@@ -11,6 +11,7 @@ use crate::plan::layout::{Layout, Target};
 use crate::plan::schedule::{FileTraits, Limits, Schedule};
 use crate::plan::want::Want;
 use crate::stats::{Report, Tally};
+use crate::way::Way;
 use std::cell::Cell;
 use std::fmt::Write as _;
 use std::rc::Rc;
@@ -214,20 +215,13 @@ fn load(machine: Machine) -> Outcome {
 fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let Machine { mut volumes, mut device, depth, slabs, registered, mut registers } = machine;
     let options = Options::default();
+    let way = Way { cold: Route::Direct, ..Way::default() };
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
-        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new(), filled: false })
+        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new(), way })
         .collect();
-    let limits = Limits {
-        extent: options.extent,
-        gap: options.gap,
-        cold: Route::Direct,
-        warm: Route::Buffered,
-        scatter: None,
-        direct_in_place: true,
-        window: None,
-    };
-    let layout =
-        Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File, options.gap).unwrap());
+    let limits =
+        Limits { extent: options.extent, gap: options.gap, scatter: None, direct_in_place: true, window: None };
+    let layout = Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File).unwrap());
     let schedule = Arc::new(Schedule::new(checkpoint, &layout, &traits, &limits));
     let mut engine: Engine<Slab> = Engine::new(schedule.clone(), layout.clone(), depth, None);
     (0..layout.blocks.len() as u32).for_each(|block| engine.grant(block));

@@ -12,11 +12,13 @@ use crate::memory::{Block, Keep};
 use crate::options::GPU_ALIGN;
 use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::schedule::Schedule;
-use crate::source::{Destination, Done, Read, Source};
+use crate::source::{Chosen, Destination, Done, Read, Source};
 use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
 use crate::store::{patiently, CacheFill, DiskUse, Files};
+use crate::sync::lock;
 use crate::timeline::{Lane, Span, Timeline};
+use crate::way::{Cold, Routing, Through};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,11 +56,10 @@ pub(super) struct Driver {
     pub(super) fence: Option<Fence>,
     /// Pauses fills of the page cache during this load, if the load wants the disk.
     pub(super) _disk: Option<DiskUse>,
-    /// What went past the page cache is filled into it after the load, unless the source chose to keep it. For each
-    /// file: whether it is wanted whole.
-    pub(super) fills: Option<Vec<bool>>,
-    /// The load runs on its caller's thread, reads included.
-    pub(super) here: bool,
+    pub(super) routing: Arc<Routing>,
+    /// What the pace of the storage has decided, if it is to decide. What went past the page cache is filled into it after
+    /// the load, unless the bytes were kept.
+    pub(super) trial: Option<Chosen>,
     pub(super) record: Option<Record>,
 }
 
@@ -199,21 +200,22 @@ impl Driver {
         report.first_touch_seconds = touches.left_seconds;
         report.touched_pages = touches.pages;
         report.touch_calls = touches.calls;
-        if let Some(choice) = self.source.choice() {
-            report.cache = if choice.keep { "keep" } else { "bypass" };
+        if let Some(choice) = self.trial.as_ref().and_then(|trial| lock(trial).clone()) {
+            report.cache = choice.cold.name();
             report.cache_reason = choice.reason;
-        }
-        if let (Some(whole), "bypass", Ok(())) = (&self.fills, report.cache, &outcome) {
-            let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
-            let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
-            report.cache_fill = CacheFill::new(self.checkpoint.local_files(), past, whole);
-            report.cache = if report.cache_fill.is_some() { "fill" } else { "bypass" };
+            if choice.cold == Cold::Bypass && outcome.is_ok() {
+                let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
+                let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
+                let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
+                report.cache_fill = CacheFill::new(self.checkpoint.local_files(), past, &whole);
+                report.cache = if report.cache_fill.is_some() { "fill" } else { report.cache };
+            }
         }
         report.fallbacks = self.source.take_fallbacks();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
         }
-        if self.here {
+        if self.routing.here {
             // The caller's own thread mapped the pages, so the load waited for nothing else.
             report.waits.source = engine;
             report.find_bottleneck(Duration::ZERO);
@@ -410,19 +412,25 @@ impl Driver {
         self.blocks[block as usize].as_ref().ok_or_else(|| internal("a block was used before it was granted"))
     }
 
+    /// The offset in its file of a mirror block's first byte.
+    fn mirrored_from(&self, block: u32) -> Result<u64> {
+        match self.layout.blocks[block as usize].kind {
+            BlockKind::Mirror { start, .. } => Ok(start),
+            _ => Err(internal("a read lands in a block that does not mirror the file")),
+        }
+    }
+
     fn read(&self, extent: u32) -> Result<Read> {
         let (e, pieces) = self.extent(extent);
         let (into, keep) = match e.landing {
             Landing::Mapping { block, resident } => {
-                let block = self.block(block)?;
-                let at = (block.address() + e.offset) as *mut u8;
+                let (block, start) = (self.block(block)?, self.mirrored_from(block)?);
+                // The whole file is mapped, and an extent may begin before the block and end behind it.
+                let at = (block.address() - start + e.offset) as *mut u8;
                 (Destination::Mapping { at, resident }, block.keep())
             }
             Landing::Block { block } => {
-                let BlockKind::Mirror { start, .. } = self.layout.blocks[block as usize].kind else {
-                    return Err(internal("a read lands in a block that does not mirror the file"));
-                };
-                let block = self.block(block)?;
+                let (block, start) = (self.block(block)?, self.mirrored_from(block)?);
                 block.prepare(e.offset - start, e.len);
                 (Destination::Memory((block.address() + (e.offset - start)) as *mut u8), block.keep())
             }

@@ -11,6 +11,7 @@ use crate::stats::Report;
 use crate::store::Files;
 use crate::sync::{lock, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
+use crate::way::Routing;
 use std::borrow::Cow;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,9 +37,9 @@ pub struct Load {
     pub(super) shared: Arc<Shared>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) nbytes: u64,
-    /// The files of a stream that maps some of them: for the check, at hand-out, that they are still as long as they
-    /// were.
-    pub(super) mapped: Option<Files>,
+    /// The files of a stream that maps some of them, and which: for the check, at hand-out, that they are still as long as
+    /// they were.
+    pub(super) mapped: Option<(Files, Arc<Routing>)>,
     pub(super) timeline: Option<Arc<Timeline>>,
     pub(super) pid: u32,
 }
@@ -115,9 +116,14 @@ impl Load {
     /// SIGBUS.
     fn still_there(&self, want: u32, state: &mut State) -> Result<()> {
         let block = self.layout.places[want as usize].block;
-        let (Some(files), BlockKind::Mapped { file }) = (&self.mapped, self.layout.blocks[block as usize].kind) else {
+        let (Some((files, routing)), BlockKind::Mirror { file, .. }) =
+            (&self.mapped, self.layout.blocks[block as usize].kind)
+        else {
             return Ok(());
         };
+        if !routing.way(file).mapped {
+            return Ok(());
+        }
         // Checked again for each tensor, which takes 2 us: a truncation before this call is reported, however short
         // before.
         files.verify_file(file).inspect_err(|e| {

@@ -13,16 +13,17 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Landing;
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
-use crate::options::{Options, PAGE};
+use crate::options::{Io, Options, PAGE};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Where};
-use crate::plan::{Cold, Plan};
-use crate::source::{Router, Source};
+use crate::plan::Planned;
+use crate::source::{Chosen, Router, Source, Trial};
 use crate::staging::Ring;
 use crate::stats::Tally;
 use crate::store::{patiently, DiskUse, Files};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
+use crate::way::{Cold, Routing};
 use serde_json::json;
 use std::sync::Arc;
 
@@ -112,9 +113,9 @@ fn begin(
     let files = Arc::new(request.checkpoint.local_files());
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
-    let here = is_done_here(&plan, &files);
+    let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
-    let disk = (plan.cold != Cold::None).then(DiskUse::begin);
+    let disk = (plan.routing.cold != Cold::None).then(DiskUse::begin);
     let Request { checkpoint, wants, device: at, memory, options, stream } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
@@ -123,11 +124,11 @@ fn begin(
         _ => None,
     };
     if !stream && matches!((at, &memory), (Where::Cpu, Memory::Ours)) {
-        check_room(&layout)?;
+        check_room(&layout, &plan.routing)?;
     }
-    let (blocks, fence) = allocate(&layout, &files, &plan.in_part, memory, at)?;
-    let (source, workers) =
-        source(&files, &options, (plan.cold, &plan.filled, &plan.in_part), here, timeline.as_ref())?;
+    let (blocks, fence) = allocate(&layout, &files, &plan.routing, memory, at)?;
+    let routing = Arc::new(plan.routing);
+    let (source, trial) = source(&files, options.io, &routing, timeline.as_ref())?;
     let source = match stand_ins.decorate {
         Some(decorate) => decorate(source, &files)?,
         None => source,
@@ -138,7 +139,7 @@ fn begin(
     };
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
-    let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), window);
+    let mut engine = Engine::new(schedule.clone(), layout.clone(), routing.depth, window);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
     plan.report.plan_seconds = began.seconds();
 
@@ -170,8 +171,8 @@ fn begin(
         began,
         fence,
         _disk: disk,
-        fills: (plan.cold == Cold::Try).then_some(plan.filled),
-        here,
+        routing: routing.clone(),
+        trial,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
     };
     let thread = if here {
@@ -180,9 +181,9 @@ fn begin(
     } else {
         Some(spawn(driver)?)
     };
-    let maps = stream && layout.blocks.iter().any(|b| matches!(b.kind, BlockKind::Mapped { .. }));
+    let maps = stream && routing.ways.iter().any(|way| way.mapped);
     Ok(Load {
-        mapped: maps.then(|| checkpoint.local_files()),
+        mapped: maps.then(|| (checkpoint.local_files(), routing)),
         checkpoint,
         wants,
         layout,
@@ -196,29 +197,21 @@ fn begin(
 
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
 /// Opening files of a mount that hangs, or asking for their state, cannot be interrupted.
-fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Plan)> {
+fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Planned)> {
     if files.are_known_local() {
-        return here(|| Plan::new(&request, files).map(|plan| (request, plan)));
+        return here(|| Planned::new(&request, files).map(|plan| (request, plan)));
     }
     let stall = request.options.stall_timeout;
     let asked = files.clone();
-    let work = move || Plan::new(&request, &asked).map(|plan| (request, plan));
+    let work = move || Planned::new(&request, &asked).map(|plan| (request, plan));
     patiently(files, work, stall, go_on)
-}
-
-/// Whether the caller's own thread does the load before `start` returns. A load that only maps resident pages takes 0.1
-/// to 1 ms. Threads would add 0.3 ms and, on a busy machine, a turn at the scheduler each.
-fn is_done_here(plan: &Plan, files: &Files) -> bool {
-    plan.cold == Cold::None
-        && !files.may_hang()
-        && plan.schedule.extents.iter().all(|e| matches!(e.landing, Landing::Mapping { .. }))
 }
 
 /// The memory of all blocks that have it from the start, and the fence of the caller's memory.
 fn allocate(
     layout: &Layout,
     files: &Files,
-    in_part: &[bool],
+    routing: &Routing,
     memory: Memory,
     at: Where,
 ) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
@@ -231,7 +224,7 @@ fn allocate(
             });
             (theirs.collect::<Result<Vec<_>>>()?, fence)
         }
-        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files, in_part)?, None),
+        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files, routing)?, None),
         (Memory::Granted, Where::Cpu) => {
             return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
         }
@@ -255,9 +248,8 @@ fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
 }
 
 /// Refuses loads that can never fit. A stream is not checked: only its window is in memory at once.
-fn check_room(layout: &Layout) -> Result<()> {
-    let private = |b: &&BlockSpec| matches!(b.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
-    let wanted: u64 = layout.blocks.iter().filter(private).map(|b| b.nbytes).sum();
+fn check_room(layout: &Layout, routing: &Routing) -> Result<()> {
+    let wanted: u64 = layout.blocks.iter().filter(|b| is_private(b, routing)).map(|b| b.nbytes).sum();
     if wanted < WORTH_ASKING {
         return Ok(());
     }
@@ -274,12 +266,21 @@ fn check_room(layout: &Layout) -> Result<()> {
     ))
 }
 
+/// Whether the block is private memory of this process: not a mapped file, and not the caller's.
+fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
+    match block.kind {
+        BlockKind::Mirror { file, .. } => !routing.way(file).mapped,
+        BlockKind::Dense => true,
+        BlockKind::Foreign { .. } => false,
+    }
+}
+
 /// Blocks in memory of this process: mapped files, and one arena for the rest. Blocks in the arena start at pages.
-fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Block>> {
+fn our_blocks(layout: &Layout, files: &Files, routing: &Routing) -> Result<Vec<Block>> {
     let mut arena_len = 0u64;
     let mut starts = Vec::with_capacity(layout.blocks.len());
     for block in &layout.blocks {
-        let in_arena = matches!(block.kind, BlockKind::Mirror { .. } | BlockKind::Dense);
+        let in_arena = is_private(block, routing);
         starts.push(in_arena.then_some(arena_len));
         if in_arena {
             // Cannot overflow: `Layout::new` has added them up.
@@ -293,62 +294,47 @@ fn our_blocks(layout: &Layout, files: &Files, in_part: &[bool]) -> Result<Vec<Bl
             Some(Arc::new(Arena::new(len, places)?))
         }
     };
-    let block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
-        (BlockKind::Mapped { file }, ..) => {
-            let fd = files.open(file, false)?;
-            let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
-            if in_part.get(file as usize) == Some(&true) {
-                mapping.read_no_further(true);
-            }
-            Ok(Block::mapping(Arc::new(mapping)))
-        }
+    // Several blocks may lie in one file, and it is mapped once.
+    let mut mappings: Vec<Option<Arc<Mapping>>> = vec![None; files.len()];
+    let mut block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
         (_, Some(start), Some(arena)) => Ok(Block::arena(arena, start)),
         // Only empty tensors: any non-null aligned address will do.
         (_, Some(_), None) => Ok(Block::held(PAGE, Arc::new(()))),
+        (BlockKind::Mirror { file, start }, None, _) => {
+            let mapping = match &mut mappings[file as usize] {
+                Some(mapping) => mapping,
+                none => none.insert(Arc::new(map(files, file, routing)?)),
+            };
+            Ok(Block::mapping(mapping, start))
+        }
         (_, None, _) => Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
     };
-    layout.blocks.iter().zip(starts).map(block).collect()
+    layout.blocks.iter().zip(starts).map(&mut block).collect()
 }
 
-/// The source of the load, and how many threads it may use.
+fn map(files: &Files, file: u32, routing: &Routing) -> Result<Mapping> {
+    let fd = files.open(file, false)?;
+    let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
+    if routing.way(file).in_part {
+        mapping.read_no_further(true);
+    }
+    Ok(mapping)
+}
+
+/// The source of the load; and what the pace of the storage decides, if it is to decide.
 fn source(
     files: &Arc<Files>,
-    options: &Options,
-    (cold, filled, in_part): (Cold, &[bool], &[bool]),
-    here: bool,
+    io: Io,
+    routing: &Arc<Routing>,
     timeline: Option<&Arc<Timeline>>,
-) -> Result<(Box<dyn Source>, usize)> {
-    let mut options = options.clone();
-    if here {
-        // There is no other thread, so the number of cores does not matter. Asking for it takes twenty system calls.
-        options.threads = 1;
-    } else if options.threads == 0 && cold == Cold::None {
-        // More copy workers than cores would only take turns.
-        options.threads = machine::cores().min(MOST_WORKERS) as u32;
+) -> Result<(Box<dyn Source>, Option<Chosen>)> {
+    let router = Router::recorded(files.clone(), io, routing, timeline)?;
+    if routing.cold != Cold::Try {
+        return Ok((Box::new(router), None));
     }
-    let mut source = Router::new(files.clone(), &options)?;
-    match cold {
-        Cold::None => {}
-        Cold::Bypass => {
-            source.leave_nothing();
-            if in_part.contains(&true) {
-                source.fill_first(filled, in_part);
-            }
-        }
-        Cold::Keep => source.fill_first(filled, in_part),
-        Cold::Try => {
-            source.fill_first(filled, in_part);
-            source.try_first();
-        }
-    }
-    if here {
-        source.read_here();
-    }
-    if let Some(timeline) = timeline {
-        source.record(timeline);
-    }
-    let workers = source.workers();
-    Ok((Box::new(source), workers))
+    let choice = Chosen::default();
+    let trial = Trial::new(router, choice.clone());
+    Ok((Box::new(trial), Some(choice)))
 }
 
 /// The device that copies slabs to their blocks; `None` if everything lands in place.
@@ -373,15 +359,6 @@ fn device(
         Where::Cpu => None,
         Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
     })
-}
-
-/// Reads in flight. 16 of 4 MiB saturate what one ring reaches (published: 45 GiB/s for 32 of 1 MiB). Each worker
-/// should find the next read waiting when it has done one.
-fn depth(options: &Options, workers: usize) -> usize {
-    match options.depth {
-        0 => (2 * workers).max(16),
-        depth => depth as usize,
-    }
 }
 
 fn spawn(driver: Driver) -> Result<JoinHandle<()>> {

@@ -8,19 +8,18 @@
 
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{quoted, Checkpoint};
-use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, PAGE, SHARED_BLOCK};
+use crate::format::Checkpoint;
+use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, KIB, PAGE, SHARED_BLOCK};
 use hashbrown::HashMap;
 use std::cmp::Reverse;
 
 /// What kind of memory the wants go to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// CPU memory. `mapped[f]` says whether file `f` is mapped; the rest is read into private memory.
+    /// Memory of this machine: the files themselves where they are mapped, else private memory.
     Cpu {
-        /// One flag per file of the checkpoint.
-        mapped: Vec<bool>,
-        /// Tensors that a mapped file misaligns stay in the mapping.
+        /// Tensors that a file misaligns keep their place in it, for consumers that read any address. Otherwise they go to
+        /// dense blocks.
         misaligned: bool,
     },
     /// Memory of one accelerator, dense blocks.
@@ -41,13 +40,8 @@ pub struct BlockSpec {
 /// What kind of memory a block has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockKind {
-    /// File number `file` mapped whole: offset in the block = offset in the file.
-    Mapped {
-        /// The file.
-        file: u32,
-    },
-    /// Private memory that mirrors bytes `start..start + nbytes` of file `file` (`start` is a multiple of the page size),
-    /// so that reads land in it directly.
+    /// Bytes `start..start + nbytes` of file `file`, at their offsets in it (`start` is a multiple of the page size). Either
+    /// the file's mapping, or private memory in which reads land directly: the layout does not say which.
     Mirror {
         /// The file.
         file: u32,
@@ -93,18 +87,18 @@ pub struct Layout {
 /// neighbours share blocks.
 const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
 
+/// Bytes between two wants that one mirror block spans at most. A constant, the default of `Options.gap`: what a load reads
+/// may depend on its options, where a tensor lies does not.
+const GAP: u64 = 16 * KIB;
+
 /// Most bytes of all blocks, or of all places, of one layout.
 const MOST: u64 = i64::MAX as u64;
-
-/// Most strips of one want: each is a separate copy, and takes 64 bytes of memory during the load.
-const MOST_STRIPS: u64 = 1 << 24;
 
 /// "No block yet" while blocks are numbered.
 const NONE: u32 = u32::MAX;
 
 impl Layout {
-    /// Lays `wants` out for `target` in the given order. `gap` is the coalescing limit in bytes: it decides what one
-    /// mirror block spans.
+    /// Lays `wants` out for `target` in the given order.
     ///
     /// [`Order::Layer`] groups tensors by the first number in their dotted name, together with the text before it
     /// (`model.layers.9.`, `model.layers.10.`, in numeric order). Tensors without a number are grouped by the module
@@ -115,20 +109,12 @@ impl Layout {
     ///
     /// # Errors
     /// Those of [`Runs::of`]. `Limit` for more than 2^32 - 2 wants, for blocks that together have more bytes than an
-    /// address space (a sparse file may be that large, and wanted many times), and for a slice of more than 2^24
-    /// strips. `Invalid` if `mapped` does not have one flag per file.
-    pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order, gap: u64) -> Result<Layout> {
+    /// address space (a sparse file may be that large, and wanted many times).
+    pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order) -> Result<Layout> {
         if wants.len() >= NONE as usize {
             return Err(Error::new(ErrorKind::Limit, format!("{} wants: at most 2^32 - 2 fit one load", wants.len())));
         }
-        if let Target::Cpu { mapped, .. } = target {
-            if mapped.len() != checkpoint.files().len() {
-                let (n, files) = (mapped.len(), checkpoint.files().len());
-                return Err(Error::new(ErrorKind::Invalid, format!("{n} `mapped` flags for {files} files")));
-            }
-        }
         let runs = wants.iter().map(|w| Runs::of(checkpoint, w)).collect::<Result<Vec<_>>>()?;
-        check_strips(checkpoint, wants, &runs, gap)?;
         let files = wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect();
         let mut layout =
             Layout { blocks: Vec::new(), places: Vec::with_capacity(wants.len()), runs, files, order: Vec::new() };
@@ -145,8 +131,8 @@ impl Layout {
                 }
             }
             Target::Gpu => layout.place(&Homes::default(), GPU_ALIGN),
-            Target::Cpu { mapped, misaligned } => {
-                let homes = Homes::find(checkpoint, wants, &layout, &by_file, (mapped, *misaligned), gap);
+            Target::Cpu { misaligned } => {
+                let homes = Homes::find(checkpoint, wants, &layout, &by_file, *misaligned);
                 layout.place(&homes, CPU_ALIGN);
             }
         }
@@ -231,25 +217,7 @@ impl Layout {
     }
 }
 
-/// Refuses slices with more strips than a plan can list. So many strips, further apart than the default `gap`, need a
-/// file of at least 256 GiB. Strips that are nearer need dimensions, and steps, that no model has.
-fn check_strips(checkpoint: &Checkpoint, wants: &[Want], runs: &[Runs], gap: u64) -> Result<()> {
-    for (want, runs) in wants.iter().zip(runs).filter(|(_, runs)| !runs.axes.is_empty()) {
-        let strips = runs.strips(gap).count;
-        if strips > MOST_STRIPS {
-            let info = checkpoint.tensor(want.tensor);
-            let text = format!(
-                "a slice of tensor {} has {strips} pieces in its file, and one load takes at most {MOST_STRIPS}: load it in parts, \
-                 load a part without gaps and slice that in memory, or raise `gap`, so that neighbours are read together",
-                quoted(info.name)
-            );
-            return Err(Error::new(ErrorKind::Limit, text).at(&checkpoint.files()[info.file as usize].path));
-        }
-    }
-    Ok(())
-}
-
-/// Mirror blocks and mapped files that hold wants, not yet numbered, and which want lives in which of them.
+/// Mirror blocks that hold wants, not yet numbered, and which want lives in which of them.
 #[derive(Default)]
 struct Homes {
     blocks: Vec<BlockSpec>,
@@ -258,45 +226,30 @@ struct Homes {
 }
 
 impl Homes {
-    fn find(
-        checkpoint: &Checkpoint,
-        wants: &[Want],
-        layout: &Layout,
-        by_file: &[u32],
-        (mapped, misaligned): (&[bool], bool),
-        gap: u64,
-    ) -> Homes {
+    fn find(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, by_file: &[u32], misaligned: bool) -> Homes {
         let mut homes = Homes { blocks: Vec::new(), of_want: vec![NONE; wants.len()] };
         // The file, and up to where its bytes belong to wants that live in place.
         let mut taken = (NONE, 0);
         for &want in by_file {
             let (file, runs) = (layout.files[want as usize], &layout.runs[want as usize]);
-            let aligned = (misaligned && mapped[file as usize])
-                || runs.start % checkpoint.tensor(wants[want as usize].tensor).dtype.align() == 0;
+            let aligned = misaligned || runs.start % checkpoint.tensor(wants[want as usize].tensor).dtype.align() == 0;
             let overlaps = taken.0 == file && runs.start < taken.1;
             if runs.len == 0 || !runs.axes.is_empty() || !aligned || overlaps {
                 continue;
             }
             let end = runs.end();
             let open = homes.blocks.last_mut().filter(|_| taken.0 == file);
-            if mapped[file as usize] {
-                if open.is_none() {
-                    let nbytes = checkpoint.files()[file as usize].identity.size;
-                    homes.blocks.push(BlockSpec { kind: BlockKind::Mapped { file }, nbytes });
+            let (first, past) = (runs.start / PAGE * PAGE, end.next_multiple_of(PAGE));
+            match open {
+                // Two mirrors never touch the same page, so that reads in place cannot overlap.
+                Some(BlockSpec { kind: BlockKind::Mirror { start, .. }, nbytes })
+                    if first <= *start + *nbytes || runs.start - taken.1 <= GAP =>
+                {
+                    *nbytes = past - *start;
                 }
-            } else {
-                let (first, past) = (runs.start / PAGE * PAGE, end.next_multiple_of(PAGE));
-                match open {
-                    // Two mirrors never touch the same page, so that reads in place cannot overlap.
-                    Some(BlockSpec { kind: BlockKind::Mirror { start, .. }, nbytes })
-                        if first <= *start + *nbytes || runs.start - taken.1 <= gap =>
-                    {
-                        *nbytes = past - *start;
-                    }
-                    _ => homes
-                        .blocks
-                        .push(BlockSpec { kind: BlockKind::Mirror { file, start: first }, nbytes: past - first }),
-                }
+                _ => homes
+                    .blocks
+                    .push(BlockSpec { kind: BlockKind::Mirror { file, start: first }, nbytes: past - first }),
             }
             homes.of_want[want as usize] = homes.blocks.len() as u32 - 1;
             taken = (file, end);

@@ -1,9 +1,11 @@
-//! What is to be read, where to, and why that way: from a request to a layout and a schedule.
+//! What is to be read, where to, and why that way: from a request to a layout, a routing and a schedule.
 
 pub mod layout;
-mod policy;
+mod planned;
 pub mod request;
+mod routing;
 pub mod schedule;
+mod survey;
 pub mod want;
 
-pub(crate) use policy::{Cold, Plan};
+pub(crate) use planned::Planned;

@@ -7,10 +7,12 @@
 //! mapped and read: its mapped bytes are populated separately.
 
 use super::layout::{BlockKind, Layout};
-use super::want::{Runs, Strips};
+use super::want::{Runs, Strips, Want};
+use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Landing, Piece, Route};
-use crate::format::Checkpoint;
+use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
+use crate::way::{Through, Way};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -24,8 +26,8 @@ pub struct FileTraits {
     pub direct_align: Option<u64>,
     /// Sorted, disjoint byte ranges whose pages are resident.
     pub resident: Vec<Range<u64>>,
-    /// Buffered reads first bring whole huge pages into the page cache, so extents are cut between huge pages.
-    pub filled: bool,
+    /// The way that was decided for it.
+    pub way: Way,
 }
 
 /// Limits of a schedule, from the options and the machine.
@@ -35,10 +37,6 @@ pub struct Limits {
     pub extent: u64,
     /// Extra bytes between two runs are read, not skipped, up to this many.
     pub gap: u64,
-    /// Route of bytes that are not resident.
-    pub cold: Route,
-    /// Route of resident bytes. `Mapped` blocks are always populated, whatever this says.
-    pub warm: Route,
     /// Buffered extents into CPU memory scatter to their places if rows (and the gaps between them) average at least
     /// this many wanted bytes. Smaller rows go through a slab, because an iovec costs more than a copy. `None`:
     /// everything that does not land in place goes through a slab.
@@ -79,7 +77,28 @@ const JUMP: u64 = 16;
 /// Storage devices interleave within this many extents if the order is not that of the files.
 const WINDOW: u64 = 64;
 
+/// Most strips of one want: each is a separate copy, and takes 64 bytes of memory during the load.
+const MOST_STRIPS: u64 = 1 << 24;
+
 impl Schedule {
+    /// Refuses slices with more strips than a schedule can list (kind `Limit`). So many strips, further apart than the
+    /// default `gap`, need a file of at least 256 GiB. Strips that are nearer need dimensions, and steps, that no model has.
+    pub fn check(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, gap: u64) -> Result<()> {
+        for (want, runs) in wants.iter().zip(&layout.runs).filter(|(_, runs)| !runs.axes.is_empty()) {
+            let strips = runs.strips(gap).count;
+            if strips > MOST_STRIPS {
+                let info = checkpoint.tensor(want.tensor);
+                let text = format!(
+                    "a slice of tensor {} has {strips} pieces in its file, and one load takes at most {MOST_STRIPS}: load it in parts, \
+                     load a part without gaps and slice that in memory, or raise `gap`, so that neighbours are read together",
+                    quoted(info.name)
+                );
+                return Err(Error::new(ErrorKind::Limit, text).at(&checkpoint.files()[info.file as usize].path));
+            }
+        }
+        Ok(())
+    }
+
     /// Cuts, coalesces, routes and orders the runs of `layout`. `files` has one entry per file of the checkpoint.
     ///
     /// Extents are cut from the start of each coalesced stretch, at multiples of the page size in the file, as long as
@@ -91,7 +110,7 @@ impl Schedule {
         let count = layout.runs.len();
         let by_file = layout.by_file();
         let in_file_order = layout.order == by_file;
-        let mut plan = Plan {
+        let mut plan = Making {
             layout,
             schedule: Schedule { extents_of_want: vec![0; count], ..Schedule::default() },
             last_extent: vec![u32::MAX; count],
@@ -109,7 +128,7 @@ impl Schedule {
             read.clear();
             for &want in wants.iter().filter(|&&w| layout.runs[w as usize].len > 0) {
                 match plan.kind(want) {
-                    BlockKind::Mapped { .. } => mapped.push(want),
+                    BlockKind::Mirror { .. } if files[file as usize].way.mapped => mapped.push(want),
                     _ => read.push(want),
                 }
             }
@@ -312,7 +331,7 @@ impl Rules {
             // Blocks that are read into are not mapped.
             _ => Route::Buffered,
         };
-        let (cold, warm) = (route(limits.cold), route(limits.warm));
+        let (cold, warm) = (route(traits.way.cold), route(traits.way.warm));
         let unit = direct.filter(|_| cold == Route::Direct || warm == Route::Direct).unwrap_or(PAGE);
         let mut resident: Vec<Range<u64>> = Vec::new();
         if cold != warm {
@@ -334,7 +353,11 @@ impl Rules {
         Rules {
             file,
             unit,
-            step: if traits.filled && unit == PAGE && extent >= HUGE_PAGE { HUGE_PAGE } else { unit },
+            step: if traits.way.through == Through::HugePages && unit == PAGE && extent >= HUGE_PAGE {
+                HUGE_PAGE
+            } else {
+                unit
+            },
             extent,
             gap,
             direct_in_place: limits.direct_in_place,
@@ -459,7 +482,7 @@ impl Iterator for Atoms<'_> {
 }
 
 /// A schedule that is being made.
-struct Plan<'a> {
+struct Making<'a> {
     layout: &'a Layout,
     schedule: Schedule,
     /// The last extent that brought bytes of each want.
@@ -476,7 +499,7 @@ struct Plan<'a> {
     scratch: Vec<Piece>,
 }
 
-impl Plan<'_> {
+impl Making<'_> {
     fn kind(&self, want: u32) -> BlockKind {
         self.layout.blocks[self.layout.places[want as usize].block as usize].kind
     }
@@ -484,9 +507,7 @@ impl Plan<'_> {
     /// The block in which the bytes of `want` keep the file's offset within a page, if there is one.
     fn home(&self, rules: &Rules, want: u32) -> Option<u32> {
         match self.kind(want) {
-            BlockKind::Mapped { .. } | BlockKind::Mirror { .. } if rules.in_place => {
-                Some(self.layout.places[want as usize].block)
-            }
+            BlockKind::Mirror { .. } if rules.in_place => Some(self.layout.places[want as usize].block),
             _ => None,
         }
     }
@@ -640,9 +661,9 @@ impl Plan<'_> {
 
     /// Collects the pieces between `from` and `past` of the file, in order of their offsets, into `scratch`.
     fn gather(&mut self, rules: &Rules, from: u64, past: u64, home: Option<u32>, scatter: Option<u64>) -> Gathered {
-        let Plan { layout, atoms, next, carry, scratch, .. } = self;
+        let Making { layout, atoms, next, carry, scratch, .. } = self;
         scratch.clear();
-        let mut load = Load { base: from, ..Load::default() };
+        let mut sums = Sums { base: from, ..Sums::default() };
         let ahead = (*next..atoms.len()).take_while(|&i| atoms[i].start < past);
         for i in carry.iter().copied().chain(ahead) {
             let mut stop = None;
@@ -658,10 +679,10 @@ impl Plan<'_> {
                     from_stride: part.stride,
                     to_stride: part.to_stride,
                 };
-                let before = load.clone();
-                load.add(&piece, scratch.last());
+                let before = sums.clone();
+                sums.add(&piece, scratch.last());
                 if stop.is_none() {
-                    stop = load.excess(rules, &before, &piece, scratch.len() + 1, home, scatter);
+                    stop = sums.excess(rules, &before, &piece, scratch.len() + 1, home, scatter);
                 }
                 push(scratch, piece);
             });
@@ -682,15 +703,15 @@ impl Plan<'_> {
         match scatter {
             Some(least) => {
                 let apart = scratch.windows(2).all(|p| end(&p[0]) <= p[1].from);
-                if apart && load.bytes >= load.entries.saturating_mul(least) && load.entries <= SCATTER_ENTRIES {
-                    Gathered::All(Some(load.entries))
+                if apart && sums.bytes >= sums.entries.saturating_mul(least) && sums.entries <= SCATTER_ENTRIES {
+                    Gathered::All(Some(sums.entries))
                 } else {
                     Gathered::NoScatter
                 }
             }
             None => {
-                let fits = rules.down((from + rules.extent).saturating_sub(load.moved));
-                if load.end > fits && fits > from && fits < past {
+                let fits = rules.down((from + rules.extent).saturating_sub(sums.moved));
+                if sums.end > fits && fits > from && fits < past {
                     Gathered::CutAt(fits)
                 } else {
                     Gathered::All(None)
@@ -774,7 +795,7 @@ fn distinct(pieces: &[Piece]) -> u64 {
 
 /// Running sums over the pieces of an extent.
 #[derive(Clone, Default)]
-struct Load {
+struct Sums {
     /// Where the extent starts.
     base: u64,
     /// One past the last byte so far.
@@ -794,7 +815,7 @@ enum Stop {
     NoScatter,
 }
 
-impl Load {
+impl Sums {
     fn add(&mut self, piece: &Piece, last: Option<&Piece>) {
         // Within one want, what follows in the file follows in the block.
         if let Some(last) = last.filter(|last| last.want != piece.want) {
@@ -813,7 +834,7 @@ impl Load {
     fn excess(
         &self,
         rules: &Rules,
-        before: &Load,
+        before: &Sums,
         piece: &Piece,
         pieces: usize,
         home: Option<u32>,

@@ -1,6 +1,6 @@
 //! Saving: tensors of this process become safetensors files.
 //!
-//! A [`Plan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. To
+//! A [`SavePlan`] says what stands where; a [`Save`] writes it. A crew of threads takes the files' chunks in turn. To
 //! stable storage, each thread takes a slab of the ring for a chunk, fills it (on the CPU by copying, from a GPU by the
 //! driver), writes it with O_DIRECT and gives it back. One thread fills while others write. To the page cache, tensors
 //! in memory of this process are written from where they are. The last thread to finish gives the files their names.
@@ -18,7 +18,7 @@ mod folder;
 mod output;
 mod plan;
 
-pub use plan::{Arrangement, FilePlan, Plan, Tensor};
+pub use plan::{Arrangement, FilePlan, SavePlan, Tensor};
 
 use crate::device::api::Api;
 use crate::device::fetch::{Fetch, Range};
@@ -81,9 +81,9 @@ pub struct Wanted {
 }
 
 /// What to save, where and how.
-pub struct Request {
+pub struct SaveRequest {
     /// What stands where.
-    pub plan: Plan,
+    pub plan: SavePlan,
     /// The directory of the files.
     pub folder: PathBuf,
     /// Name of the checkpoint, if the directory is that of a checkpoint. The directory is made if it is missing. Files
@@ -102,7 +102,7 @@ pub struct Request {
 
 /// What a save did.
 #[derive(Debug, Clone, Default)]
-pub struct Report {
+pub struct SaveReport {
     /// Bytes of tensors.
     pub nbytes: u64,
     /// Bytes of the files.
@@ -206,7 +206,7 @@ impl Made {
 
 struct Work {
     outputs: Mutex<Vec<Output>>,
-    ways: Vec<Way>,
+    sinks: Vec<Sink>,
     index: Option<(PathBuf, String)>,
     folder: PathBuf,
     checkpoint: Option<Folder>,
@@ -228,7 +228,7 @@ struct Work {
 }
 
 /// How a file is written to. The descriptors belong to its output, which lives as long as a thread writes.
-struct Way {
+struct Sink {
     path: PathBuf,
     cached: RawFd,
     direct: Option<RawFd>,
@@ -251,7 +251,7 @@ struct State {
     wanted: VecDeque<usize>,
     failed: Option<Error>,
     outcome: Option<Result<()>>,
-    report: Report,
+    report: SaveReport,
 }
 
 impl Save {
@@ -260,10 +260,10 @@ impl Save {
     /// # Errors
     /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit` if no thread can be started or no descriptor
     /// is left.
-    pub fn start(request: Request) -> Result<Save> {
+    pub fn start(request: SaveRequest) -> Result<Save> {
         let began = Instant::now();
-        let Request { plan, folder, checkpoint, tensors, keep, sync, options } = request;
-        let mut report = Report { nbytes: plan.nbytes, ..Report::default() };
+        let SaveRequest { plan, folder, checkpoint, tensors, keep, sync, options } = request;
+        let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
         let checkpoint = checkpoint.map(|name| Folder::new(&folder, &name)).transpose()?;
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
@@ -278,14 +278,14 @@ impl Save {
             report.file_bytes += file.size;
         }
         report.files = outputs.len() + usize::from(plan.index.is_some());
-        let ways: Vec<Way> = outputs.iter().map(Way::of).collect();
+        let sinks: Vec<Sink> = outputs.iter().map(Sink::of).collect();
         let (chunks, pieces, late) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
         let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
         let on_gpu = pieces.iter().any(|p| matches!(p.from, Origin::Gpu(..)));
-        let staged = on_gpu || ways.iter().any(|w| w.direct.is_some());
+        let staged = on_gpu || sinks.iter().any(|w| w.direct.is_some());
         let most = match (options.threads, staged) {
             (0, true) => DIRECT_WRITERS,
-            (0, false) => CACHE_WRITERS.min(ways.len()),
+            (0, false) => CACHE_WRITERS.min(sinks.len()),
             (n, _) => n as usize,
         };
         let mut crew = most.clamp(1, chunks.len().max(1));
@@ -311,7 +311,7 @@ impl Save {
         };
         let work = Arc::new(Work {
             outputs: Mutex::new(outputs),
-            ways,
+            sinks,
             index,
             folder,
             checkpoint,
@@ -442,7 +442,7 @@ impl Save {
     ///
     /// # Errors
     /// `Forked`.
-    pub fn report(&self) -> Result<Report> {
+    pub fn report(&self) -> Result<SaveReport> {
         self.same_process()?;
         Ok(lock(&self.work.state).report.clone())
     }
@@ -498,10 +498,10 @@ impl Drop for Save {
     }
 }
 
-impl Way {
-    fn of(output: &Output) -> Way {
+impl Sink {
+    fn of(output: &Output) -> Sink {
         let (cached, direct) = output.descriptors();
-        Way { path: output.path().to_path_buf(), cached, direct, refused: AtomicBool::new(false) }
+        Sink { path: output.path().to_path_buf(), cached, direct, refused: AtomicBool::new(false) }
     }
 
     /// The descriptor to write to, and whether it is one for O_DIRECT.
@@ -679,13 +679,13 @@ impl Work {
 
     /// Writes a chunk out of a slab. Returns the bytes that went past the page cache, and the number of calls.
     fn write(&self, chunk: &Chunk, from: *mut u8) -> Result<(u64, u64)> {
-        let way = &self.ways[chunk.file];
+        let sink = &self.sinks[chunk.file];
         let padded = chunk.len.next_multiple_of(PAGE);
         // SAFETY: a slab is as long as the longest chunk, which is whole pages; it is this thread's alone.
         unsafe { from.add(chunk.len as usize).write_bytes(0, (padded - chunk.len) as usize) };
         let (mut done, mut past, mut calls) = (0, 0, 0);
         while done < chunk.len {
-            let (fd, direct) = way.descriptor();
+            let (fd, direct) = sink.descriptor();
             let len = if direct { padded } else { chunk.len } - done;
             // SAFETY: within the slab.
             let at = unsafe { from.add(done as usize) };
@@ -701,16 +701,16 @@ impl Work {
             match cause.raw_os_error() {
                 Some(libc::EINTR) => {}
                 // The file system refused O_DIRECT, or stopped at an odd byte.
-                Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTSUP) if direct => self.refuse_direct(way, &cause),
+                Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTSUP) if direct => self.refuse_direct(sink, &cause),
                 _ => return Err(self.failed(chunk, &cause)),
             }
         }
         Ok((past.min(chunk.len), calls))
     }
 
-    fn refuse_direct(&self, way: &Way, cause: &io::Error) {
-        if !way.refused.swap(true, Ordering::Relaxed) {
-            let reason = format!("{}: {cause}", way.path.display());
+    fn refuse_direct(&self, sink: &Sink, cause: &io::Error) {
+        if !sink.refused.swap(true, Ordering::Relaxed) {
+            let reason = format!("{}: {cause}", sink.path.display());
             let mut state = lock(&self.state);
             if state.report.fallbacks.is_empty() {
                 state.report.fallbacks.push(Fallback { from: "O_DIRECT", to: "page cache", reason });
@@ -720,7 +720,7 @@ impl Work {
 
     /// Writes a chunk from where its bytes are. Returns the number of calls.
     fn write_from_place(&self, chunk: &Chunk, pieces: &[Piece]) -> Result<u64> {
-        let (fd, _) = self.ways[chunk.file].descriptor();
+        let (fd, _) = self.sinks[chunk.file].descriptor();
         let (mut done, mut calls) = (0, 0);
         // The piece that is being written, and how much of it is written.
         let (mut first, mut within) = (0, 0u64);
@@ -759,7 +759,7 @@ impl Work {
 
     fn failed(&self, chunk: &Chunk, cause: &io::Error) -> Error {
         let range = chunk.offset..chunk.offset + chunk.len;
-        Error::write("write", cause).at(&self.ways[chunk.file].path).range(range)
+        Error::write("write", cause).at(&self.sinks[chunk.file].path).range(range)
     }
 
     /// Everything is written. Writes it to the disk if that was asked for, then gives the files their names, the index
@@ -870,7 +870,7 @@ fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Resu
 }
 
 /// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.
-fn cut(plan: &Plan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>, Vec<Late>)> {
+fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>, Vec<Late>)> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut late: Vec<Late> = Vec::new();
     let mut by_file: Vec<Vec<Chunk>> = Vec::with_capacity(plan.files.len());

@@ -72,7 +72,7 @@ pub struct FilePlan {
 
 /// What a save writes.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub struct SavePlan {
     /// The shards.
     pub files: Vec<FilePlan>,
     /// The text of the index file, if there are several shards.
@@ -81,7 +81,7 @@ pub struct Plan {
     pub nbytes: u64,
 }
 
-impl Plan {
+impl SavePlan {
     /// The plan for `tensors`: one file called `name`, or several shards of at most `most` bytes of tensors if they do
     /// not fit into one (a single larger tensor has its own shard). The shards of `model.safetensors` are called
     /// `model-00001-of-00002.safetensors` and so on.
@@ -96,7 +96,7 @@ impl Plan {
         arrangement: Arrangement,
         order: Order,
         most: Option<u64>,
-    ) -> Result<Plan> {
+    ) -> Result<SavePlan> {
         let mut names = HashSet::with_capacity(tensors.len());
         for tensor in tensors {
             if tensor.name == "__metadata__" {
@@ -164,7 +164,7 @@ impl Plan {
             text.push('\n');
             text
         });
-        Ok(Plan { files, index, nbytes })
+        Ok(SavePlan { files, index, nbytes })
     }
 
     /// Names of the files, the index file last.
@@ -282,9 +282,9 @@ mod tests {
         ]
     }
 
-    fn plan(arrangement: Arrangement, order: Order, most: Option<u64>) -> Plan {
+    fn plan(arrangement: Arrangement, order: Order, most: Option<u64>) -> SavePlan {
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-        Plan::new(&some(), Some(&metadata), "model.safetensors", arrangement, order, most).unwrap()
+        SavePlan::new(&some(), Some(&metadata), "model.safetensors", arrangement, order, most).unwrap()
     }
 
     /// What our own parser says of a planned file.
@@ -363,7 +363,7 @@ mod tests {
             vec![tensor("a", DType::F4, &[3])],
             vec![tensor("a", DType::F32, &[u64::MAX, 2])],
         ] {
-            let refused = Plan::new(&tensors, None, "m", Arrangement::Aligned, Order::File, None).unwrap_err();
+            let refused = SavePlan::new(&tensors, None, "m", Arrangement::Aligned, Order::File, None).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::Invalid);
         }
     }

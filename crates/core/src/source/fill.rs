@@ -15,12 +15,13 @@ use crate::fallback::Fallback;
 use crate::machine::page_size;
 use crate::memory::Mapping;
 use crate::options::HUGE_PAGE;
-use crate::store::{cached_pages, Files, FsKind};
+use crate::store::{cached_pages, Files};
+use crate::way::{Routing, Through, Way};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// Most bytes of one request. Of a longer one the kernel takes only as much as the disk's read-ahead, which is this by
 /// default.
@@ -36,11 +37,11 @@ pub(super) fn fetch(fd: RawFd, range: Range<u64>) {
     }
 }
 
-/// For each file that is filled, a mapping for that. It is made when the first of the file's reads comes.
+/// How reads through the page cache bring cold bytes into it, as the way of each file says.
 pub(super) struct Fill {
+    routing: Arc<Routing>,
+    /// For each file that is filled by huge pages, a mapping for that. It is made when the first of the file's reads comes.
     mappings: Vec<Option<OnceLock<Option<Mapping>>>>,
-    /// For each file: whether it is mapped, and only the requested bytes may be brought in.
-    in_part: Vec<bool>,
     /// This kernel does not populate.
     refused: AtomicBool,
 }
@@ -52,18 +53,17 @@ impl std::fmt::Debug for Fill {
 }
 
 impl Fill {
-    /// `whole` flags the files that are wanted whole, or nearly; `in_part` the mapped files of which only a part is
-    /// wanted.
-    pub(super) fn new(whole: &[bool], in_part: &[bool]) -> Self {
-        let mappings = whole.iter().map(|whole| whole.then(OnceLock::new)).collect();
-        Fill { mappings, in_part: in_part.to_vec(), refused: AtomicBool::new(false) }
+    pub(super) fn new(routing: Arc<Routing>) -> Self {
+        let filled = |way: &Way| (way.through == Through::HugePages).then(OnceLock::new);
+        let mappings = routing.ways.iter().map(filled).collect();
+        Fill { routing, mappings, refused: AtomicBool::new(false) }
     }
 
     /// Requests the first `len` bytes of a mapped read, as far as they do not fill huge pages. This happens before the
     /// pages are populated: a fault there would bring in the rest of the huge page, which is not wanted. It does not
     /// wait. If the kernel ignores a request, the fault does its work.
     pub(super) fn fetch_ends(&self, files: &Files, read: &Read, len: u64) {
-        if self.in_part.get(read.file as usize) != Some(&true) {
+        if !self.routing.way(read.file).in_part {
             return;
         }
         let Ok(fd) = files.open(read.file, false) else { return };
@@ -78,13 +78,13 @@ impl Fill {
     /// Prepares the page cache for a buffered read. An error of the file is not reported here: the read meets and
     /// reports it. What is refused here is reported once, and the reads are only slower.
     pub(super) fn before(&self, files: &Files, read: &Read) -> Option<Fallback> {
+        if !matches!(self.routing.way(read.file).through, Through::Exact | Through::HugePages) {
+            return None;
+        }
         let fd = files.open(read.file, false).ok()?;
         let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
-            // Only on a local disk: elsewhere the read-ahead may be what makes a server fast.
-            if files.facts(read.file).is_ok_and(|facts| facts.kind == FsKind::Local) {
-                // SAFETY: a plain system call on a descriptor we hold. It is advice.
-                unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
-            }
+            // SAFETY: a plain system call on a descriptor we hold. It is advice.
+            unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
             return None;
         };
         let pages = whole_pages(read.offset, read.offset + read.len);

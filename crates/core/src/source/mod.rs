@@ -8,11 +8,11 @@
 //! ```no_run
 //! # fn main() -> penstock::Result<()> {
 //! use penstock::extent::{Route, Ticket};
-//! use penstock::{options::Options, source::*, store::Files};
+//! use penstock::{options::Io, source::*, store::Files};
 //! use std::sync::Arc;
 //!
 //! let files = Arc::new(Files::from_paths(&["model.safetensors"])?);
-//! let mut source = Router::new(files.clone(), &Options::default())?;
+//! let mut source = Router::new(files.clone(), Io::Auto, &Arc::default())?;
 //! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
 //! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
 //! let route = Route::Buffered;
@@ -53,7 +53,7 @@ pub use router::Router;
 pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
 pub use touch::Touches;
-pub(crate) use trial::WORTH_A_TRIAL;
+pub(crate) use trial::{Chosen, Trial};
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -154,11 +154,6 @@ pub trait Source: Send {
         Touches::default()
     }
 
-    /// What happened to the page cache, if the source decided that.
-    fn choice(&self) -> Option<Choice> {
-        None
-    }
-
     /// Routes that were refused since the last call, and what replaced them.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
@@ -178,15 +173,6 @@ pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
 }
 
-/// What happens to the page cache, and why.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
-    /// Whether cold bytes stay in it.
-    pub keep: bool,
-    /// The reason, for the report.
-    pub reason: String,
-}
-
 /// What a source reports to the router: done, or refused in a way that another interface may not share.
 enum Outcome {
     Done(Done),
@@ -194,13 +180,6 @@ enum Outcome {
 }
 
 impl Outcome {
-    fn ticket(&self) -> Ticket {
-        match self {
-            Outcome::Done(done) => done.ticket,
-            Outcome::Refused { read, .. } => read.ticket,
-        }
-    }
-
     /// For a source that is used alone: what is refused has failed.
     fn into_done(self, files: &Files) -> Done {
         match self {

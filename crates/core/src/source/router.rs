@@ -5,7 +5,6 @@
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
 //! | buffered, if `io` asks for io_uring | io_uring without O_DIRECT | pool of threads |
-//! | direct, if the trial of the storage's pace goes through the page cache (`trial`) | pool of threads, through it | |
 //! | buffered, if nothing may stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
@@ -13,60 +12,40 @@
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
-use super::threads::Way;
-use super::trial::Trial;
-use super::{epoll, watch, Aio, Choice, Done, Outcome, Read, Source, Threads, Touches, Uring};
+use super::threads::{How, Late};
+use super::{epoll, watch, Aio, Done, Outcome, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
-use crate::options::{Io, Options};
+use crate::options::Io;
 use crate::store::{Files, FsKind};
 use crate::timeline::Timeline;
+use crate::way::{Cold, Routing, Through};
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// Direct reads in flight: 256 MiB with extents of 4 MiB, more than any one device needs.
-const DEPTH: usize = 64;
-/// Reads through the page cache by io_uring in flight. With 4 MiB each, 8 gave 2.4 GB/s, 16 gave 1.8 and 32 gave 1.25:
-/// each read is a thread of the kernel that reads ahead, and these get in each other's way.
-const BUFFERED_DEPTH: usize = 8;
 /// Reads that the pool of threads takes: enough that every thread has reads waiting, which a cancel can still give up.
 const QUEUE: usize = 256;
-/// Threads: enough to fill a local disk through the page cache even with few cores. They wait, they do not compute: on
-/// two cores 4, 8 and 16 threads populated at 0.84, 0.88 and 0.89 of the raw O_DIRECT rate beside them.
-const LEAST_THREADS: usize = 12;
-/// More threads than this copy no faster from the page cache (memory bandwidth).
-const MOST_THREADS: usize = 16;
-/// The speed of a network file system depends on how many reads are in flight.
-const NETWORK_THREADS: usize = 32;
 
 /// Sends each read its way.
 #[derive(Debug)]
 pub struct Router {
-    workers: usize,
+    routing: Arc<Routing>,
     files: Arc<Files>,
     threads: Threads,
     direct: Direct,
     begun: bool,
     /// io_uring, for those reads through the page cache that go this way.
-    ring: Ring,
+    buffered: Buffered,
     io: Io,
     /// Files on a network go to the asynchronous interface too: the caller named it.
     insists: bool,
-    depth: usize,
-    ring_depth: usize,
-    /// For each file: whether io_uring reads nothing ahead in it; empty: for no file.
-    exact: Vec<bool>,
-    /// What is read through the page cache must not stay there.
-    leaves_nothing: bool,
     /// For each file, whether it refused O_DIRECT.
     refused: Vec<bool>,
     /// Refused by a route, and waiting because the next one is full.
     back: Vec<Read>,
-    /// Decides whether direct reads stay direct.
-    trial: Option<Trial>,
     /// Outcomes that need no source.
     over: Vec<Done>,
     fallbacks: Vec<Fallback>,
@@ -83,7 +62,7 @@ enum Direct {
 }
 
 #[derive(Debug)]
-enum Ring {
+enum Buffered {
     /// Not wanted, or refused.
     None,
     /// Set up when the first read comes.
@@ -93,63 +72,52 @@ enum Ring {
     Leaving(Box<Uring>),
 }
 
-impl Ring {
+impl Buffered {
     fn uring(&mut self) -> Option<&mut Uring> {
         match self {
-            Ring::There(uring) | Ring::Leaving(uring) => Some(uring),
-            Ring::None | Ring::Later => None,
+            Buffered::There(uring) | Buffered::Leaving(uring) => Some(uring),
+            Buffered::None | Buffered::Later => None,
         }
     }
 }
 
 /// What performs a read.
 enum By {
-    Pool(Way),
+    Pool(How),
     /// The interface for direct reads.
     Direct,
     /// io_uring through the page cache.
-    Ring,
+    Uring,
 }
 
 impl Router {
-    /// A router for one load of `files`.
-    pub fn new(files: Arc<Files>, options: &Options) -> Result<Router> {
-        let threads = match options.threads {
-            0 => {
-                // A load has looked at the files that it reads. Do not open the others.
-                let all = 0..files.len() as u32;
-                let asked = all.clone().any(|f| files.known_facts(f).is_some());
-                let facts = |f| if asked { files.known_facts(f) } else { files.facts(f).ok() };
-                let network = all.into_iter().any(|f| facts(f).is_some_and(|f| f.kind == FsKind::Network));
-                let cores = std::thread::available_parallelism().map_or(LEAST_THREADS, usize::from);
-                if network {
-                    NETWORK_THREADS
-                } else {
-                    cores.clamp(LEAST_THREADS, MOST_THREADS)
-                }
-            }
-            n => n as usize,
-        };
-        let depth = if options.depth == 0 { DEPTH } else { options.depth as usize };
+    /// A router for one load of `files`, which obeys `routing`. `io` names the interface for direct reads, and for reads
+    /// through the page cache.
+    pub fn new(files: Arc<Files>, io: Io, routing: &Arc<Routing>) -> Result<Router> {
+        Self::recorded(files, io, routing, None)
+    }
+
+    /// The same. The reads of the pool of threads are recorded in the timeline, if there is one.
+    pub(crate) fn recorded(
+        files: Arc<Files>,
+        io: Io,
+        routing: &Arc<Routing>,
+        timeline: Option<&Arc<Timeline>>,
+    ) -> Result<Router> {
         let router = Router {
-            workers: threads,
-            threads: Threads::new(files.clone(), threads, QUEUE.max(depth))?,
+            threads: Threads::obeying(files.clone(), routing, QUEUE.max(routing.depth), timeline)?,
             direct: Direct::Threads,
             begun: false,
-            ring: if options.io == Io::UringBuffered { Ring::Later } else { Ring::None },
-            io: options.io,
-            insists: matches!(options.io, Io::Uring | Io::Aio),
-            depth,
-            ring_depth: if options.depth == 0 { BUFFERED_DEPTH } else { depth },
-            exact: Vec::new(),
-            leaves_nothing: false,
+            buffered: if io == Io::UringBuffered { Buffered::Later } else { Buffered::None },
+            io,
+            insists: matches!(io, Io::Uring | Io::Aio),
             refused: vec![false; files.len()],
             back: Vec::new(),
-            trial: None,
             over: Vec::new(),
             fallbacks: Vec::new(),
             told: HashSet::new(),
             wake: epoll()?,
+            routing: routing.clone(),
             files,
         };
         watch(&router.wake, router.threads.wake())?;
@@ -165,39 +133,9 @@ impl Router {
         }
     }
 
-    /// From now on files that are read through the page cache because they have no O_DIRECT leave nothing new in it, if
-    /// the kernel can do that.
-    pub(crate) fn leave_nothing(&mut self) {
-        self.leaves_nothing = true;
-    }
-
-    /// From now on cold bytes that stay in the page cache are brought there as `Fill` says. `whole` flags the files
-    /// that are wanted whole and can be mapped; `in_part` flags mapped files that allow no extra bytes.
-    pub(crate) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
-        self.threads.fill_first(whole, in_part);
-        // Only files that the load reads have known facts. Do not open the others.
-        let local = |file| self.files.known_facts(file).is_some_and(|facts| facts.kind == FsKind::Local);
-        self.exact = (0..).zip(whole).map(|(file, whole)| !whole && local(file)).collect();
-    }
-
-    /// The pace of the first direct reads decides whether the others go through the page cache: see `Trial`.
-    pub(crate) fn try_first(&mut self) {
-        self.trial = Some(Trial::new());
-    }
-
-    /// From now on the submitting thread does the reads through the page cache: see `Threads`.
-    pub(crate) fn read_here(&mut self) {
-        self.threads.read_here();
-    }
-
-    /// From now on the reads of the pool of threads are recorded there.
-    pub(crate) fn record(&mut self, timeline: &Arc<Timeline>) {
-        self.threads.record(timeline);
-    }
-
-    /// Most threads that the buffered and mapped routes use.
-    pub fn workers(&self) -> usize {
-        self.workers
+    /// What reads ranges of the files into the page cache when all is done.
+    pub(super) fn late(&self) -> Late {
+        self.threads.late()
     }
 
     /// Threads started so far.
@@ -216,31 +154,32 @@ impl Router {
     }
 
     fn begin_uring(&mut self) {
-        let uring = Uring::new(self.files.clone(), self.depth);
+        let uring = Uring::new(self.files.clone(), self.routing.depth);
         match uring.and_then(|u| watch(&self.wake, u.wake()).map(|()| u)) {
             Ok(uring) => self.direct = Direct::Uring(Box::new(uring)),
             Err(e) => self.instead_of_uring(&e),
         }
     }
 
-    fn begin_ring(&mut self) {
-        let uring = Uring::buffered(self.files.clone(), self.ring_depth);
+    fn begin_buffered(&mut self) {
+        let uring = Uring::buffered(self.files.clone(), self.routing.buffered_depth);
         match uring.and_then(|u| watch(&self.wake, u.wake()).map(|()| u)) {
             Ok(mut uring) => {
-                uring.read_exactly(&self.exact);
-                self.ring = Ring::There(Box::new(uring));
+                let exact: Vec<_> = self.routing.ways.iter().map(|way| way.through == Through::Exact).collect();
+                uring.read_exactly(&exact);
+                self.buffered = Buffered::There(Box::new(uring));
             }
-            Err(e) => self.instead_of_ring(&e),
+            Err(e) => self.instead_of_buffered(&e),
         }
     }
 
-    fn instead_of_ring(&mut self, cause: &Error) {
-        self.ring = Ring::None;
+    fn instead_of_buffered(&mut self, cause: &Error) {
+        self.buffered = Buffered::None;
         self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
     }
 
     fn begin_aio(&mut self) {
-        let aio = Aio::new(self.files.clone(), self.depth);
+        let aio = Aio::new(self.files.clone(), self.routing.depth);
         match aio.and_then(|a| watch(&self.wake, a.wake()).map(|()| a)) {
             Ok(aio) => self.direct = Direct::Aio(aio),
             Err(e) => self.instead_of_aio(&e),
@@ -268,29 +207,25 @@ impl Router {
 
     fn by(&self, read: &Read) -> By {
         match read.route {
-            Route::Mapped => By::Pool(Way::Mapped),
-            Route::Buffered if self.leaves_nothing && !self.has_direct(read.file) => By::Pool(Way::Uncached),
+            Route::Mapped => By::Pool(How::Mapped),
+            Route::Buffered if self.routing.way(read.file).through == Through::Nothing => By::Pool(How::Uncached),
             Route::Buffered => self.through(),
-            // The pool fills files that are wanted whole by huge pages (`fill`); io_uring does not.
-            Route::Direct if self.trial.as_ref().is_some_and(Trial::is_through) => By::Pool(Way::Buffered),
-            Route::Direct if self.refused.get(read.file as usize) == Some(&true) => By::Pool(Way::Uncached),
-            Route::Direct if matches!(self.direct, Direct::Threads) => By::Pool(Way::Direct),
-            Route::Direct if !self.insists && self.is_network(read.file) => By::Pool(Way::Direct),
+            Route::Direct if self.refused.get(read.file as usize) == Some(&true) => match self.routing.cold {
+                Cold::Bypass => By::Pool(How::Uncached),
+                _ => By::Pool(How::Buffered),
+            },
+            Route::Direct if matches!(self.direct, Direct::Threads) => By::Pool(How::Direct),
+            Route::Direct if !self.insists && self.is_network(read.file) => By::Pool(How::Direct),
             Route::Direct => By::Direct,
         }
     }
 
     /// What reads through the page cache.
     fn through(&self) -> By {
-        match self.ring {
-            Ring::None | Ring::Leaving(_) => By::Pool(Way::Buffered),
-            Ring::Later | Ring::There(_) => By::Ring,
+        match self.buffered {
+            Buffered::None | Buffered::Leaving(_) => By::Pool(How::Buffered),
+            Buffered::Later | Buffered::There(_) => By::Uring,
         }
-    }
-
-    /// Whether the file's cold bytes would have gone past the page cache by O_DIRECT.
-    fn has_direct(&self, file: u32) -> bool {
-        self.files.facts(file).is_ok_and(|f| f.kind == FsKind::Local && f.direct_align.is_some())
     }
 
     fn is_network(&self, file: u32) -> bool {
@@ -299,21 +234,21 @@ impl Router {
 
     /// Sends a read by its current way; gives it back if that way is full.
     fn send(&mut self, mut read: Read) -> Result<(), Read> {
-        if matches!((self.by(&read), &self.ring), (By::Ring, Ring::Later)) {
-            self.begin_ring();
+        if matches!((self.by(&read), &self.buffered), (By::Uring, Buffered::Later)) {
+            self.begin_buffered();
         }
         let route = read.route;
         let by = self.by(&read);
-        if matches!(by, By::Ring | By::Pool(Way::Buffered | Way::Uncached)) {
+        if matches!(by, By::Uring | By::Pool(How::Buffered | How::Uncached)) {
             read.route = Route::Buffered;
         }
-        let sent = match (by, &mut self.direct, &mut self.ring) {
-            (By::Pool(way), ..) => self.threads.submit_as(read, way),
-            (By::Ring, _, Ring::There(uring)) => uring.submit(read),
-            (By::Ring, ..) => self.threads.submit_as(read, Way::Buffered),
+        let sent = match (by, &mut self.direct, &mut self.buffered) {
+            (By::Pool(how), ..) => self.threads.submit_as(read, how),
+            (By::Uring, _, Buffered::There(uring)) => uring.submit(read),
+            (By::Uring, ..) => self.threads.submit_as(read, How::Buffered),
             (By::Direct, Direct::Uring(uring), _) => uring.submit(read),
             (By::Direct, Direct::Aio(aio), _) => aio.submit(read),
-            (By::Direct, Direct::Threads, _) => self.threads.submit_as(read, Way::Direct),
+            (By::Direct, Direct::Threads, _) => self.threads.submit_as(read, How::Direct),
         };
         sent.map_err(|read| Read { route, ..read })
     }
@@ -365,8 +300,8 @@ impl Router {
     }
 
     /// Takes the outcomes of io_uring through the page cache. After a refused read, the pool of threads does the rest.
-    fn drain_ring(&mut self) -> Vec<Outcome> {
-        let Some(uring) = self.ring.uring() else { return Vec::new() };
+    fn drain_buffered(&mut self) -> Vec<Outcome> {
+        let Some(uring) = self.buffered.uring() else { return Vec::new() };
         let mut out = Vec::new();
         uring.drain(&mut out);
         let mut fallbacks = uring.take_fallbacks();
@@ -383,16 +318,16 @@ impl Router {
                 done => left.push(done),
             }
         }
-        self.ring = match (std::mem::replace(&mut self.ring, Ring::None), refused) {
-            (Ring::There(uring), Some(cause)) => {
-                self.instead_of_ring(&Error::io("read with io_uring", &cause));
+        self.buffered = match (std::mem::replace(&mut self.buffered, Buffered::None), refused) {
+            (Buffered::There(uring), Some(cause)) => {
+                self.instead_of_buffered(&Error::io("read with io_uring", &cause));
                 if idle {
-                    Ring::None
+                    Buffered::None
                 } else {
-                    Ring::Leaving(uring)
+                    Buffered::Leaving(uring)
                 }
             }
-            (Ring::Leaving(_), _) if idle => Ring::None,
+            (Buffered::Leaving(_), _) if idle => Buffered::None,
             (ring, _) => ring,
         };
         left
@@ -418,7 +353,7 @@ impl Router {
             Direct::Aio(aio) => aio.flush(),
             Direct::Threads => Ok(()),
         };
-        if let Some(uring) = self.ring.uring() {
+        if let Some(uring) = self.buffered.uring() {
             let _infallible = uring.flush();
         }
     }
@@ -426,20 +361,10 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        // The submitting thread is woken when one of the reads in flight comes back.
-        if read.route == Route::Direct && self.trial.as_mut().is_some_and(|t| t.holds(&read)) {
-            return Err(read);
-        }
-        let direct = read.route == Route::Direct;
-        let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
         if read.route == Route::Direct && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();
         }
-        self.send(read)?;
-        if let Some(trial) = self.trial.as_mut().filter(|_| direct) {
-            trial.sent(ticket, file, range);
-        }
-        Ok(())
+        self.send(read)
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -450,12 +375,8 @@ impl Source for Router {
     fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
         done.append(&mut self.over);
         let mut out = self.drain_direct();
-        out.append(&mut self.drain_ring());
+        out.append(&mut self.drain_buffered());
         self.threads.drain(&mut out);
-        if let Some(trial) = &mut self.trial {
-            trial.back(&out);
-            self.threads.fill_last(trial.take_past());
-        }
         for outcome in out {
             match outcome {
                 Outcome::Done(d) => done.push(d),
@@ -476,7 +397,7 @@ impl Source for Router {
             Direct::Aio(aio) => aio.cancel(),
             Direct::Threads => {}
         }
-        if let Some(uring) = self.ring.uring() {
+        if let Some(uring) = self.buffered.uring() {
             uring.cancel();
         }
     }
@@ -491,19 +412,15 @@ impl Source for Router {
             Direct::Aio(aio) => aio.in_flight(),
             Direct::Threads => 0,
         };
-        let ring = match &self.ring {
-            Ring::There(uring) | Ring::Leaving(uring) => uring.in_flight(),
-            Ring::None | Ring::Later => 0,
+        let ring = match &self.buffered {
+            Buffered::There(uring) | Buffered::Leaving(uring) => uring.in_flight(),
+            Buffered::None | Buffered::Later => 0,
         };
         direct + ring + self.threads.in_flight() + self.back.len() + self.over.len()
     }
 
     fn take_touches(&mut self) -> Touches {
         self.threads.take_touches()
-    }
-
-    fn choice(&self) -> Option<Choice> {
-        self.trial.as_ref().and_then(|t| t.choice().cloned())
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {

@@ -16,13 +16,14 @@ use crate::store::{read_fully, Files, FsKind};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
+use crate::way::Routing;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Where bytes go that are not wanted: gaps between wanted runs are rarely longer, and it stays in the processor's
@@ -44,7 +45,8 @@ pub struct Threads {
     process: u32,
     /// When the reads were given up: what hangs has had that long to end already when the pool is dropped.
     cancelled: Option<Instant>,
-    /// The submitting thread does the reads.
+    /// The submitting thread does the reads, before `submit` returns: for resident pages, that takes less time than handing
+    /// the work to another thread and waiting for it.
     here: bool,
 }
 
@@ -63,15 +65,15 @@ struct Shared {
     no_populate: AtomicBool,
     /// Touches the pages that were populated.
     touch: Touch,
-    /// What brings cold bytes into the page cache before they are read through it, if anything does.
-    fill: OnceLock<Fill>,
+    /// What brings cold bytes into the page cache before they are read through it.
+    fill: Fill,
     /// Where reads are recorded, if they are.
-    timeline: OnceLock<Arc<Timeline>>,
+    timeline: Option<Arc<Timeline>>,
 }
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<(Read, Way)>,
+    queue: VecDeque<(Read, How)>,
     /// What is to be read into the page cache at the end.
     last: Vec<(u32, Range<u64>)>,
     done: Vec<Outcome>,
@@ -103,7 +105,7 @@ impl std::fmt::Debug for State {
 
 /// How a thread performs a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum How {
     Buffered,
     /// Through the page cache, leaving nothing behind in it (RWF_DONTCACHE, 6.14): for O_DIRECT refused.
     Uncached,
@@ -114,6 +116,17 @@ pub(super) enum Way {
 impl Threads {
     /// A pool of at most `threads` threads that takes at most `depth` reads at a time.
     pub fn new(files: Arc<Files>, threads: usize, depth: usize) -> Result<Threads> {
+        let routing = Routing { threads, ..Routing::default() };
+        Self::obeying(files, &Arc::new(routing), depth, None)
+    }
+
+    /// A pool that reads as `routing` says and takes at most `depth` reads at a time. Every read is recorded in the timeline, if there is one.
+    pub(super) fn obeying(
+        files: Arc<Files>,
+        routing: &Arc<Routing>,
+        depth: usize,
+        timeline: Option<&Arc<Timeline>>,
+    ) -> Result<Threads> {
         let shared = Shared {
             state: Mutex::default(),
             work: Condvar::new(),
@@ -122,41 +135,25 @@ impl Threads {
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
             touch: Touch::new(),
-            fill: OnceLock::new(),
-            timeline: OnceLock::new(),
+            fill: Fill::new(routing.clone()),
+            timeline: timeline.cloned(),
             files,
         };
         Ok(Threads {
             shared: Arc::new(shared),
             handles: Vec::new(),
-            most_threads: threads.max(1),
+            most_threads: routing.threads.max(1),
             depth: depth.max(1),
             in_flight: 0,
             process: std::process::id(),
             cancelled: None,
-            here: false,
+            here: routing.here,
         })
     }
 
-    /// From now on the submitting thread does the reads, before `submit` returns: for resident pages, that takes less time
-    /// than handing the work to another thread and waiting for it.
-    pub(super) fn read_here(&mut self) {
-        self.here = true;
-    }
-
-    /// From now on buffered reads bring cold bytes into the page cache as [`Fill`] says.
-    pub(super) fn fill_first(&mut self, whole: &[bool], in_part: &[bool]) {
-        self.shared.fill.get_or_init(|| Fill::new(whole, in_part));
-    }
-
-    /// Has these ranges read into the page cache when all is done, without waiting for them.
-    pub(super) fn fill_last(&mut self, ranges: Vec<(u32, Range<u64>)>) {
-        lock(&self.shared.state).last.extend(ranges);
-    }
-
-    /// From now on every read is recorded there.
-    pub(super) fn record(&mut self, timeline: &Arc<Timeline>) {
-        let _recorded_already = self.shared.timeline.set(timeline.clone());
+    /// What reads ranges into the page cache when all is done.
+    pub(super) fn late(&self) -> Late {
+        Late(self.shared.clone())
     }
 
     /// Threads started so far.
@@ -164,7 +161,7 @@ impl Threads {
         self.handles.len()
     }
 
-    pub(super) fn submit_as(&mut self, read: Read, way: Way) -> Result<(), Read> {
+    pub(super) fn submit_as(&mut self, read: Read, way: How) -> Result<(), Read> {
         if self.in_flight >= self.depth {
             return Err(read);
         }
@@ -221,12 +218,22 @@ impl Threads {
     }
 }
 
+/// Has ranges of files read into the page cache when all reads of a pool are done, without waiting for them.
+#[derive(Debug)]
+pub(super) struct Late(Arc<Shared>);
+
+impl Late {
+    pub(super) fn fetch(&self, ranges: impl IntoIterator<Item = (u32, Range<u64>)>) {
+        lock(&self.0.state).last.extend(ranges);
+    }
+}
+
 impl Source for Threads {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
         let way = match read.route {
-            Route::Mapped => Way::Mapped,
-            Route::Buffered => Way::Buffered,
-            Route::Direct => Way::Direct,
+            Route::Mapped => How::Mapped,
+            Route::Buffered => How::Buffered,
+            Route::Direct => How::Direct,
         };
         self.submit_as(read, way)
     }
@@ -321,7 +328,7 @@ impl Shared {
 
     /// Does a read, which goes down in the record, if there is one, as done by thread `number`.
     fn recorded<T>(&self, read: &Read, number: u32, perform: impl FnOnce() -> T) -> T {
-        let Some(timeline) = self.timeline.get() else { return perform() };
+        let Some(timeline) = &self.timeline else { return perform() };
         let begun = Instant::now();
         let result = perform();
         let span = Span::new(Lane::Reader(number), "read", begun, Instant::now());
@@ -412,17 +419,17 @@ impl Shared {
         }
     }
 
-    fn perform(&self, read: &Read, way: Way, tools: &mut Tools) -> Result<u64, Failure> {
+    fn perform(&self, read: &Read, way: How, tools: &mut Tools) -> Result<u64, Failure> {
         match (way, &read.into) {
-            (Way::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
-            (Way::Buffered, _) => {
-                if let Some(fallback) = self.fill.get().and_then(|fill| fill.before(&self.files, read)) {
+            (How::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
+            (How::Buffered, _) => {
+                if let Some(fallback) = self.fill.before(&self.files, read) {
                     self.fell_back(fallback);
                 }
                 self.read(read, 0, tools)
             }
-            (Way::Uncached, _) => self.read_uncached(read, tools),
-            (Way::Direct, Destination::Memory(at)) => self.read_direct(read, *at),
+            (How::Uncached, _) => self.read_uncached(read, tools),
+            (How::Direct, Destination::Memory(at)) => self.read_direct(read, *at),
             _ => Err(Error::new(ErrorKind::Internal, "a read's route and destination do not go together").into()),
         }
     }
@@ -518,8 +525,8 @@ impl Shared {
             if small {
                 let fd = self.files.open(read.file, false)?;
                 fetch(fd.as_raw_fd(), read.offset..read.offset + got);
-            } else if let Some(fill) = self.fill.get() {
-                fill.fetch_ends(&self.files, read, got);
+            } else {
+                self.fill.fetch_ends(&self.files, read, got);
             }
             if self.populate(read, pages.clone(), tools)? {
                 self.touch(read, pages, !small, tools)?;

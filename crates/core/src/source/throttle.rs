@@ -1,6 +1,6 @@
 //! A source that is made slower or made to fail, to test the rest. For tests only: no option leads here.
 
-use super::{epoll, watch, Choice, Done, Read, Source, Touches};
+use super::{epoll, watch, Done, Read, Source, Touches};
 use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use crate::store::Files;
@@ -207,10 +207,6 @@ impl Source for Throttle {
 
     fn take_touches(&mut self) -> Touches {
         self.inner.take_touches()
-    }
-
-    fn choice(&self) -> Option<Choice> {
-        self.inner.choice()
     }
 
     fn take_fallbacks(&mut self) -> Vec<Fallback> {

@@ -6,23 +6,32 @@
 //! are timed. The times decide for the rest. If the page cache is kept, what has gone past it is read into it at the
 //! end. If not, the page cache is filled after the load (`fill_after`), so that this choice costs the next start
 //! nothing either.
+//!
+//! The trial stands before the router, and changes the route of reads that go through the page cache. The router knows
+//! nothing of it.
 
-use super::{Choice, Outcome, Read};
-use crate::extent::Ticket;
+use super::router::Router;
+use super::threads::Late;
+use super::{Done, Read, Source, Touches};
+use crate::error::Result;
+use crate::extent::{Route, Ticket};
+use crate::fallback::Fallback;
 use crate::options::{GB, MIB};
+use crate::sync::{lock, Mutex};
+use crate::way::{Cold, WORTH_A_TRIAL};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Bytes of each of the two ways: some milliseconds, and as many reads as keep a disk busy.
-const ENOUGH: u64 = 24 * MIB;
+const ENOUGH: u64 = WORTH_A_TRIAL / 3;
 /// Bytes that are sent each way while it is timed: some are still in flight when the timing ends.
 const AT_MOST: u64 = ENOUGH + ENOUGH / 2;
 /// Bytes after which a choice for going past the page cache is reviewed, by the pace of these bytes: rented storage
 /// gives the first bytes faster than the rest.
 const AT_LAST: u64 = 64 * MIB;
-/// Loads with fewer cold bytes than this do not try. They keep.
-pub(crate) const WORTH_A_TRIAL: u64 = 3 * ENOUGH;
 /// The page cache is kept if the pace through it is at least this share of the pace past it.
 const SHARE: f64 = 0.9;
 /// Storage that gives fewer bytes per second than this past the page cache is slower than the processor on either way.
@@ -31,8 +40,89 @@ const SHARE: f64 = 0.9;
 const SLOW: f64 = 0.25 * GB;
 const SHARE_IF_SLOW: f64 = 0.5;
 
+/// What happens to cold bytes, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Choice {
+    /// [`Cold::Keep`] or [`Cold::Bypass`].
+    pub(crate) cold: Cold,
+    /// The reason, for the report.
+    pub(crate) reason: String,
+}
+
+/// The last choice of a trial, for whoever writes the report. `None` until there is one.
+pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
+
+/// A router whose direct reads go past the page cache or through it, as the pace of the storage says.
 #[derive(Debug)]
-pub(super) struct Trial {
+pub(crate) struct Trial {
+    inner: Router,
+    late: Late,
+    pace: Pace,
+    chosen: Chosen,
+}
+
+impl Trial {
+    pub(crate) fn new(inner: Router, chosen: Chosen) -> Self {
+        Trial { late: inner.late(), inner, pace: Pace::new(), chosen }
+    }
+}
+
+impl Source for Trial {
+    fn submit(&mut self, mut read: Read) -> Result<(), Read> {
+        if read.route != Route::Direct {
+            return self.inner.submit(read);
+        }
+        // The submitting thread is woken when one of the reads in flight comes back.
+        if self.pace.holds(read.len, Instant::now()) {
+            return Err(read);
+        }
+        let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
+        if self.pace.is_through() {
+            read.route = Route::Buffered;
+        }
+        self.inner.submit(read).map_err(|read| Read { route: Route::Direct, ..read })?;
+        self.pace.sent(ticket, file, range, Instant::now());
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+        let before = done.len();
+        self.inner.poll(done)?;
+        if self.pace.back(&done[before..], Instant::now()) {
+            lock(&self.chosen).clone_from(&self.pace.choice);
+        }
+        self.late.fetch(self.pace.take_past());
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.inner.wake()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+
+    fn take_touches(&mut self) -> Touches {
+        self.inner.take_touches()
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        self.inner.take_fallbacks()
+    }
+}
+
+/// The two paces and what follows from them. The clock is an argument.
+#[derive(Debug)]
+struct Pace {
     stage: Stage,
     /// When the first read of this stage went out, and the bytes that went out and came back since.
     since: Option<Instant>,
@@ -58,9 +148,9 @@ enum Stage {
     Over,
 }
 
-impl Trial {
-    pub(super) fn new() -> Self {
-        Trial {
+impl Pace {
+    fn new() -> Self {
+        Pace {
             stage: Stage::Past,
             since: None,
             sent: 0,
@@ -72,53 +162,55 @@ impl Trial {
         }
     }
 
-    pub(super) fn choice(&self) -> Option<&Choice> {
-        self.choice.as_ref()
-    }
-
     fn keeps(&self) -> bool {
-        self.choice.as_ref().is_some_and(|choice| choice.keep)
+        self.choice.as_ref().is_some_and(|choice| choice.cold == Cold::Keep)
     }
 
     /// Whether reads go through the page cache now.
-    pub(super) fn is_through(&self) -> bool {
+    fn is_through(&self) -> bool {
         self.stage == Stage::Through || self.keeps()
     }
 
-    /// Whether `read` has to wait until it is known which way it goes.
-    pub(super) fn holds(&mut self, read: &Read) -> bool {
+    /// Whether a read of `len` bytes has to wait until it is known which way it goes.
+    fn holds(&mut self, len: u64, now: Instant) -> bool {
         if !matches!(self.stage, Stage::Past | Stage::Through) {
             return false;
         }
         // The two ways are never timed at the same time.
         let waits = match self.sent {
             0 => !self.out.is_empty(),
-            sent => sent + read.len > AT_MOST,
+            sent => sent + len > AT_MOST,
         };
         if waits && self.out.is_empty() {
             // Nothing more will come back that could tell.
-            self.next();
-            return self.holds(read);
+            self.next(now);
+            return self.holds(len, now);
         }
         waits
     }
 
     /// A read was sent, the way that [`is_through`](Self::is_through) says.
-    pub(super) fn sent(&mut self, ticket: Ticket, file: u32, range: Range<u64>) {
+    fn sent(&mut self, ticket: Ticket, file: u32, range: Range<u64>, now: Instant) {
         if self.stage == Stage::Over {
             return;
         }
-        self.since.get_or_insert_with(Instant::now);
+        self.since.get_or_insert(now);
         self.sent += range.end - range.start;
         self.out.insert(ticket, (file, range, self.stage != Stage::Through));
     }
 
-    /// These came back. Goes on to the next stage when that is enough.
-    pub(super) fn back(&mut self, outcomes: &[Outcome]) {
-        for outcome in outcomes {
-            let Some((file, range, past)) = self.out.remove(&outcome.ticket()) else { continue };
-            match outcome {
-                Outcome::Done(done) if done.result.is_ok() => {
+    /// These came back. Goes on to the next stage when that is enough. Whether the choice may be a new one.
+    fn back(&mut self, done: &[Done], now: Instant) -> bool {
+        let before = self.stage;
+        for done in done {
+            let Some((file, range, past)) = self.out.remove(&done.ticket) else { continue };
+            match done.result {
+                Ok(_) if past && done.route != Route::Direct => {
+                    let reason = "O_DIRECT was refused".into();
+                    self.choice = Some(Choice { cold: Cold::Keep, reason });
+                    self.stage = Stage::Over;
+                }
+                Ok(_) => {
                     if past == (self.stage != Stage::Through) {
                         self.back += range.end - range.start;
                     }
@@ -127,25 +219,22 @@ impl Trial {
                     }
                 }
                 // The load fails with it.
-                Outcome::Done(_) => {}
-                Outcome::Refused { .. } => {
-                    self.choice = Some(Choice { keep: true, reason: "O_DIRECT was refused".into() });
-                    self.stage = Stage::Over;
-                }
+                Err(_) => {}
             }
         }
         let enough = match self.stage {
             Stage::Past | Stage::Through => ENOUGH,
             Stage::Doubtful => AT_LAST,
-            Stage::Over => return,
+            Stage::Over => u64::MAX,
         };
         if self.back >= enough {
-            self.next();
+            self.next(now);
         }
+        self.stage != before
     }
 
-    fn next(&mut self) {
-        let seconds = self.since.take().map_or(0.0, |since| since.elapsed().as_secs_f64());
+    fn next(&mut self, now: Instant) {
+        let seconds = self.since.take().map_or(0.0, |since| now.saturating_duration_since(since).as_secs_f64());
         let pace = self.back as f64 / seconds.max(1e-9);
         (self.sent, self.back) = (0, 0);
         match self.stage {
@@ -164,11 +253,11 @@ impl Trial {
             past / GB,
             through / GB
         );
-        self.choice = Some(Choice { keep, reason });
+        self.choice = Some(Choice { cold: if keep { Cold::Keep } else { Cold::Bypass }, reason });
     }
 
     /// What went past the page cache although the page cache is kept.
-    pub(super) fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
+    fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
         if self.keeps() {
             std::mem::take(&mut self.past)
         } else {
@@ -177,12 +266,10 @@ impl Trial {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::extent::Route;
-    use crate::source::{Destination, Done};
-    use std::sync::Arc;
+    use crate::error::{Error, ErrorKind};
     use std::time::Duration;
 
     const EACH: u64 = 4 * MIB;
@@ -190,117 +277,152 @@ mod tests {
     const SENT: u64 = AT_MOST / EACH;
     const TIMED: u64 = ENOUGH / EACH;
 
-    fn read(n: u64) -> Read {
-        let (into, keep) = (Destination::Memory(std::ptr::null_mut()), Arc::new(()));
-        let (offset, len, route) = (n * EACH, EACH, Route::Direct);
-        Read { ticket: Ticket(n), file: 0, offset, len, need: len, route, into, fresh: false, keep }
+    /// A pace with a clock of its own.
+    struct Timed {
+        pace: Pace,
+        now: Instant,
     }
 
-    fn done(n: u64) -> Outcome {
-        Outcome::Done(Done { ticket: Ticket(n), result: Ok(EACH), route: Route::Direct })
+    fn done(n: u64, route: Route) -> Done {
+        Done { ticket: Ticket(n), result: Ok(EACH), route }
     }
 
-    /// Sends reads from number `from` on until one is held back; how many went out.
-    fn send(trial: &mut Trial, from: u64, at_most: u64) -> u64 {
-        for n in from..from + at_most {
-            if trial.holds(&read(n)) {
-                return n - from;
+    impl Timed {
+        fn new() -> Self {
+            Timed { pace: Pace::new(), now: Instant::now() }
+        }
+
+        fn after(&mut self, ms: u64) {
+            self.now += Duration::from_millis(ms);
+        }
+
+        /// Sends reads from number `from` on until one is held back; how many went out.
+        fn send(&mut self, from: u64, at_most: u64) -> u64 {
+            for n in from..from + at_most {
+                if self.pace.holds(EACH, self.now) {
+                    return n - from;
+                }
+                self.pace.sent(Ticket(n), 0, n * EACH..(n + 1) * EACH, self.now);
             }
-            trial.sent(Ticket(n), 0, n * EACH..(n + 1) * EACH);
+            at_most
         }
-        at_most
-    }
 
-    /// Reads both ways, each in about so many milliseconds; the number of the next read.
-    fn tried(trial: &mut Trial, past: u64, through: u64) -> u64 {
-        let mut n = 0;
-        for ms in [past, through] {
-            assert_eq!(send(trial, n, 100), SENT);
-            std::thread::sleep(Duration::from_millis(ms));
-            trial.back(&(n..n + TIMED).map(done).collect::<Vec<_>>());
-            // The next way begins when all of this one are back.
-            assert!(trial.choice().is_some() || trial.holds(&read(n + SENT)));
-            trial.back(&(n + TIMED..n + SENT).map(done).collect::<Vec<_>>());
-            n += SENT;
+        /// These come back, the way that they went.
+        fn back(&mut self, numbers: Range<u64>) {
+            let done: Vec<_> = numbers
+                .map(|n| {
+                    let past = self.pace.out.get(&Ticket(n)).is_some_and(|out| out.2);
+                    done(n, if past { Route::Direct } else { Route::Buffered })
+                })
+                .collect();
+            self.pace.back(&done, self.now);
         }
-        n
+
+        /// Reads both ways, each in so many milliseconds; the number of the next read.
+        fn tried(&mut self, past: u64, through: u64) -> u64 {
+            let mut n = 0;
+            for ms in [past, through] {
+                assert_eq!(self.send(n, 100), SENT);
+                self.after(ms);
+                self.back(n..n + TIMED);
+                // The next way begins when all of this one are back.
+                assert!(self.pace.choice.is_some() || self.pace.holds(EACH, self.now));
+                self.back(n + TIMED..n + SENT);
+                n += SENT;
+            }
+            n
+        }
+
+        fn cold(&self) -> Option<Cold> {
+            self.pace.choice.as_ref().map(|choice| choice.cold)
+        }
     }
 
     #[test]
     fn storage_that_is_slower_through_the_page_cache_is_read_past_it() {
-        let mut trial = Trial::new();
-        assert!(!trial.is_through());
-        let n = tried(&mut trial, 20, 60);
-        assert!(trial.choice().is_some_and(|c| !c.keep && c.reason.contains("GB/s past the page cache and")));
-        assert!(!trial.is_through());
+        let mut timed = Timed::new();
+        assert!(!timed.pace.is_through());
+        let n = timed.tried(20, 60);
+        assert_eq!(timed.cold(), Some(Cold::Bypass));
+        assert!(timed.pace.choice.as_ref().unwrap().reason.contains("GB/s past the page cache and"));
+        assert!(!timed.pace.is_through());
         // And goes on so: 64 MiB at the pace of the first ones or better.
-        assert_eq!(send(&mut trial, n, 100), 100);
-        trial.back(&(n..n + 100).map(done).collect::<Vec<_>>());
-        assert_eq!(trial.stage, Stage::Over);
-        assert!(!trial.is_through() && trial.take_past().is_empty());
+        assert_eq!(timed.send(n, 100), 100);
+        timed.after(20);
+        timed.back(n..n + 100);
+        assert_eq!(timed.pace.stage, Stage::Over);
+        assert!(!timed.pace.is_through() && timed.pace.take_past().is_empty());
     }
 
     #[test]
     fn storage_that_is_as_fast_either_way_is_kept_and_what_went_past_is_told_once() {
-        let mut trial = Trial::new();
-        let n = tried(&mut trial, 60, 20);
-        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
-        assert_eq!(trial.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
-        assert!(trial.take_past().is_empty());
-        assert_eq!(send(&mut trial, n, 100), 100);
+        let mut timed = Timed::new();
+        let n = timed.tried(60, 60);
+        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over, "{:?}", timed.pace.choice);
+        assert_eq!(timed.pace.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
+        assert!(timed.pace.take_past().is_empty());
+        assert_eq!(timed.send(n, 100), 100);
     }
 
     #[test]
     fn slow_storage_is_kept_unless_it_is_much_slower_through_the_page_cache() {
-        // 36 MiB in 300 ms are 0.13 GB/s.
-        for (through, keep) in [(375, true), (900, false)] {
-            let mut trial = Trial::new();
-            tried(&mut trial, 300, through);
-            assert_eq!(trial.choice().map(|c| c.keep), Some(keep), "{:?}", trial.choice());
+        // 24 MiB in 300 ms are 0.08 GB/s.
+        for (through, cold) in [(550, Cold::Keep), (650, Cold::Bypass)] {
+            let mut timed = Timed::new();
+            timed.tried(300, through);
+            assert_eq!(timed.cold(), Some(cold), "{:?}", timed.pace.choice);
         }
     }
 
     #[test]
     fn storage_that_is_fast_only_at_first_is_kept_after_all() {
-        let mut trial = Trial::new();
-        let n = tried(&mut trial, 5, 40);
-        assert!(!trial.is_through());
-        assert_eq!(send(&mut trial, n, 20), 20);
+        let mut timed = Timed::new();
+        let n = timed.tried(5, 40);
+        assert!(!timed.pace.is_through());
+        assert_eq!(timed.send(n, 20), 20);
         // Slower than the page cache was.
-        std::thread::sleep(Duration::from_millis(300));
-        trial.back(&(n..n + 20).map(done).collect::<Vec<_>>());
-        assert!(trial.is_through() && trial.stage == Stage::Over, "{:?}", trial.choice());
-        assert_eq!(trial.take_past().len() as u64, SENT + 20);
+        timed.after(300);
+        timed.back(n..n + 20);
+        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over, "{:?}", timed.pace.choice);
+        assert_eq!(timed.pace.take_past().len() as u64, SENT + 20);
     }
 
     #[test]
     fn a_read_is_never_held_where_nothing_is_awaited() {
-        let mut trial = Trial::new();
+        let mut timed = Timed::new();
         for n in 0..80 {
             // One at a time, as with a depth of one.
-            assert!(!trial.holds(&read(n)), "{n}");
-            trial.sent(Ticket(n), 0, n * EACH..(n + 1) * EACH);
-            trial.back(&[done(n)]);
+            assert_eq!(timed.send(n, 1), 1, "{n}");
+            timed.after(1);
+            timed.back(n..n + 1);
         }
-        assert!(trial.choice().is_some());
+        assert!(timed.pace.choice.is_some());
         // Reads larger than what is tried.
-        let mut trial = Trial::new();
+        let mut timed = Timed::new();
         for n in 0..4 {
-            let large = Read { len: 2 * AT_MOST, ..read(n) };
-            assert!(!trial.holds(&large), "{n}");
-            trial.sent(Ticket(n), 0, 0..2 * AT_MOST);
-            trial.back(&[done(n)]);
+            assert!(!timed.pace.holds(2 * AT_MOST, timed.now), "{n}");
+            timed.pace.sent(Ticket(n), 0, 0..2 * AT_MOST, timed.now);
+            timed.after(1);
+            timed.back(n..n + 1);
         }
-        assert!(trial.choice().is_some());
+        assert!(timed.pace.choice.is_some());
     }
 
     #[test]
     fn what_refuses_direct_reads_is_kept() {
-        let mut trial = Trial::new();
-        send(&mut trial, 0, 2);
-        let cause = std::io::Error::from_raw_os_error(libc::EINVAL);
-        trial.back(&[Outcome::Refused { read: read(1), cause }]);
-        assert!(trial.is_through() && trial.stage == Stage::Over);
-        assert!(trial.take_past().is_empty());
+        let mut timed = Timed::new();
+        timed.send(0, 2);
+        assert!(timed.pace.back(&[done(1, Route::Buffered)], timed.now));
+        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over);
+        assert!(timed.pace.take_past().is_empty());
+    }
+
+    #[test]
+    fn a_read_that_failed_tells_nothing() {
+        let mut timed = Timed::new();
+        timed.send(0, 1);
+        let result = Err(Error::new(ErrorKind::Io, "no"));
+        assert!(!timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct }], timed.now));
+        assert_eq!((timed.pace.back, timed.cold()), (0, None));
     }
 }

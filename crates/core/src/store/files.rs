@@ -220,11 +220,6 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
-    /// [`facts`](Self::facts), if they are known already. Does not ask the file system.
-    pub(crate) fn known_facts(&self, file: u32) -> Option<Facts> {
-        self.files[file as usize].facts.get().copied()
-    }
-
     /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
     /// machine.
     #[doc(hidden)]

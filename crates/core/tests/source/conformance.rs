@@ -3,9 +3,10 @@
 use crate::sample::*;
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
-use penstock::options::{Io, Options};
+use penstock::options::Io;
 use penstock::source::{Aio, Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
 use penstock::store::Files;
+use penstock::way::Routing;
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Arc;
@@ -269,7 +270,7 @@ conformance!(throttle, Route::Buffered, |files| {
 });
 
 fn router(files: Arc<Files>, io: Io) -> Box<dyn Source> {
-    Box::new(Router::new(files, &Options { io, depth: 8, ..Options::default() }).unwrap())
+    Box::new(Router::new(files, io, &Arc::new(Routing { depth: 8, ..Routing::default() })).unwrap())
 }
 
 #[test]

@@ -5,9 +5,10 @@ use crate::sample::*;
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
 use penstock::fallback::Fallback;
-use penstock::options::{Io, Options};
+use penstock::options::Io;
 use penstock::source::{quarantined, Destination, Read, Router, Source, Threads};
 use penstock::store::Files;
+use penstock::way::Routing;
 use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -69,8 +70,8 @@ fn load(sample: &Sample, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'sta
 }
 
 fn load_by(sample: &Sample, route: Route, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Route>) {
-    let options = Options { io, depth: 64, ..Options::default() };
-    let mut source = Router::new(sample.files(), &options).unwrap();
+    let routing = Routing { buffered_depth: 64, ..Routing::default() };
+    let mut source = Router::new(sample.files(), io, &Arc::new(routing)).unwrap();
     let step = SIZE.div_ceil(24).next_multiple_of(PAGE);
     let mut memories = Vec::new();
     let mut middle = Some(middle);
@@ -247,7 +248,7 @@ alone!(
 fn loses_direct_between_two_files(io: Io) {
     let samples = [Sample::new(), Sample::new()];
     let files = Arc::new(Files::from_paths(&[&samples[0].path, &samples[1].path]).unwrap());
-    let mut source = Router::new(files, &Options { io, ..Options::default() }).unwrap();
+    let mut source = Router::new(files, io, &Arc::default()).unwrap();
     for file in 0..2u32 {
         let mut memories = Vec::new();
         for i in 0..4 {
@@ -388,8 +389,8 @@ alone!(
             (Io::Threads, Route::Direct),
         ] {
             let files = Arc::new(Files::from_paths(&paths).unwrap());
-            let options = Options { io, threads: 32, ..Options::default() };
-            let mut source = Router::new(files, &options).unwrap();
+            let routing = Routing { threads: 32, ..Routing::default() };
+            let mut source = Router::new(files, io, &Arc::new(routing)).unwrap();
             let mut memories = Vec::new();
             let mut reads = Vec::new();
             for file in 0..1200u32 {

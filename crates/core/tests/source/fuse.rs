@@ -3,9 +3,10 @@
 
 use crate::sample::*;
 use penstock::extent::Route;
-use penstock::options::Options;
+use penstock::options::Io;
 use penstock::source::{quarantined, Router, Source};
 use penstock::store::{Files, FsKind};
+use penstock::way::Routing;
 use std::ffi::CString;
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -150,7 +151,8 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         assert_eq!((facts.kind, facts.fs, facts.mappable), (FsKind::Network, "fuse", false));
 
         for route in [Route::Direct, Route::Buffered] {
-            let mut source = Router::new(files.clone(), &Options::default()).unwrap();
+            let mut source =
+                Router::new(files.clone(), Io::Auto, &Arc::new(Routing { threads: 32, ..Routing::default() })).unwrap();
             let mut memories = Vec::new();
             let reads = (0..48).map(|i| {
                 let (read, memory) = read(route, i, &sample, i << 17, (i + 1) << 17);
@@ -170,7 +172,8 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
 
         server.hang.store(true, Ordering::SeqCst);
         penstock::store::evict(&path, None).unwrap();
-        let mut source = Router::new(files, &Options::default()).unwrap();
+        let mut source =
+            Router::new(files, Io::Auto, &Arc::new(Routing { threads: 32, ..Routing::default() })).unwrap();
         let (read, memory) = read(Route::Direct, 0, &sample, 0, 1 << 20);
         source.submit(read).ok().unwrap();
         source.flush().unwrap();

@@ -1,9 +1,13 @@
-//! Every decision of the policy, on files whose resident pages are given by the table. Network file systems are
-//! missing: they need a mount.
+//! Whole plans of real files, whose resident pages are given by the table. `routing/tests.rs` has the decisions alone.
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use super::*;
-use crate::store::evict;
+use crate::extent::Route;
+use crate::format::Checkpoint;
+use crate::options::{Cache, Options};
+use crate::plan::want::Want;
+use crate::store::{evict, FsKind};
+use crate::way::{Cold, Through, WORTH_A_TRIAL};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -230,7 +234,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             continue;
         }
         let files = checkpoint.local_files();
-        let plan = Plan::new(&request(&checkpoint, row), &files);
+        let plan = Planned::new(&request(&checkpoint, row), &files);
         match (&row.5, plan) {
             (Err(why), Err(e)) => {
                 assert_eq!(e.kind(), ErrorKind::Invalid, "{row:?}: {e}");
@@ -254,13 +258,14 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
                     (At::Large, _) if *routes == DIRECT => Cold::Try,
                     _ => Cold::Keep,
                 };
-                assert_eq!(plan.cold, cold, "{row:?}");
+                assert_eq!(plan.routing.cold, cold, "{row:?}");
                 let read_through = *routes == BUFFERED || cold == Cold::Try;
                 // Of a slice, no extra bytes are brought in.
                 let cut = matches!(row.0, At::PartOfHuge | At::NearlyAll | At::Columns);
                 let mapped = *routes == MAPPED || row.0.is_copied_from_its_mapping();
-                assert_eq!(plan.filled, [cold != Cold::None && read_through && !cut && !mapped], "{row:?}");
-                assert_eq!(plan.in_part, [cut && mapped], "{row:?}");
+                let (way, filled) = (plan.routing.way(0), cold != Cold::None && read_through && !cut && !mapped);
+                assert_eq!(way.through == Through::HugePages, filled, "{row:?}");
+                assert_eq!(way.in_part, cut && mapped, "{row:?}");
                 let wanted = match row.0 {
                     At::Large => LARGE,
                     At::Huge | At::OddHuge => HUGE,
@@ -303,7 +308,7 @@ fn sizes_that_do_not_go_together_are_refused() {
     let refused = |extent, staging| {
         let mut request = request(&checkpoint, &ROWS[0]);
         (request.options.extent, request.options.staging) = (extent, staging);
-        Plan::new(&request, &checkpoint.local_files()).err().map(|e| (e.kind(), e.to_string()))
+        Planned::new(&request, &checkpoint.local_files()).err().map(|e| (e.kind(), e.to_string()))
     };
     for (extent, staging, why) in [
         (0, MIB, "extent must be a multiple of 4096"),
@@ -315,4 +320,36 @@ fn sizes_that_do_not_go_together_are_refused() {
         assert!(kind == ErrorKind::Invalid && text.contains(why), "{extent} {staging}: {text}");
     }
     assert_eq!(refused(PAGE, 2 * PAGE), None);
+}
+
+#[test]
+fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
+    let build = std::env::current_exe().unwrap();
+    let folders = [tempfile::tempdir_in(build.parent().unwrap()).unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
+    for (at, misaligned, copy) in [
+        (At::Cold, false, None),
+        (At::Odd, false, None),
+        (At::Odd, true, None),
+        (At::Columns, true, None),
+        (At::Odd, true, Some(true)),
+    ] {
+        let mut first = None;
+        for folder in &folders {
+            let checkpoint = checkpoint(folder.path(), at);
+            for (warm, cache) in
+                [(false, Cache::Auto), (true, Cache::Auto), (false, Cache::Bypass), (true, Cache::Keep)]
+            {
+                put(&checkpoint, if warm { At::Warm } else { At::Cold });
+                let mut request = request(&checkpoint, &(at, To::Cpu, Io::Auto, cache, copy, Err("")));
+                request.options.misaligned = misaligned;
+                let plan = Planned::new(&request, &checkpoint.local_files()).unwrap();
+                assert_eq!(first.get_or_insert_with(|| plan.layout.clone()), &plan.layout, "{at:?} {warm} {cache:?}");
+                // What a framework reads at any address stays in the file that is mapped.
+                if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).mapped {
+                    let totals = plan.schedule.totals();
+                    assert_eq!((totals.buffered.bytes, totals.direct.bytes), (0, 0), "{warm} {cache:?}");
+                }
+            }
+        }
+    }
 }

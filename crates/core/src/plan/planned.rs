@@ -1,0 +1,93 @@
+//! A request as a plan: layout, survey, routing and schedule, one after the other.
+
+use super::layout::{Layout, Target};
+use super::request::{Memory, Request, Where};
+use super::routing::{self, Goal, Machine};
+use super::schedule::{FileTraits, Limits, Schedule};
+use super::survey::Survey;
+use crate::error::{Error, ErrorKind, Result};
+use crate::machine;
+use crate::options::{Io, PAGE};
+use crate::stats::Report;
+use crate::store::Files;
+use crate::way::Routing;
+
+/// What is to be read, where to, and how it travels.
+pub(crate) struct Planned {
+    pub(crate) layout: Layout,
+    pub(crate) schedule: Schedule,
+    pub(crate) routing: Routing,
+    /// What is known before the load.
+    pub(crate) report: Report,
+}
+
+impl Planned {
+    /// Plans `request`. Asks the file systems about the files.
+    pub(crate) fn new(request: &Request, files: &Files) -> Result<Planned> {
+        let Request { checkpoint, wants, device, memory, options, .. } = request;
+        let into = match (memory, device) {
+            (Memory::Into { .. }, Where::Cpu) => Goal::Tensors,
+            (_, Where::Gpu(_)) => Goal::Gpu,
+            (_, Where::Cpu) => Goal::NewMemory,
+        };
+        routing::check(options, into)?;
+        // Nothing here depends on this machine: each rank has the same layout.
+        let target = match (memory, device) {
+            (Memory::Into { .. }, _) => Target::Foreign,
+            (_, Where::Gpu(_)) => Target::Gpu,
+            // Private copies are aligned, whatever the file does.
+            (_, Where::Cpu) => Target::Cpu { misaligned: options.misaligned && !routing::is_private(options, into) },
+        };
+        let layout = Layout::new(checkpoint, wants, &target, options.order)?;
+        Schedule::check(checkpoint, wants, &layout, options.gap)?;
+        let survey = Survey::new(checkpoint, wants, &layout, files)?;
+        let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
+        let routing = routing::route(&survey, into, options, &machine);
+        if options.io == Io::Mapped {
+            if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.mapped) {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "io=\"mapped\" was asked for, but files on this kind of file system are never mapped: if another \
+                     machine truncates a mapped file, its reader is killed; use io=\"auto\"",
+                )
+                .at(files.path(f as u32)));
+            }
+        }
+        let mut report = Report {
+            cache: routing.cold.name(),
+            cache_reason: routing.reason.clone(),
+            residency_probes: survey.probes,
+            tensors: wants.len() as u64,
+            nbytes: layout.places.iter().map(|p| p.nbytes).sum(),
+            ..Report::default()
+        };
+        let traits = survey.files.into_iter().zip(&routing.ways).map(|(surveyed, way)| {
+            let Some(surveyed) = surveyed else { return FileTraits::default() };
+            report.resident_bytes += surveyed.warm();
+            // Between two samples there may be pages that the page cache does not hold. So all pages are populated: a first
+            // touch must not have to read the disk.
+            let resident = if way.mapped && surveyed.sampled { Vec::new() } else { surveyed.resident };
+            let storage = surveyed.facts.storage as u32;
+            FileTraits { storage, direct_align: surveyed.facts.direct_align, resident, way: *way }
+        });
+        let traits: Vec<FileTraits> = traits.collect();
+        let limits = Limits {
+            extent: options.extent,
+            gap: options.gap,
+            scatter: (*device == Where::Cpu).then_some(PAGE),
+            direct_in_place: machine::direct_reads_survive_forks(),
+            window: request.stream.then_some(options.window),
+        };
+        let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
+        for e in &schedule.extents {
+            // A direct read covers whole sectors. The part past the end of the file never arrives.
+            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
+            report.slack_bytes += e.slack.saturating_sub(past_end);
+            report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
+        }
+        Ok(Planned { layout, schedule, routing, report })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+//! The way of every file, decided once: a pure function of what the stores say, the target and the options. The same
+//! input gives the same ways.
+
+use super::survey::{Survey, Surveyed};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Route;
+use crate::options::{Cache, Io, Options, PAGE};
+use crate::store::FsKind;
+use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
+
+/// Threads: enough to fill a local disk through the page cache even with few cores. They wait, they do not compute: on
+/// two cores 4, 8 and 16 threads populated at 0.84, 0.88 and 0.89 of the raw O_DIRECT rate beside them.
+const LEAST_THREADS: usize = 12;
+/// More threads than this copy no faster from the page cache (memory bandwidth).
+const MOST_THREADS: usize = 16;
+/// The speed of a network file system depends on how many reads are in flight.
+const NETWORK_THREADS: usize = 32;
+/// Reads in flight, at least. 16 of 4 MiB saturate what one ring reaches (published: 45 GiB/s for 32 of 1 MiB).
+const LEAST_DEPTH: usize = 16;
+/// Reads through the page cache by io_uring in flight. With 4 MiB each, 8 gave 2.4 GB/s, 16 gave 1.8 and 32 gave 1.25:
+/// each read is a thread of the kernel that reads ahead, and these get in each other's way.
+const BUFFERED_DEPTH: usize = 8;
+
+/// Where the bytes of a load end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// New memory of this process, or the mapped files themselves.
+    NewMemory,
+    /// Tensors on the CPU that exist.
+    Tensors,
+    /// A GPU.
+    Gpu,
+}
+
+/// What the machine says, asked only where it matters: each answer takes about twenty system calls.
+pub(crate) struct Machine<'a> {
+    /// Bytes of memory that are left to this process.
+    pub(crate) memory_available: &'a dyn Fn() -> u64,
+    /// Cores that this process may use.
+    pub(crate) cores: &'a dyn Fn() -> usize,
+}
+
+/// Whether `options` ask for private memory, so that no file may be mapped, wherever it is.
+pub(crate) fn is_private(options: &Options, into: Goal) -> bool {
+    options.copy == Some(true) || into != Goal::NewMemory || !matches!(options.io, Io::Auto | Io::Mapped)
+}
+
+/// The ways of all files of `survey`.
+pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Machine<'_>) -> Routing {
+    let private = is_private(options, into);
+    let past = reads_past_the_cache(options.io);
+    let found = || survey.files.iter().flatten();
+    let sum = |of: &dyn Fn(&Surveyed) -> u64| found().map(of).fold(0, u64::saturating_add);
+    let is_mapped = |s: &Surveyed| {
+        !private
+            && s.facts.mappable
+            && (options.cache != Cache::Bypass || s.missing() == 0 || s.facts.kind == FsKind::Memory)
+    };
+    // On a network, O_DIRECT gives up the server's read-ahead (published: 0.49 against 2.44 GiB/s). So it is used only if
+    // the caller asks for it.
+    let has_direct = |s: &Surveyed| s.facts.direct_align.is_some() && (s.facts.kind == FsKind::Local || past);
+
+    // A rank that wants an eighth of every tensor brings only that eighth into the page cache.
+    let wanted = sum(&|s| s.wanted);
+    let cold = sum(&Surveyed::missing).min(wanted);
+    // An upper bound of the cold bytes that are copied.
+    let copied = sum(&|s| s.missing().min(if is_mapped(s) { s.moved } else { s.wanted }));
+    let (keep, reason) = keep_in_cache(options, cold, copied, machine);
+    let sampled = found().any(|s| s.sampled);
+
+    // Existing tensors on the CPU: their pages are in use already, so a copy out of the page cache costs no more than
+    // O_DIRECT. New memory: it depends on the storage.
+    let fresh = private && into != Goal::Tensors;
+    let either_way = sum(&|s| if s.facts.mappable && has_direct(s) { s.missing() } else { 0 }).min(wanted);
+    let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
+
+    let what = match () {
+        () if !keep && (cold > 0 || past) => Cold::Bypass,
+        () if cold == 0 && !sampled => Cold::None,
+        () if tries => Cold::Try,
+        () => Cold::Keep,
+    };
+    let way = |s: &Surveyed| {
+        let mapped = is_mapped(s);
+        let cold = s.missing() > 0 && s.facts.mappable;
+        let route = |direct: bool| if direct && has_direct(s) { Route::Direct } else { Route::Buffered };
+        let through = match what {
+            Cold::None => Through::Ahead,
+            // What could have gone past the page cache and goes through it is there already.
+            Cold::Bypass if s.facts.kind == FsKind::Local && s.facts.direct_align.is_some() => Through::Ahead,
+            Cold::Bypass => Through::Nothing,
+            Cold::Keep | Cold::Try if cold && s.is_whole() && !mapped => Through::HugePages,
+            // Elsewhere the read-ahead may be what makes a server fast.
+            Cold::Keep | Cold::Try if s.facts.kind == FsKind::Local => Through::Exact,
+            Cold::Keep | Cold::Try => Through::Ahead,
+        };
+        Way {
+            mapped,
+            in_part: mapped && cold && !s.is_whole(),
+            cold: route(past || !keep || tries),
+            warm: route(past),
+            through,
+        }
+    };
+    let ways = survey.files.iter().map(|s| s.as_ref().map_or_else(Way::default, way)).collect();
+
+    let network = found().any(|s| s.facts.kind == FsKind::Network);
+    let here = what == Cold::None && !network && found().all(|s| is_mapped(s) && s.moved == 0);
+    let threads = match options.threads {
+        _ if here => 1,
+        // More copy workers than cores would only take turns.
+        0 if what == Cold::None => (machine.cores)().min(MOST_THREADS),
+        0 if network => NETWORK_THREADS,
+        0 => (machine.cores)().clamp(LEAST_THREADS, MOST_THREADS),
+        n => n as usize,
+    };
+    let (depth, buffered_depth) = match options.depth {
+        // Each worker should find the next read waiting when it has done one.
+        0 => ((2 * threads).max(LEAST_DEPTH), BUFFERED_DEPTH),
+        depth => (depth as usize, depth as usize),
+    };
+    Routing { ways, cold: what, reason, here, threads, depth, buffered_depth }
+}
+
+/// Whether this io reads past the page cache, whatever the page cache holds.
+pub(crate) fn reads_past_the_cache(io: Io) -> bool {
+    matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
+}
+
+/// Whether cold bytes stay in the page cache, and why. `copied` of them are copied, not mapped.
+fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_>) -> (bool, String) {
+    match options.cache {
+        Cache::Keep => (true, "asked for".into()),
+        // Nothing is cold, so nothing enters the page cache and nothing is evicted.
+        _ if cold == 0 && !reads_past_the_cache(options.io) => {
+            (options.cache == Cache::Auto, "the page cache holds all of it".into())
+        }
+        Cache::Bypass => (false, "asked for".into()),
+        Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
+        Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
+        Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
+        // Private memory would take as much room, and the kernel could not take it back under memory pressure.
+        Cache::Auto if copied == 0 => (true, format!("{cold} cold bytes are mapped, not copied")),
+        Cache::Auto => {
+            // Half: the destination, the rest of the program and other programs' page cache need room too.
+            let room = (machine.memory_available)() / 2;
+            let (keep, not) = if copied <= room { (true, "") } else { (false, "do not ") };
+            let mapped = match cold.saturating_sub(copied) {
+                0 => String::new(),
+                rest => format!("; {rest} more are mapped, not copied"),
+            };
+            (keep, format!("{copied} cold bytes {not}fit into half of the memory left ({room}){mapped}"))
+        }
+    }
+}
+
+/// Refuses options that contradict each other or the target.
+pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
+    let refuse = |text: &str| Err(Error::new(ErrorKind::Invalid, text));
+    let own_cpu = into == Goal::NewMemory;
+    if options.io == Io::Mapped && !own_cpu {
+        return refuse(
+            "io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors",
+        );
+    }
+    if options.io == Io::Mapped && options.copy == Some(true) {
+        return refuse("io=\"mapped\" and copy=True contradict each other");
+    }
+    if options.copy == Some(false) && !matches!(options.io, Io::Auto | Io::Mapped) {
+        return refuse("copy=False asks for mapped files, but the io chosen reads into private memory");
+    }
+    if options.copy == Some(false) && own_cpu && options.cache == Cache::Bypass {
+        return refuse(
+            "copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it",
+        );
+    }
+    match (options.io, options.cache) {
+        (Io::Mapped, Cache::Bypass) => {
+            return refuse("io=\"mapped\" gives the page cache itself as tensors; cache=\"bypass\" contradicts it");
+        }
+        (Io::Buffered, Cache::Bypass) => {
+            return refuse("io=\"buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
+        }
+        (Io::UringBuffered, Cache::Bypass) => {
+            return refuse("io=\"uring_buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
+        }
+        (io, Cache::Keep) if reads_past_the_cache(io) => {
+            return refuse("the io chosen reads past the page cache; cache=\"keep\" contradicts it");
+        }
+        _ => {}
+    }
+    if options.extent < PAGE || options.extent % PAGE != 0 {
+        return refuse("extent must be a multiple of 4096 bytes, and at least 4096");
+    }
+    if options.staging < 2 * options.extent {
+        return refuse("staging must hold at least two extents");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,256 @@
+//! Every decision, from surveys that a table gives: no file is opened.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::store::Facts;
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+/// Bytes that are left to the process.
+const MEMORY: u64 = 1 << 30;
+const CORES: usize = 4;
+
+/// A file of which 256 MiB are wanted.
+#[derive(Debug, Clone, Copy)]
+struct File {
+    on: FsKind,
+    /// Share of it that the page cache holds, in 1/4.
+    resident: u64,
+    /// Share of it that cannot stay in its mapping, in 1/4.
+    moved: u64,
+    /// Share of it that is wanted, in 1/4.
+    wanted: u64,
+    cut: bool,
+    sampled: bool,
+    direct: bool,
+    nbytes: u64,
+}
+
+const DISK: File = File {
+    on: FsKind::Local,
+    resident: 0,
+    moved: 0,
+    wanted: 4,
+    cut: false,
+    sampled: false,
+    direct: true,
+    nbytes: 256 * MIB,
+};
+const WARM: File = File { resident: 4, ..DISK };
+const HALF: File = File { resident: 2, ..DISK };
+const HUGE: File = File { nbytes: 4 * MEMORY, ..DISK };
+const SMALL: File = File { nbytes: 8 * MIB, ..DISK };
+/// Misaligned for a framework that wants aligned tensors, or cut in columns.
+const ODD: File = File { moved: 4, ..DISK };
+const SLICE: File = File { wanted: 1, cut: true, ..DISK };
+/// The kernel answers samples only.
+const SAMPLED: File = File { sampled: true, ..WARM };
+const NO_DIRECT: File = File { direct: false, ..DISK };
+const TMPFS: File = File { on: FsKind::Memory, direct: false, ..WARM };
+const NFS: File = File { on: FsKind::Network, ..DISK };
+const WARM_NFS: File = File { on: FsKind::Network, ..WARM };
+
+fn survey(files: &[File]) -> Survey {
+    let surveyed = |f: &File| {
+        let (fs, mappable) = ("", f.on != FsKind::Network);
+        let wanted = f.nbytes / 4 * f.wanted;
+        Surveyed {
+            facts: Facts { kind: f.on, fs, storage: 0, direct_align: f.direct.then_some(512), mappable },
+            span: 0..f.nbytes,
+            wanted,
+            moved: wanted / 4 * f.moved,
+            cut: f.cut,
+            resident: Some(0..f.nbytes / 4 * f.resident).filter(|r| r.end > 0).into_iter().collect(),
+            sampled: f.sampled,
+        }
+    };
+    Survey { files: files.iter().map(|f| Some(surveyed(f))).collect(), probes: 0 }
+}
+
+fn decide(files: &[File], into: Goal, options: &Options) -> Routing {
+    check(options, into).unwrap();
+    let machine = Machine { memory_available: &|| MEMORY, cores: &|| CORES };
+    route(&survey(files), into, options, &machine)
+}
+
+/// The way in a few words.
+fn words(routing: &Routing) -> String {
+    let way = |w: &Way| {
+        let copied = match (w.cold, w.warm) {
+            (Route::Direct, Route::Direct) => "direct",
+            (Route::Direct, _) => "cold direct",
+            _ => "buffered",
+        };
+        let through = match w.through {
+            Through::Ahead => "",
+            Through::HugePages => " by huge pages",
+            Through::Exact => " exactly",
+            Through::Nothing => " leaving nothing",
+        };
+        let mapped = match (w.mapped, w.in_part) {
+            (true, true) => "mapped in part, ",
+            (true, false) => "mapped, ",
+            _ => "",
+        };
+        format!("{mapped}{copied}{through}")
+    };
+    let ways: Vec<_> = routing.ways.iter().map(way).collect();
+    let here = if routing.here { ", by the caller" } else { "" };
+    format!("{:?}: {}{here}", routing.cold, ways.join("; "))
+}
+
+#[test]
+fn every_way_is_as_the_table_says() {
+    use Goal::{Gpu, NewMemory, Tensors};
+    let none = Options::default();
+    let copy = Options { copy: Some(true), ..none.clone() };
+    let map = Options { copy: Some(false), ..none.clone() };
+    let keep = Options { cache: Cache::Keep, ..none.clone() };
+    let bypass = Options { cache: Cache::Bypass, ..none.clone() };
+    let io = |io| Options { io, ..Options::default() };
+    #[rustfmt::skip]
+    let rows: &[(&[File], Goal, &Options, &str)] = &[
+        // Nothing asked for, into new memory: mapped wherever it can be, whatever its size.
+        (&[DISK],          NewMemory, &none,   "Keep: mapped, buffered exactly"),
+        (&[WARM],          NewMemory, &none,   "None: mapped, buffered, by the caller"),
+        (&[HALF],          NewMemory, &none,   "Keep: mapped, buffered exactly"),
+        (&[HUGE],          NewMemory, &none,   "Keep: mapped, buffered exactly"),
+        (&[SLICE],         NewMemory, &none,   "Keep: mapped in part, buffered exactly"),
+        (&[TMPFS],         NewMemory, &none,   "None: mapped, buffered, by the caller"),
+        (&[WARM, TMPFS],   NewMemory, &none,   "None: mapped, buffered; mapped, buffered, by the caller"),
+        (&[SAMPLED],       NewMemory, &none,   "Keep: mapped, buffered exactly"),
+        // What cannot stay in the mapping is copied: kept if there is room.
+        (&[ODD],           NewMemory, &none,   "Keep: mapped, buffered exactly"),
+        (&[File { moved: 4, ..WARM }], NewMemory, &none, "None: mapped, buffered"),
+        (&[File { moved: 4, ..HUGE }], NewMemory, &none, "Bypass: mapped, cold direct"),
+        // Network file systems are never mapped, and O_DIRECT is used only if it was asked for.
+        (&[NFS],           NewMemory, &none,   "Keep: buffered"),
+        (&[WARM_NFS],      NewMemory, &none,   "None: buffered"),
+        (&[NFS],           NewMemory, &bypass, "Bypass: buffered leaving nothing"),
+        (&[NFS],           NewMemory, &io(Io::Direct), "Bypass: direct leaving nothing"),
+        (&[NFS],           Gpu,       &none,   "Keep: buffered"),
+        (&[DISK, NFS],     NewMemory, &none,   "Keep: mapped, buffered exactly; buffered"),
+        // Private copies: the pace of the storage decides, if it is worth it.
+        (&[DISK],          NewMemory, &copy,   "Try: cold direct by huge pages"),
+        (&[SMALL],         NewMemory, &copy,   "Keep: buffered by huge pages"),
+        (&[HALF],          NewMemory, &copy,   "Try: cold direct by huge pages"),
+        (&[WARM],          NewMemory, &copy,   "None: buffered"),
+        (&[HUGE],          NewMemory, &copy,   "Bypass: cold direct"),
+        (&[SLICE],         NewMemory, &copy,   "Keep: buffered exactly"),
+        (&[NO_DIRECT],     NewMemory, &copy,   "Keep: buffered by huge pages"),
+        (&[TMPFS],         NewMemory, &copy,   "None: buffered"),
+        (&[DISK],          Gpu,       &none,   "Try: cold direct by huge pages"),
+        (&[WARM],          Gpu,       &none,   "None: buffered"),
+        (&[HUGE],          Gpu,       &none,   "Bypass: cold direct"),
+        (&[DISK],          Tensors,   &none,   "Keep: buffered by huge pages"),
+        // What becomes of the page cache was said.
+        (&[HUGE],          NewMemory, &map,    "Keep: mapped, buffered exactly"),
+        (&[DISK],          NewMemory, &keep,   "Keep: mapped, buffered exactly"),
+        (&[HUGE],          Gpu,       &keep,   "Keep: buffered by huge pages"),
+        (&[DISK],          NewMemory, &bypass, "Bypass: cold direct"),
+        (&[HALF],          NewMemory, &bypass, "Bypass: cold direct"),
+        (&[WARM],          NewMemory, &bypass, "None: mapped, cold direct, by the caller"),
+        (&[WARM, DISK],    NewMemory, &bypass, "Bypass: mapped, cold direct; cold direct"),
+        (&[TMPFS],         NewMemory, &bypass, "None: mapped, buffered, by the caller"),
+        (&[NO_DIRECT],     Gpu,       &bypass, "Bypass: buffered leaving nothing"),
+        // The interface was named.
+        (&[DISK],          NewMemory, &io(Io::Mapped),        "Keep: mapped, buffered exactly"),
+        (&[DISK],          NewMemory, &io(Io::Buffered),      "Keep: buffered by huge pages"),
+        (&[DISK],          Gpu,       &io(Io::UringBuffered), "Keep: buffered by huge pages"),
+        (&[DISK],          NewMemory, &io(Io::Direct),        "Bypass: direct"),
+        (&[WARM],          NewMemory, &io(Io::Uring),         "Bypass: direct"),
+        (&[TMPFS],         NewMemory, &io(Io::Aio),           "Bypass: buffered leaving nothing"),
+    ];
+    let wrong: Vec<_> = rows
+        .iter()
+        .map(|(files, into, options, expected)| (words(&decide(files, *into, options)), expected, files, into))
+        .filter(|(found, expected, ..)| found != *expected)
+        .map(|(found, expected, files, into)| format!("{found}\n  and not {expected}\n  {into:?} {files:?}"))
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn threads_and_depth_follow_what_the_threads_wait_for() {
+    let of = |files: &[File], options: &Options| {
+        let routing = decide(files, Goal::Gpu, options);
+        (routing.threads, routing.depth, routing.buffered_depth)
+    };
+    let none = Options::default();
+    assert_eq!(of(&[DISK], &none), (LEAST_THREADS, 24, BUFFERED_DEPTH));
+    assert_eq!(of(&[NFS, DISK], &none), (NETWORK_THREADS, 64, BUFFERED_DEPTH));
+    // Nothing waits for a disk: as many as there are cores.
+    assert_eq!(of(&[WARM], &none), (CORES, LEAST_DEPTH, BUFFERED_DEPTH));
+    assert_eq!(of(&[WARM], &Options { threads: 9, depth: 3, ..none }), (9, 3, 3));
+    assert_eq!(decide(&[WARM], Goal::NewMemory, &Options::default()).threads, 1);
+}
+
+#[test]
+fn the_machine_is_asked_only_where_its_answer_matters() {
+    let asked = std::cell::Cell::new(0);
+    let ask = |n| {
+        asked.set(asked.get() + 1);
+        n
+    };
+    let machine = Machine { memory_available: &|| ask(MEMORY), cores: &|| ask(8) as usize };
+    // Resident pages that are mapped by the caller's own thread.
+    route(&survey(&[WARM]), Goal::NewMemory, &Options::default(), &machine);
+    assert_eq!(asked.get(), 0);
+}
+
+fn any_file() -> impl Strategy<Value = File> {
+    let on = prop::sample::select(vec![FsKind::Local, FsKind::Local, FsKind::Memory, FsKind::Network]);
+    let sizes = prop::sample::select(vec![0, 4096, 8 * MIB, 256 * MIB, 4 * MEMORY]);
+    (on, 0..5u64, 0..5u64, 0..5u64, any::<[bool; 3]>(), sizes).prop_map(
+        |(on, resident, moved, wanted, [cut, sampled, direct], nbytes)| File {
+            on,
+            resident: if on == FsKind::Memory { 4 } else { resident },
+            moved,
+            wanted,
+            cut,
+            sampled,
+            direct,
+            nbytes,
+        },
+    )
+}
+
+fn any_options() -> impl Strategy<Value = Options> {
+    use prop::sample::select;
+    let ios =
+        [Io::Auto, Io::Auto, Io::Mapped, Io::Buffered, Io::UringBuffered, Io::Direct, Io::Uring, Io::Aio, Io::Threads];
+    let caches = [Cache::Auto, Cache::Keep, Cache::Bypass];
+    (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>())
+        .prop_map(|(io, cache, copy, misaligned)| Options { io, cache, copy, misaligned, ..Options::default() })
+}
+
+proptest! {
+    #[test]
+    fn whatever_the_input_the_ways_are_possible_and_the_same_again(
+        files in prop::collection::vec(any_file(), 1..5),
+        options in any_options(),
+        into in prop::sample::select(vec![Goal::NewMemory, Goal::Tensors, Goal::Gpu]),
+    ) {
+        prop_assume!(check(&options, into).is_ok());
+        let routing = decide(&files, into, &options);
+        prop_assert_eq!(&routing, &decide(&files, into, &options));
+        prop_assert_eq!(routing.ways.len(), files.len());
+        for (file, way) in files.iter().zip(&routing.ways) {
+            let past = reads_past_the_cache(options.io);
+            prop_assert!(!way.mapped || file.on != FsKind::Network);
+            prop_assert!(!way.mapped || !is_private(&options, into));
+            prop_assert!(way.mapped || !way.in_part);
+            let direct = (way.cold == Route::Direct) | (way.warm == Route::Direct);
+            prop_assert!(!direct || file.direct && (past || file.on == FsKind::Local));
+            prop_assert!(way.warm == Route::Buffered || past, "resident bytes go past the page cache only if that was asked for");
+            prop_assert!(way.through != Through::HugePages || !file.cut, "a slice fills no file");
+            if options.cache == Cache::Bypass && file.on == FsKind::Local && file.resident < 4 && file.nbytes > 0 {
+                prop_assert!(!way.mapped && (way.cold == Route::Direct || !file.direct), "{:?}", way);
+            }
+        }
+        let keeps = matches!(routing.cold, Cold::Keep | Cold::Try);
+        prop_assert!(options.cache != Cache::Bypass || !keeps || files.iter().any(|f| f.sampled));
+        prop_assert!(options.cache != Cache::Keep || routing.cold != Cold::Bypass);
+        prop_assert!(!routing.here || routing.cold == Cold::None && routing.ways.iter().all(|way| way.mapped));
+    }
+}

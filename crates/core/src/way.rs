@@ -1,0 +1,101 @@
+//! How the files of a load travel. `plan/routing.rs` decides it once, before the load starts; sources obey.
+
+use crate::extent::Route;
+use crate::options::MIB;
+
+/// Loads with fewer cold bytes than this do not try the pace of the storage. They keep. A trial times a third of it each way.
+pub const WORTH_A_TRIAL: u64 = 72 * MIB;
+
+/// How the bytes of one file travel, and what that does to the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Way {
+    /// Wants that keep their place in the file are handed out in its mapping; nothing of them is copied.
+    pub mapped: bool,
+    /// Populating the mapping brings in nothing except the requested bytes.
+    pub in_part: bool,
+    /// Route of bytes that are copied and that the page cache does not hold.
+    pub cold: Route,
+    /// Route of bytes that are copied and that the page cache holds.
+    pub warm: Route,
+    /// How reads through the page cache fill it.
+    pub through: Through,
+}
+
+impl Default for Way {
+    /// Reads through the page cache, with the kernel's own read-ahead.
+    fn default() -> Self {
+        Way { mapped: false, in_part: false, cold: Route::Buffered, warm: Route::Buffered, through: Through::Ahead }
+    }
+}
+
+/// What reads through the page cache bring into it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Through {
+    /// What the kernel reads ahead.
+    Ahead,
+    /// Whole huge pages, before they are read.
+    HugePages,
+    /// The requested bytes and no others.
+    Exact,
+    /// Nothing that was not there before, if the kernel can do that (`RWF_DONTCACHE`).
+    Nothing,
+}
+
+/// What happens to bytes that the page cache does not hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cold {
+    /// There are no such bytes: nothing will wait for a disk.
+    None,
+    /// They stay in the page cache.
+    Keep,
+    /// They go past the page cache and leave it as it is.
+    Bypass,
+    /// The pace of the storage decides.
+    Try,
+}
+
+impl Cold {
+    /// What a report says about the page cache before the load.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cold::Bypass => "bypass",
+            Cold::None | Cold::Keep | Cold::Try => "keep",
+        }
+    }
+}
+
+/// How a load travels.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Routing {
+    /// The way of each file of the checkpoint. A file without an entry has the default way.
+    pub ways: Vec<Way>,
+    /// What happens to cold bytes.
+    pub cold: Cold,
+    /// Why, for the report.
+    pub reason: String,
+    /// The load only maps resident pages. The caller's own thread does that in 0.1 to 1 ms; other threads would add 0.3 ms
+    /// and, on a busy machine, a turn at the scheduler each.
+    pub here: bool,
+    /// Threads that read through the page cache and populate mappings, at most.
+    pub threads: usize,
+    /// Reads in flight, at most.
+    pub depth: usize,
+    /// Those of them that io_uring does through the page cache, at most.
+    pub buffered_depth: usize,
+}
+
+impl Routing {
+    /// The way of file number `file`.
+    pub fn way(&self, file: u32) -> Way {
+        self.ways.get(file as usize).copied().unwrap_or_default()
+    }
+}
+
+impl Default for Routing {
+    /// Each read by its own route, with 12 threads and 64 reads in flight, and nothing stays in the page cache that was to
+    /// go past it: for a source without a plan.
+    fn default() -> Self {
+        let (ways, reason) = (Vec::new(), String::new());
+        Routing { ways, cold: Cold::Bypass, reason, here: false, threads: 12, depth: 64, buffered_depth: 8 }
+    }
+}
