@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
-from _penstock_patch import After
+from _penstock_after import After
 
 from . import _load, _safe_open
 from ._checkpoint import OneFile

@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 
 from . import ceilings, predecessor
 from .checkpoints import NoRoom, Placed, in_memory, place
+from .child import Order
 from .contestants import CONTESTANTS, Contestant
 from .forkserver import Forkserver
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
 from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
-from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
+from .process import LoadFailed, LoadProcess, Probe, Sampled, memory_of
 from .results import ALONE, TOUCHED, Run
 from .scenarios import COLD, SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
