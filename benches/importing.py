@@ -3,8 +3,8 @@
     python benches/importing.py [--beside OTHER/python] [--runs 20]
 
 Each number is the user and system time of a fresh process that imports penstock, less that of one that does nothing;
-the median of the runs. The processes take turns, so that what else the machine does falls on all of them. `OTHER/python`
-is the folder of another checkout, built with `make develop`.
+the median of the runs. The processes take turns, so that what else the machine does falls on all of them.
+`OTHER/python` is the folder of another checkout, built with `make develop`.
 """
 
 from __future__ import annotations

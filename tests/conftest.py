@@ -246,7 +246,7 @@ def opened(small: Path) -> penstock.Checkpoint:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that penstock has loaded since, in part or whole."""
     names: list[str] = []
-    begin = penstock._load.begin
+    begin = penstock._running.begin
 
     def counted(request: Any, adapter: Any, **more: Any) -> Any:
         selection = request.selection
@@ -254,7 +254,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(known[selection.tensor(want)] for want in range(len(selection)))
         return begin(request, adapter, **more)
 
-    monkeypatch.setattr(penstock._load, "begin", counted)
+    monkeypatch.setattr(penstock._running, "begin", counted)
     return names
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -85,7 +86,7 @@ def told(imports: Iterable[Import]) -> str:
     for group in circles(known):
         lines.append(f"these {len(group)} modules import each other: {', '.join(group)}")
         way = shortest(known, group)
-        for of, module in zip(way, way[1:], strict=False):
+        for of, module in pairwise(way):
             ties = sorted({(found.name or "the module", found.line) for found in known if found[:2] == (of, module)})
             lines.append(f"  {of} imports of {module}: {', '.join(f'{name} (line {line})' for name, line in ties)}")
     return "\n".join(lines)

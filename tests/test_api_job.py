@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
-from penstock._load import Job
+from penstock._job import Job
 from penstock.bench.synth import Tensor
 
 

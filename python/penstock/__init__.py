@@ -38,7 +38,7 @@ from ._errors import (
     UnsupportedError,
     WriteError,
 )
-from ._load import Job
+from ._job import Job
 from ._patch import Patch, patch
 from ._report import Report
 from ._safe_open import load_file, safe_open

@@ -21,7 +21,7 @@ from typing import Any
 
 from _penstock_after import After
 
-from . import _load, _safe_open
+from . import _safe_open
 from ._checkpoint import OneFile
 from ._errors import (
     AccessError,
@@ -36,7 +36,7 @@ from ._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ._frameworks import need
+from ._frameworks import device_for, framework_named, need
 
 PACKAGES = (
     "safetensors",
@@ -225,8 +225,8 @@ def _can_open(framework: Any, device: Any, backend: Any) -> bool:
 def _can_load(framework: Any, device: Any) -> bool:
     """Whether penstock loads tensors of this framework, which safetensors has too, to this device."""
     try:
-        name = _load.framework_named(framework)
-        where = _load.device_for(device, framework)
+        name = framework_named(framework)
+        where = device_for(device, framework)
         need(name)
     except PenstockError:
         return False

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open
-from ._choices import Cache, Io
+from ._choices import LAYOUTS, ORDERS, Cache, Io
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
@@ -35,10 +35,11 @@ from ._errors import (
     StalledError,
     UnsupportedError,
 )
-from ._load import FRAMEWORKS, ORDERS, load, make_options, options_listed
+from ._frameworks import FRAMEWORKS
+from ._load import load
+from ._options import make_options, options_listed
 from ._paths import local_path
 from ._report import Report, size_text
-from ._save import LAYOUTS
 from ._selection import info_of
 from ._terminal import Parser, WrongUsage, styled, table, wrapped
 from .bench import command as bench
