@@ -1,7 +1,7 @@
 """Checkpoints to load, readers to compare with, and the fake GPU.
 
-Checkpoints are written by `penstock.bench.synth` and compared with what `penstock.bench.reference` reads: neither uses
-any other part of penstock.
+Checkpoints are written by `penstock.synthetic.synth` and compared with what `penstock.bench.reference` reads: neither
+uses any other part of penstock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import ordeal
 import pagecache
 import penstock
 import pytest
-from penstock.bench import reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 torch = pytest.importorskip("torch")
 

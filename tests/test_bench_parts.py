@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAKEGPU
-from penstock.bench import ceilings, checkpoints, child, contestants, page_cache, predecessor, reference, synth
+from penstock import _ceiling
+from penstock.bench import ceilings, checkpoints, child, contestants, page_cache, predecessor, reference
 from penstock.bench.child import Order, gathered
 from penstock.bench.contestants import CONTESTANTS, Job, named
 from penstock.bench.forkserver import Forkserver
@@ -26,8 +27,9 @@ from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
 from penstock.bench.neighbour import Neighbour, NeighbourEnded
 from penstock.bench.process import LoadFailed, LoadProcess, Sampled, memory_of
 from penstock.bench.rounds import rotated
-from penstock.bench.synth import Layout, Tensor
 from penstock.bench.verification import torch_dtype, touch, verify
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 PAGE = mmap.PAGESIZE
 
@@ -333,23 +335,23 @@ def test_the_end_of_the_process_that_forks_is_a_failed_load_and_not_the_end_of_t
 
 
 @pytest.mark.skipif(not FAKEGPU, reason="no fake GPU: `make test` builds one")
-@pytest.mark.parametrize("measure", ceilings.GPU)
+@pytest.mark.parametrize("measure", _ceiling.GPU)
 def test_ceilings_of_a_gpu_are_measured_in_a_process_of_their_own(measure: str):
     # The fake driver is named by the environment, which the process inherits
     for settings in ceilings.settings(measure, quick=True):
-        found = ceilings.measure(measure, settings, [], device=0, nbytes=64 << 20)
+        found = _ceiling.measure(measure, settings, [], device=0, nbytes=64 << 20)
         assert found["measure"] == measure
         assert found["bytes"] >= 64 << 20
         assert found["seconds"] > 0
     with pytest.raises(RuntimeError, match="no device 7"):
-        ceilings.measure(measure, {}, [], device=7, nbytes=1 << 20)
+        _ceiling.measure(measure, {}, [], device=7, nbytes=1 << 20)
 
 
 @pytest.mark.parametrize("measure", [*ceilings.COLD, *ceilings.WARM])
 def test_every_setting_of_a_ceiling_can_be_measured(measure: str, file: Path):
     for settings in ceilings.settings(measure):
         try:
-            assert ceilings.measure(measure, settings, [file])["bytes"] == file.stat().st_size
+            assert _ceiling.measure(measure, settings, [file])["bytes"] == file.stat().st_size
         except RuntimeError as error:
             assert measure in ("direct", "place"), error  # a sandbox without io_uring, a file system without O_DIRECT
         if measure not in ("direct", "copy"):

@@ -13,8 +13,8 @@ import penstock
 import pytest
 from conftest import Oracle
 from penstock._frameworks import need
-from penstock.bench import synth
-from penstock.bench.synth import BITS, Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS, Tensor
 from test_compat_safetensors import LAYOUT, alike, differ, outcome, row
 
 safetensors = pytest.importorskip("safetensors", minversion="0.8")

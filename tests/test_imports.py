@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import penstock
 import pytest
 from import_graph import Import, circles, told
+from penstock import cli
 
 ROOT = Path(penstock.__file__).parent.parent
 
@@ -162,3 +164,52 @@ def test_what_is_told_of_a_circle_is_its_shortest_way_round_and_what_ties_it(mad
 def test_a_lookup_by_name_is_found_unless_it_names_a_module_of_others(made_up):
     files = {"a.py": "import_module(name)\n", "b.py": "importlib.import_module('numpy')\n", "c.py": "__import__('a')\n"}
     assert [of for of, _ in made_up(files).lookups()] == ["a", "c"]
+
+
+# --- What a command imports ---
+
+#: Runs commands, one after the other; prints what each has imported of the benchmark, with its exit status.
+RUN = """
+import contextlib, io, json, sys
+from penstock import cli
+known, found = set(), {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main(words)
+        except SystemExit as end:
+            status = end.code
+    new = {name for name in sys.modules if name.startswith("penstock.bench")} - known
+    known |= new
+    found[" ".join(words)] = [status, sorted(new)]
+print(json.dumps(found))
+"""
+
+
+def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path, python):
+    pytest.importorskip("plotly")
+    source, trace, to = str(small), str(tmp_path / "trace.json"), str(tmp_path / "to")
+    calls = [
+        ["inspect", source],
+        ["load", source, "--trace", trace],
+        ["load", source, "--framework", "np"],
+        ["verify", source],
+        ["warm", source],
+        ["evict", source],
+        ["doctor", source, "--no-measure"],
+        ["trace", trace],
+        ["trace", trace, "--html", str(tmp_path / "trace.html")],
+        ["convert", source, to],
+        ["synth", "--list"],
+        ["synth", "gpt2", str(tmp_path / "gpt2"), "--scale", "0.001"],
+        ["bench", "--help"],
+    ]
+    [commands] = [action for action in cli._parser()._actions if action.dest == "command"]
+    assert {name for name, *_ in calls} == commands.choices.keys()
+    helps = [["--help"], ["--version"], *([name, "--help"] for name in commands.choices if name != "bench")]
+    done = python(RUN, json.dumps([*helps, ["inspect", "bench"], *calls]))
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    failed = {words: status for words, (status, _) in found.items() if status}
+    assert failed.keys() <= {"inspect bench", f"evict {source}"}, (failed, done.stderr)  # what is mapped stays
+    assert {words for words, (_, modules) in found.items() if modules} == {"bench --help"}

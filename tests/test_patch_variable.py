@@ -11,7 +11,7 @@ from typing import Any
 
 import penstock
 import pytest
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 pytest.importorskip("safetensors")
 
