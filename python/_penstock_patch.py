@@ -17,7 +17,7 @@ from _penstock_after import After
 def _imported(_: ModuleType) -> None:
     """Patches as soon as both safetensors and penstock are there."""
     penstock = sys.modules.get("penstock")
-    if "safetensors" not in sys.modules or (penstock is not None and "patch" not in vars(penstock)):
+    if "safetensors" not in sys.modules or (penstock is not None and "__dir__" not in vars(penstock)):
         return  # it is penstock that imports safetensors, and is not done with itself: then this is called again
     _finder.remove()
     global _patched

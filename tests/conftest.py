@@ -24,6 +24,9 @@ import numpy as np
 import ordeal
 import pagecache
 import penstock
+import penstock._patch
+import penstock._safe_open
+import penstock._save
 import pytest
 from penstock.bench import reference
 from penstock.synthetic import synth

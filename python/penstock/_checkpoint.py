@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
 from ._framework import Adapter
 from ._frameworks import device_for
 from ._job import Job
+from ._late_imports import importing
 from ._options import make_options
 from ._paths import local_path
 from ._progress import Progress
@@ -68,10 +70,12 @@ class Checkpoint:
         self._last_report: Report | None = None
         warnings = core.warnings()
         if warnings:
-            import logging
-
-            for warning in warnings:
-                logging.getLogger("penstock").warning("%s", warning)
+            # A program that cannot read the standard library loads without logging
+            with suppress(ImportError, OSError):
+                with importing():
+                    import logging
+                for warning in warnings:
+                    logging.getLogger("penstock").warning("%s", warning)
 
     # What is in it
 

@@ -6,12 +6,14 @@ A framework is one file, which imports it and has its `Framework` as ``FRAMEWORK
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._device import Device
-from ._indexing import Indexing
 from ._selection import Selection, TensorInfo
+
+if TYPE_CHECKING:  # it takes a millisecond, and a load of whole tensors needs none of it
+    from ._indexing import Indexing
 
 
 class Adapter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from . import _choices
@@ -48,6 +47,8 @@ FRAMEWORKS: dict[str, _choices.Framework] = {
 
 @cache
 def _torch_is_installed() -> bool:
+    with importing():
+        from importlib.util import find_spec
     return find_spec("torch") is not None
 
 
@@ -70,6 +71,8 @@ def need_torch() -> None:
     Raises:
         MissingFrameworkError: it is not installed.
     """
+    from importlib.util import find_spec
+
     try:
         found = find_spec("torch")
     except (ImportError, ValueError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from copy import copy
 from types import TracebackType
 from typing import Any
 
@@ -20,11 +19,14 @@ from ._errors import (
     raise_if_forked,
 )
 from ._framework import Adapter
+from ._late_imports import importing
 from ._report import Report, report_of
 from ._request import Request
 
 
 def _copy_of(error: Exception) -> Exception:
+    with importing():
+        from copy import copy
     try:
         return copy(error)
     except Exception:  # one whose arguments are not those that it is made of

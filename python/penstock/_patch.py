@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
@@ -282,7 +281,7 @@ def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]
 
 def _is_fifo(path: str) -> bool:
     try:
-        return stat.S_ISFIFO(Path(path).stat().st_mode)
+        return stat.S_ISFIFO(os.stat(path).st_mode)  # noqa: PTH116 - as in `_safe_open`
     except (OSError, ValueError):
         return False
 
