@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.bench import layouts, reference, synth
+from penstock.bench import reference
 from penstock.bench.contestants import State
 from penstock.bench.page_cache import evict, fill, resident_bytes
 from penstock.bench.verification import tensor_bytes, touch
+from penstock.synthetic import layouts, synth
 
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"
 

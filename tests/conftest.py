@@ -1,7 +1,7 @@
 """Checkpoints to load, readers to compare with, and the fake GPU.
 
-Checkpoints are written by `penstock.bench.synth` and compared with what `penstock.bench.reference` reads: neither uses
-any other part of penstock.
+Checkpoints are written by `penstock.synthetic.synth` and compared with what `penstock.bench.reference` reads: neither
+uses any other part of penstock.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ import numpy as np
 import ordeal
 import pagecache
 import penstock
+import penstock._patch
+import penstock._safe_open
+import penstock._save
 import pytest
-from penstock.bench import reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 torch = pytest.importorskip("torch")
 
@@ -246,7 +250,7 @@ def opened(small: Path) -> penstock.Checkpoint:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that penstock has loaded since, in part or whole."""
     names: list[str] = []
-    begin = penstock._load.begin
+    begin = penstock._running.begin
 
     def counted(request: Any, adapter: Any, **more: Any) -> Any:
         selection = request.selection
@@ -254,7 +258,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(known[selection.tensor(want)] for want in range(len(selection)))
         return begin(request, adapter, **more)
 
-    monkeypatch.setattr(penstock._load, "begin", counted)
+    monkeypatch.setattr(penstock._running, "begin", counted)
     return names
 
 

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import pagecache
 import pytest
 from ordeal import results
-from penstock.bench import layouts, reference, synth
-from penstock.bench.synth import BITS, Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import BITS, Layout, Tensor
 
 MIB = 1 << 20
 

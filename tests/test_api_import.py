@@ -30,6 +30,51 @@ print([m for m in ("torch", "numpy") if m in sys.modules])
     assert run.stdout.strip() == "[]", run.stderr
 
 
+#: The modules of penstock that every program imports, and those of Python that it imports for them. Others come when a
+#: program asks for what needs them: whoever adds one here makes every program pay for it (`benches/importing.py`).
+OURS = """
+_checkpoint _choices _collector _core _device _dtypes _errors _framework _frameworks _job _late_imports _load _options
+_paths _progress _report _request _running _selection
+"""
+PYTHONS = "__future__ atexit contextlib gc importlib re safetensors threading typing warnings weakref"
+
+
+def test_importing_imports_these_modules_and_no_others(python):
+    code = """
+import importlib, sys
+for name in sys.argv[1].split():
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        assert name == "safetensors"
+before = set(sys.modules)
+import penstock
+print(*sorted(set(sys.modules) - before))
+"""
+    run = python(code, PYTHONS)
+    assert run.stdout.split() == ["penstock", *(f"penstock.{name}" for name in OURS.split())], run.stderr
+    plain = "import sys\nimport penstock\nprint(*sys.modules)"
+    assert not {"logging", "pathlib", "dataclasses", "difflib", "json", "inspect"} & set(python(plain).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        *[("safe_open", "_safe_open"), ("load_file", "_safe_open"), ("save", "_save"), ("save_file", "_save")],
+        *[("patch", "_patch"), ("Patch", "_patch")],
+    ],
+)
+def test_what_not_every_program_needs_is_imported_when_it_is_asked_for(python, name, module):
+    code = f"""
+import sys, penstock
+listed, before = dir(penstock), set(sys.modules)
+assert "{name}" in listed and not hasattr(penstock, "{name}s") and before == set(sys.modules)
+from penstock import {name}
+print("penstock.{module}" in set(sys.modules) - before, penstock.{name} is {name}, {name}.__module__)
+"""
+    assert python(code).stdout == f"True True penstock.{module}\n"
+
+
 @pytest.mark.machine
 def test_importing_takes_less_than_a_tenth_of_a_second(python, tmp_path):
     code = "import time; t = time.perf_counter(); import penstock; print(time.perf_counter() - t)"

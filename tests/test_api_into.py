@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Oracle, raw
 from penstock import _destinations
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 
 class Model(torch.nn.Module):

@@ -15,7 +15,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 #: Loads "bad" (64 x 64, F32) into a destination that cannot be filled, with "fine" beside it; prints the problems.
 PROGRAM = """

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
-from penstock._load import Job
-from penstock.bench.synth import Tensor
+from penstock._job import Job
+from penstock.synthetic.synth import Tensor
 
 
 def test_a_job_gives_what_load_gives(small):

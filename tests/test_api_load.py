@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import LAYOUT, Oracle, raw, text
 from penstock import _core
-from penstock.bench.synth import BITS, Tensor
+from penstock.synthetic.synth import BITS, Tensor
 
 F6 = ("F6_E2M3", "F6_E3M2")
 

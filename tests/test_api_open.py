@@ -10,8 +10,8 @@ from pathlib import Path
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, descriptors
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 NAMES = [tensor.name for tensor in LAYOUT.tensors]
 

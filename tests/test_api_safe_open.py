@@ -8,7 +8,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 

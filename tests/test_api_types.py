@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import penstock
 import pytest
-from penstock import _checkpoint, _choices, _core, _load, _patch, _safe_open, _save
+from penstock import _checkpoint, _choices, _core, _frameworks, _patch, _safe_open
 from penstock.compat import instanttensor
 
 
@@ -47,10 +47,10 @@ def test_orders_of_a_load_are_those_that_the_core_takes(small):
 
 
 def test_the_other_choices_are_those_that_python_takes():
-    assert get_args(_choices.Framework) == tuple(_load.FRAMEWORKS)
+    assert get_args(_choices.Framework) == tuple(_frameworks.FRAMEWORKS)
     assert set(get_args(_choices.Backend)) == set(_safe_open._BACKENDS) - {None} == set(_patch._BACKENDS)
-    assert get_args(_choices.Order) == _load.ORDERS
-    assert get_args(_choices.Layout) == _save.LAYOUTS
+    assert get_args(_choices.Order) == _choices.ORDERS
+    assert get_args(_choices.Layout) == _choices.LAYOUTS
     for mode in get_args(_choices.NameMatch):
         instanttensor._matcher(["a"], mode)
     with pytest.raises(ValueError, match=", ".join(get_args(_choices.NameMatch))):

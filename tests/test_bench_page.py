@@ -17,8 +17,9 @@ from browser import Browser, program
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
-from penstock.bench.page import document, findings, lanes, markup, theme, timeline, write_page, write_trace
+from penstock.bench.page import document, findings, write_page
 from penstock.bench.scenarios import SCENARIOS
+from penstock.page import lanes, markup, theme, timeline, write_trace
 
 EVIL = '<script>document.title="caught"</script><img src=x onerror="document.title=1">'
 

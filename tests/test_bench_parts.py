@@ -18,15 +18,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAKEGPU
-from penstock.bench import ceilings, checkpoints, contestants, page_cache, predecessor, process, reference, synth
+from penstock import _ceiling
+from penstock.bench import ceilings, checkpoints, child, contestants, page_cache, predecessor, reference
+from penstock.bench.child import Order, gathered
 from penstock.bench.contestants import CONTESTANTS, Job, named
 from penstock.bench.forkserver import Forkserver
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
 from penstock.bench.neighbour import Neighbour, NeighbourEnded
-from penstock.bench.process import LoadFailed, LoadProcess, Order, Sampled, gathered, memory_of
+from penstock.bench.process import LoadFailed, LoadProcess, Sampled, memory_of
 from penstock.bench.rounds import rotated
-from penstock.bench.synth import Layout, Tensor
 from penstock.bench.verification import torch_dtype, touch, verify
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 PAGE = mmap.PAGESIZE
 
@@ -113,12 +116,12 @@ def test_tensors_are_touched_right_after_the_load_and_before_the_process_answers
         return call
 
     one = dataclasses.replace(named("pread floor"), load=noted("load", {"a": torch.ones(PAGE, dtype=torch.uint8)}))
-    monkeypatch.setattr(process, "named", lambda name: one)
-    monkeypatch.setattr(process, "touch", noted("touch", {"touch_s": 7.0}))
-    monkeypatch.setattr(process, "verify", noted("verify", {}))
+    monkeypatch.setattr(child, "named", lambda name: one)
+    monkeypatch.setattr(child, "touch", noted("touch", {"touch_s": 7.0}))
+    monkeypatch.setattr(child, "verify", noted("verify", {}))
     told = iter(["load", "verify", "load", "drop", "end"])
     said: list[dict[str, Any]] = []
-    process.serve(order(file, "pread floor"), lambda: (done.append("hears"), next(told))[1], said.append)
+    child.serve(order(file, "pread floor"), lambda: (done.append("hears"), next(told))[1], said.append)
     assert done == [*["hears", "load", "touch", "hears", "verify"], *["hears", "load", "touch", "hears"], "hears"]
     assert [run["touch_s"] for run in said if "load_s" in run] == [7.0, 7.0]
 
@@ -132,10 +135,10 @@ def test_the_second_start_waits_for_what_goes_on_in_the_background(file: Path, m
         assert not waited
         return {"a": torch.ones(PAGE, dtype=torch.uint8)}
 
-    monkeypatch.setattr(process, "named", lambda name: dataclasses.replace(named("pread floor"), load=loads))
+    monkeypatch.setattr(child, "named", lambda name: dataclasses.replace(named("pread floor"), load=loads))
     told = iter(["load", "settle", "end"])
     said: list[dict[str, Any]] = []
-    process.serve(order(file, "pread floor"), lambda: next(told), said.append)
+    child.serve(order(file, "pread floor"), lambda: next(told), said.append)
     assert waited == ["waited"]
     settled = {"fill_s": 0.5, "fill_bytes": 3, "fill_state": "finished", "fill_reason": ""}
     assert settled.items() <= said[-1].items()
@@ -300,7 +303,7 @@ def test_a_loader_that_is_not_installed_is_absent_with_its_reason(file: Path):
     code = """
 import json, sys
 sys.modules["safetensors"] = None
-from penstock.bench.process import Order, serve
+from penstock.bench.child import Order, serve
 serve(Order(**json.loads(sys.argv[1])), lambda: "end", lambda said: print(json.dumps(said)))
 """
     asked = json.dumps(vars(order(file, "safetensors")))
@@ -332,23 +335,23 @@ def test_the_end_of_the_process_that_forks_is_a_failed_load_and_not_the_end_of_t
 
 
 @pytest.mark.skipif(not FAKEGPU, reason="no fake GPU: `make test` builds one")
-@pytest.mark.parametrize("measure", ceilings.GPU)
+@pytest.mark.parametrize("measure", _ceiling.GPU)
 def test_ceilings_of_a_gpu_are_measured_in_a_process_of_their_own(measure: str):
     # The fake driver is named by the environment, which the process inherits
     for settings in ceilings.settings(measure, quick=True):
-        found = ceilings.measure(measure, settings, [], device=0, nbytes=64 << 20)
+        found = _ceiling.measure(measure, settings, [], device=0, nbytes=64 << 20)
         assert found["measure"] == measure
         assert found["bytes"] >= 64 << 20
         assert found["seconds"] > 0
     with pytest.raises(RuntimeError, match="no device 7"):
-        ceilings.measure(measure, {}, [], device=7, nbytes=1 << 20)
+        _ceiling.measure(measure, {}, [], device=7, nbytes=1 << 20)
 
 
 @pytest.mark.parametrize("measure", [*ceilings.COLD, *ceilings.WARM])
 def test_every_setting_of_a_ceiling_can_be_measured(measure: str, file: Path):
     for settings in ceilings.settings(measure):
         try:
-            assert ceilings.measure(measure, settings, [file])["bytes"] == file.stat().st_size
+            assert _ceiling.measure(measure, settings, [file])["bytes"] == file.stat().st_size
         except RuntimeError as error:
             assert measure in ("direct", "place"), error  # a sandbox without io_uring, a file system without O_DIRECT
         if measure not in ("direct", "copy"):

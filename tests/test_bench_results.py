@@ -15,10 +15,10 @@ import pytest
 from penstock.bench import bounds, command, presets, tables
 from penstock.bench.contestants import CONTESTANTS
 from penstock.bench.forkserver import Forkserver
-from penstock.bench.layouts import MODELS
 from penstock.bench.results import ALONE, TOLERANCE, TOUCHED, percentile, summarise
 from penstock.bench.rounds import Bench, Settings
 from penstock.bench.scenarios import SCENARIOS, accepts, ceilings, chosen
+from penstock.synthetic.layouts import MODELS
 
 GB = 10**9
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LAYOUT
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 OK, FAILED, USAGE, ERROR, UNCOMPARED = 0, 1, 2, 3, 4
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from penstock import _terminal
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 USAGE = 2
 #: What a shell waits for at most; nothing here takes a second.

@@ -21,8 +21,8 @@ import pytest
 import torch
 from conftest import Oracle, raw
 from fakegpu import fresh, torch_on
-from penstock.bench.synth import Tensor
 from penstock.compat import fastsafetensors as face
+from penstock.synthetic.synth import Tensor
 
 MIB = 1 << 20
 #: Dtypes that fastsafetensors knows.

@@ -12,9 +12,9 @@ import numpy as np
 import penstock
 import pytest
 from conftest import Oracle
-from penstock._via_numpy import takes
-from penstock.bench import synth
-from penstock.bench.synth import BITS, Tensor
+from penstock._frameworks import need
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS, Tensor
 from test_compat_safetensors import LAYOUT, alike, differ, outcome, row
 
 safetensors = pytest.importorskip("safetensors", minversion="0.8")
@@ -165,7 +165,7 @@ def test_every_dtype(framework: Framework, tmp_path: Path, dtype: str, shape: tu
     try:
         tensor = framework.of(penstock).load_file(path)["t"]
     except penstock.UnsupportedError:
-        assert takes(framework.name, dtype) is not None
+        assert need(framework.name).takes(dtype) is not None
         return
     again = framework.of(penstock).load(framework.of(penstock).save({"t": tensor}))["t"]
     assert framework.plain(again) == framework.plain(tensor)

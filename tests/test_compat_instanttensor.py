@@ -23,9 +23,9 @@ import pytest
 import torch
 from conftest import Oracle, raw
 from fakegpu import FakeTorch, fresh, torch_on
-from penstock.bench.synth import Tensor
 from penstock.compat import instanttensor as face
 from penstock.compat.instanttensor import Backend, BackendPolicy
+from penstock.synthetic.synth import Tensor
 
 MIB = 1 << 20
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

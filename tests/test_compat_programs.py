@@ -20,8 +20,8 @@ from conftest import raw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock._dtypes import DTYPES
-from penstock.bench import synth
-from penstock.bench.synth import BITS, Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS, Tensor
 
 safetensors = pytest.importorskip("safetensors", minversion="0.8")
 

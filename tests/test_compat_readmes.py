@@ -21,8 +21,8 @@ import pytest
 import torch
 from conftest import Oracle, raw
 from fakegpu import FakeTorch, fresh, torch_on
-from penstock.bench.synth import Tensor
 from penstock.compat import fastsafetensors, instanttensor
+from penstock.synthetic.synth import Tensor
 
 #: Where `make bench` installs the peers.
 BENCH = sorted(str(path) for path in Path(__file__).parents[1].glob(".bench/venv/lib/python3*/site-packages"))

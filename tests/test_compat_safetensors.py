@@ -29,8 +29,8 @@ import pytest
 import torch
 from conftest import raw
 from penstock._dtypes import DTYPES
-from penstock.bench import synth
-from penstock.bench.synth import BITS, Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS, Tensor
 
 safetensors = pytest.importorskip("safetensors", minversion="0.8")
 import safetensors.numpy  # noqa: E402, F811

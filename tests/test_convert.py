@@ -13,8 +13,9 @@ import penstock._convert
 import pytest
 import torch
 from conftest import raw
-from penstock.bench import reference, synth
-from penstock.bench.synth import Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 Command = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from conftest import Oracle, raw, text
 from penstock import DeviceError, InvalidError, UnsupportedError
 from penstock._device import CURRENT, MOVED, Device, any_device, parse_device
 from penstock._torch_devices import Moved
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 SPELLED = [
     (None, ("cpu", 0)),

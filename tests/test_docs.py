@@ -20,7 +20,7 @@ import pytest
 import torch
 from models import flat
 from penstock import _core, cli
-from penstock._load import make_options
+from penstock._options import make_options
 from penstock.bench import reference
 
 ROOT = Path(__file__).parent.parent

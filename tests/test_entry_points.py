@@ -12,8 +12,8 @@ from pathlib import Path
 import entry_points
 import penstock
 import pytest
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 SOURCES = Path(__file__).parents[1] / "crates" / "python" / "src"
 

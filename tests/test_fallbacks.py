@@ -18,7 +18,7 @@ import pagecache
 import penstock
 import pytest
 from ordeal import begin, finish, run
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 LIMIT = 60.0
 

@@ -11,8 +11,8 @@ import pagecache
 import penstock
 import pytest
 from conftest import Oracle
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 MIB = 1 << 20
 

@@ -16,8 +16,9 @@ import penstock
 import pytest
 from fakegpu import FakeGpu, FakeTorch, fresh, settle, threads, torch_on
 from ordeal import load_factor
-from penstock.bench import reference, synth
-from penstock.bench.synth import Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

@@ -17,8 +17,8 @@ import penstock
 import pytest
 from fakegpu import FakeTorch, fresh, torch_on
 from penstock import _accelerator
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

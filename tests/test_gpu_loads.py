@@ -19,8 +19,9 @@ import pytest
 import torch
 from conftest import raw
 from fakegpu import FakeGpu, FakeTorch, fresh, torch_on, without
-from penstock.bench import layouts, reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Layout, Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

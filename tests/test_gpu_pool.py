@@ -15,8 +15,9 @@ import fakegpu
 import penstock
 import pytest
 from fakegpu import FakeGpu, FakeTorch, fresh, settle, threads, torch_on
-from penstock.bench import layouts, reference, synth
-from penstock.bench.synth import Tensor
+from penstock.bench import reference
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

@@ -9,8 +9,9 @@ import fakegpu
 import penstock
 import pytest
 from fakegpu import FakeGpu, fresh
-from penstock.bench import reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 

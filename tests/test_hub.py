@@ -16,8 +16,8 @@ import pytest
 from conftest import LAYOUT, Oracle
 from penstock import _hub
 from penstock._errors import InvalidError, NotFoundError
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 VARIABLES = (

@@ -103,6 +103,7 @@ fake.configure(copy_delay_us=100_000_000)
 # Its copies out of the GPU do not end, so that it keeps its slabs.
 held = Described("U8", (nbytes,), 0, address, memory)
 holder = lambda: penstock.save_file({"held": held}, sys.argv[1] + "/held", options=SMALL)
+import penstock._save
 penstock._save._synchronize = lambda tensors: None  # that is torch's
 threading.Thread(target=holder, daemon=True).start()
 while fake.counter("copies") < 2:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from models import ROUTES, UNICODE, Model, Way, flat
 from pagecache import near
-from penstock.bench import synth
-from penstock.bench.synth import BITS
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS
 
 safetensors = pytest.importorskip("safetensors")
 theirs_in_torch = pytest.importorskip("safetensors.torch")

@@ -61,7 +61,7 @@ def test_the_layout_is_as_large_as_promised(many: Path, files: list[Path]) -> No
 def test_opened_within_400_ms_and_loaded_within_1800_ms(
     many: Path, files: list[Path], python: Callable[..., Any], tmp_path: Path, copy: bool | None
 ) -> None:
-    from penstock.bench import synth
+    from penstock.synthetic import synth
 
     small = synth.write_file(tmp_path / "small.safetensors", [synth.Tensor("a", "F32", (8,))])
     pagecache.put(files, "warm")

@@ -99,7 +99,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def measure(folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """Loads what it is told in a process of its own and says what memory that took."""
-    from penstock.bench import synth
+    from penstock.synthetic import synth
 
     small = synth.write_file(folder / "small.safetensors", [synth.Tensor("a", "F32", (8,))])
     command = [sys.executable, "-c", PROGRAM]

@@ -21,7 +21,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw, text
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")

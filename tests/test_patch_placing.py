@@ -21,7 +21,7 @@ import torch
 from conftest import Oracle, raw
 from fakegpu import FakeTorch, fresh, torch_on
 from penstock.bench import reference
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 

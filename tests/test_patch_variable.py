@@ -11,7 +11,7 @@ from typing import Any
 
 import penstock
 import pytest
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 pytest.importorskip("safetensors")
 
@@ -55,7 +55,7 @@ import sys
 print([name for name in sys.modules if name.split(".")[0] in ("penstock", "safetensors", "torch", "numpy")])
 import safetensors
 print("penstock" in sys.modules, safetensors.__spec__.loader is safetensors.__loader__, type(safetensors.__loader__))
-print([finder for finder in sys.meta_path if type(finder).__module__ == "_penstock_patch"
+print([finder for finder in sys.meta_path if type(finder).__module__ == "_penstock_after"
        and "safetensors" in finder._names])
 """
     expected = "[]\nTrue True <class '_frozen_importlib_external.SourceFileLoader'>\n[]\n"
@@ -134,5 +134,5 @@ def test_the_line_costs_less_than_a_millisecond_where_the_variable_is_not_set(mo
         exec(line, {})
         taken.append(time.perf_counter() - begun)
     assert min(taken) < 0.001
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "_penstock_patch"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "_penstock_after"]
     assert callable(site.addsitedir)

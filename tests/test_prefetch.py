@@ -8,7 +8,7 @@ import penstock
 import pytest
 from conftest import Oracle, raw
 from penstock._prefetch import PrefetchLoader
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 

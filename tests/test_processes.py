@@ -276,6 +276,49 @@ def test_a_fork_that_cannot_wait_any_longer_leaves_the_child_able_to_load(file, 
     assert run(begin + early + IMPORTING + end, file, slow) == "right\n"
 
 
+# What a load imports may be the first that needs `logging`, whose hook then takes its lock before the fork waits. The
+# import needs that lock afterwards, or is that of `logging` itself: the first dictionary that it makes is made after it
+# has registered its hook, and before it takes its lock.
+LOGGING = """
+import os, signal, sys, threading, time, weakref
+from penstock import _late_imports
+_late_imports.PATIENCE = 1000.0
+signal.alarm(60)
+way, begun = sys.argv[1], threading.Event()
+assert "logging" not in sys.modules
+def hold(real):
+    begun.set()
+    time.sleep(0.5)
+    return real
+if way == "middle":
+    made = weakref.WeakValueDictionary
+    weakref.WeakValueDictionary = lambda: hold(made)()
+def load():
+    with _late_imports.importing():
+        import logging
+        if way == "after":
+            hold(logging.getLogger)("x")
+thread = threading.Thread(target=load)
+thread.start()
+assert begun.wait(60)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    import logging
+    logging.getLogger("y")
+    os._exit(7)
+thread.join()
+logging = sys.modules["logging"]
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), logging._lock._is_owned())
+"""
+
+
+@pytest.mark.parametrize("way", ["after", "middle"])
+def test_a_fork_waits_for_an_import_that_is_the_first_to_need_logging(python, way):
+    done = python(LOGGING, way)
+    assert done.stdout == "7 False\n", (done.returncode, done.stderr)
+
+
 def work(path: str) -> int:
     """In a process of a pool."""
     checkpoint = penstock.open(path)

@@ -20,7 +20,7 @@ import ordeal
 import penstock
 import pytest
 from conftest import Oracle, raw
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 HEAD = """
 import contextlib, gc, os, signal, sys, threading, time

@@ -23,8 +23,8 @@ import pagecache
 import pytest
 from models import MIB
 from ordeal import load_factor
-from penstock.bench import synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Layout, Tensor
 
 #: The example `load` of the core, built in release.
 EXAMPLE = os.environ.get("PENSTOCK_TEST_EXAMPLE")

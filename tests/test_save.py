@@ -29,8 +29,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from penstock._dtypes import DTYPES
 from penstock._torch import torch_dtype
-from penstock.bench import reference, synth
-from penstock.bench.synth import Tensor
+from penstock.bench import reference
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 safetensors = pytest.importorskip("safetensors")

@@ -19,8 +19,8 @@ import torch
 from conftest import raw
 from fakegpu import fresh, torch_on
 from models import IO, MIB, Model, Way
-from penstock.bench import synth
-from penstock.bench.synth import BITS, Layout, Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import BITS, Layout, Tensor
 from planned_reads import HUGE, PAGE, Range, pages_of, reads, runs, within
 
 GAP = 16 << 10

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from penstock import safe_open
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 SHAPE = (5, 4, 3)
 
@@ -161,7 +161,7 @@ PAIRED = [1, None, ..., slice(1, 3), np.array([1]), torch.tensor([1]), [0, 1], T
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from penstock.bench import synth
+    from penstock.synthetic import synth
 
     return synth.write_file(tmp_path_factory.mktemp("kinds") / "x.safetensors", [Tensor("x", "I32", SHAPE)])
 

@@ -12,7 +12,7 @@ from conftest import Oracle, raw
 from penstock import safe_open
 from penstock._indexing import plan
 from penstock._torch import indexing
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 ROWS, COLUMNS = 900, 700
 

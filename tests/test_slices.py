@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from penstock._indexing import plan
 from penstock._numpy import indexing as numpy_indexing
 from penstock._torch import indexing as torch_indexing
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 SHAPES = [(), (1,), (7,), (0, 3), (6, 8), (1, 5), (3, 4, 5), (2, 3, 0), (2, 3, 4, 5)]
 DTYPES = ["F32", "BF16", "U8", "I64", "BOOL"]

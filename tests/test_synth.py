@@ -16,8 +16,9 @@ import penstock
 import pytest
 import torch
 from conftest import raw
-from penstock.bench import layouts, reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import reference
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Layout, Tensor
 from safetensors import safe_open
 
 MIXED = [
@@ -142,7 +143,7 @@ def test_what_a_killed_write_left_is_replaced(tmp_path):
     code = (
         "import os\n"
         "from penstock.bench import synth\n"
-        "from penstock.bench.synth import Layout, Tensor\n"
+        "from penstock.synthetic.synth import Layout, Tensor\n"
         "two = Layout('two', ((Tensor('a', 'F32', (9,)),), (Tensor('b', 'F32', (3_000_000,)),)))\n"
         "calls = []\n"
         "def _write_at(*arguments):\n"

@@ -7,8 +7,8 @@ import math
 
 import pytest
 from penstock import InvalidError
-from penstock.bench import layouts, synth
-from penstock.bench.synth import Layout
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Layout
 
 
 def file_sizes(layout: Layout) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import penstock
 import pytest
 from penstock import cli
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -9,8 +9,8 @@ from typing import Any
 import pagecache
 import penstock
 import pytest
-from penstock.bench import synth
-from penstock.bench.synth import Tensor
+from penstock.synthetic import synth
+from penstock.synthetic.synth import Tensor
 
 HOW: list[dict[str, Any]] = [{"cache": "keep", "copy": True}, {"io": "uring_buffered"}, {}]
 

@@ -9,6 +9,8 @@
 Importing penstock imports neither torch nor numpy.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ._checkpoint import Checkpoint, open
 from ._core import CacheFill, Options, __version__, release_staging
 from ._errors import (
@@ -38,12 +40,15 @@ from ._errors import (
     UnsupportedError,
     WriteError,
 )
-from ._load import Job
-from ._patch import Patch, patch
+from ._job import Job
+from ._late_imports import importing
 from ._report import Report
-from ._safe_open import load_file, safe_open
-from ._save import save, save_file
 from ._selection import TensorInfo
+
+if TYPE_CHECKING:
+    from ._patch import Patch, patch
+    from ._safe_open import load_file, safe_open
+    from ._save import save, save_file
 
 __all__ = [
     "AccessError",
@@ -87,3 +92,23 @@ __all__ = [
     "save",
     "save_file",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What not every program needs is imported when a program first asks for it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    module: Any
+    with importing():
+        if name in ("load_file", "safe_open"):
+            from . import _safe_open as module
+        elif name in ("save", "save_file"):
+            from . import _save as module
+        else:
+            from . import _patch as module
+    found = globals()[name] = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
-from ._choices import Framework, Order
+from ._choices import ORDERS, Framework, Order, check_choice
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
+from ._framework import Adapter
+from ._frameworks import device_for
+from ._job import Job
+from ._late_imports import importing
+from ._options import make_options
 from ._paths import local_path
 from ._progress import Progress
 from ._report import Report, report_of
+from ._request import Request, prepare
 from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
 
 if TYPE_CHECKING:
@@ -63,10 +70,12 @@ class Checkpoint:
         self._last_report: Report | None = None
         warnings = core.warnings()
         if warnings:
-            import logging
-
-            for warning in warnings:
-                logging.getLogger("penstock").warning("%s", warning)
+            # A program that cannot read the standard library loads without logging
+            with suppress(ImportError, OSError):
+                with importing():
+                    import logging
+                for warning in warnings:
+                    logging.getLogger("penstock").warning("%s", warning)
 
     # What is in it
 
@@ -191,12 +200,12 @@ class Checkpoint:
         *,
         slices: Slices = None,
         order: Order = "file",
-    ) -> _load.Job:
+    ) -> Job:
         """Starts a `load` in the background and returns at once. `Job.result` gives the tensors.
 
         The arguments and errors are those of `load`. Memory on a GPU is allocated here, on the calling thread.
         """
-        return _load.Job(*self._prepare(device, names, dtype, framework, options, slices, order))
+        return Job(*self._prepare(device, names, dtype, framework, options, slices, order))
 
     def stream(
         self,
@@ -224,7 +233,7 @@ class Checkpoint:
         The other arguments, and the errors, are those of `load`.
         """
         if window is not None:
-            options = _load.make_options(options, window=window)
+            options = make_options(options, window=window)
         return _load.stream(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
 
     def _prepare(
@@ -236,9 +245,9 @@ class Checkpoint:
         options: Options | Mapping[str, Any] | None,
         slices: Slices,
         order: Order,
-    ) -> tuple[_load.Request, _load.Adapter]:
-        where, made = _load.device_for(device, framework), _load.make_options(options)
-        return _load.prepare(self, where, names, dtype, framework, made, slices, order)
+    ) -> tuple[Request, Adapter]:
+        where, made = device_for(device, framework), make_options(options)
+        return prepare(self, where, names, dtype, framework, made, slices, order)
 
     def load_into(
         self,
@@ -277,8 +286,8 @@ class Checkpoint:
         """
         from . import _into
 
-        _load.check_order(order)
-        request = _load.Request(self, select(self._core, names, slices), CPU, _load.make_options(options), order)
+        check_choice("order", order, ORDERS)
+        request = Request(self, select(self._core, names, slices), CPU, make_options(options), order)
         report = _into.load_into(request, module_or_mapping, strict, progress)
         self._last_report = report
         return report
@@ -343,7 +352,7 @@ class Checkpoint:
         """What a notebook shows: files, dtypes, sizes, and the first tensors."""
         from ._notebook import page
 
-        return page(self)
+        return page(self._core)
 
     def __repr__(self) -> str:
         files = self.files

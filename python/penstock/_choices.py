@@ -5,7 +5,9 @@ Each list stands once in Python, here. `tests/test_api_types.py` compares them w
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
+
+from ._errors import InvalidError
 
 Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
 """`Options.io`: the way of reading."""
@@ -31,9 +33,11 @@ Framework = Literal[
 
 Order = Literal["file", "layer"]
 """``order=`` of reading and of saving."""
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 Layout = Literal["aligned", "compact"]
 """``layout=`` of a saved file."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 Backend = Literal["mmap", "pread"]
 """``backend=`` of the functions that safetensors has too."""
@@ -43,3 +47,9 @@ NameMatch = Literal["glob", "exact", "regex"]
 
 FillState = Literal["running", "finished", "stopped"]
 """`CacheFill.state`."""
+
+
+def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:
+    """Raises InvalidError if ``value`` is none of the values that this argument takes."""
+    if value not in values:
+        raise InvalidError(f"{argument}={value!r}: give one of {', '.join(values)}")

@@ -17,6 +17,7 @@ from typing import Any
 from . import _save
 from ._checkpoint import Checkpoint, open
 from ._choices import Layout, Order
+from ._described import Described
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
@@ -98,7 +99,7 @@ def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {name: _cast_later(_save.describe(name, tensor), tensor, kind) for name, tensor in tensors.items()}
 
 
-def _cast_later(found: _save.Described, tensor: Any, kind: str) -> _save.Described:
+def _cast_later(found: Described, tensor: Any, kind: str) -> Described:
     if found.dtype == kind or found.dtype not in CASTABLE:
         return found
     fill: Any
@@ -113,7 +114,7 @@ def _cast_later(found: _save.Described, tensor: Any, kind: str) -> _save.Describ
         if target is None:
             raise MissingDtypeError(f"dtype={kind}: numpy lacks it unless the package ml_dtypes is installed")
         fill = partial(_save.fill_numpy, tensor, target)
-    return _save.Described(kind, found.shape, None, None, tensor, fill)
+    return Described(kind, found.shape, None, None, tensor, fill)
 
 
 def _tensors(checkpoint: Checkpoint, kind: str | None) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from . import _core
 from ._device import Device
 from ._dtypes import DTYPES, RAW
 from ._errors import SliceError, UnsupportedError
+from ._framework import Adapter, Framework
 from ._indexing import Arrays, Indexing
 from ._selection import Selection, TensorInfo
 
@@ -71,23 +71,14 @@ class DLTensor:
         return f"DLTensor(dtype={self.dtype!r}, shape={self.shape!r}, device={self.__dlpack_device__()!r})"
 
 
-class DLPack:
+class DLPack(Adapter):
     """Makes the `DLTensor` objects of one load. On a GPU the core allocates the memory itself."""
-
-    framework = "dlpack"
-    misaligned = False
-    caller_blocks = False
-    dlpack_device = None
-    casts = False
 
     def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
         if target not in (None, RAW):
             raise UnsupportedError('framework="dlpack" does not cast: leave dtype out, or give dtype="raw"')
         self._selection = selection
         self._raw = target == RAW
-
-    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
-        """Nothing: the blocks are the core's."""
 
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[DLTensor]:
         """Tensors on these ready wants."""
@@ -99,13 +90,6 @@ class DLPack:
             made.append(DLTensor(view, dtype, shape))
         return made
 
-    def cast(self, tensor: Any) -> Any:
-        """The tensor as it is."""
-        return tensor
-
-    def let_go(self) -> None:
-        """Nothing: the blocks are the core's."""
-
 
 def indexing(info: TensorInfo) -> Indexing:
     """How these are indexed: by slices, which the core can cut itself."""
@@ -116,3 +100,14 @@ def indexing(info: TensorInfo) -> Indexing:
     return Indexing(
         Arrays(refused, refused, reversible=False), info.shape, 1, refused, lambda tensor, index: refused(index)
     )
+
+
+class _Framework(Framework):
+    def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
+        return DLPack(selection, device, target)
+
+    def indexing(self, info: TensorInfo) -> Indexing:
+        return indexing(info)
+
+
+FRAMEWORK = _Framework()

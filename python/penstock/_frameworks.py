@@ -1,30 +1,68 @@
-"""The modules of the frameworks whose tensors are made, and the error where one of them cannot be imported."""
+"""Which frameworks there are, by the names that people write, and what is asked of a device before one is imported."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from importlib.util import find_spec
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from ._errors import MissingFrameworkError
+from . import _choices
+from ._device import Device, any_device
+from ._dtypes import cast_target
+from ._errors import ArgumentTypeError, InvalidError, MissingFrameworkError, UnsupportedError
+from ._framework import Adapter, Framework
 from ._late_imports import importing
+from ._selection import Selection
 
 
-def module_named(module: str, framework: str, package: str) -> Any:
-    """The module called so, which ``framework`` needs and ``package`` has.
+class _Known(NamedTuple):
+    """A framework that has a file."""
 
-    Raises:
-        MissingFrameworkError: it cannot be imported.
-    """
-    found = sys.modules.get(module)
-    if found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False):
-        return found
-    try:
-        with importing():
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingFrameworkError(f"framework={framework!r} needs {package}: {error}") from None
+    file: str
+    """Its module in this package."""
+    package: str
+    """What to install."""
+    gpus: bool
+    """Whether tensors may be on a GPU."""
+    spellings: tuple[_choices.Framework, ...]
+    """What people write besides its name here."""
+
+
+_KNOWN: dict[_choices.Framework, _Known] = {
+    "pt": _Known("_torch", "torch", True, ("torch", "pytorch")),
+    "np": _Known("_numpy", "numpy", False, ("numpy",)),
+    "jax": _Known("flax", "jax", True, ("flax",)),
+    "tf": _Known("tensorflow", "tensorflow", False, ("tensorflow",)),
+    "paddle": _Known("paddle", "paddlepaddle", False, ()),
+    "mlx": _Known("mlx", "mlx", False, ()),
+    "dlpack": _Known("_dlpack", "penstock", True, ()),
+}
+
+FRAMEWORKS: dict[str, _choices.Framework] = {
+    spelling: name for name, known in _KNOWN.items() for spelling in (name, *known.spellings)
+}
+"""What people write for a framework, and what it is called here."""
+
+
+@cache
+def _torch_is_installed() -> bool:
+    with importing():
+        from importlib.util import find_spec
+    return find_spec("torch") is not None
+
+
+def framework_named(framework: str | None) -> _choices.Framework:
+    """One of the values of `FRAMEWORKS` for what people write; None is torch where it is installed, else numpy."""
+    if framework is None:
+        return "pt" if _torch_is_installed() else "np"
+    found = FRAMEWORKS.get(framework) if isinstance(framework, str) else None
+    if found is None:
+        wrong = InvalidError if isinstance(framework, str) else ArgumentTypeError
+        raise wrong(
+            f'framework={framework!r}: give one of {", ".join(FRAMEWORKS)}. For any other framework give "dlpack"'
+        )
+    return found
 
 
 def need_torch() -> None:
@@ -33,6 +71,8 @@ def need_torch() -> None:
     Raises:
         MissingFrameworkError: it is not installed.
     """
+    from importlib.util import find_spec
+
     try:
         found = find_spec("torch")
     except (ImportError, ValueError) as error:
@@ -41,19 +81,57 @@ def need_torch() -> None:
         raise MissingFrameworkError("framework='pt' needs torch: it is not installed")
 
 
-def need(framework: str) -> None:
-    """Imports what makes this framework's tensors: one of the values of `_load.FRAMEWORKS`.
+def need(name: _choices.Framework) -> Framework:
+    """Imports a framework: one of the values of `FRAMEWORKS`.
 
     Raises:
         MissingFrameworkError: it cannot be imported.
     """
-    if framework == "dlpack":
-        return
-    if framework == "pt":
-        module_named("torch", framework, "torch")
-        return
-    module_named("numpy", framework, "numpy")
-    if framework != "np":
-        from ._via_numpy import module_of
+    known = _KNOWN[name]
+    try:
+        with importing():
+            found: Framework = import_module(f"{__package__}.{known.file}").FRAMEWORK
+    except ImportError as error:
+        raise MissingFrameworkError(f"framework={name!r} needs {known.package}: {error}") from None
+    return found
 
-        module_of(framework)
+
+def device_for(device: Any, framework: str | None) -> Device:
+    """The device meant by what people write, in the words of their framework: torch says "cuda" on AMD too."""
+    where = any_device(device)
+    if where.is_cpu:
+        return where
+    if framework_named(framework) != "pt":
+        if not where.is_gpu:
+            raise UnsupportedError(
+                f"device={str(device)!r} is a device of torch: framework={framework!r} cannot load to it. Give "
+                'framework="pt", or another device such as "cpu"'
+            )
+        return where
+    if "torch" not in sys.modules:
+        need("pt")
+        where = any_device(device)
+    return where
+
+
+def check_device(framework: _choices.Framework, device: Device) -> None:
+    """Raises UnsupportedError if the framework (one of the values of `FRAMEWORKS`) has tensors on the CPU alone."""
+    if device.is_cpu or _KNOWN[framework].gpus:
+        return
+    if framework == "np":
+        why = 'numpy arrays live in CPU memory; framework="dlpack" or "pt" loads to a GPU'
+    else:
+        why = f"framework={framework!r} loads to the CPU only"
+    raise UnsupportedError(f"device={str(device)!r}: {why}")
+
+
+def make_adapter(framework: str | None, selection: Selection, device: Device, dtype: Any) -> Adapter:
+    """The adapter of ``framework``; imports the framework.
+
+    Raises:
+        MissingFrameworkError: it cannot be imported.
+        UnsupportedError: before a byte moves, if it lacks a wanted dtype.
+    """
+    name, target = framework_named(framework), cast_target(dtype)
+    check_device(name, device)
+    return need(name).adapter(selection, device, target)

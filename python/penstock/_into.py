@@ -7,13 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from . import _accelerator, _core
+from . import _accelerator, _core, _running
+from ._collector import collector_paused
 from ._destinations import Destination, destinations, is_numpy, is_torch, memory_problems
 from ._device import Device
 from ._errors import MismatchError, PenstockError
-from ._load import Request, await_load, begin, collector_paused, make_adapter, stream, write_trace
+from ._frameworks import make_adapter
+from ._load import stream
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
+from ._request import Request
 from ._selection import Selection
 
 _SHOWN = 10
@@ -79,7 +82,7 @@ class _Part:
         self.destinations = [to for _, to in pairs]
         fence, event = (0, None) if device.is_cpu else _accelerator.Accelerator(device).fence()
         part = request.selection.part([want for want, _ in pairs])
-        self.load: _core.Load = begin(
+        self.load: _core.Load = _running.begin(
             request._replace(selection=part, device=device),
             None,
             into=[(to.address, to.nbytes) for to in self.destinations],
@@ -105,10 +108,10 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
                 on_it = [(want, to) for want, to in straight if to.device == device]
                 parts.append(_Part(request, on_it, device))
             for part in parts:
-                await_load(part.load, meter)
+                _running.await_load(part.load, meter)
             reports += [report_of(part.load.report(), request.checkpoint.warnings) for part in parts]
             for part, report in zip(parts, reports, strict=True):
-                write_trace(part.load, report)
+                _running.write_trace(part.load, report)
         reports += [detour.run(copied) for detour in detours]
         took = time.perf_counter() - began, time.process_time() - cpu
     except BaseException as error:

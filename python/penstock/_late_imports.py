@@ -4,22 +4,20 @@ A child that is forked while another thread imports a module waits for ever when
 lock of that module belongs to a thread that the child does not have. So a fork waits until such an import is over.
 
 Python calls the hooks before a fork in reverse order of registration. The hook of `logging` takes a lock that an import
-may need. So this module imports `logging` before `Importing` registers its own hook: a fork first waits for imports and
-then takes the lock. A load must not import `logging` first, because a fork would not wait for that import.
+may need, and that `logging` itself needs to be imported. If it was registered after ours, which happens where a load is
+the first that needs `logging`, it has taken that lock when ours is called. Ours lets go of it while it waits. (Or this
+module would have to import `logging` first, for 5 ms: a quarter of ``import penstock``.)
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-
-# A program that cannot read the standard library loads without logging
-with suppress(ImportError, OSError):
-    import logging  # noqa: F401
 
 #: Seconds that a fork waits. Longer, and it may be that the import waits for the thread that forks.
 PATIENCE = 10.0
@@ -88,8 +86,10 @@ class Importing:
     def _before(self) -> None:
         me, patience = threading.get_ident(), time.monotonic() + PATIENCE
         self._forks[me] = self._forks.get(me, 0) + 1
-        while _others(self._imports.values(), me) and time.monotonic() < patience:
-            time.sleep(LOOK)
+        if _others(self._imports.values(), me):
+            with _logging_unlocked():
+                while _others(self._imports.values(), me) and time.monotonic() < patience:
+                    time.sleep(LOOK)
 
     def _after(self) -> None:
         me = threading.get_ident()
@@ -108,6 +108,20 @@ class Importing:
 
 def _others(threads: Iterable[int], me: int) -> bool:
     return any(thread != me for thread in list(threads))
+
+
+@contextmanager
+def _logging_unlocked() -> Iterator[None]:
+    """Lets go of the lock of `logging` if this thread has it, as it has where the hook of `logging` came first."""
+    lock = getattr(sys.modules.get("logging"), "_lock", None)
+    if lock is None or not lock._is_owned():
+        yield
+        return
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
 
 
 importing = Importing()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from . import _core
 from ._report import size_text
 from ._selection import info_of
-
-if TYPE_CHECKING:
-    from ._checkpoint import Checkpoint
 
 _FILES, _TENSORS, _METADATA = 10, 20, 10
 """The most rows of each table."""
@@ -31,16 +28,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]], more: int = 0,
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def page(checkpoint: Checkpoint) -> str:
+def page(core: _core.Checkpoint) -> str:
     """Files, dtypes, metadata and the first tensors of a checkpoint, as HTML. Whatever a file says is escaped."""
-    core, paths = checkpoint._core, checkpoint.files
+    paths = core.files()
     sizes = []
     for number, path in enumerate(paths[:_FILES]):
         first, last = core.file_tensors(number)
         end = core.info(last - 1)[5] if last > first else core.data_start(number)
         sizes.append((path, last - first, size_text(end - core.data_start(number))))
     parts = [
-        f"<p><b>penstock.Checkpoint</b>: {len(checkpoint)} tensors, {size_text(checkpoint.nbytes)} in {len(paths)} "
+        f"<p><b>penstock.Checkpoint</b>: {len(core)} tensors, {size_text(core.nbytes())} in {len(paths)} "
         f"file{'s' * (len(paths) != 1)}</p>",
         _table(("file", "tensors", "size"), sizes, len(paths) - _FILES, "files"),
     ]
@@ -49,10 +46,10 @@ def page(checkpoint: Checkpoint) -> str:
         spans = (core.info(number)[4:] for number in numbers)
         dtypes.append((dtype, len(numbers), size_text(sum(end - begin for begin, end in spans))))
     parts.append(_table(("dtype", "tensors", "size"), dtypes))
-    metadata = list(checkpoint.metadata.items())
+    metadata = list((core.metadata() or {}).items())
     if metadata:
         parts.append(_table(("metadata", "value"), metadata[:_METADATA], len(metadata) - _METADATA, "entries"))
-    infos = [info_of(core, number, paths) for number in range(min(len(checkpoint), _TENSORS))]
+    infos = [info_of(core, number, paths) for number in range(min(len(core), _TENSORS))]
     rows = [(info.name, info.dtype, list(info.shape), size_text(info.nbytes)) for info in infos]
-    parts.append(_table(("tensor", "dtype", "shape", "size"), rows, len(checkpoint) - _TENSORS, "tensors"))
+    parts.append(_table(("tensor", "dtype", "shape", "size"), rows, len(core) - _TENSORS, "tensors"))
     return "".join(parts)

@@ -10,9 +10,13 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import numpy
+
 from . import _core
+from ._device import Device
 from ._dtypes import CASTABLE, DTYPES, RAW
 from ._errors import MissingDtypeError, UnsupportedError
+from ._framework import Adapter, Framework
 from ._indexing import Arrays, Indexing
 from ._late_imports import importing
 from ._selection import Selection, TensorInfo
@@ -21,8 +25,6 @@ from ._selection import Selection, TensorInfo
 @cache
 def numpy_dtype(name: str) -> Any:
     """numpy's dtype for one of the format (BF16 and F8 through ml_dtypes, if that is installed), or None."""
-    import numpy
-
     dtype = DTYPES[name]
     if dtype.numpy is not None:
         return numpy.dtype(dtype.numpy)
@@ -39,8 +41,6 @@ def _help(dtype: str) -> str:
 
 def of_bytes(data: bytes, carriers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Every tensor of a file's content by name, in memory of its own. ``carriers`` are those of `Numpy`."""
-    import numpy
-
     core = _core.Checkpoint.from_bytes(data)
     made: dict[str, Any] = {}
     for number in range(len(core)):
@@ -54,7 +54,6 @@ def of_bytes(data: bytes, carriers: Mapping[str, str] | None = None) -> dict[str
 
 def indexing(info: TensorInfo) -> Indexing:
     """How numpy indexes a tensor of the checkpoint."""
-    import numpy
 
     def array(part: Any) -> Any:
         made = numpy.asarray(part)
@@ -73,7 +72,7 @@ def indexing(info: TensorInfo) -> Indexing:
     return Indexing(arrays, info.shape, 1, nothing.__getitem__, lambda array, index: numpy.asarray(array[index]))
 
 
-class Numpy:
+class Numpy(Adapter):
     """Makes the numpy arrays of one load: writable, aligned to their dtype, each keeping its block alive.
 
     Args:
@@ -81,15 +80,7 @@ class Numpy:
             has them where numpy does not.
     """
 
-    framework = "np"
-    misaligned = False
-    caller_blocks = False
-    dlpack_device = None
-
     def __init__(self, selection: Selection, target: str | None, carriers: Mapping[str, str] | None = None) -> None:
-        import numpy
-
-        self._numpy: Any = numpy
         self._selection = selection
         self._raw = target == RAW
         self._carriers = {name: numpy.dtype(kind) for name, kind in (carriers or {}).items()}
@@ -111,13 +102,10 @@ class Numpy:
             path=self._selection.file(want),
         )
 
-    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
-        """Nothing: the blocks of a load to the CPU are the core's."""
-
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
         """Arrays on these ready wants."""
-        asarray = self._numpy.asarray
-        arrays = [asarray(view) for view in load.views(wants)]
+        asarray = numpy.asarray
+        arrays: list[Any] = [asarray(view) for view in load.views(wants)]
         if not self._raw:
             describe = self._selection.describe
             for i, want in enumerate(wants):
@@ -142,5 +130,16 @@ class Numpy:
             return array
         return array.astype(self._target)
 
-    def let_go(self) -> None:
-        """Nothing: the blocks are the core's."""
+
+class _Framework(Framework):
+    def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
+        return Numpy(selection, target)
+
+    def indexing(self, info: TensorInfo) -> Indexing:
+        return indexing(info)
+
+    def joined(self, parts: list[Any], axis: int) -> Any:
+        return numpy.concatenate(parts, axis)
+
+
+FRAMEWORK = _Framework()

@@ -15,13 +15,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
-from _penstock_patch import After
+from _penstock_after import After
 
-from . import _load, _safe_open
+from . import _safe_open
 from ._checkpoint import OneFile
 from ._errors import (
     AccessError,
@@ -36,7 +35,7 @@ from ._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ._frameworks import need
+from ._frameworks import device_for, framework_named, need
 
 PACKAGES = (
     "safetensors",
@@ -225,8 +224,8 @@ def _can_open(framework: Any, device: Any, backend: Any) -> bool:
 def _can_load(framework: Any, device: Any) -> bool:
     """Whether penstock loads tensors of this framework, which safetensors has too, to this device."""
     try:
-        name = _load.framework_named(framework)
-        where = _load.device_for(device, framework)
+        name = framework_named(framework)
+        where = device_for(device, framework)
         need(name)
     except PenstockError:
         return False
@@ -282,7 +281,7 @@ def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]
 
 def _is_fifo(path: str) -> bool:
     try:
-        return stat.S_ISFIFO(Path(path).stat().st_mode)
+        return stat.S_ISFIFO(os.stat(path).st_mode)  # noqa: PTH116 - as in `_safe_open`
     except (OSError, ValueError):
         return False
 

@@ -8,9 +8,9 @@ import re
 from ._errors import ArgumentTypeError, SchemeError
 
 # RFC 3986, section 3.1
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 # What pathlib makes of one: it takes two slashes for one. Schemes of one letter would be drives
-_COLLAPSED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 
 _ADVICE = {
     "file": "give the path without file://",
@@ -33,9 +33,11 @@ def local_path(path: str | os.PathLike[str], argument: str) -> str:
         text = None
     if not isinstance(text, str):
         raise ArgumentTypeError(f"{argument}={path!r}: give a path (str or PathLike)")
-    found = _SCHEME.match(text)
+    if ":/" not in text:
+        return text
+    found = re.match(_SCHEME, text)
     if found is None and not isinstance(path, str):
-        found = _COLLAPSED.match(text)
+        found = re.match(_COLLAPSED, text)
         if found is not None and os.path.lexists(f"{found[1]}:"):
             found = None  # such a folder is there, so it may well be meant
     if found is None:

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from . import _load
+from . import _running
 from ._errors import CancelledError, InvalidError, PenstockError, UnknownTensorError, raise_if_forked
+from ._framework import Adapter
+from ._request import Request
 
 
 class PrefetchLoader:
@@ -20,7 +22,7 @@ class PrefetchLoader:
     tensor is handed out once, complete on any stream. You may keep it after `close`. Threads may share the loader.
     """
 
-    def __init__(self, request: _load.Request, adapter: _load.Adapter) -> None:
+    def __init__(self, request: Request, adapter: Adapter) -> None:
         self._owner = os.getpid()
         self._checkpoint = request.checkpoint
         self._names = request.selection.names
@@ -31,7 +33,7 @@ class PrefetchLoader:
         self._one_at_a_time = threading.RLock()
         self._in_use = False
         self._closed = False
-        self._load = _load.begin(request, adapter, stream=True)
+        self._load = _running.begin(request, adapter, stream=True)
         try:
             if request.device.is_meta:
                 made = adapter.tensors(self._load, range(len(self._names)))

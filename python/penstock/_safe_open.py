@@ -7,7 +7,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -26,11 +25,13 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
-from ._frameworks import need
+from ._frameworks import check_device, device_for, framework_named, need
 from ._indexing import Indexing, Plan, plan
 from ._late_imports import importing
+from ._options import make_options
 from ._prefetch import PrefetchLoader
 from ._report import Report
+from ._request import Request, prepare
 from ._selection import Names, Selection, unknown
 
 _SINGLES = 4
@@ -44,24 +45,10 @@ process may have 65,530."""
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
 
 
-def _joined(framework: str, parts: list[Any], axis: int) -> Any:
-    if framework == "np":
-        import numpy as np
-
-        return np.concatenate(parts, axis)
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.concatenate(parts, axis)
-    import torch
-
-    return torch.cat(parts, axis)
-
-
 def _state(file: str) -> tuple[int, ...] | None:
     """What tells whether somebody has changed the file; None where it cannot be looked at."""
     try:
-        now = Path(file).stat()
+        now = os.stat(file)  # noqa: PTH116 - pathlib takes 3 ms to import
     except OSError:
         return None
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
@@ -120,10 +107,7 @@ class Slice:
 
     def _take(self, index: Any) -> Any:
         opened, indexing = self._opened, self._indexing
-        if opened._sliced_by != opened._framework:
-            from ._via_numpy import check_dtype
-
-            check_dtype(opened._framework, self._info.dtype, self._name, self._info.file)
+        opened._made_by.check_slice(self._info)
         bits = DTYPES[self._info.dtype].bits * indexing.unit
         near = opened._options.gap * 8 // bits
         planned = plan(index, indexing.shape, indexing.arrays, indexing.unit, near)
@@ -146,7 +130,7 @@ class Slice:
 
     def _bound_for(self, device: Any, least: int) -> Slice:
         """The same, but that what is read of it goes to ``device``. Tensors of less than ``least`` bytes do not."""
-        where = _load.device_for(device, self._opened._framework)
+        where = device_for(device, self._opened._framework)
         if where.is_cpu:
             return self
         self._opened._elsewhere = least
@@ -155,16 +139,8 @@ class Slice:
     @property
     def _indexing(self) -> Indexing:
         """How the framework that makes the handle's slices indexes this tensor."""
-        framework = self._opened._sliced_by
         with importing():
-            if framework == "pt":
-                from ._torch import indexing
-            elif framework == "dlpack":
-                from ._dlpack import indexing
-            else:
-                from ._numpy import indexing
-            found = indexing(self._info)
-        return found._replace(take=lambda tensor, index: tensor[index]) if framework == "jax" else found
+            return self._opened._sliced_by.indexing(self._info)
 
 
 class _Coming(NamedTuple):
@@ -211,22 +187,18 @@ class safe_open:
         if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
             wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
             raise wrong(f'backend={backend!r}: give "mmap" or "pread", or leave it out')
-        self._framework: Framework = _load.framework_named(framework)
-        self._device = _load.device_for(device, framework)
-        _load.check_device(self._framework, self._device)
-        self._sliced_by = self._framework
-        need(self._framework)
-        if self._framework not in ("pt", "np", "dlpack"):
-            self._sliced_by = "np" if self._device.is_cpu else self._framework
-        self._options = _load.make_options(options, **_BACKENDS[backend])
+        self._framework: Framework = framework_named(framework)
+        self._device = device_for(device, framework)
+        check_device(self._framework, self._device)
+        self._made_by = need(self._framework)
+        self._sliced_by = self._made_by.sliced_by(self._device)
+        self._options = make_options(options, **_BACKENDS[backend])
         self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
         self._closed = False
         # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
         self._asked = itertools.count()
         # Other frameworks copy mapped bytes into their own memory. Copies that nobody has asked for would be wasted
-        self._reads_ahead = (
-            self._device.is_cpu and self._options.copy is not True and self._framework in ("pt", "np", "dlpack")
-        )
+        self._reads_ahead = self._device.is_cpu and self._options.copy is not True and self._made_by.views
         # Tensors of as many bytes and more are not wanted on this device
         self._elsewhere = sys.maxsize
         # Mapped, not yet asked for, with their file and its state before
@@ -246,23 +218,19 @@ class safe_open:
         return twin
 
     def _load(self, names: Names, slices: Any = None) -> dict[str, Any]:
-        prepared = _load.prepare(self._checkpoint, self._device, names, None, self._framework, self._options, slices)
+        prepared = prepare(self._checkpoint, self._device, names, None, self._framework, self._options, slices)
         return _load.load(*prepared, False)
 
     def _whole(self, name: str) -> Any:
         """The tensor called ``name`` of the framework that makes the slices."""
-        if self._sliced_by == self._framework:
+        if self._sliced_by is self._made_by:
             return self._one(name)
         whole = [(0, size, 1) for size in self._checkpoint[name].shape]
         return self._parts(name, Plan([whole], 0, ()))
 
     def _made(self, part: Any, dtype: str) -> Any:
         """The handle's framework's tensor of a slice of a tensor of this dtype."""
-        if self._sliced_by == self._framework:
-            return part
-        from ._via_numpy import tensor_of
-
-        return tensor_of(self._framework, part, dtype)
+        return part if self._sliced_by is self._made_by else self._made_by.of_slice(part, dtype)
 
     def _parts(self, name: str, planned: Plan) -> Any:
         """Parts of the tensor called ``name``, joined."""
@@ -270,15 +238,10 @@ class safe_open:
         number, count = core.index(name), len(planned.parts)
         names = [name] if count == 1 else [f"{name} (part {part})" for part in range(count)]
         selection = Selection(core, names, [number] * count, list(planned.parts))
-        if self._sliced_by == self._framework:
-            adapter = _load.make_adapter(self._framework, selection, self._device, None)
-        else:
-            from ._via_numpy import arrays
-
-            adapter = arrays(self._framework, selection)
-        request = _load.Request(self._checkpoint, selection, self._device, self._options, "file")
+        adapter = self._made_by.slices(selection, self._device)
+        request = Request(self._checkpoint, selection, self._device, self._options, "file")
         parts = list(_load.load(request, adapter, False).values())
-        return parts[0] if count == 1 else _joined(self._sliced_by, parts, planned.axis)
+        return parts[0] if count == 1 else self._sliced_by.joined(parts, planned.axis)
 
     def _one(self, name: str) -> Any:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
@@ -424,11 +387,11 @@ class safe_open:
         checkpoint = self._open()
         for name in plan or ():
             self._check_name(name)
-        where = self._device if device is None else _load.device_for(device, self._framework)
-        options = self._options if threads is None else _load.make_options(self._options, threads=threads)
+        where = self._device if device is None else device_for(device, self._framework)
+        options = self._options if threads is None else make_options(self._options, threads=threads)
         names = None if plan is None else sorted(plan, key=checkpoint._core.index)
         slices = None if plan is None else {name: cut for name, cut in plan.items() if cut is not None}
-        return PrefetchLoader(*_load.prepare(checkpoint, where, names, None, self._framework, options, slices))
+        return PrefetchLoader(*prepare(checkpoint, where, names, None, self._framework, options, slices))
 
     def tensors(self, names: Names = None, order: Order = "file") -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) and reads ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
-from . import _core, _load
-from ._choices import Layout, Order
+from . import _core
+from ._choices import LAYOUTS, ORDERS, Layout, Order, check_choice
 from ._core import Options
+from ._described import Described
 from ._dlpack import DLTensor
 from ._dtypes import DTYPES
 from ._errors import (
@@ -27,26 +28,12 @@ from ._errors import (
     PenstockError,
     WriteError,
 )
+from ._options import make_options
 from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
-class Described(NamedTuple):
-    """A tensor as the core takes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    gpu: int | None
-    address: int | None
-    """None of what is written to memory when its turn comes."""
-    keep: object
-    """Keeps the memory at `address` alive."""
-    fill: Callable[[memoryview], object] | None = None
-    """Where there is no address: writes all bytes to the memory that it is given, and lets go of that."""
 
 
 @cache
@@ -225,12 +212,11 @@ def _write(
     *,
     checkpoint: bool,
 ) -> tuple[Report, list[str]]:
-    if layout not in LAYOUTS:
-        raise InvalidError(f"layout={layout!r}: give one of {', '.join(LAYOUTS)}")
-    _load.check_order(order)
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("order", order, ORDERS)
     if not isinstance(fsync, bool):
         raise InvalidError(f"fsync={fsync!r}: give True or False")
-    made = _load.make_options(options)
+    made = make_options(options)
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
 Region = list[tuple[int, int, int]]
 """(first, past-the-last, step) per dimension, in elements; the step is 1 or more."""
 
-_GLOB = re.compile(r"[*?\[]")
+_GLOB = frozenset("*?[")
+"""What makes a name a glob."""
 
 
 class TensorInfo(NamedTuple):
@@ -115,7 +115,7 @@ def _nothing_matches(core: _core.Checkpoint, glob: str) -> UnknownTensorError:
         *parts, last = glob.split(".")
         literal = last.rstrip("*")
         known = core.keys()
-        if not _GLOB.search("".join([*parts, literal])):
+        if _GLOB.isdisjoint("".join([*parts, literal])):
             stars = last[len(literal) :]
             parts += [literal] if literal else []
             starts = {".".join(name.split(".")[: len(parts)]) for name in known}
@@ -140,7 +140,7 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
         if name in core:  # a name may contain what looks like a glob
             found[core.index(name)] = None
             continue
-        if not _GLOB.search(name):
+        if _GLOB.isdisjoint(name):
             raise unknown(core, name)
         try:
             matching = core.matching([name])

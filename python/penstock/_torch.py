@@ -1,16 +1,21 @@
-"""torch: tensors on the bytes that a load has brought."""
+"""torch: tensors on the bytes that a load has brought, and its devices that the core does not know: meta, whose tensors
+have no bytes, and accelerators that only torch reaches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 from . import _accelerator, _core
-from ._device import Device
+from ._device import CPU, Device
 from ._dtypes import CASTABLE, DTYPES, RAW
-from ._errors import MissingDtypeError, PenstockError, UnsupportedError
+from ._errors import DeviceError, MissingDtypeError, PenstockError, UnsupportedError
+from ._framework import Adapter, Framework
 from ._indexing import Arrays, Indexing
 from ._selection import Selection, TensorInfo
 
@@ -18,8 +23,6 @@ from ._selection import Selection, TensorInfo
 @cache
 def _from_dlpack() -> Callable[[object], Any]:
     """The C function that torch.from_dlpack ends in: 0.6 us a tensor where the Python wrapper takes 1.6."""
-    import torch
-
     function: Callable[[object], Any] | None = getattr(torch._C, "_from_dlpack", None)
     if function is None:
         from torch.utils.dlpack import from_dlpack
@@ -32,8 +35,6 @@ def _from_dlpack() -> Callable[[object], Any]:
 def _native() -> dict[str, tuple[int, int, int]]:
     """The dtypes that this torch imports over DLPack, as (code, bits, 1). They grew from release to release: each is
     sent round once, on the CPU whatever `torch.device` is in force."""
-    import torch
-
     found: dict[str, tuple[int, int, int]] = {}
     for name, dtype in DTYPES.items():
         kind = torch_dtype(name)
@@ -51,8 +52,6 @@ def _native() -> dict[str, tuple[int, int, int]]:
 @cache
 def torch_dtype(name: str) -> Any:
     """torch's dtype for one of the format, or None if this torch has none."""
-    import torch
-
     return getattr(torch, DTYPES[name].torch or "", None)
 
 
@@ -71,8 +70,6 @@ def _torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tu
 
 def of_bytes(data: bytes) -> dict[str, Any]:
     """Every tensor of a file's content by name, in memory of its own."""
-    import torch
-
     core = _core.Checkpoint.from_bytes(data)
     made: dict[str, Any] = {}
     for number in range(len(core)):
@@ -89,8 +86,6 @@ def of_bytes(data: bytes) -> dict[str, Any]:
 
 
 def _index_array(part: Any) -> Any:
-    import torch
-
     # On the CPU whatever `torch.device` is in force
     array = part if isinstance(part, torch.Tensor) else torch.as_tensor(part, device="cpu")
     # torch takes an empty list for numbers although a tensor of it has floats
@@ -99,8 +94,6 @@ def _index_array(part: Any) -> Any:
 
 def indexing(info: TensorInfo) -> Indexing:
     """How torch indexes a tensor of the checkpoint."""
-    import torch
-
     shape = _torch_shape(info.name, info.dtype, info.shape, info.file)
     arrays = Arrays(
         _index_array, lambda numbers: torch.tensor(numbers, dtype=torch.long, device="cpu"), reversible=False
@@ -116,20 +109,16 @@ def indexing(info: TensorInfo) -> Indexing:
     return Indexing(arrays, shape, 2 if pairs else 1, nothing.__getitem__, take)
 
 
-class Torch:
+class Torch(Adapter):
     """Makes the torch tensors of one load.
 
     Every tensor has a storage of exactly its bytes, is writable, and keeps its block of the load alive, nothing else.
     """
 
-    framework = "pt"
     # As with safetensors: torch computes with them as fast as with aligned ones (measured: products, sums, casts)
     misaligned = True
 
     def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
-        import torch
-
-        self._torch: Any = torch
         self._selection = selection
         self._raw = target == RAW
         self._target = None if target is None or self._raw else torch_dtype(target)
@@ -159,7 +148,7 @@ class Torch:
                 file = self._selection.file(want)
                 if kind is None:
                     raise MissingDtypeError(
-                        f"tensor {self._selection.names[want]} is {name}, which torch {self._torch.__version__} lacks; "
+                        f"tensor {self._selection.names[want]} is {name}, which torch {torch.__version__} lacks; "
                         'dtype="raw" or framework="dlpack" gives its bytes',
                         path=file,
                     )
@@ -185,7 +174,7 @@ class Torch:
     def _kind_of(self, want: int, nbytes: int) -> tuple[Any, Sequence[int]]:
         """dtype and shape of the tensor that is made on a want."""
         if self._raw:
-            return self._torch.uint8, (nbytes,)
+            return torch.uint8, (nbytes,)
         if want in self._as_bytes:
             return self._as_bytes[want]
         name, shape = self._selection.describe(want)
@@ -232,3 +221,73 @@ class Torch:
         """Lets go of the memory of blocks that no tensor was made of."""
         if self._gpu is not None:
             self._gpu.let_go()
+
+
+class Meta(Torch):
+    """Makes tensors that have a dtype and a shape: not a byte is read for them."""
+
+    def __init__(self, selection: Selection, target: str | None) -> None:
+        super().__init__(selection, CPU, target)
+
+    def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
+        """Tensors for these wants."""
+        return [self._of(want) for want in wants]
+
+    def _of(self, want: int) -> Any:
+        name, shape = self._selection.describe(want)
+        if self._raw:
+            shape, dtype = (math.prod(shape) * DTYPES[name].bits // 8,), torch.uint8
+        else:
+            shape = _torch_shape(self._selection.names[want], name, shape, self._selection.file(want))
+            dtype = torch_dtype(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _there_is() -> str:
+    """The devices that this torch can use."""
+    found = ["cpu", "meta"]
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is not None and accelerator.is_available():
+        kind = accelerator.current_accelerator().type
+        found += [f"{kind}:{number}" for number in range(accelerator.device_count())]
+    return ", ".join(found)
+
+
+class Moved(Torch):
+    """Makes tensors in CPU memory and has torch move them, as safetensors does."""
+
+    def __init__(self, selection: Selection, device: Device, target: str | None) -> None:
+        super().__init__(selection, CPU, target)
+        try:
+            self._where = self._place(device)
+        except Exception as error:  # of whatever class the module for that device likes
+            why = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"device={str(device)!r}: torch {torch.__version__} cannot use it ({why}); there is {_there_is()}",
+                path=selection.core.files()[0],
+            ) from error
+
+    def _place(self, device: Device) -> Any:
+        where = torch.device(str(device))
+        torch.empty(0, device=where)
+        return where
+
+    def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
+        """Tensors on these ready wants."""
+        return [tensor.to(self._where) for tensor in super().tensors(load, wants)]
+
+
+class _Framework(Framework):
+    def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
+        if device.is_cpu or device.is_gpu:
+            return Torch(selection, device, target)
+        return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
+
+    def indexing(self, info: TensorInfo) -> Indexing:
+        return indexing(info)
+
+    def joined(self, parts: list[Any], axis: int) -> Any:
+        return torch.cat(parts, axis)
+
+
+FRAMEWORK = _Framework()

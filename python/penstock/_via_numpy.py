@@ -6,191 +6,170 @@ index means there changes from framework to framework (JAX clamps what is out of
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import _core
+import numpy
+
+from . import _core, _numpy
+from ._described import Described
 from ._device import Device
 from ._dlpack import DLPack
 from ._dtypes import DTYPES, RAW
 from ._errors import ArgumentTypeError, MissingDtypeError
-from ._frameworks import module_named
-from ._numpy import Numpy, numpy_dtype, of_bytes
-from ._save import Described
-from ._selection import Selection
+from ._framework import Adapter, Framework
+from ._indexing import Indexing
+from ._numpy import Numpy, numpy_dtype
+from ._selection import Selection, TensorInfo
 
 
-class Framework(NamedTuple):
-    """How a framework takes an array, and gives it back."""
+class ViaNumpy(Framework):
+    """How a framework takes an array, and gives it back.
 
-    module: str
-    package: str
-    """What to install."""
-    tensor: Callable[[Any, Any], Any]
-    """The tensor of (module, array), in memory of its own."""
-    array: Callable[[Any], Any]
-    """numpy's array of a tensor."""
-    carriers: Mapping[str, str] = {}
-    """Dtypes of the format that the framework has and numpy has not, and by which of numpy's their bits come."""
-    lacks: Sequence[str] = ()
-    """Dtypes of the format that the framework takes for others."""
-
-
-def _asarray(tensor: Any) -> Any:
-    import numpy
-
-    return numpy.asarray(tensor)
-
-
-FRAMEWORKS = {
-    "jax": Framework("jax.numpy", "jax", lambda jnp, array: jnp.array(array), _asarray),
-    "tf": Framework("tensorflow", "tensorflow", lambda tf, array: tf.constant(array), lambda tensor: tensor.numpy()),
-    "paddle": Framework(
-        "paddle",
-        "paddlepaddle",
-        lambda paddle, array: paddle.to_tensor(array, place="cpu"),
-        lambda tensor: tensor.detach().cpu().numpy(),
-        {"BF16": "int16", "F8_E4M3": "uint8", "F8_E5M2": "uint8"},
-        ("U16",),  # numpy's uint16 is Paddle's bfloat16
-    ),
-    "mlx": Framework("mlx.core", "mlx", lambda mx, array: mx.array(array), _asarray),
-}
-
-
-def module_of(name: str) -> Any:
-    """The module of a framework.
-
-    Raises:
-        MissingFrameworkError: it is not installed.
+    Args:
+        name: What it is called here.
+        module: Its module, which has its dtypes.
+        tensor: Makes a tensor of an array, in memory of its own.
+        array: Makes numpy's array of a tensor.
+        carriers: Dtypes of the format that the framework has and numpy has not, and in which of numpy's their bits
+            come.
+        lacks: Dtypes of the format that the framework takes for others.
+        from_dlpack: Makes a tensor of one of DLPack on a GPU, and `joined` several into one: where it has any there.
     """
-    framework = FRAMEWORKS[name]
-    return module_named(framework.module, name, framework.package)
+
+    views = False
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        tensor: Callable[[Any], Any],
+        array: Callable[[Any], Any] = numpy.asarray,
+        *,
+        carriers: Mapping[str, str] | None = None,
+        lacks: Sequence[str] = (),
+        from_dlpack: Callable[[Any], Any] | None = None,
+        joined: Callable[[list[Any], int], Any] | None = None,
+    ) -> None:
+        self.name, self.module, self.tensor, self.array = name, module, tensor, array
+        self.carriers, self.lacks = carriers or {}, lacks
+        self.from_dlpack, self._joined = from_dlpack, joined
+        self.takes = cache(self._takes)
+
+    def tensor_of(self, array: Any, dtype: str) -> Any:
+        """The tensor of numpy's array, which has this dtype of the format or carries it."""
+        tensor = self.tensor(numpy.require(array, requirements="C"))  # MLX takes none that go backwards
+        return tensor.view(getattr(self.module, str(DTYPES[dtype].torch))) if dtype in self.carriers else tensor
+
+    def _takes(self, dtype: str) -> str | None:
+        """Why the framework has no tensors of this dtype of the format; None: it has."""
+        kind = self.carriers.get(dtype) or numpy_dtype(dtype)
+        if kind is None:
+            return "numpy, by way of which it comes, lacks it"
+        if dtype in self.lacks:
+            return "it would come as another"
+        try:
+            self.tensor_of(numpy.zeros(1, kind), dtype)
+        except Exception as why:  # each framework has its own
+            return str(why).splitlines()[0] if str(why) else type(why).__name__
+        return None
+
+    def check_dtype(self, dtype: str, name: str, file: str | None) -> None:
+        """Raises MissingDtypeError if the framework has no tensor like the one called ``name``."""
+        why = self.takes(dtype)
+        if why is not None:
+            raise MissingDtypeError(
+                f"tensor {name} is {dtype}, which framework={self.name!r} lacks ({why}); "
+                'dtype="raw" or framework="dlpack" gives its bytes',
+                path=file,
+            )
+
+    def arrays_of(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is to save of tensors, by name.
+
+        Raises:
+            ArgumentTypeError: no tensors by name.
+        """
+        if not isinstance(tensors, Mapping):
+            raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
+        for name, tensor in tensors.items():
+            if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+                raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        return {name: self._described(tensor) for name, tensor in tensors.items()}
+
+    def _described(self, tensor: Any) -> Any:
+        """numpy's array of a tensor, or what there is to save of one whose dtype numpy lacks."""
+        spelled = str(tensor.dtype).rpartition(".")[2]
+        for dtype, kind in self.carriers.items():
+            if DTYPES[dtype].torch == spelled:
+                array = self.array(tensor.contiguous().view(kind))
+                return Described(dtype, array.shape, None, array.__array_interface__["data"][0], array)
+        return self.array(tensor)
+
+    def of_bytes(self, data: bytes) -> dict[str, Any]:
+        """Every tensor of a file's content by name."""
+        core = _core.Checkpoint.from_bytes(data)
+        dtypes = {}
+        for number in range(len(core)):
+            key, dtypes[key] = core.info(number)[:2]
+            self.check_dtype(dtypes[key], key, None)
+        arrays = _numpy.of_bytes(data, self.carriers)
+        return {key: self.tensor_of(array, dtypes[key]) for key, array in arrays.items()}
+
+    # What a `Framework` has
+
+    def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
+        return _ViaNumpy(self, selection, device, target)
+
+    def indexing(self, info: TensorInfo) -> Indexing:
+        return _numpy.indexing(info)._replace(take=lambda tensor, index: tensor[index])
+
+    def joined(self, parts: list[Any], axis: int) -> Any:
+        assert self._joined is not None
+        return self._joined(parts, axis)
+
+    def sliced_by(self, device: Device) -> Framework:
+        return _numpy.FRAMEWORK if device.is_cpu else self
+
+    def check_slice(self, info: TensorInfo) -> None:
+        self.check_dtype(info.dtype, info.name, info.file)
+
+    def slices(self, selection: Selection, device: Device) -> Adapter:
+        return Numpy(selection, None, self.carriers) if device.is_cpu else self.adapter(selection, device, None)
+
+    def of_slice(self, part: Any, dtype: str) -> Any:
+        return self.tensor_of(part, dtype)
 
 
-def tensor_of(name: str, array: Any, dtype: str) -> Any:
-    """A framework's tensor of numpy's array, which has this dtype of the format or carries it."""
-    import numpy
+class _ViaNumpy(Adapter):
+    """Makes one framework's tensors of one load: of numpy's arrays on the CPU, of DLPack's tensors on a GPU."""
 
-    framework, module = FRAMEWORKS[name], module_of(name)
-    tensor = framework.tensor(module, numpy.require(array, requirements="C"))  # MLX takes none that go backwards
-    return tensor.view(getattr(module, str(DTYPES[dtype].torch))) if dtype in framework.carriers else tensor
-
-
-@cache
-def takes(name: str, dtype: str) -> str | None:
-    """Why a framework has no tensors of this dtype of the format; None: it has."""
-    import numpy
-
-    framework = FRAMEWORKS[name]
-    kind = framework.carriers.get(dtype) or numpy_dtype(dtype)
-    if kind is None:
-        return "numpy, by way of which it comes, lacks it"
-    if dtype in framework.lacks:
-        return "it would come as another"
-    try:
-        tensor_of(name, numpy.zeros(1, kind), dtype)
-    except Exception as why:  # each framework has its own
-        return str(why).splitlines()[0] if str(why) else type(why).__name__
-    return None
-
-
-def check_dtype(framework: str, dtype: str, name: str, file: str | None) -> None:
-    """Raises MissingDtypeError if the framework has no tensor like the one called ``name``."""
-    why = takes(framework, dtype)
-    if why is not None:
-        raise MissingDtypeError(
-            f"tensor {name} is {dtype}, which framework={framework!r} lacks ({why}); "
-            'dtype="raw" or framework="dlpack" gives its bytes',
-            path=file,
-        )
-
-
-def _described(framework: Framework, tensor: Any) -> Any:
-    """numpy's array of a tensor, or what there is to save of one whose dtype numpy lacks."""
-    spelled = str(tensor.dtype).rpartition(".")[2]
-    for dtype, kind in framework.carriers.items():
-        if DTYPES[dtype].torch == spelled:
-            array = framework.array(tensor.contiguous().view(kind))
-            return Described(dtype, array.shape, None, array.__array_interface__["data"][0], array)
-    return framework.array(tensor)
-
-
-def arrays_of(name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is to save of a framework's tensors, by name.
-
-    Raises:
-        ArgumentTypeError: no tensors by name.
-    """
-    if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
-    found = {}
-    for key, tensor in tensors.items():
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            raise ArgumentTypeError(f"{key} is a {type(tensor).__name__}, not a tensor")
-        found[key] = _described(FRAMEWORKS[name], tensor)
-    return found
-
-
-def tensors_of_bytes(name: str, data: bytes) -> dict[str, Any]:
-    """Every tensor of a file's content by name."""
-    core = _core.Checkpoint.from_bytes(data)
-    dtypes = {}
-    for number in range(len(core)):
-        key, dtypes[key] = core.info(number)[:2]
-        check_dtype(name, dtypes[key], key, None)
-    arrays = of_bytes(data, FRAMEWORKS[name].carriers)
-    return {key: tensor_of(name, array, dtypes[key]) for key, array in arrays.items()}
-
-
-def arrays(name: str, selection: Selection) -> Numpy:
-    """Makes numpy's arrays to make a framework's tensors of, by `tensor_of`."""
-    return Numpy(selection, None, FRAMEWORKS[name].carriers)
-
-
-class ViaNumpy:
-    """Makes one framework's tensors of one load: of numpy's arrays on the CPU, for JAX of DLPack's tensors on a GPU."""
-
-    misaligned = False
-    caller_blocks = False
-
-    def __init__(self, name: str, selection: Selection, device: Device, target: str | None) -> None:
-        self.framework = name
-        module_of(name)
+    def __init__(self, framework: ViaNumpy, selection: Selection, device: Device, target: str | None) -> None:
+        self._framework = framework
         for dtype, wants in () if target == RAW else selection.by_dtype().items():
-            check_dtype(name, dtype, selection.names[wants[0]], selection.file(wants[0]))
+            framework.check_dtype(dtype, selection.names[wants[0]], selection.file(wants[0]))
         self._on_cpu, self._selection, self._raw = device.is_cpu, selection, target == RAW
         # What is cast is numpy's, or it would be left alone
-        carriers = FRAMEWORKS[name].carriers if target is None else None
-        self._inner: Any = Numpy(selection, target, carriers) if device.is_cpu else DLPack(selection, device, target)
-        self.dlpack_device: tuple[int, int] | None = self._inner.dlpack_device
-
-    def grant(self, load: _core.Load, blocks: Sequence[int]) -> None:
-        """Nothing: the blocks are the core's."""
+        carriers = framework.carriers if target is None else None
+        self._inner: Adapter = (
+            Numpy(selection, target, carriers) if device.is_cpu else DLPack(selection, device, target)
+        )
 
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:
         """Tensors on these ready wants, cast already."""
         made = self._inner.tensors(load, wants)
         if self._on_cpu:
             return [self._tensor(array, want) for array, want in zip(made, wants, strict=True)]
-        from_dlpack = importlib.import_module("jax.dlpack").from_dlpack
-        return [from_dlpack(tensor) for tensor in made]
+        assert self._framework.from_dlpack is not None
+        return [self._framework.from_dlpack(tensor) for tensor in made]
 
     def _tensor(self, array: Any, want: int) -> Any:
-        dtype = "U8" if self._raw else self._selection.describe(want)[0]
         if self._inner.casts:  # nothing is carried then
-            return FRAMEWORKS[self.framework].tensor(module_of(self.framework), self._inner.cast(array))
-        return tensor_of(self.framework, array, dtype)
+            return self._framework.tensor(self._inner.cast(array))
+        return self._framework.tensor_of(array, "U8" if self._raw else self._selection.describe(want)[0])
 
     @property
     def casts(self) -> bool:
-        """Whether `cast` may change anything: it does not, as tensors are made of arrays that were."""
-        return bool(self._inner.casts)
-
-    def cast(self, tensor: Any) -> Any:
-        """The tensor as it is."""
-        return tensor
-
-    def let_go(self) -> None:
-        """Nothing: the blocks are the core's."""
+        """Whether the tensors are cast, which they are before `cast` has them."""
+        return self._inner.casts

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open
-from ._choices import Cache, Io
+from ._choices import LAYOUTS, ORDERS, Cache, Io
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
@@ -35,13 +35,13 @@ from ._errors import (
     StalledError,
     UnsupportedError,
 )
-from ._load import FRAMEWORKS, ORDERS, load, make_options, options_listed
+from ._frameworks import FRAMEWORKS
+from ._load import load
+from ._options import make_options, options_listed
 from ._paths import local_path
 from ._report import Report, size_text
-from ._save import LAYOUTS
 from ._selection import info_of
 from ._terminal import Parser, WrongUsage, styled, table, wrapped
-from .bench import command as bench
 
 OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -512,8 +512,8 @@ def _doctor(args: argparse.Namespace) -> None:
 def _trace(args: argparse.Namespace) -> None:
     import dataclasses
 
-    from .bench import ceilings
-    from .bench.page import timeline, write_trace
+    from . import _ceiling
+    from .page import timeline, write_trace
 
     wanted = "give the file that `penstock load --trace FILE` wrote"
     try:
@@ -534,7 +534,7 @@ def _trace(args: argparse.Namespace) -> None:
             f"not a trace, or not a whole one ({type(error).__name__}): {wanted}", path=args.file
         ) from None
     if args.html:
-        disk = "it was not measured (--no-measure)" if args.no_measure else ceilings.disk(timeline.files(trace))
+        disk = "it was not measured (--no-measure)" if args.no_measure else _ceiling.disk(timeline.files(trace))
         write_trace(trace, args.html, f"One load: {Path(args.file).name}", disk)
     _print(args, dataclasses.asdict(summary), summary.sentence())
 
@@ -543,7 +543,9 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    if not bench.run(args):
+    from .bench import command
+
+    if not command.run(args):
         raise _Failed
 
 
@@ -590,7 +592,7 @@ def _size(text: str) -> float:
 
 def _synth(args: argparse.Namespace) -> None:
     try:
-        from .bench import layouts, synth
+        from .synthetic import layouts, synth
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise
@@ -642,7 +644,8 @@ def _synth(args: argparse.Namespace) -> None:
     _print(args, document, text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(bench: bool = True) -> argparse.ArgumentParser:
+    """The parser of all commands; with ``bench`` that of `bench` has its arguments, which the benchmark knows."""
     parser = Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints. `penstock COMMAND --help` shows how to use a command.",
@@ -735,7 +738,10 @@ def _parser() -> argparse.ArgumentParser:
 
     help = "compare the speed of penstock with other loaders and with the limits of this machine"
     made = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
-    bench.add_arguments(made)
+    if bench:
+        from .bench import command as benchmark
+
+        benchmark.add_arguments(made)
     made.set_defaults(run=_bench)
 
     made = with_source(
@@ -816,12 +822,13 @@ def _wants_traceback() -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
-    parser = _parser()
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next: `penstock[cli]` brings what answers
+    given = sys.argv[1:] if argv is None else list(argv)
+    asked = "_ARGCOMPLETE" in os.environ
+    parser = _parser(bench=asked or next((word for word in given if word[:1] != "-"), None) == "bench")
+    if asked:  # the shell asks what could come next: `penstock[cli]` brings what answers
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    given = sys.argv[1:] if argv is None else list(argv)
     try:
         args = parser.parse_args(given)
     except WrongUsage as error:

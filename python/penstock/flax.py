@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.dlpack import from_dlpack
 
 from . import _safe_open, _save
 from ._checkpoint import Source
@@ -17,9 +19,11 @@ from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import SafetensorError
 from ._safe_open import safe_open
-from ._via_numpy import arrays_of, tensors_of_bytes
+from ._via_numpy import ViaNumpy
 
 __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_file"]
+
+FRAMEWORK = ViaNumpy("jax", jnp, jnp.array, from_dlpack=from_dlpack, joined=jnp.concatenate)
 
 
 def load_file(
@@ -38,7 +42,7 @@ def load(data: bytes) -> dict[str, jax.Array]:
     Raises:
         HeaderError, TruncatedError: if the bytes are no such file.
     """
-    return tensors_of_bytes("jax", data)
+    return FRAMEWORK.of_bytes(data)
 
 
 def save_file(
@@ -51,10 +55,10 @@ def save_file(
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
     """Saves arrays to a file, which is there whole or not at all: see `penstock.save_file`."""
-    found = arrays_of("jax", tensors)
+    found = FRAMEWORK.arrays_of(tensors)
     _save.save_file(found, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
 def save(tensors: dict[str, jax.Array], metadata: dict[str, str] | None = None, *, layout: Layout = "compact") -> bytes:
     """The content of a file with these arrays."""
-    return _save.to_bytes(arrays_of("jax", tensors), metadata, layout=layout)
+    return _save.to_bytes(FRAMEWORK.arrays_of(tensors), metadata, layout=layout)

@@ -17,6 +17,7 @@ from ._checkpoint import Source
 from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import ArgumentTypeError, SafetensorError
+from ._numpy import of_bytes
 from ._safe_open import safe_open
 
 __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_file"]
@@ -37,8 +38,6 @@ def load(data: bytes) -> dict[str, Array]:
     Raises:
         HeaderError, TruncatedError: if the bytes are no such file.
     """
-    from ._numpy import of_bytes
-
     return of_bytes(data)
 
 

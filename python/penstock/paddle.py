@@ -17,11 +17,20 @@ from ._choices import Backend, Layout
 from ._core import Options
 from ._device import parse_device
 from ._errors import SafetensorError
-from ._load import check_device
+from ._frameworks import check_device
 from ._safe_open import safe_open
-from ._via_numpy import arrays_of, tensors_of_bytes
+from ._via_numpy import ViaNumpy
 
 __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_file"]
+
+FRAMEWORK = ViaNumpy(
+    "paddle",
+    paddle,
+    lambda array: paddle.to_tensor(array, place="cpu"),
+    lambda tensor: tensor.detach().cpu().numpy(),
+    carriers={"BF16": "int16", "F8_E4M3": "uint8", "F8_E5M2": "uint8"},
+    lacks=["U16"],  # numpy's uint16 is Paddle's bfloat16
+)
 
 
 def load_file(
@@ -42,7 +51,7 @@ def load(data: bytes, device: Any = "cpu") -> dict[str, paddle.Tensor]:
         HeaderError, TruncatedError: if the bytes are no such file.
     """
     check_device("paddle", parse_device(device))
-    return tensors_of_bytes("paddle", data)
+    return FRAMEWORK.of_bytes(data)
 
 
 def save_file(
@@ -55,7 +64,7 @@ def save_file(
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
     """Saves tensors to a file, which is there whole or not at all: see `penstock.save_file`."""
-    found = arrays_of("paddle", tensors)
+    found = FRAMEWORK.arrays_of(tensors)
     _save.save_file(found, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
@@ -63,4 +72,4 @@ def save(
     tensors: dict[str, paddle.Tensor], metadata: dict[str, str] | None = None, *, layout: Layout = "compact"
 ) -> bytes:
     """The content of a file with these tensors."""
-    return _save.to_bytes(arrays_of("paddle", tensors), metadata, layout=layout)
+    return _save.to_bytes(FRAMEWORK.arrays_of(tensors), metadata, layout=layout)

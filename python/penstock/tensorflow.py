@@ -17,9 +17,11 @@ from ._choices import Backend, Layout
 from ._core import Options
 from ._errors import SafetensorError
 from ._safe_open import safe_open
-from ._via_numpy import arrays_of, tensors_of_bytes
+from ._via_numpy import ViaNumpy
 
 __all__ = ["SafetensorError", "load", "load_file", "safe_open", "save", "save_file"]
+
+FRAMEWORK = ViaNumpy("tf", tensorflow, tensorflow.constant, lambda tensor: tensor.numpy())
 
 
 def load_file(
@@ -35,7 +37,7 @@ def load(data: bytes) -> dict[str, tensorflow.Tensor]:
     Raises:
         HeaderError, TruncatedError: if the bytes are no such file.
     """
-    return tensors_of_bytes("tf", data)
+    return FRAMEWORK.of_bytes(data)
 
 
 def save_file(
@@ -48,7 +50,7 @@ def save_file(
     options: Options | Mapping[str, Any] | None = None,
 ) -> None:
     """Saves tensors to a file, which is there whole or not at all: see `penstock.save_file`."""
-    found = arrays_of("tf", tensors)
+    found = FRAMEWORK.arrays_of(tensors)
     _save.save_file(found, filename, metadata, layout=layout, fsync=fsync, progress=False, options=options)
 
 
@@ -56,4 +58,4 @@ def save(
     tensors: dict[str, tensorflow.Tensor], metadata: dict[str, str] | None = None, *, layout: Layout = "compact"
 ) -> bytes:
     """The content of a file with these tensors."""
-    return _save.to_bytes(arrays_of("tf", tensors), metadata, layout=layout)
+    return _save.to_bytes(FRAMEWORK.arrays_of(tensors), metadata, layout=layout)

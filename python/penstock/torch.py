@@ -18,6 +18,7 @@ from ._core import Options
 from ._errors import ArgumentTypeError, InvalidError, NoValuesError, SafetensorError, SharedMemoryError
 from ._safe_open import safe_open
 from ._shared import duplicates, groups
+from ._torch import of_bytes
 
 __all__ = ["SafetensorError", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -39,8 +40,6 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     Raises:
         HeaderError, TruncatedError: if the bytes are no such file.
     """
-    from ._torch import of_bytes
-
     return of_bytes(data)
 
 

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from penstock.bench import layouts, page_cache, reference, synth
-from penstock.bench.synth import Layout, Tensor
+from penstock.bench import page_cache, reference
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Layout, Tensor
 
 MIB = 1 << 20
 #: Small checkpoints everywhere: for a machine where only the suite itself is tried.

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock import PenstockError
-from penstock.bench import contestants, layouts, page_cache, reference, synth
+from penstock.bench import contestants, page_cache, reference
 from penstock.bench.contestants import Contestant, Job
 from penstock.bench.gpu_memory import GpuMemory
 from penstock.bench.verification import torch_dtype
+from penstock.synthetic import layouts, synth
 
 from . import results
 from .checkpoints import QUICK

@@ -9,7 +9,7 @@ from typing import Any
 
 import penstock
 import pytest
-from penstock.bench import synth
+from penstock.synthetic import synth
 
 from . import checkpoints
 from .checkpoints import MIB, NAMES, content, same

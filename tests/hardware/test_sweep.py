@@ -12,8 +12,9 @@ from typing import Any
 
 import penstock
 import pytest
-from penstock.bench import layouts, page_cache, synth
-from penstock.bench.synth import Tensor
+from penstock.bench import page_cache
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Tensor
 
 from . import checkpoints, gpus, results
 from .gpus import Gpu

@@ -2,7 +2,7 @@
 
 import penstock
 from conftest import Oracle, raw
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 
 def test_a_relative_path_means_the_directory_at_the_time_of_opening(write, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import penstock
 import pytest
 import torch
 from penstock import _into
-from penstock.bench.synth import Tensor
+from penstock.synthetic.synth import Tensor
 
 
 def test_destinations_that_were_filled_before_the_failure_count_as_touched(write, monkeypatch):

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from . import layouts, reference, synth
+from ..synthetic import layouts, synth
+from ..synthetic.synth import Layout, Tensor
+from . import reference
 from .scenarios import CORE
-from .synth import Layout, Tensor
 
 #: Memory in which files can lie.
 TMPFS = Path("/dev/shm")

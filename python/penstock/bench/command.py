@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]:
     """The checkpoints of a run, by name."""
-    from . import layouts
+    from ..synthetic import layouts
     from .checkpoints import FULL, QUICK, Kind, fitted
 
     def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:

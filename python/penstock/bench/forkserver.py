@@ -28,7 +28,7 @@ class ServerEnded(Exception):
 
 
 class Forkserver:
-    """Forks processes that run `process.main`. It starts with the first of them and ends with its context."""
+    """Forks processes that run `child.main`. It starts with the first of them and ends with its context."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
@@ -114,13 +114,13 @@ def serve(asked: socket.socket) -> bool:
 def main() -> None:
     import torch  # noqa: F401
 
-    from . import process
+    from . import child
 
     gc.collect()
     gc.freeze()  # or the collector would write to every page that a child shares with us
     if serve(socket.socket(fileno=0)):
         gc.unfreeze()
-        process.main()
+        child.main()
 
 
 if __name__ == "__main__":

@@ -20,19 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import _ceiling
+from ..synthetic.synth import Layout
 from . import ceilings, predecessor
 from .checkpoints import NoRoom, Placed, in_memory, place
+from .child import Order
 from .contestants import CONTESTANTS, Contestant
 from .forkserver import Forkserver
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
 from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
-from .process import LoadFailed, LoadProcess, Order, Probe, Sampled, memory_of
+from .process import LoadFailed, LoadProcess, Probe, Sampled, memory_of
 from .results import ALONE, TOUCHED, Run
 from .scenarios import COLD, SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
-from .synth import Layout
 
 #: Bytes of a trace that are kept: of hundreds of thousands of tensors it would be larger than all other results.
 _LARGEST_TRACE = 8 << 20
@@ -104,7 +106,7 @@ class Bench:
         placed = place(name, layout, self.settings.folders)
         self.checkpoints[name] = placed.about()
         evict(placed.files)
-        best: dict[str, ceilings.Settings] = {}
+        best: dict[str, _ceiling.Settings] = {}
         for scenario in (SCENARIOS[one] for one in scenarios):
             try:
                 if scenario.tmpfs:
@@ -144,14 +146,14 @@ class Bench:
             wanted |= {"place": None} if not on_gpu else {"device_alloc": None}
         return [stage for stage in wanted if stage != "direct"]
 
-    def best(self, placed: Placed, measure: str, best: dict[str, ceilings.Settings]) -> ceilings.Settings | None:
+    def best(self, placed: Placed, measure: str, best: dict[str, _ceiling.Settings]) -> _ceiling.Settings | None:
         """The fastest settings of a ceiling on these files; `None` where it cannot be measured."""
         if measure in best or f"ceiling: {measure}" in self.absent:
             return best.get(measure)
-        tried: list[tuple[float, int, ceilings.Settings]] = []
+        tried: list[tuple[float, int, _ceiling.Settings]] = []
         for settings in ceilings.settings(measure, self.settings.quick):
             for _ in range(1 if self.settings.quick else 2):
-                if measure not in ceilings.GPU:
+                if measure not in _ceiling.GPU:
                     (evict if measure in ceilings.COLD else fill)(placed.files)
                 try:
                     found = self.measured(placed, measure, settings)
@@ -166,11 +168,11 @@ class Bench:
         best[measure] = min(tried)[2]
         return best[measure]
 
-    def measured(self, placed: Placed, measure: str, settings: ceilings.Settings) -> dict[str, Any]:
+    def measured(self, placed: Placed, measure: str, settings: _ceiling.Settings) -> dict[str, Any]:
         nbytes = min(placed.nbytes, 8 << 30)
-        return ceilings.measure(measure, settings, placed.files, self.settings.gpu, nbytes)
+        return _ceiling.measure(measure, settings, placed.files, self.settings.gpu, nbytes)
 
-    def scenario(self, scenario: Scenario, placed: Placed, best: dict[str, ceilings.Settings]) -> None:
+    def scenario(self, scenario: Scenario, placed: Placed, best: dict[str, _ceiling.Settings]) -> None:
         """All rounds of one scenario on one checkpoint."""
         entrants = self.entrants(scenario)
         for one in [one for one in entrants if placed.tensors > one.most_tensors]:
@@ -213,7 +215,7 @@ class Bench:
 
     # One turn
 
-    def before(self, scenario: Scenario, files: list[Path], raw: ceilings.Settings | None = None) -> Run:
+    def before(self, scenario: Scenario, files: list[Path], raw: _ceiling.Settings | None = None) -> Run:
         """Puts page cache and memory into the scenario's state; with settings for it, reads the cold files raw.
 
         Every contestant finds the same, whichever came before it. For loads from the disk a process sees to that, the
@@ -225,7 +227,7 @@ class Bench:
         found: Run = {}
         if scenario.from_disk and raw is not None:
             evict(files)
-            found["raw_s"] = ceilings.measure("direct", raw, files)["seconds"]
+            found["raw_s"] = _ceiling.measure("direct", raw, files)["seconds"]
         if scenario.from_disk:
             if scenario.predecessor == predecessor.FREED:
                 evict(files)
@@ -244,11 +246,11 @@ class Bench:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
         return found | {"resident_before": resident}
 
-    def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: ceilings.Settings) -> Run:
+    def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: _ceiling.Settings) -> Run:
         with neighbour(scenario, placed):
             found: Run = {}
             try:
-                found = self.before(scenario, placed.files) if measure not in ceilings.GPU else {}
+                found = self.before(scenario, placed.files) if measure not in _ceiling.GPU else {}
                 measured = self.measured(placed, measure, settings)
             except (RuntimeError, predecessor.PredecessorFailed) as error:
                 return found | {"error": str(error)}
@@ -256,7 +258,7 @@ class Bench:
         return found | run
 
     def loads(
-        self, contestant: Contestant, scenario: Scenario, placed: Placed, raw: ceilings.Settings | None
+        self, contestant: Contestant, scenario: Scenario, placed: Placed, raw: _ceiling.Settings | None
     ) -> list[Run]:
         """The loads of one process, or of as many as the scenario has load at once."""
         order = self.order(contestant, scenario, placed)

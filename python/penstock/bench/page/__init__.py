@@ -1,4 +1,4 @@
-"""The benchmark as one HTML page that needs no network: `write_page` for results, `write_trace` for one load.
+"""The results of the benchmark as one HTML page: `write_page`. What it shares with the page of one load is in `..page`.
 
 | module | what it is for |
 |---|---|
@@ -7,12 +7,8 @@
 | `findings` | which loader is first, which bounds are missed, which rows cannot be true |
 | `tables` | rows as tables |
 | `charts` | loads beside each other, as plotly figures |
-| `timeline`, `lanes` | one load from its trace: what bounded it; what happened when, as a plotly figure |
-| `theme`, `units`, `markup` | colours; figures as text; HTML that escapes |
-
-Charts are drawn by plotly, which is wanted here and nowhere else: `pip install plotly`.
 """
 
-from .document import write_page, write_trace
+from .document import write_page
 
-__all__ = ["write_page", "write_trace"]
+__all__ = ["write_page"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from ...page.figure import AXIS, Figure, checked, layout
+from ...page.markup import plot_text
+from ...page.theme import light
+from ...page.units import TIMES, digits, duration, rate, size, unit_for
 from ..results import TOUCHED
 from .findings import SEMANTICS, Row, alike, ceiling_name, finished, loads_of
-from .markup import plot_text
-from .theme import FONT, light
-from .units import TIMES, digits, duration, rate, size, unit_for
 
 ROW = 40  # px for one bar and the space around it
 HEADING = 0.75  # of a row, for the heading of a group
 LABEL = 22  # px above the bars for the name of one ceiling
 MIDDLE = 0.55  # of the axis: right of it the name of a ceiling stands to the left of its line
-AXIS = 56  # px below the bars for ticks and title
-
-Figure = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,45 +37,6 @@ class Scale:
 
     def told(self, seconds: float, nbytes: float) -> str:
         return rate(nbytes / seconds) if self.per_second else duration(seconds)
-
-
-def graph_objects() -> Any:
-    """plotly, which is wanted here and nowhere else in penstock."""
-    try:
-        import plotly.graph_objects
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the page draws its charts with plotly, which is not installed: pip install plotly", name=error.name
-        ) from error
-    return plotly.graph_objects
-
-
-def checked(traces: list[dict[str, Any]], arrangement: dict[str, Any]) -> Figure:
-    """A figure as JSON has it, checked by plotly, without the defaults of its template.
-
-    Made at once: adding traces and layout to a figure one after the other takes plotly five times as long.
-    """
-    found: Figure = json.loads(graph_objects().Figure(data=traces, layout=arrangement).to_json())
-    found["layout"].pop("template", None)
-    return found
-
-
-def layout(height: int) -> dict[str, Any]:
-    """What every chart has in common."""
-    return {
-        "height": height,
-        "font": {"family": FONT, "size": 13, "color": light("text")},
-        "paper_bgcolor": light("page"),
-        "plot_bgcolor": light("page"),
-        "showlegend": False,
-        "template": None,
-        "hoverlabel": {
-            "bgcolor": light("surface"),
-            "bordercolor": light("rule"),
-            "font": {"family": FONT, "size": 13, "color": light("text")},
-            "align": "left",
-        },
-    }
 
 
 def bars(rows: list[Row], runs: list[Row]) -> dict[str, Figure] | None:

@@ -1,22 +1,18 @@
-"""The page itself: one HTML file with its style, its script and plotly inside, which fetches nothing.
-
-A policy in the page (Content-Security-Policy) allows the two scripts by their digests and no connection at all, so that
-neither a name in the results nor a mistake here can make a browser run or fetch anything else.
-"""
+"""The page itself: what it says, in which order."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 from typing import Any
 
+from ...page.document import Page, footer
+from ...page.load import LOAD_ALONE, section
+from ...page.markup import Html, anchor, join, tag
+from ...page.units import digits, duration, size
 from ..results import TOUCHED
 from ..scenarios import SCENARIOS as KNOWN
-from . import charts, lanes, masthead, tables, theme, timeline, verdict
+from . import charts, masthead, tables, verdict
 from .findings import Contest, Row, Verdict, judged, sections, with_ceilings
-from .markup import Html, anchor, data, join, tag
-from .units import digits, duration, rate, size
 
 #: Schemas of results that have a page. Those of schema 2 rank every row by the load alone.
 SCHEMAS = (2, 3)
@@ -55,7 +51,7 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
     if results.get("schema") not in SCHEMAS:
         known = " and ".join(map(str, SCHEMAS))
         raise ValueError(f"the page shows results of schemas {known}, and these are of schema {results.get('schema')}")
-    page = _Page()
+    page = Page()
     found = judged(results)
     parts = [
         masthead.masthead(results),
@@ -67,99 +63,16 @@ def write_page(results: dict[str, Any], path: str | Path) -> None:
             _timelines(page, results.get("traces") or [], results.get("calibration") or []),
             _calibration(results.get("calibration") or []),
         ),
-        _footer(),
+        footer(),
     ]
     title = f"Penstock benchmark: {results['machine']['cpu']}, {results['time'][:10]}"
     Path(path).write_text(page.document(title, join(*parts)), "utf-8")
 
 
-def write_trace(
-    trace: dict[str, Any], path: str | Path, title: str = "One load", disk: float | str | None = None
-) -> None:
-    """Writes a page with the timeline of one load.
-
-    Args:
-        trace: What `penstock load --trace` writes.
-        path: The HTML file to write.
-        title: The heading.
-        disk: The disk's ceiling, in bytes a second; or why it is not known.
-
-    Raises:
-        ValueError: this is no such trace.
-        ModuleNotFoundError: plotly is not installed.
-        OSError: the file cannot be written.
-    """
-    page = _Page()
-    summary = timeline.summarise(trace)
-    other: dict[str, Any] = trace.get("otherData") or {}
-    tensors, version = (other.get("report") or {}).get("tensors"), other.get("version")
-    told = [
-        f"{tensors:,} tensors" if tensors else None,
-        size(summary.nbytes) if summary.nbytes else None,
-        rate(summary.nbytes / summary.total) if summary.nbytes and summary.total else None,
-        f"penstock {version}" if version else None,
-    ]
-    lead = tag("p", " · ".join(part for part in told if part), class_="lead")
-    top = tag("header", tag("h1", title), lead, class_="top")
-    if isinstance(disk, str):
-        said = f"The disk's ceiling is not drawn: {disk}."
-    else:
-        said = f"The disk's ceiling: {rate(disk)}, read past the page cache with no loader in the way." if disk else ""
-    note = tag("p", f"{said} {_LOAD_ALONE}".strip(), class_="note")
-    main = tag("main", note, _lanes(page, trace, None, None if isinstance(disk, str) else disk))
-    Path(path).write_text(page.document(title, join(top, main, _footer())), "utf-8")
-
-
-class _Page:
-    """Counts charts, and puts the document around what it is given."""
-
-    def __init__(self) -> None:
-        charts.graph_objects()  # before any work, where plotly is missing
-        self.charts = 0
-
-    def chart(self, figures: dict[str, charts.Figure], label: str) -> Html:
-        """A place for a chart and, beside it, the figures that the script draws there."""
-        self.charts += 1
-        height = next(iter(figures.values()))["layout"]["height"]
-        place = tag(
-            "div", id=f"chart-{self.charts}", class_="plot", style=f"height:{height}px", role="img", aria_label=label
-        )
-        return tag("figure", place, data(figures))
-
-    def document(self, title: str, body: Html) -> Html:
-        import plotly.offline
-
-        here = Path(__file__).parent
-        scripts = [plotly.offline.get_plotlyjs(), (here / "page.js").read_text("utf-8")]
-        allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-        policy = (
-            f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-            "base-uri 'none'; form-action 'none'"
-        )
-        head = tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=policy),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", title),
-            tag("style", Html(theme.variables() + (here / "page.css").read_text("utf-8"))),
-        )
-        needs = tag("noscript", tag("p", "The charts need JavaScript; the tables do not.", class_="notice"))
-        settings = data({"dark": theme.dark_forms()}, id="settings")
-        foot = [tag("script", Html(script)) for script in scripts]
-        document = tag("html", head, "\n", tag("body", body, needs, settings, *foot), lang="en")
-        return Html(f"<!DOCTYPE html>\n{document}\n")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 # the rows
 
 
-def _results(page: _Page, results: dict[str, Any], found: Verdict) -> list[Html]:
+def _results(page: Page, results: dict[str, Any], found: Verdict) -> list[Html]:
     parts, runs = [], sections(results.get("runs") or [])
     for c, (checkpoint, scenarios) in enumerate(sections(results.get("rows", [])).items()):
         about = (results.get("checkpoints") or {}).get(checkpoint) or {}
@@ -212,7 +125,7 @@ def _key(results: dict[str, Any]) -> Html:
 
 
 def _scenario(
-    page: _Page, scenario: str, rows: list[Row], runs: list[Row], contests: list[Contest], place: str, quick: bool
+    page: Page, scenario: str, rows: list[Row], runs: list[Row], contests: list[Contest], place: str, quick: bool
 ) -> Html:
     checkpoint = rows[0]["checkpoint"]
     label = f"{checkpoint}, {scenario}"
@@ -260,11 +173,11 @@ def _said(contest: Contest) -> Html:
 # one load over time
 
 
-def _timelines(page: _Page, traces: list[dict[str, Any]], calibration: list[Row]) -> Html | None:
+def _timelines(page: Page, traces: list[dict[str, Any]], calibration: list[Row]) -> Html | None:
     if not traces:
         return None
     parts = [
-        _lanes(
+        section(
             page,
             found["trace"],
             ", ".join(str(found[key]) for key in ("checkpoint", "scenario", "contestant")),
@@ -273,16 +186,12 @@ def _timelines(page: _Page, traces: list[dict[str, Any]], calibration: list[Row]
         for found in traces
     ]
     note = (
-        f"{_LOAD_ALONE} Where the bytes come from the disk, the dashed line is its ceiling. "
+        f"{LOAD_ALONE} Where the bytes come from the disk, the dashed line is its ceiling. "
         "One load each. A lane for every worker; what lies above is the rate at which bytes arrived. "
         "Events too short to be told apart are drawn as one bar, paler where it was idle in between. "
         "Drag to look closer, double-click to go back."
     )
     return tag("section", tag("h2", "Timelines"), tag("p", note, class_="note"), *parts, id="timelines")
-
-
-#: What a timeline shows of a load that is ranked by more.
-_LOAD_ALONE = "A timeline ends when the load returns; cold loads are ranked by the time to the last byte touched."
 
 
 def _disk(found: dict[str, Any], calibration: list[Row]) -> float | None:
@@ -298,27 +207,6 @@ def _disk(found: dict[str, Any], calibration: list[Row]) -> float | None:
     return max(rates, default=None)
 
 
-def _lanes(page: _Page, trace: dict[str, Any], title: str | None, disk: float | None) -> Html:
-    found = timeline.lanes(trace)
-    said = timeline.summarise(trace, found).sentence()
-    names = {
-        "direct": "read, O_DIRECT",
-        "buffered": "read, page cache",
-        "mapped": "read, mapped",
-        "wait": "engine waits",
-    }
-    key = [tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in lanes.roles(found)]
-    chart = page.chart({"lanes": lanes.figure(trace, disk)}, f"Timeline: {said}") if found else None
-    return tag(
-        "div",
-        tag("h3", title) if title else None,
-        tag("p", said),
-        tag("ul", *key, class_="key"),
-        chart,
-        class_="lanes",
-    )
-
-
 # the rest
 
 
@@ -331,8 +219,3 @@ def _calibration(calibration: list[Row]) -> Html | None:
     note = tag("p", told, class_="note")
     opened = tag("details", tag("summary", "Settings tried for each ceiling"), tables.calibration_table(calibration))
     return tag("section", tag("h2", "Calibration"), note, opened, id="calibration")
-
-
-def _footer() -> Html:
-    told = "GB are 1e9 bytes, seconds are wall clock. This page is complete in itself and fetches nothing."
-    return tag("footer", tag("p", told, " Charts by plotly."))

@@ -6,9 +6,9 @@ import datetime
 from collections.abc import Iterable
 from typing import Any
 
+from ...page.markup import Html, anchor, join, tag
+from ...page.units import size
 from .findings import sections
-from .markup import Html, anchor, join, tag
-from .units import size
 
 
 def masthead(results: dict[str, Any]) -> Html:

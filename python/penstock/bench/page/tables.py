@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...page.markup import Html, join, tag
+from ...page.units import SIZES, TIMES, places, rate, size, unit_for
 from ..results import TOUCHED
 from .findings import SEMANTICS, Row, alike, ceiling_name
-from .markup import Html, join, tag
-from .units import SIZES, TIMES, places, rate, size, unit_for
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...page.markup import Html, anchor, join, tag
+from ...page.units import digits, duration
 from . import tables
 from .findings import Contest, Row, Verdict, sections
-from .markup import Html, anchor, join, tag
-from .units import digits, duration
 
 
 def section(found: Verdict, results: dict[str, Any]) -> Html:

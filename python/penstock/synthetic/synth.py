@@ -4,7 +4,7 @@ The files are written here byte by byte (8-byte length, JSON header, data), not 
 they can be an oracle for one. The same layout and seed always give the same bytes, whatever the number of threads, and
 a checkpoint that is already in place is not written again.
 
-    from penstock.bench.synth import llama, write
+    from penstock.synthetic.synth import llama, write
     folder = write(llama(3e9), "/tmp/llama", seed=0)     # three files and an index
 
 The layouts at the end of this file are made for tests and for the benchmark: cut to a size, or wilder than any model.

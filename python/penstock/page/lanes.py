@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .charts import AXIS, Figure, checked, layout
+from .figure import AXIS, Figure, checked, layout
 from .markup import plot_text
 from .theme import light
 from .timeline import KINDS, STEPS, TINY, Bar, Event, Lane, Summary, drawn_together, lanes, summarise

@@ -1,6 +1,6 @@
 """Public models: the tensor names, shapes, dtypes, order and files of their checkpoints.
 
-    from penstock.bench import layouts, synth
+    from penstock.synthetic import layouts, synth
     synth.write(layouts.build("llama-3-8b"), "/big/llama-3-8b")                 # four files, 16.06 GB
     synth.write(layouts.build("llama-3-8b", nbytes=3e9), "/small/cut")          # as many whole layers as fit
     synth.write(layouts.build("deepseek-r1", scale=0.001), "/small/thin")       # every tensor, thinner

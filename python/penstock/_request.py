@@ -1,0 +1,61 @@
+"""What a load is asked for: the arguments that every way to load takes, made sense of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from ._choices import ORDERS, Framework, Order, check_choice
+from ._core import Checkpoint, Load, Options
+from ._device import Device
+from ._framework import Adapter
+from ._frameworks import make_adapter
+from ._report import Report
+from ._selection import Names, Selection, Slices, select
+
+
+class Opened(Protocol):
+    """What a load knows of the checkpoint that it is of: a `Checkpoint` is one."""
+
+    _core: Checkpoint
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of the shard files."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is odd in the files."""
+
+    @property
+    def last_report(self) -> Report | None:
+        """The report of the last load."""
+
+    def _ended(self, load: Load) -> Report:
+        """The report of this load, which is the last one now."""
+
+
+class Request(NamedTuple):
+    """What of a checkpoint is wanted, where and how."""
+
+    checkpoint: Opened
+    selection: Selection
+    device: Device
+    options: Options
+    order: Order
+
+
+def prepare(
+    checkpoint: Opened,
+    device: Device,
+    names: Names,
+    dtype: Any,
+    framework: Framework | None,
+    options: Options,
+    slices: Slices = None,
+    order: Order = "file",
+) -> tuple[Request, Adapter]:
+    """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
+    selection = select(checkpoint._core, names, slices)
+    adapter = make_adapter(framework, selection, device, dtype)
+    check_choice("order", order, ORDERS)
+    return Request(checkpoint, selection, device, options, order), adapter

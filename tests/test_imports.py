@@ -1,0 +1,215 @@
+"""No module of the package is in a circle of imports: each can be read knowing only what it imports."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import penstock
+import pytest
+from import_graph import Import, circles, told
+from penstock import cli
+
+ROOT = Path(penstock.__file__).parent.parent
+
+#: The modules that import one whose name is known only when the program runs, and why: what they look up imports them,
+#: or what they import, so that it could not be named.
+LOOKUPS = {
+    "penstock._frameworks": "the file of a framework, which imports what every framework has",
+    "penstock._patch": "the counterpart of a module of safetensors, which has the name of a framework",
+    "penstock.bench.child": "the loader that is measured",
+}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The files of Python below ``root`` by the names of their modules. Stubs stand for extension modules."""
+    found = {}
+    for path in sorted([*root.rglob("*.pyi"), *root.rglob("*.py")]):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+class Sources:
+    """The imports of all modules below a folder, at module level and in functions, for type checkers too."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = modules(root)
+        self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
+
+    def _base(self, of: str, node: ast.ImportFrom) -> str:
+        """The module that stands after ``from``."""
+        if not node.level:
+            return node.module or ""
+        package = of.split(".")
+        up = node.level - (self.paths[of].name == "__init__.py")
+        return ".".join(package[: len(package) - up] + ([node.module] if node.module else []))
+
+    def _defined(self, module: str, name: str) -> tuple[str, str]:
+        """(module, name) where a name of ``module`` is defined: an `__init__` that re-exports is looked through."""
+        if f"{module}.{name}" in self.paths:
+            return f"{module}.{name}", ""
+        if self.paths[module].name == "__init__.py":
+            for node in self.trees[module].body:
+                if isinstance(node, ast.ImportFrom):
+                    base = self._base(module, node)
+                    for alias in node.names:
+                        if (alias.asname or alias.name) == name and base in self.paths:
+                            return self._defined(base, alias.name)
+        return module, name
+
+    def imports(self) -> Iterator[Import]:
+        for of, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import):
+                    for alias in node.names:
+                        if alias.name in self.paths:
+                            yield Import(of, alias.name, "", node.lineno)
+                elif isinstance(node, ast.ImportFrom):
+                    base = self._base(of, node)
+                    if base in self.paths:
+                        for alias in node.names:
+                            yield Import(of, *self._defined(base, alias.name), node.lineno)
+
+    def lookups(self) -> Iterator[tuple[str, int]]:
+        """(module, line) of each import of a module whose name is not in the source, or is one of these."""
+        for of, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if called not in ("import_module", "__import__", "run_module"):
+                    continue
+                name = node.args[0] if node.args else None
+                literal = name.value if isinstance(name, ast.Constant) else None
+                if not isinstance(literal, str) or literal.startswith(".") or literal in self.paths:
+                    yield of, node.lineno
+
+
+def test_no_module_of_the_package_is_in_a_circle():
+    assert told(Sources(ROOT).imports()) == ""
+
+
+def test_modules_are_looked_up_by_name_only_where_that_is_the_point():
+    assert {of for of, _ in Sources(ROOT).lookups()} == set(LOOKUPS)
+
+
+# --- The test itself ---
+
+
+@pytest.fixture
+def made_up(tmp_path: Path):
+    """Writes modules, by their paths, and says which are in circles."""
+
+    def write(files: dict[str, str]) -> Sources:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Sources(tmp_path)
+
+    return write
+
+
+PACKAGE = {
+    "p/__init__.py": "from .a import one as first\n",
+    "p/a.py": "from .b import two\none = 1\n",
+    "p/b.py": "two = 2\n",
+    "p/sub/__init__.py": "from ..a import one\n",
+    "p/sub/c.py": "from . import d\nfrom .. import first\n",
+    "p/sub/d.py": "",
+}
+
+
+def test_modules_that_import_in_one_direction_are_in_no_circle(made_up):
+    assert circles(made_up(PACKAGE).imports()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from .a import one\ntwo = 2\n",
+        "from . import a\ntwo = 2\n",
+        "import p.a\ntwo = 2\n",
+        "from p import a\ntwo = 2\n",
+        "def two():\n    from .a import one\n",
+        "class Two:\n    def two(self):\n        if True:\n            from .a import one\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import one\ntwo = 2\n",
+        "from . import first\ntwo = 2\n",  # through the package, which has it of `a`
+        "from .sub import one\ntwo = 2\n",
+        "from p import first\ntwo = 2\n",
+    ],
+)
+def test_a_circle_is_found_wherever_its_imports_stand(made_up, text):
+    sources = made_up(PACKAGE | {"p/b.py": text})
+    assert circles(sources.imports()) == [["p.a", "p.b"]]
+    assert "p.a imports of p.b: two (line 1)" in told(sources.imports())
+
+
+def test_what_is_told_of_a_circle_is_its_shortest_way_round_and_what_ties_it(made_up):
+    files = {"a.py": "from b import x, y\n", "b.py": "from c import z\nfrom d import w\n", "c.py": "import a\n"}
+    sources = made_up(files | {"d.py": "from c import z\n", "e.py": "from a import x\n", "f.py": "import f\n"})
+    assert told(sources.imports()).splitlines() == [
+        "these 4 modules import each other: a, b, c, d",
+        "  a imports of b: x (line 1), y (line 1)",
+        "  b imports of c: z (line 1)",
+        "  c imports of a: the module (line 1)",
+        "these 1 modules import each other: f",
+        "  f imports of f: the module (line 1)",
+    ]
+
+
+def test_a_lookup_by_name_is_found_unless_it_names_a_module_of_others(made_up):
+    files = {"a.py": "import_module(name)\n", "b.py": "importlib.import_module('numpy')\n", "c.py": "__import__('a')\n"}
+    assert [of for of, _ in made_up(files).lookups()] == ["a", "c"]
+
+
+# --- What a command imports ---
+
+#: Runs commands, one after the other; prints what each has imported of the benchmark, with its exit status.
+RUN = """
+import contextlib, io, json, sys
+from penstock import cli
+known, found = set(), {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main(words)
+        except SystemExit as end:
+            status = end.code
+    new = {name for name in sys.modules if name.startswith("penstock.bench")} - known
+    known |= new
+    found[" ".join(words)] = [status, sorted(new)]
+print(json.dumps(found))
+"""
+
+
+def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path, python):
+    pytest.importorskip("plotly")
+    source, trace, to = str(small), str(tmp_path / "trace.json"), str(tmp_path / "to")
+    calls = [
+        ["inspect", source],
+        ["load", source, "--trace", trace],
+        ["load", source, "--framework", "np"],
+        ["verify", source],
+        ["warm", source],
+        ["evict", source],
+        ["doctor", source, "--no-measure"],
+        ["trace", trace],
+        ["trace", trace, "--html", str(tmp_path / "trace.html")],
+        ["convert", source, to],
+        ["synth", "--list"],
+        ["synth", "gpt2", str(tmp_path / "gpt2"), "--scale", "0.001"],
+        ["bench", "--help"],
+    ]
+    [commands] = [action for action in cli._parser()._actions if action.dest == "command"]
+    assert {name for name, *_ in calls} == commands.choices.keys()
+    helps = [["--help"], ["--version"], *([name, "--help"] for name in commands.choices if name != "bench")]
+    done = python(RUN, json.dumps([*helps, ["inspect", "bench"], *calls]))
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    failed = {words: status for words, (status, _) in found.items() if status}
+    assert failed.keys() <= {"inspect bench", f"evict {source}"}, (failed, done.stderr)  # what is mapped stays
+    assert {words for words, (_, modules) in found.items() if modules} == {"bench --help"}
