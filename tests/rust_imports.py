@@ -1,7 +1,7 @@
-"""Which files of a Rust crate take names from which: for the test that finds circles.
+"""The imports of a Rust crate, file by file: for the test that finds circles.
 
 A path is followed to the file that defines what it names, through the modules that only re-export it. What only tests
-import does not count. Good enough for this crate: no macro makes a module, and no file has two modules with code.
+import does not count. Good enough for these crates: no macro makes a module, and no file has two modules with code.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-#: file -> file -> the names that the first takes from the second
-Arrows = dict[str, dict[str, set[str]]]
+from import_graph import Import
 
 _LITERALS = re.compile(
     r"""//[^\n]*|/\*.*?\*/|b?r(\#*)".*?"\1|b?"(?:\\.|[^"\\])*"|b?'(?:\\.|[^'\\])'""",
@@ -24,19 +23,23 @@ _PATH = re.compile(r"(?<![\w:])(?:crate|super|self|[a-z_]\w*)(?:::\w+)+")
 
 
 def without_tests(code: str) -> str:
-    """The code without comments, literals, and items that only tests have."""
-    code = _LITERALS.sub(lambda found: '""' if '"' in found[0] else " ", code)
+    """The code without comments, literals, and items that only tests have; its lines keep their numbers."""
+
+    def lines(text: str) -> str:
+        return "\n" * text.count("\n")
+
+    code = _LITERALS.sub(lambda found: ('""' if '"' in found[0] else " ") + lines(found[0]), code)
     while found := _TESTS.search(code):
         at = found.end()
         brace, end = code.find("{", at), code.find(";", at)
-        if 0 <= end and (brace < 0 or end < brace):
-            code = code[: found.start()] + code[end + 1 :]
-            continue
-        depth, at = 1, brace + 1
-        while depth and at < len(code):
-            depth += {"{": 1, "}": -1}.get(code[at], 0)
-            at += 1
-        code = code[: found.start()] + code[at:]
+        if end >= 0 and (brace < 0 or end < brace):
+            at = end + 1
+        else:
+            depth, at = 1, brace + 1
+            while depth and at < len(code):
+                depth += {"{": 1, "}": -1}.get(code[at], 0)
+                at += 1
+        code = code[: found.start()] + lines(code[found.start() : at]) + code[at:]
     return code
 
 
@@ -60,6 +63,10 @@ def leaves(tree: str) -> Iterator[tuple[str, ...]]:
         part = ""
 
 
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
 class _Crate:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,7 +79,8 @@ class _Crate:
         self.code = {module: without_tests((root / file).read_text()) for module, file in self.files.items()}
         #: module -> name that it re-exports -> where that comes from
         self.exports: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = defaultdict(dict)
-        self.uses: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+        #: module -> (path, line)
+        self.uses: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = defaultdict(list)
         self.body: dict[tuple[str, ...], str] = {}
         for module, code in self.code.items():
             for found in _USE.finditer(code):
@@ -83,8 +91,8 @@ class _Crate:
                     if found["seen"]:
                         self.exports[module][leaf[-1]] = full
                     else:
-                        self.uses[module].append(full)
-            self.body[module] = _USE.sub("", code)
+                        self.uses[module].append((full, _line(code, found.start())))
+            self.body[module] = _USE.sub(lambda found: "\n" * found[0].count("\n"), code)
 
     def absolute(self, module: tuple[str, ...], path: tuple[str, ...]) -> tuple[str, ...] | None:
         """The path from the crate's root, or `None` for another crate's."""
@@ -112,23 +120,21 @@ class _Crate:
         return None
 
 
-def arrows(root: Path) -> Arrows:
+def imports(root: Path) -> Iterator[Import]:
     """What each file below `root`, a crate's `src`, takes from the others."""
     crate = _Crate(root)
-    found: Arrows = {file: {} for file in crate.files.values()}
     for module, file in crate.files.items():
+        body = crate.body[module]
         paths = list(crate.uses[module])
-        for match in _PATH.finditer(crate.body[module]):
+        for match in _PATH.finditer(body):
             full = crate.absolute(module, tuple(match[0].split("::")))
             if full is not None:
-                paths.append(full)
+                paths.append((full, _line(body, match.start())))
         # What a module re-exports and uses itself.
-        words = set(re.findall(r"\w+", crate.body[module]))
-        paths += [full for name, full in crate.exports[module].items() if name in words]
-        for path in paths:
+        words = {match[0]: match.start() for match in re.finditer(r"\w+", body)}
+        paths += [(full, _line(body, words[name])) for name, full in crate.exports[module].items() if name in words]
+        for path, line in paths:
             home = crate.home(path)
             # A module without a name behind it: what is taken follows in the path of each use.
-            if home is None or home[0] == module or not home[1]:
-                continue
-            found[file].setdefault(crate.files[home[0]], set()).add(home[1])
-    return found
+            if home is not None and home[0] != module and home[1]:
+                yield Import(file, crate.files[home[0]], home[1], line)

@@ -1,4 +1,4 @@
-"""No module of the package is in a circle of imports: each can be read knowing only what it imports."""
+"""No module of the package and no file of a crate is in a circle of imports: each can be read with what it imports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import penstock
 import pytest
+import rust_imports
 from import_graph import Import, circles, told
 from penstock import cli
 
@@ -94,6 +95,36 @@ def test_no_module_of_the_package_is_in_a_circle():
 
 def test_modules_are_looked_up_by_name_only_where_that_is_the_point():
     assert {of for of, _ in Sources(ROOT).lookups()} == set(LOOKUPS)
+
+
+# --- The crates ---
+
+CRATES = Path(__file__).parents[1] / "crates"
+
+
+@pytest.mark.parametrize("crate", ["core", "python"])
+def test_no_file_of_a_crate_is_in_a_circle(crate: str):
+    found = list(rust_imports.imports(CRATES / crate / "src"))
+    assert len(found) > 50
+    assert told(found) == ""
+
+
+def test_circles_of_rust_are_found_wherever_their_paths_stand(tmp_path: Path):
+    files = {
+        "lib.rs": "mod a;\npub mod b;\nmod c;\npub use a::One;\n",
+        "a.rs": "//! crate::b::two\npub struct One;\nfn f() { crate::b::two() }\n",
+        "b/mod.rs": "mod d;\npub use d::two;\n",
+        "b/d.rs": 'use crate::{One, c::{self, three}};\nfn two(_: One) { "crate::c::x" }\n',
+        "c.rs": "fn three() {}\n#[cfg(test)]\nmod tests {\n    use crate::b::two;\n}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert told(rust_imports.imports(tmp_path)).splitlines() == [
+        "these 2 modules import each other: a.rs, b/d.rs",
+        "  a.rs imports of b/d.rs: two (line 3)",
+        "  b/d.rs imports of a.rs: One (line 1)",
+    ]
 
 
 # --- The test itself ---
