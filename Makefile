@@ -106,6 +106,7 @@ lint: lint-rust lint-python
 lint-rust: environment
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy -p penstock-python -- -D warnings # as it is built for users: without what tests put in
 
 lint-python: develop
 	$(VENV)/bin/ruff check .

@@ -486,8 +486,7 @@ proptest! {
         let layout = Layout::new(&c, &wants, &Target::Foreign, Order::File).unwrap();
         let traits: Vec<FileTraits> =
             storage.iter().map(|&storage| FileTraits { storage, ..FileTraits::default() }).collect();
-        let window = Some(window);
-        let limits = Limits { extent, gap: 0, scatter: Some(1), direct_in_place: true, window };
+        let limits = Limits { extent, gap: 0, scatter: Some(1), direct_in_place: true, window: Some(window) };
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
         check(&c, &wants, &layout, &traits, &limits, &schedule);
         let pieces = |e: &Extent| schedule.pieces[e.pieces.start as usize..e.pieces.end as usize].to_vec();
@@ -496,7 +495,7 @@ proptest! {
             let last = schedule.extents.iter().rposition(|e| pieces(e).iter().any(|p| p.want == next)).unwrap();
             let read = schedule.extents[..=last].iter().flat_map(pieces).filter(|p| !taken[p.want as usize]);
             let (read, alone) = (read.map(|p| p.nbytes()).sum::<u64>(), layout.places[next as usize].nbytes);
-            prop_assert!(read <= window.unwrap().max(alone) + 2 * extent, "{} for {}: {:?}", read, next, limits);
+            prop_assert!(read <= window.max(alone) + 2 * extent, "{} for {}: {:?}", read, next, limits);
             taken[next as usize] = true;
         }
     }

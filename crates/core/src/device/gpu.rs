@@ -349,11 +349,16 @@ impl GpuDevice {
     /// # Errors
     /// `Forked` in the child of a process that has used a driver; `Limit` where there is no descriptor or thread left.
     pub fn new(api: &Arc<Api>, ordinal: u32) -> Result<Self> {
-        Self::sabotaged(api, ordinal, Sabotage::default())
+        Self::with(api, ordinal, Sabotage::default())
     }
 
-    #[doc(hidden)]
+    /// The same without some of its safeguards.
+    #[cfg(any(test, feature = "testing"))]
     pub fn sabotaged(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
+        Self::with(api, ordinal, sabotage)
+    }
+
+    fn with(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
         refuse_a_forked_child()?;
         let shared = Arc::new(Shared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
         let (orders, inbox) = channel();

@@ -402,7 +402,7 @@ impl<'de> Visitor<'de> for Number {
 }
 
 /// The shard files that an index with this text names: for fuzzing.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn index_files(text: &[u8]) -> Result<Vec<PathBuf>> {
     Index::parse(text, &Seeded::default(), &Watch::default()).map(|index| index.files)
 }

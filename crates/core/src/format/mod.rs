@@ -16,4 +16,5 @@ pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
 pub use dtype::DType;
 pub(crate) use header::quoted;
 pub use header::{MAX_HEADER, MAX_RANK};
+#[cfg(any(test, feature = "testing"))]
 pub use index::index_files;

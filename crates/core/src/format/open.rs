@@ -71,8 +71,8 @@ impl Checkpoint {
         })
     }
 
-    /// A checkpoint of one file from its first bytes in memory (at least the header) and its size: for tests and fuzzing.
-    #[doc(hidden)]
+    /// A checkpoint of one file from its first bytes in memory (at least the header) and its size. Nothing can be loaded
+    /// from it.
     pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
         let hasher = Seeded::default();
         let path = Path::new("memory.safetensors");

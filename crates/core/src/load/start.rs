@@ -43,6 +43,7 @@ struct StandIns<'a> {
     device: Option<Box<dyn Device>>,
     decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
+    #[cfg(any(test, feature = "testing"))]
     storage: &'a [u64],
 }
 
@@ -60,13 +61,13 @@ impl Load {
     }
 
     /// The same with another device than the request's own, for tests that remove a fence.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn start_on(request: Request, device: Option<Box<dyn Device>>) -> Result<Load> {
         start(request, StandIns { device, ..StandIns::default() }, || true)
     }
 
     /// The same with its source decorated, for tests: to make it slow, or fail.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn start_through(
         request: Request,
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
@@ -75,7 +76,7 @@ impl Load {
     }
 
     /// The same, with a given storage device number for each file.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn start_on_volumes(
         request: Request,
         storage: &[u64],
@@ -111,6 +112,7 @@ fn begin(
 ) -> Result<Load> {
     let began = Began::now();
     let files = Arc::new(request.checkpoint.local_files());
+    #[cfg(any(test, feature = "testing"))]
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     let here = plan.routing.here;

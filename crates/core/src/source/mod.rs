@@ -43,6 +43,7 @@ mod fill;
 mod flight;
 mod router;
 mod threads;
+#[cfg(any(test, feature = "testing"))]
 mod throttle;
 mod touch;
 mod trial;
@@ -51,6 +52,7 @@ mod uring;
 pub use aio::Aio;
 pub use router::Router;
 pub use threads::Threads;
+#[cfg(any(test, feature = "testing"))]
 pub use throttle::{Release, Throttle, Throttling};
 pub use touch::Touches;
 pub(crate) use trial::{Chosen, Trial};

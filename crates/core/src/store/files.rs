@@ -148,6 +148,7 @@ impl Files {
 
     /// Caps the bytes of one system call; longer reads take several calls. The kernel has such a cap itself (2 GiB).
     /// With this, tests reach the code behind short reads without extents of 2 GiB.
+    #[cfg(any(test, feature = "testing"))]
     pub fn cap_calls(&self, bytes: u64) {
         self.most_per_call.store(bytes.clamp(PAGE, MOST_PER_CALL), Ordering::Relaxed);
     }
@@ -222,7 +223,7 @@ impl Files {
 
     /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
     /// machine.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn pretend_storage(&self, file: u32, storage: u64) -> Result<()> {
         let fd = self.open(file, false)?;
         let facts = Facts { storage, ..facts_of(&fd, self.path(file))? };
