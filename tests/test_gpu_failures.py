@@ -355,13 +355,12 @@ elif how == "stream":
     kept = opened.stream("cuda:0", framework="dlpack", options=options, window="8MiB")
     first = next(kept)
 elif how == "thread":
-    threading.Thread(target=lambda: opened.load("cuda:0", framework="dlpack", options=options), daemon=True).start()
-    import os, time
-    library = os.environ["PENSTOCK_GPU_LIBRARY"].split(":", 1)[1]
-    until = time.monotonic() + 10
-    while library not in open("/proc/self/maps").read() and time.monotonic() < until:
-        time.sleep(0.001)
-    time.sleep(0.02)
+    # The driver is at work, and most of the copies are still to come.
+    moving = threading.Event()
+    moved = lambda arrived, total: arrived and moving.set()
+    arguments = {"framework": "dlpack", "options": options, "progress": moved}
+    threading.Thread(target=opened.load, args=["cuda:0"], kwargs=arguments, daemon=True).start()
+    assert moving.wait(15)
 elif how == "tensors":
     kept = opened.load("cuda:0", framework="dlpack", options=options)
 elif how == "raise":
