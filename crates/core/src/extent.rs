@@ -33,14 +33,14 @@ impl Route {
 pub enum Landing {
     /// In the file's own mapping: populated, not copied.
     Mapping {
-        /// The mapped block.
+        /// The first mapped block of the file.
         block: u32,
         /// Whether the page cache held all of it when the load asked.
         resident: bool,
     },
-    /// In place in a mirror block, at the extent's own offset within a page (alignment slack included).
+    /// In place in the mirror blocks of one stretch, at the extent's own offset within a page (alignment slack included).
     Block {
-        /// The mirror block.
+        /// The first block of the stretch.
         block: u32,
     },
     /// The read itself scatters it to its pieces' places (buffered route into CPU memory).

@@ -158,12 +158,27 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
             }
         }
 
-        let in_place = e.route == Route::Direct && matches!(e.landing, Landing::Block { .. });
+        let direct = e.route == Route::Direct && matches!(e.landing, Landing::Block { .. });
+        // What lands in the blocks of a stretch; bytes between them go nowhere.
+        let in_place = |first: u32, bytes: &[u8], put: &mut dyn FnMut(u32, u64, &[u8])| {
+            let BlockKind::Mirror { file, .. } = layout.blocks[first as usize].kind else { panic!("{e:?}") };
+            assert_eq!(file, e.file);
+            for (number, block) in (0..).zip(&layout.blocks) {
+                if schedule.stretches[number as usize] == first {
+                    let BlockKind::Mirror { start, .. } = block.kind else { panic!("{block:?} in a stretch") };
+                    let from = start.max(e.offset);
+                    let past = (start + block.nbytes).min(e.offset + bytes.len() as u64);
+                    if from < past {
+                        put(number, from - start, &bytes[(from - e.offset) as usize..(past - e.offset) as usize]);
+                    }
+                }
+            }
+        };
         let mut put = |block: u32, to: u64, bytes: &[u8]| {
             for page in to / PAGE..(to + bytes.len() as u64).div_ceil(PAGE) {
-                let of = (e.offset | u64::from(e.file) << 48, in_place);
+                let of = (e.offset | u64::from(e.file) << 48, direct);
                 let before = std::mem::replace(&mut pages[block as usize][page as usize], of);
-                let apart = before.0 == u64::MAX || before == of || !(before.1 || in_place);
+                let apart = before.0 == u64::MAX || before == of || !(before.1 || direct);
                 assert!(apart, "a page is shared with a direct read: {e:?}");
             }
             let (block, to) = (block as usize, to as usize);
@@ -176,18 +191,16 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 let there = |r: &Range<u64>| r.start <= e.offset + first as u64 && r.end >= e.offset + last as u64;
                 assert!(!resident || files[e.file as usize].resident.iter().any(there), "not all resident: {e:?}");
                 assert!(files[e.file as usize].way.mapped, "{e:?}");
-                let BlockKind::Mirror { file, start } = layout.blocks[block as usize].kind else { panic!("{e:?}") };
-                assert_eq!(file, e.file);
                 let past = (e.offset + e.len).min(sizes[e.file as usize]);
-                put(block, e.offset - start, &bytes[..(past - e.offset) as usize]);
+                in_place(block, &bytes[..(past - e.offset) as usize], &mut put);
             }
             Landing::Block { block } => {
                 assert!(e.route != Route::Direct || limits.direct_in_place, "{e:?}");
-                let BlockKind::Mirror { file, start } = layout.blocks[block as usize].kind else { panic!("{e:?}") };
-                assert_eq!(file, e.file);
-                put(block, e.offset - start, &bytes);
+                in_place(block, &bytes, &mut put);
                 for p in pieces {
-                    assert!(p.block == block && p.rows == 1 && p.to == p.from + e.offset - start, "{p:?} of {e:?}");
+                    let BlockKind::Mirror { start, .. } = layout.blocks[p.block as usize].kind else { panic!("{p:?}") };
+                    assert_eq!(schedule.stretches[p.block as usize], block, "{p:?} of {e:?}");
+                    assert!(p.rows == 1 && start + p.to == p.from + e.offset, "{p:?} of {e:?}");
                 }
             }
             Landing::Scatter => {
@@ -530,16 +543,17 @@ proptest! {
         let span = extents.first().map_or(0, |e| e.0.start)..extents.last().map_or(0, |e| e.0.end);
         let resident = there.start <= span.start && there.end >= span.end;
         for (_, e) in &extents {
-            let Landing::Mapping { resident: found, .. } = e.landing else { panic!("{e:?}") };
-            prop_assert_eq!(found, resident);
+            let first = extents.iter().map(|e| e.1.landing).next().unwrap();
+            prop_assert_eq!(e.landing, first, "a file is one stretch");
+            let is_resident = matches!(e.landing, Landing::Mapping { resident: true, .. });
+            prop_assert_eq!(is_resident, resident);
             prop_assert!(e.len <= most(&limits, e), "{:?}", e);
         }
         let step = if resident || extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
         for pair in extents.windows(2) {
             let ((a, before), (b, after)) = (&pair[0], &pair[1]);
             let past = before.offset + before.len;
-            // Extents of different blocks meet where a gap is.
-            if before.landing == after.landing && (b.start - a.end <= gap || after.offset < past) {
+            if b.start - a.end <= gap || after.offset < past {
                 prop_assert!(past.next_multiple_of(step) <= after.offset, "cut within a huge page: {before:?} {after:?}");
             }
         }

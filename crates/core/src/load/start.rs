@@ -128,7 +128,7 @@ fn begin(
     if !stream && matches!((at, &memory), (Where::Cpu, Memory::Ours)) {
         check_room(&layout, &plan.routing)?;
     }
-    let (blocks, fence) = allocate(&layout, &files, &plan.routing, memory, at)?;
+    let (blocks, fence) = allocate((&layout, &schedule.stretches), &files, &plan.routing, memory, at)?;
     let routing = Arc::new(plan.routing);
     let (source, trial) = source(&files, options.io, &routing, timeline.as_ref())?;
     let source = match stand_ins.decorate {
@@ -211,7 +211,7 @@ fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Re
 
 /// The memory of all blocks that have it from the start, and the fence of the caller's memory.
 fn allocate(
-    layout: &Layout,
+    (layout, stretches): (&Layout, &[u32]),
     files: &Files,
     routing: &Routing,
     memory: Memory,
@@ -226,7 +226,7 @@ fn allocate(
             });
             (theirs.collect::<Result<Vec<_>>>()?, fence)
         }
-        (Memory::Ours, Where::Cpu) => (our_blocks(layout, files, routing)?, None),
+        (Memory::Ours, Where::Cpu) => (our_blocks(layout, stretches, files, routing)?, None),
         (Memory::Granted, Where::Cpu) => {
             return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
         }
@@ -277,18 +277,40 @@ fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
     }
 }
 
-/// Blocks in memory of this process: mapped files, and one arena for the rest. Blocks in the arena start at pages.
-fn our_blocks(layout: &Layout, files: &Files, routing: &Routing) -> Result<Vec<Block>> {
-    let mut arena_len = 0u64;
-    let mut starts = Vec::with_capacity(layout.blocks.len());
-    for block in &layout.blocks {
-        let in_arena = is_private(block, routing);
-        starts.push(in_arena.then_some(arena_len));
-        if in_arena {
-            // Cannot overflow: `Layout::new` has added them up.
-            arena_len += block.nbytes.next_multiple_of(PAGE);
-        }
+/// The arena's length, and where in it each private block starts. Blocks start at pages. Those of a stretch lie as they lie
+/// in the file.
+fn arena(layout: &Layout, stretches: &[u32], routing: &Routing) -> (u64, Vec<Option<u64>>) {
+    let from = |block: &BlockSpec| match block.kind {
+        BlockKind::Mirror { start, .. } => start,
+        _ => 0,
+    };
+    let private = |number: u32| is_private(&layout.blocks[number as usize], routing);
+    let mut lengths = vec![0u64; layout.blocks.len()];
+    for (block, &first) in layout.blocks.iter().zip(stretches).filter(|(_, first)| private(**first)) {
+        let before = from(block) - from(&layout.blocks[first as usize]);
+        let length = &mut lengths[first as usize];
+        *length = (*length).max(before + block.nbytes.next_multiple_of(PAGE));
     }
+    let mut len = 0u64;
+    let mut starts: Vec<Option<u64>> = lengths
+        .into_iter()
+        .zip(0..)
+        .map(|(length, number)| {
+            let start = private(number).then_some(len);
+            len = len.saturating_add(length);
+            start
+        })
+        .collect();
+    for (number, &first) in (0..).zip(stretches).filter(|(number, first)| number != *first && private(*number)) {
+        let before = from(&layout.blocks[number as usize]) - from(&layout.blocks[first as usize]);
+        starts[number as usize] = starts[first as usize].map(|start| start + before);
+    }
+    (len, starts)
+}
+
+/// Blocks in memory of this process: mapped files, and one arena for the rest.
+fn our_blocks(layout: &Layout, stretches: &[u32], files: &Files, routing: &Routing) -> Result<Vec<Block>> {
+    let (arena_len, starts) = arena(layout, stretches, routing);
     let arena = match arena_len {
         0 => None,
         len => {
@@ -367,4 +389,65 @@ fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
     // EAGAIN alone says little: the cause is RLIMIT_NPROC or the pids limit of the cgroup.
     let refused = |e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}"));
     Builder::new().name("penstock-engine".into()).spawn(move || driver.run()).map_err(refused)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::way::Way;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_blocks_of_a_stretch_lie_as_in_the_file_and_no_two_blocks_overlap(
+            blocks in prop::collection::vec((0..5u8, 1..40_000u64, 0..5u64), 1..20),
+            mapped in any::<[bool; 2]>(),
+            gap in 0..5u64,
+        ) {
+            // Mirrors of two files, dense and foreign blocks; the numbers say nothing of the order in the file.
+            let (mut layout, mut stretches, mut ends) = (Layout::default(), Vec::new(), [(0u64, None); 2]);
+            for (number, &(kind, nbytes, hole)) in (0u32..).zip(&blocks) {
+                let (kind, nbytes) = match kind {
+                    0 => (BlockKind::Dense, nbytes),
+                    1 => (BlockKind::Foreign { want: number }, nbytes),
+                    n => {
+                        let (file, nbytes) = (u32::from(n % 2), nbytes.next_multiple_of(PAGE));
+                        let (end, before) = &mut ends[file as usize];
+                        let start = *end + hole * PAGE;
+                        let together = before.is_some() && (mapped[file as usize] || hole <= gap);
+                        let first = before.filter(|_| together).unwrap_or(number);
+                        (*end, *before) = (start + nbytes, Some(first));
+                        stretches.push(first);
+                        layout.blocks.push(BlockSpec { kind: BlockKind::Mirror { file, start }, nbytes });
+                        continue;
+                    }
+                };
+                stretches.push(number);
+                layout.blocks.push(BlockSpec { kind, nbytes });
+            }
+            let count = layout.blocks.len() as u32;
+            layout.blocks.reverse();
+            stretches.reverse();
+            stretches.iter_mut().for_each(|first| *first = count - 1 - *first);
+            let ways = mapped.map(|mapped| Way { mapped, ..Way::default() }).to_vec();
+            let routing = Routing { ways, ..Routing::default() };
+            let (len, starts) = arena(&layout, &stretches, &routing);
+            let mut taken = Vec::new();
+            for (number, block) in (0..).zip(&layout.blocks) {
+                prop_assert_eq!(starts[number].is_some(), is_private(block, &routing));
+                let Some(start) = starts[number] else { continue };
+                prop_assert_eq!(start % PAGE, 0);
+                taken.push((start, start + block.nbytes));
+                let first = stretches[number] as usize;
+                if let (BlockKind::Mirror { start: at, .. }, BlockKind::Mirror { start: from, .. }) =
+                    (block.kind, layout.blocks[first].kind)
+                {
+                    prop_assert_eq!(Some(start - (at - from)), starts[first]);
+                }
+            }
+            taken.sort_unstable();
+            prop_assert!(taken.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{:?}", taken);
+            prop_assert!(taken.last().is_none_or(|last| last.1 <= len));
+        }
+    }
 }

@@ -56,6 +56,10 @@ pub struct Schedule {
     pub pieces: Vec<Piece>,
     /// For each want, the number of extents that bring bytes of it (0 for an empty tensor).
     pub extents_of_want: Vec<u32>,
+    /// For each block, the first block of its stretch. The mirror blocks of a stretch lie in memory as they lie in the file,
+    /// so that one read can land in several of them: all of a mapped file, and in private memory those whose distance is
+    /// within the gap that is read.
+    pub stretches: Vec<u32>,
 }
 
 /// Most pieces of one extent. This bounds the work of one read.
@@ -112,7 +116,11 @@ impl Schedule {
         let in_file_order = layout.order == by_file;
         let mut plan = Making {
             layout,
-            schedule: Schedule { extents_of_want: vec![0; count], ..Schedule::default() },
+            schedule: Schedule {
+                extents_of_want: vec![0; count],
+                stretches: stretches(layout, files, limits.gap),
+                ..Schedule::default()
+            },
             last_extent: vec![u32::MAX; count],
             turn: if in_file_order { Vec::new() } else { turns(layout) },
             atoms: Vec::new(),
@@ -263,6 +271,25 @@ pub struct RouteTotals {
     pub extents: u64,
     /// Bytes of the extents, slack and gaps included.
     pub bytes: u64,
+}
+
+/// See [`Schedule::stretches`].
+fn stretches(layout: &Layout, files: &[FileTraits], gap: u64) -> Vec<u32> {
+    let mut first: Vec<u32> = (0..layout.blocks.len() as u32).collect();
+    let mut mirrors: Vec<(u32, u64, u64, u32)> = Vec::new();
+    for (number, block) in (0..).zip(&layout.blocks) {
+        if let BlockKind::Mirror { file, start } = block.kind {
+            mirrors.push((file, start, start + block.nbytes, number));
+        }
+    }
+    mirrors.sort_unstable();
+    for pair in mirrors.windows(2) {
+        let ((file, _, end, before), (other, start, _, block)) = (pair[0], pair[1]);
+        if file == other && (files[file as usize].way.mapped || start.saturating_sub(end) <= gap) {
+            first[block as usize] = first[before as usize];
+        }
+    }
+    first
 }
 
 /// For each want: how many bytes come before it in the order.
@@ -504,10 +531,12 @@ impl Making<'_> {
         self.layout.blocks[self.layout.places[want as usize].block as usize].kind
     }
 
-    /// The block in which the bytes of `want` keep the file's offset within a page, if there is one.
+    /// The stretch in which the bytes of `want` keep the file's offset within a page, if there is one.
     fn home(&self, rules: &Rules, want: u32) -> Option<u32> {
         match self.kind(want) {
-            BlockKind::Mirror { .. } if rules.in_place => Some(self.layout.places[want as usize].block),
+            BlockKind::Mirror { .. } if rules.in_place => {
+                Some(self.schedule.stretches[self.layout.places[want as usize].block as usize])
+            }
             _ => None,
         }
     }
