@@ -227,19 +227,12 @@ def _inspect(args: argparse.Namespace) -> None:
             f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, {_count(document['parameters'])} elements in "
             f"{len(files)} file{'s' * (len(files) != 1)}"
         )
-        parts = [styled(summary, "bold")]
-        parts.append(
-            table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
-        )
-        parts.append(
-            table(
-                [
-                    [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
-                    for d, v in by_dtype.items()
-                ],
-                right=(1, 2, 3),
-            )
-        )
+        shards = [[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files]
+        kinds = [
+            [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
+            for d, v in by_dtype.items()
+        ]
+        parts = [styled(summary, "bold"), table(shards, right=(1, 2)), table(kinds, right=(1, 2, 3))]
         if checkpoint.metadata:
             parts.append(wrapped("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items())))
         parts.extend(wrapped(f"{styled('warning', 'yellow')}: {w}") for w in checkpoint.warnings)
