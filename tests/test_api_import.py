@@ -36,22 +36,25 @@ OURS = """
 _checkpoint _choices _collector _core _device _dtypes _errors _framework _frameworks _job _late_imports _load _options
 _paths _progress _report _request _running _selection
 """
-PYTHONS = "__future__ atexit contextlib gc importlib re safetensors threading typing warnings weakref"
+PYTHONS = "__future__ atexit contextlib gc importlib.util re safetensors threading typing warnings weakref"
 
 
 def test_importing_imports_these_modules_and_no_others(python):
     code = """
-import importlib, sys
+import builtins, importlib, sys
 for name in sys.argv[1].split():
     try:
         importlib.import_module(name)
     except ImportError:
         assert name == "safetensors"
-before = set(sys.modules)
+before, real, texts = set(sys.modules), builtins.compile, []
+builtins.compile = lambda source, *more, **how: (texts.append(source), real(source, *more, **how))[1]
 import penstock
 print(*sorted(set(sys.modules) - before))
+assert not [text for text in texts if isinstance(text, str)]  # as annotations that are text, which takes 0.9 ms
 """
     run = python(code, PYTHONS)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["penstock", *(f"penstock.{name}" for name in OURS.split())], run.stderr
     plain = "import sys\nimport penstock\nprint(*sys.modules)"
     assert not {"logging", "pathlib", "dataclasses", "difflib", "json", "inspect"} & set(python(plain).stdout.split())
@@ -73,6 +76,26 @@ from penstock import {name}
 print("penstock.{module}" in set(sys.modules) - before, penstock.{name} is {name}, {name}.__module__)
 """
     assert python(code).stdout == f"True True penstock.{module}\n"
+
+
+def test_a_program_that_may_read_no_more_of_python_has_all_of_penstock(python, small, tmp_path):
+    """One that has given up its rights since, or lives in a sandbox now."""
+    code = """
+import sys, penstock
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in ("penstock", "_penstock_after", *sys.builtin_module_names):
+            raise ModuleNotFoundError(f"{name} cannot be read", name=name)
+sys.meta_path.insert(0, Nothing())
+from penstock import Patch, load_file, patch, safe_open, save, save_file
+state = load_file(sys.argv[1], framework="dlpack")
+save(state, sys.argv[2] + "/folder")
+save_file(state, sys.argv[2] + "/one.safetensors")
+with safe_open(sys.argv[2] + "/one.safetensors", "dlpack") as file, file.prefetch() as loader:
+    print(len(file.get_tensors()), len(loader), file.get_slice("layers.0.attn.bias")[:3].shape)
+"""
+    run = python(code, small, tmp_path)
+    assert run.stdout == "11 11 (3,)\n", run.stderr
 
 
 @pytest.mark.machine

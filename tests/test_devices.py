@@ -13,7 +13,7 @@ import torch
 from conftest import Oracle, raw, text
 from penstock import DeviceError, InvalidError, UnsupportedError
 from penstock._device import CURRENT, MOVED, Device, any_device, parse_device
-from penstock._torch_devices import Moved
+from penstock._torch import Moved
 from penstock.synthetic.synth import Tensor
 
 SPELLED = [

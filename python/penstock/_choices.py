@@ -16,18 +16,7 @@ Cache = Literal["auto", "keep", "bypass"]
 """`Options.cache`: what stays in the page cache."""
 
 Framework = Literal[
-    "pt",
-    "torch",
-    "pytorch",
-    "np",
-    "numpy",
-    "jax",
-    "flax",
-    "tf",
-    "tensorflow",
-    "paddle",
-    "mlx",
-    "dlpack",
+    "pt", "torch", "pytorch", "np", "numpy", "jax", "flax", "tf", "tensorflow", "paddle", "mlx", "dlpack"
 ]
 """``framework=``: whose tensors are made."""
 

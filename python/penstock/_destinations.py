@@ -19,17 +19,7 @@ from ._errors import InvalidError, UnsupportedError
 class Destination:
     """One tensor to be filled, with every name that it goes by."""
 
-    __slots__ = (
-        "address",
-        "contiguous",
-        "device",
-        "dtype",
-        "names",
-        "nbytes",
-        "problem",
-        "shape",
-        "tensor",
-    )
+    __slots__ = ("address", "contiguous", "device", "dtype", "names", "nbytes", "problem", "shape", "tensor")
 
     def __init__(self, tensor: Any) -> None:
         self.names: list[str] = []

@@ -1,7 +1,5 @@
 """Device arguments: everything that people pass as ``device=``, as one small value."""
 
-from __future__ import annotations
-
 import operator
 import re
 import sys
@@ -20,6 +18,8 @@ CURRENT = -1
 """The number of a device that was given without one."""
 
 
+#: (A module that is always imported and has a NamedTuple has no annotations that are text: NamedTuple would compile
+#: each of them, the first in 0.9 ms.)
 class Device(NamedTuple):
     """Where tensors go."""
 

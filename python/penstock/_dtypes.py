@@ -3,8 +3,6 @@
 Spellings are those of the safetensors header. A None means that the framework has no such dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ._errors import InvalidError

@@ -33,12 +33,7 @@ class PenstockError(SafetensorError):
     errno: int | None
 
     def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        range: tuple[int, int] | None = None,
-        errno: int | None = None,
+        self, message: str, *, path: str | None = None, range: tuple[int, int] | None = None, errno: int | None = None
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -275,11 +270,7 @@ _BY_KIND: dict[str, type[PenstockError]] = {
 
 
 def from_core(
-    kind: str,
-    message: str,
-    path: str | None = None,
-    range: tuple[int, int] | None = None,
-    errno: int | None = None,
+    kind: str, message: str, path: str | None = None, range: tuple[int, int] | None = None, errno: int | None = None
 ) -> PenstockError:
     """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``."""
     cls = _BY_KIND.get(kind)

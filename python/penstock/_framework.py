@@ -5,7 +5,7 @@ A framework is one file, which imports it and has its `Framework` as ``FRAMEWORK
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -27,10 +27,14 @@ class Adapter:
         """Whether the load's block memory is granted by the adapter."""
         return False
 
+    _target: Any = None
+    """The framework's dtype that is asked for, or None."""
+    _castable: Collection[Any] = ()
+
     @property
     def casts(self) -> bool:
         """Whether `cast` may change anything."""
-        return False
+        return self._target is not None
 
     @property
     def dlpack_device(self) -> tuple[int, int] | None:
@@ -46,7 +50,12 @@ class Adapter:
 
     def cast(self, tensor: Any) -> Any:
         """The tensor in the dtype asked for, where that applies to it."""
-        return tensor
+        if self._target is None or tensor.dtype == self._target or tensor.dtype not in self._castable:
+            return tensor
+        return self._as_target(tensor)
+
+    def _as_target(self, tensor: Any) -> Any:
+        raise NotImplementedError
 
     def let_go(self) -> None:
         """Lets go of the memory of blocks that no tensor was made of: their load has failed, or is over."""

@@ -1,10 +1,9 @@
 """Which frameworks there are, by the names that people write, and what is asked of a device before one is imported."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from . import _choices
@@ -47,8 +46,6 @@ FRAMEWORKS: dict[str, _choices.Framework] = {
 
 @cache
 def _torch_is_installed() -> bool:
-    with importing():
-        from importlib.util import find_spec
     return find_spec("torch") is not None
 
 
@@ -71,8 +68,6 @@ def need_torch() -> None:
     Raises:
         MissingFrameworkError: it is not installed.
     """
-    from importlib.util import find_spec
-
     try:
         found = find_spec("torch")
     except (ImportError, ValueError) as error:

@@ -9,10 +9,9 @@ and go, repetitions and the order of positions stay its business.
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 from ._selection import Region
@@ -105,7 +104,11 @@ class _Axis:
 
     def place(self, position: int) -> int:
         """Where a position that is read comes to lie."""
-        number = bisect_right(self._starts, position) - 1
+        number = 0
+        if len(self.ranges) > 1:
+            from bisect import bisect_right  # slices need no more of Python than `import penstock` has brought
+
+            number = bisect_right(self._starts, position) - 1
         return self._before[number] + self.ranges[number].index(position)
 
 
@@ -242,9 +245,12 @@ def plan(index: Any, shape: Sequence[int], arrays: Arrays, unit: int = 1, near: 
     scattered = [i for i, axis in enumerate(exact) if len(axis.ranges) > 1]
     joined = scattered[0] if scattered else None
     if joined is not None:
-        count, outer = len(exact[joined].ranges), prod(len(axis.ranges[0]) for axis in exact[:joined])
+        count, outer = (
+            len(exact[joined].ranges),
+            reduce(operator.mul, (len(axis.ranges[0]) for axis in exact[:joined]), 1),
+        )
         if count > _MANY_RANGES or count * outer > _MANY_RUNS:
-            exact[joined] = exact[joined].closed(near // max(1, prod(shape[joined + 1 :])))
+            exact[joined] = exact[joined].closed(near // max(1, reduce(operator.mul, shape[joined + 1 :], 1)))
         if len(exact[joined].ranges) > _MOST_RANGES:
             joined = None
     axes = [axis.whole() if i in scattered and i != joined else axis for i, axis in enumerate(exact)]

@@ -10,14 +10,7 @@ from typing import Any
 
 from . import _running
 from ._collector import collector_paused
-from ._errors import (
-    ArgumentTypeError,
-    CancelledError,
-    InvalidError,
-    PenstockError,
-    StalledError,
-    raise_if_forked,
-)
+from ._errors import ArgumentTypeError, CancelledError, InvalidError, PenstockError, StalledError, raise_if_forked
 from ._framework import Adapter
 from ._late_imports import importing
 from ._report import Report, report_of
@@ -25,9 +18,9 @@ from ._request import Request
 
 
 def _copy_of(error: Exception) -> Exception:
-    with importing():
-        from copy import copy
     try:
+        with importing():
+            from copy import copy
         return copy(error)
     except Exception:  # one whose arguments are not those that it is made of
         return error

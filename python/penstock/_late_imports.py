@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 #: Seconds that a fork waits. Longer, and it may be that the import waits for the thread that forks.
 PATIENCE = 10.0
@@ -41,9 +40,7 @@ class _Import:
             self._of.leave(self)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._of.leave(self)
 
     def __del__(self) -> None:

@@ -119,15 +119,7 @@ class Numpy(Adapter):
                     ) from None
         return arrays
 
-    @property
-    def casts(self) -> bool:
-        """Whether `cast` may change anything."""
-        return self._target is not None
-
-    def cast(self, array: Any) -> Any:
-        """The array in the dtype asked for, where that applies to it."""
-        if self._target is None or array.dtype == self._target or array.dtype not in self._castable:
-            return array
+    def _as_target(self, array: Any) -> Any:
         return array.astype(self._target)
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 from ._errors import InvalidError
@@ -128,8 +127,6 @@ class Meter:
     def __enter__(self) -> Meter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._sink is not None:
             self._sink.close()

@@ -1,7 +1,5 @@
 """What a load is asked for: the arguments that every way to load takes, made sense of."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol
 
 from ._choices import ORDERS, Framework, Order, check_choice
@@ -19,19 +17,12 @@ class Opened(Protocol):
     _core: Checkpoint
 
     @property
-    def files(self) -> list[str]:
-        """The paths of the shard files."""
-
+    def files(self) -> list[str]: ...
     @property
-    def warnings(self) -> list[str]:
-        """What is odd in the files."""
-
+    def warnings(self) -> list[str]: ...
     @property
-    def last_report(self) -> Report | None:
-        """The report of the last load."""
-
-    def _ended(self, load: Load) -> Report:
-        """The report of this load, which is the last one now."""
+    def last_report(self) -> Report | None: ...
+    def _ended(self, load: Load) -> Report: ...
 
 
 class Request(NamedTuple):

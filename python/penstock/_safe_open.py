@@ -370,11 +370,7 @@ class safe_open:
         return TensorMeta(info.dtype, list(info.shape), (begin - data, end - data))
 
     def prefetch(
-        self,
-        plan: Mapping[str, Any] | None = None,
-        *,
-        device: Any = None,
-        threads: int | None = None,
+        self, plan: Mapping[str, Any] | None = None, *, device: Any = None, threads: int | None = None
     ) -> PrefetchLoader:
         """Starts to load tensors in the background. Take them by name, or in the order in which they come.
 

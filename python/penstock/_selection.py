@@ -1,7 +1,5 @@
 """Which tensors, and which part of each: what ``names=`` and ``slices=`` mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +79,7 @@ class Selection:
         """Path of the file that the want's bytes are in."""
         return self.core.path(self.core.info(self.tensor(want))[3])
 
-    def part(self, wants: Sequence[int]) -> Selection:
+    def part(self, wants: Sequence[int]) -> "Selection":
         """The selection of these wants alone."""
         return Selection(
             self.core,

@@ -206,15 +206,7 @@ class Torch(Adapter):
         dtype, shape = self._as_bytes[want]
         return self._bytes(load, want).view(dtype).view(shape)
 
-    @property
-    def casts(self) -> bool:
-        """Whether `cast` may change anything."""
-        return self._target is not None
-
-    def cast(self, tensor: Any) -> Any:
-        """The tensor in the dtype asked for, where that applies to it."""
-        if self._target is None or tensor.dtype is self._target or tensor.dtype not in self._castable:
-            return tensor
+    def _as_target(self, tensor: Any) -> Any:
         return tensor.to(self._target)
 
     def let_go(self) -> None:

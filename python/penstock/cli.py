@@ -220,36 +220,19 @@ def _inspect(args: argparse.Namespace) -> None:
     if args.tensors or args.json:
         paths = checkpoint.files
         infos = [info_of(core, i, paths) for i in range(len(checkpoint))]
-        document["entries"] = [
-            {
-                "name": t.name,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "nbytes": t.nbytes,
-                "file": t.file,
-                "offsets": t.offsets,
-            }
-            for t in infos
-        ]
+        document["entries"] = [info._asdict() for info in infos]
 
     def text() -> str:
         summary = (
             f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, {_count(document['parameters'])} elements in "
             f"{len(files)} file{'s' * (len(files) != 1)}"
         )
-        parts = [styled(summary, "bold")]
-        parts.append(
-            table([[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files], right=(1, 2))
-        )
-        parts.append(
-            table(
-                [
-                    [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
-                    for d, v in by_dtype.items()
-                ],
-                right=(1, 2, 3),
-            )
-        )
+        shards = [[f["path"], f"{f['tensors']} tensors", size_text(f["nbytes"])] for f in files]
+        kinds = [
+            [d, f"{v['tensors']} tensors", f"{_count(v['parameters'])} elements", size_text(v["nbytes"])]
+            for d, v in by_dtype.items()
+        ]
+        parts = [styled(summary, "bold"), table(shards, right=(1, 2)), table(kinds, right=(1, 2, 3))]
         if checkpoint.metadata:
             parts.append(wrapped("\n".join(f"{k}: {v}" for k, v in checkpoint.metadata.items())))
         parts.extend(wrapped(f"{styled('warning', 'yellow')}: {w}") for w in checkpoint.warnings)
@@ -671,62 +654,43 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
         return made
 
     made = with_patience(with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes")))
-    made.add_argument(
-        "--tensors", action="store_true", help="list every tensor; by default similar layers are shown as one"
-    )
+    help = "list every tensor; by default similar layers are shown as one"
+    made.add_argument("--tensors", action="store_true", help=help)
     made.add_argument("--depth", type=int, metavar="N", help="show at most N levels of the tree")
 
     made = with_source(command("load", _load, "load a checkpoint and print a report: time, speed, bytes"))
     made.add_argument("--device", default="cpu", help='where to load to: "cpu" (default), "cuda:0", ...')
-    names = ", ".join(FRAMEWORKS)
-    made.add_argument(
-        "--framework", choices=list(FRAMEWORKS), metavar="NAME", help=f"also make tensors of this framework: {names}"
-    )
+    help = f"also make tensors of this framework: {', '.join(FRAMEWORKS)}"
+    made.add_argument("--framework", choices=list(FRAMEWORKS), metavar="NAME", help=help)
     made.add_argument("--names", action="append", metavar="GLOB", help="load only these tensors; may be repeated")
     made.add_argument("--dtype", help='cast to this floating-point dtype, or "raw" for plain bytes')
-    made.add_argument(
-        "--order",
-        choices=ORDERS,
-        default="file",
-        help="read in the order of the file, or layer by layer (default: file)",
-    )
+    help = "read in the order of the file, or layer by layer (default: file)"
+    made.add_argument("--order", choices=ORDERS, default="file", help=help)
     made.add_argument("--no-progress", action="store_true", help="show no progress bar")
     made.add_argument("--trace", metavar="FILE", help="write to FILE what happened when, for Chrome or Perfetto")
-    made.add_argument(
-        "-o", "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
-        help="set one of the options below; may be repeated",
-    )  # fmt: skip
+    help, name = "set one of the options below; may be repeated", "NAME=VALUE"
+    made.add_argument("-o", "--option", action="append", default=[], type=_option, metavar=name, help=help)
     for group, options in _core.Options.groups().items():
         listed = [f"{name}={_OPTIONS[name][0]}\t{_OPTIONS[name][1]}" for name in options]
         made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
 
     help = "check headers, bounds and index; with --sha256 every byte"
     made = with_patience(with_source(command("verify", _verify, help)))
-    made.add_argument(
-        "--sha256",
-        action="store_true",
-        help="hash every file, and compare it with the digest that the Hub cache has of it",
-    )
-    made.add_argument(
-        "--digests", metavar="FILE", help="compare with the digests in FILE, which has the format of sha256sum"
-    )
+    help = "hash every file, and compare it with the digest that the Hub cache has of it"
+    made.add_argument("--sha256", action="store_true", help=help)
+    help = "compare with the digests in FILE, which has the format of sha256sum"
+    made.add_argument("--digests", metavar="FILE", help=help)
 
     made = with_patience(with_source(command("warm", _page_cache, "read the files into the page cache")))
-    made.add_argument(
-        "--threads",
-        type=_threads,
-        default=0,
-        metavar="N",
-        help="the number of threads that read (default: penstock chooses)",
-    )
+    help = "the number of threads that read (default: penstock chooses)"
+    made.add_argument("--threads", type=_threads, default=0, metavar="N", help=help)
 
     help = "remove the files from the page cache; needs no root"
     with_patience(with_source(command("evict", _page_cache, help)))
 
     made = command("doctor", _doctor, "show what this machine offers, and how penstock will load on it")
-    made.add_argument(
-        "path", nargs="?", default=".", help="a checkpoint or a folder: its file system is examined (default: .)"
-    )
+    help = "a checkpoint or a folder: its file system is examined (default: .)"
+    made.add_argument("path", nargs="?", default=".", help=help)
     made.add_argument("--no-measure", action="store_true", help="do not measure how fast this machine reads and copies")
 
     made = command("trace", _trace, "say what limited the speed of a load, from its trace")
@@ -744,54 +708,32 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
         benchmark.add_arguments(made)
     made.set_defaults(run=_bench)
 
-    made = with_source(
-        command("convert", _convert, "rewrite a checkpoint: other layout, shard size or dtype; also from pickles")
-    )
+    help = "rewrite a checkpoint: other layout, shard size or dtype; also from pickles"
+    made = with_source(command("convert", _convert, help))
     made.add_argument("into", metavar="DIRECTORY", help="the folder to write to")
     made.add_argument("--dtype", help="cast to this floating-point dtype")
-    made.add_argument(
-        "--max-shard-size", default="5GB", metavar="N", help='the most bytes of one file, or "none" (default: 5GB)'
-    )
-    made.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default="aligned",
-        help="aligned: large tensors begin at a page; compact: as safetensors writes (default: aligned)",
-    )
-    made.add_argument(
-        "--order", choices=ORDERS, default="file", help="layer: keep the tensors of a layer together (default: file)"
-    )
-    made.add_argument(
-        "--no-fsync", dest="fsync", action="store_false", help="do not wait until the files are on stable storage"
-    )
+    help = 'the most bytes of one file, or "none" (default: 5GB)'
+    made.add_argument("--max-shard-size", default="5GB", metavar="N", help=help)
+    help = "aligned: large tensors begin at a page; compact: as safetensors writes (default: aligned)"
+    made.add_argument("--layout", choices=LAYOUTS, default="aligned", help=help)
+    help = "layer: keep the tensors of a layer together (default: file)"
+    made.add_argument("--order", choices=ORDERS, default="file", help=help)
+    help = "do not wait until the files are on stable storage"
+    made.add_argument("--no-fsync", dest="fsync", action="store_false", help=help)
     made.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
     made = command("synth", _synth, "write a checkpoint with the layout of a public model, filled with random bytes")
     made.add_argument("name", nargs="?", help="the name of a model that --list shows")
-    made.add_argument(
-        "folder", nargs="?", help="the folder to write to; it must hold no files except those of an earlier synth"
-    )
+    help = "the folder to write to; it must hold no files except those of an earlier synth"
+    made.add_argument("folder", nargs="?", help=help)
     made.add_argument("--list", action="store_true", help="list the models, with their files, tensors and bytes")
     made.add_argument("--layers", type=int, metavar="L", help="write only the first L layers, with embeddings and head")
-    made.add_argument(
-        "--nbytes",
-        type=_size,
-        metavar="N",
-        help="write only as many whole layers as fit into N bytes: 3GB, 512MiB, 3e9",
-    )
-    made.add_argument(
-        "--scale",
-        type=float,
-        default=1,
-        metavar="S",
-        help="multiply the longest dimension of every tensor by S (at most 1)",
-    )
-    made.add_argument(
-        "--align",
-        type=int,
-        metavar="N",
-        help="begin the data at a multiple of N bytes (default: as in the published file)",
-    )
+    help = "write only as many whole layers as fit into N bytes: 3GB, 512MiB, 3e9"
+    made.add_argument("--nbytes", type=_size, metavar="N", help=help)
+    help = "multiply the longest dimension of every tensor by S (at most 1)"
+    made.add_argument("--scale", type=float, default=1, metavar="S", help=help)
+    help = "begin the data at a multiple of N bytes (default: as in the published file)"
+    made.add_argument("--align", type=int, metavar="N", help=help)
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the random bytes (default: 0)")
     return parser
 
