@@ -166,10 +166,14 @@ impl Driver {
         // threads and descriptors. Publish even if the drop panics, or the owner waits forever.
         let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
         let outcome = outcome.and(gone.map_err(|panic| panicked(&*panic)));
-        if let Some(fill) = fill.filter(|_| outcome.is_ok()) {
+        if let (Some(fill), Ok(())) = (&fill, &outcome) {
             fill.start();
         }
         let mut state = shared.lock();
+        if fill.is_some() && outcome.is_err() {
+            // The load has failed after all: its report must not promise a fill that never starts.
+            (state.report.cache, state.report.cache_fill) = ("bypass", None);
+        }
         // Ending streams and threads is a part of the load: it is over when the caller can go on.
         state.report.seconds = began.seconds();
         state.report.cpu_seconds = began.cpu_seconds();
