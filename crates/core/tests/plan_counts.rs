@@ -81,7 +81,7 @@ fn gpt2() -> Checkpoint {
 }
 
 fn cold(storage: u32) -> FileTraits {
-    FileTraits { storage, direct_align: Some(512), resident: Vec::new(), filled: false }
+    FileTraits { storage, direct_align: Some(512), ..FileTraits::default() }
 }
 
 #[test]

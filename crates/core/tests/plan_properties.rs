@@ -360,7 +360,12 @@ fn case() -> impl Strategy<Value = Case> {
             wants,
             traits: traits
                 .into_iter()
-                .map(|(storage, direct_align, resident)| FileTraits { storage, direct_align, resident, filled: false })
+                .map(|(storage, direct_align, resident)| FileTraits {
+                    storage,
+                    direct_align,
+                    resident,
+                    ..FileTraits::default()
+                })
                 .collect(),
             limits: Limits {
                 extent: limits.0,

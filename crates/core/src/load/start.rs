@@ -8,7 +8,7 @@ use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::engine::Engine;
+use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Landing;
 use crate::machine;
@@ -138,8 +138,11 @@ fn begin(
     };
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
-    let mut engine = Engine::new(schedule.clone(), layout.clone(), depth(&options, workers), window);
-    (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
+    let depth = depth(&options, workers);
+    // Requests to stores that answer late have a bound of their own, but no such store yet that could declare another.
+    let bounds = Bounds { depth, requests: depth, window, stall: nanos(options.stall_timeout) };
+    let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
+    (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
     let mut ring = Ring::process().join(options.extent, options.staging)?;
@@ -160,7 +163,6 @@ fn begin(
         device,
         ring,
         blocks,
-        unready: layout.wants_per_block(),
         gpu,
         stream,
         stall: options.stall_timeout,

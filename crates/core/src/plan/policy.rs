@@ -191,7 +191,7 @@ impl Survey {
                 // used only if the caller asks for it.
                 direct_align: found.direct_align.filter(|_| found.kind == FsKind::Local || past_the_cache),
                 resident: residency.ranges,
-                filled: false,
+                ..FileTraits::default()
             };
             if found.mappable && traits[f].direct_align.is_some() {
                 direct = direct.saturating_add(missing[f]);

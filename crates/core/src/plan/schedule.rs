@@ -8,7 +8,7 @@
 
 use super::layout::{BlockKind, Layout};
 use super::want::{Runs, Strips};
-use crate::extent::{Extent, Landing, Piece, Route};
+use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
 use crate::format::Checkpoint;
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use std::cmp::Reverse;
@@ -26,6 +26,8 @@ pub struct FileTraits {
     pub resident: Vec<Range<u64>>,
     /// Buffered reads first bring whole huge pages into the page cache, so extents are cut between huge pages.
     pub filled: bool,
+    /// When the slabs of its extents are taken.
+    pub staging: TakesSlab,
 }
 
 /// Limits of a schedule, from the options and the machine.
@@ -276,6 +278,7 @@ struct Rules {
     /// Whether the page cache holds all that is wanted (mapped files only).
     all_resident: bool,
     scatter: Option<u64>,
+    staging: TakesSlab,
     /// Whether mirror blocks are read in place. Their padding is only one page.
     in_place: bool,
 }
@@ -297,6 +300,7 @@ impl Rules {
             resident: Vec::new(),
             all_resident,
             scatter: None,
+            staging: traits.staging,
             in_place: true,
         }
     }
@@ -344,6 +348,7 @@ impl Rules {
             resident,
             all_resident,
             scatter,
+            staging: traits.staging,
             in_place: unit == PAGE,
         }
     }
@@ -720,6 +725,7 @@ impl Plan<'_> {
             need: last - offset,
             route,
             landing,
+            staging: rules.staging,
             pieces: start..start + self.scratch.len() as u32,
             wanted: distinct(&self.scratch),
             slack: (first - offset) + (past - last),

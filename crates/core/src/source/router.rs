@@ -15,7 +15,7 @@
 
 use super::threads::Way;
 use super::trial::Trial;
-use super::{epoll, watch, Aio, Choice, Done, Outcome, Read, Source, Threads, Touches, Uring};
+use super::{epoll, watch, Aio, Choice, Done, Event, Outcome, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -447,8 +447,8 @@ impl Source for Router {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
-        done.append(&mut self.over);
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        events.extend(self.over.drain(..).map(Event::Done));
         let mut out = self.drain_direct();
         out.append(&mut self.drain_ring());
         self.threads.drain(&mut out);
@@ -458,7 +458,7 @@ impl Source for Router {
         }
         for outcome in out {
             match outcome {
-                Outcome::Done(d) => done.push(d),
+                Outcome::Done(done) => events.push(Event::Done(done)),
                 Outcome::Refused { read, cause } => self.refuse_direct(read, &cause),
             }
         }
