@@ -10,7 +10,7 @@ use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
 use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Landing;
+use crate::extent::{Landing, TakesSlab};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
 use crate::options::{Options, PAGE};
@@ -43,6 +43,8 @@ struct StandIns<'a> {
     decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
     storage: &'a [u64],
+    /// The source answers late: slabs are taken at arrival.
+    late: bool,
 }
 
 impl Load {
@@ -71,6 +73,16 @@ impl Load {
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
+    }
+
+    /// The same with a source that answers late, for tests: slabs are taken when the first byte of a read has arrived.
+    #[doc(hidden)]
+    pub fn start_late(
+        request: Request,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let stand_ins = StandIns { decorate: Some(Box::new(decorate)), late: true, ..StandIns::default() };
+        start(request, stand_ins, || true)
     }
 
     /// The same, with a given storage device number for each file.
@@ -112,6 +124,9 @@ fn begin(
     let files = Arc::new(request.checkpoint.local_files());
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
+    if stand_ins.late {
+        plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
+    }
     let here = is_done_here(&plan, &files);
     // From here until the load has ended it wants the disk.
     let disk = (plan.cold != Cold::None).then(DiskUse::begin);
