@@ -49,6 +49,16 @@ pub enum Landing {
     Slab,
 }
 
+/// When the slab of an extent that lands in one is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TakesSlab {
+    /// Before the read is sent. Its bytes may come at any moment.
+    #[default]
+    AtRequest,
+    /// When the first byte has arrived. For stores that answer late: a request on its way holds no slab.
+    AtArrival,
+}
+
 /// One contiguous byte range of one file, read by one I/O.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
@@ -65,12 +75,21 @@ pub struct Extent {
     pub route: Route,
     /// Where its bytes arrive.
     pub landing: Landing,
+    /// When its slab is taken, if it lands in one.
+    pub staging: TakesSlab,
     /// Its pieces in [`Schedule::pieces`](crate::plan::schedule::Schedule::pieces).
     pub pieces: Range<u32>,
     /// Distinct wanted bytes in it; the rest of `len` is slack and gaps.
     pub wanted: u64,
     /// Bytes of alignment slack before the first and after the last wanted byte.
     pub slack: u64,
+}
+
+impl Extent {
+    /// Whether its read is sent without a place to land. The place is given when its first byte has arrived.
+    pub fn lands_on_arrival(&self) -> bool {
+        self.landing == Landing::Slab && self.staging == TakesSlab::AtArrival
+    }
 }
 
 /// One copy from an extent to a block: `rows` rows of `len` bytes.

@@ -13,7 +13,7 @@ use penstock::load::{Load, Next};
 use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::want::Want;
-use penstock::source::{Done, Read, Release, Source, Throttle, Throttling};
+use penstock::source::{Event, Read, Release, Source, Throttle, Throttling};
 use std::fs;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -170,8 +170,8 @@ impl Source for Counted {
         self.inner.flush()
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
-        self.inner.poll(done)
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        self.inner.poll(events)
     }
 
     fn cancel(&mut self) {

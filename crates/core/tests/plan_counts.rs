@@ -81,7 +81,7 @@ fn gpt2() -> Checkpoint {
 }
 
 fn cold(storage: u32) -> FileTraits {
-    FileTraits { storage, direct_align: Some(512), resident: Vec::new(), way: DIRECT }
+    FileTraits { storage, direct_align: Some(512), way: DIRECT, ..FileTraits::default() }
 }
 
 fn by(way: Way) -> FileTraits {

@@ -377,7 +377,7 @@ fn case() -> impl Strategy<Value = Case> {
                 .map(|(storage, direct_align, resident, mapped, cold, warm)| {
                     // Only files for the CPU are mapped.
                     let way = Way { mapped: mapped && target == 0, cold, warm, ..Way::default() };
-                    FileTraits { storage, direct_align, resident, way }
+                    FileTraits { storage, direct_align, resident, way, ..FileTraits::default() }
                 })
                 .collect(),
             limits: Limits {

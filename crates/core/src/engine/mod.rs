@@ -1,186 +1,56 @@
 //! The engine: a state machine that moves extents from *granted* over the first and the second leg to *ready*.
 //!
-//! It does no I/O, holds no lock and has no clock: its driver asks [`next`](Engine::next) for actions, carries them
-//! out, and reports what finished. So a seeded simulator can replace disks and devices. It shows that every byte
-//! arrives exactly once, that no slab is reused early, and that every load ends, whatever completes, fails or stalls in
-//! any order.
+//! It does no I/O, holds no lock and has no clock: the time is an argument. Its driver tells it that it is awake
+//! ([`turn`](Engine::turn)) and what happened ([`on`](Engine::on)), asks for actions and carries them out
+//! ([`next`](Engine::next)), hands out what is ready ([`ready`](Engine::ready)), and sleeps until something happens or
+//! the [`deadline`](Engine::deadline). So a seeded simulator can replace disks, devices and the clock. It shows that
+//! every byte arrives exactly once, that no slab is reused early, and that every load ends, whatever completes, fails or
+//! stalls in any order.
 //!
 //! The first leg (a read) brings an extent from the source. If the extent does not land in place, the second leg (a
-//! copy) takes it from its slab to the blocks.
+//! copy) takes it from its slab to the blocks. A store that answers late gets its request first and a slab when the
+//! first byte has arrived ([`TakesSlab`]).
 //!
 //! ```text
-//!            slab, blocks granted        first leg ends             second leg ends
-//!   waiting ──────────────────────▶ first ─────────────┬─▶ second ───────────────────▶ arrived
-//!                                                      └─▶ arrived   (landed in place)
+//!            slab, blocks granted              first leg ends           second leg ends
+//!   waiting ─────────────────────────▶ first ─────────────┬─▶ second ───────────────────▶ arrived
+//!      │                                 ▲                └─▶ arrived   (landed in place)
+//!      │ blocks granted                  │ slab
+//!      └─────────────────▶ requested ──▶ come   (slab on arrival)
+//!                              first byte
 //! ```
 //! A want is ready when every piece of it has arrived.
 
 use crate::error::{Error, ErrorKind};
-use crate::extent::{Landing, Ticket};
+use crate::extent::{Landing, TakesSlab, Ticket};
 use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
+use deadline::Deadlines;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use window::Window;
+use words::Stage;
 
+mod deadline;
+#[cfg(test)]
+mod mutant;
 #[cfg(test)]
 mod simulator;
 #[cfg(test)]
 mod virtual_time;
+mod window;
+mod words;
 
-/// Where slabs come from: the process-wide ring, or the simulator's.
-pub(crate) trait Slabs {
-    /// A slab, or a lease on one.
-    type Slab;
-    /// A free slab, if this load may have one now; an error where memory for it cannot be had.
-    fn acquire(&mut self) -> Result<Option<Self::Slab>, Error>;
-}
-
-/// What the driver is to do next.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Action {
-    /// Start the first leg of this extent; its ticket is its number.
-    First { extent: u32 },
-    /// Start the second leg of this extent, out of the slab that it holds.
-    Second { extent: u32 },
-}
-
-/// Why the engine has nothing to do: what it waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Wait {
-    /// First legs in flight.
-    Source,
-    /// Second legs in flight.
-    Device,
-    /// A free slab, while this load has nothing in flight itself.
-    Slabs,
-    /// The consumer, to take what is ready.
-    Consumer,
-    /// Block memory, to be granted by the caller.
-    Allocation,
-    /// Nothing: the load has ended.
-    Nothing,
-}
-
-impl Wait {
-    /// As reports and traces call the stage that is waited for.
-    pub(crate) fn name(self) -> Option<&'static str> {
-        match self {
-            Wait::Source => Some("source"),
-            Wait::Device => Some("device"),
-            Wait::Slabs => Some("staging"),
-            Wait::Consumer => Some("consumer"),
-            Wait::Allocation => Some("allocation"),
-            Wait::Nothing => None,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Waiting,
-    First,
-    Landed,
-    Second,
-    Arrived,
-    /// Ended without arriving, after a failure.
-    Dropped,
-}
-
-/// Makes an enum with a list of its variants, so that none can be forgotten.
+pub(crate) use deadline::{nanos, Nanos};
 #[cfg(test)]
-macro_rules! listed {
-    ($(#[$about:meta])* enum $name:ident { $($variant:ident,)* }) => {
-        $(#[$about])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum $name { $($variant,)* }
-
-        impl $name {
-            const ALL: &[$name] = &[$($name::$variant,)*];
-        }
-    };
-}
-
-#[cfg(test)]
-listed! {
-    /// Seeded mistakes, for the simulator to catch. None in any build but the tests'. One that no `mutated!` commits is
-    /// one that the simulator does not catch.
-    enum Mutant {
-        ReleaseSlabBeforeSecondLeg,
-        SkipSecondLeg,
-        ReadyAfterFirstExtent,
-        LoseReady,
-        StartBeforeGrant,
-        AcceptShortRead,
-        SwallowFirstLegError,
-        SwallowSecondLegError,
-        ContinueAfterFailure,
-        EndBeforeDrained,
-        IgnoreCancel,
-        IgnoreWindow,
-        WindowOfLargest,
-        WindowForWhatIsHandedOut,
-        HaltAtLargeTensor,
-        NeverShrinkWindow,
-        LeakSlabOnFailure,
-        AcceptDoubleCompletion,
-        IgnoreDepth,
-        ReleaseQuarantinedSlab,
-        HandOutOfOrder,
-        SecondLegTwice,
-        StartExtentTwice,
-    }
-}
-
-/// What bounds the read-ahead of a stream: the window, or the next tensor alone where that is larger.
-///
-/// The next tensor is the first one in hand-out order that the consumer has not taken. All extents up to its last one may
-/// start, or the consumer would wait for ever. Any other extent has to fit into the window together with what is read
-/// already. Extents are read whole: what else lies in those of the next tensor comes with it.
-struct Window {
-    bytes: u64,
-    /// For each want one more than the number of the last extent that brings bytes of it; 0 for an empty tensor.
-    ends: Vec<u32>,
-    taken: Vec<bool>,
-    /// Position in `layout.order` of the first want that was not taken.
-    next: usize,
-}
-
-impl Window {
-    fn new(bytes: u64, schedule: &Schedule, wants: usize) -> Window {
-        let mut ends = vec![0; wants];
-        for (i, e) in (1..).zip(&schedule.extents) {
-            for p in &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize] {
-                ends[p.want as usize] = i;
-            }
-        }
-        Window { bytes, ends, taken: vec![false; wants], next: 0 }
-    }
-
-    /// The first want that was not taken.
-    fn next(&self, order: &[u32]) -> Option<u32> {
-        order.get(self.next).copied()
-    }
-
-    /// Whether extent number `extent` may start while `ahead` bytes are read and not taken, `wanted` being its own.
-    fn admits(&self, order: &[u32], ahead: u64, (extent, wanted): (usize, u64)) -> bool {
-        ahead.saturating_add(wanted) <= self.bytes
-            || self.next(order).is_none_or(|next| extent < self.ends[next as usize] as usize)
-    }
-
-    /// The consumer took `want`; false if it had done so before.
-    fn take(&mut self, order: &[u32], want: u32) -> bool {
-        let first = !std::mem::replace(&mut self.taken[want as usize], true);
-        while self.next(order).is_some_and(|next| self.taken[next as usize]) {
-            self.next += 1;
-        }
-        first
-    }
-}
+pub(crate) use mutant::Mutant;
+pub(crate) use words::{Action, Bounds, Event, Ready, Slabs, Wait};
 
 /// See the module's documentation.
 pub(crate) struct Engine<S> {
     schedule: Arc<Schedule>,
     layout: Arc<Layout>,
+    bounds: Bounds,
     stages: Vec<Stage>,
     slabs: Vec<Option<S>>,
     /// Next extent to start. Extents start strictly in order: hand-out follows it closely.
@@ -188,12 +58,24 @@ pub(crate) struct Engine<S> {
     granted: Vec<bool>,
     /// Extents before this one have all their blocks granted.
     all_granted_before: usize,
+    /// Extents whose first leg has ended, and whose second has to start.
     landed: VecDeque<u32>,
-    first_in_flight: usize,
+    /// Requests that have arrived and have no slab yet, in the order of their arrival.
+    arrivals: VecDeque<u32>,
+    /// A first leg for which the source had no room.
+    held_back: Option<u32>,
+    /// Whether the source may have room: it was polled since it had none.
+    room: bool,
+    /// A first leg was given to the driver, which has not said that there is no room.
+    offered: bool,
+    /// First legs in flight that take slabs at request, and those that take them at arrival.
+    reads: usize,
+    requests: usize,
     second_in_flight: usize,
-    depth: usize,
     /// Pieces still to arrive, per want.
     missing: Vec<u32>,
+    /// Wants that are not ready, per block.
+    unready: Vec<u32>,
     touched: Vec<bool>,
     /// Next position in `layout.order` to hand out.
     hand_out: usize,
@@ -202,8 +84,16 @@ pub(crate) struct Engine<S> {
     /// Wanted bytes started and not yet taken.
     ahead: u64,
     bytes_arrived: u64,
+    deadlines: Deadlines,
+    /// The driver woke after the stall timeout. The load fails unless this turn brings something to do.
+    overdue: Option<Wait>,
     failure: Option<Error>,
+    /// The oldest extent in flight when the load stalled.
+    stalled: Option<u32>,
+    /// The source was told that the load has failed.
+    source_told: bool,
     abandoned: bool,
+    quarantined: Vec<S>,
     starved_of_slabs: bool,
     #[cfg(test)]
     pub(crate) mutant: Option<Mutant>,
@@ -223,14 +113,14 @@ macro_rules! mutated {
 }
 
 impl<S> Engine<S> {
-    /// An engine for one load. `window` bounds wanted bytes started and not yet taken (see [`Window`]); `None` for a load
-    /// that hands everything out at its end.
-    pub(crate) fn new(schedule: Arc<Schedule>, layout: Arc<Layout>, depth: usize, window: Option<u64>) -> Self {
+    /// An engine for one load, at time 0.
+    pub(crate) fn new(schedule: Arc<Schedule>, layout: Arc<Layout>, bounds: Bounds) -> Self {
         let extents = schedule.extents.len();
         let mut missing = vec![0; layout.places.len()];
         for piece in &schedule.pieces {
             missing[piece.want as usize] += 1;
         }
+        let bounds = Bounds { depth: bounds.depth.max(1), requests: bounds.requests.max(1), ..bounds };
         Self {
             stages: vec![Stage::Waiting; extents],
             slabs: std::iter::repeat_with(|| None).take(extents).collect(),
@@ -238,71 +128,198 @@ impl<S> Engine<S> {
             granted: vec![false; layout.blocks.len()],
             all_granted_before: 0,
             landed: VecDeque::new(),
-            first_in_flight: 0,
+            arrivals: VecDeque::new(),
+            held_back: None,
+            room: true,
+            offered: false,
+            reads: 0,
+            requests: 0,
             second_in_flight: 0,
-            depth: depth.max(1),
             missing,
+            unready: layout.wants_per_block(),
             touched: vec![false; layout.places.len()],
             hand_out: 0,
-            window: window.map(|bytes| Window::new(bytes, &schedule, layout.places.len())),
+            window: bounds.window.map(|bytes| Window::new(bytes, &schedule, layout.places.len())),
             ahead: 0,
             bytes_arrived: 0,
+            deadlines: Deadlines::new(bounds.stall),
+            overdue: None,
             failure: None,
+            stalled: None,
+            source_told: false,
             abandoned: false,
+            quarantined: Vec::new(),
             starved_of_slabs: false,
             #[cfg(test)]
             mutant: None,
+            bounds,
             schedule,
             layout,
         }
     }
 
-    /// Block memory is there: extents for this block may start.
-    pub(crate) fn grant(&mut self, block: u32) {
-        self.granted[block as usize] = true;
+    /// The driver is awake, and is about to look what happened. The source may have room again, and the ring a slab.
+    ///
+    /// If the stall timeout has passed, the load fails in the next [`next`](Self::next), unless this turn brings progress:
+    /// the driver itself may have been stopped for longer than the timeout.
+    pub(crate) fn turn(&mut self, now: Nanos) {
+        let wait = self.waits_for();
+        let may_stall = wait.may_stall() || mutated!(self, StallWhileConsumerIsAwaited);
+        let nothing_to_wait_for = !may_stall && !mutated!(self, StallCountsConsumersTime);
+        if nothing_to_wait_for || mutated!(self, StallAnewWithEveryWake) {
+            self.deadlines.moved(now);
+        }
+        self.overdue = None;
+        if may_stall && self.failure.is_none() && now >= self.deadlines.stalls_at() && !mutated!(self, NeverStall) {
+            self.overdue = Some(wait);
+            if mutated!(self, StallBeforeItLooks) {
+                self.stall(now, wait);
+            }
+        }
+        self.starved_of_slabs = false;
+        self.room = true;
     }
 
-    /// The next action, or `None` until something finishes or is granted. Second legs come first: they free slabs.
-    pub(crate) fn next(&mut self, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
-        self.starved_of_slabs = false;
-        if self.failure.is_some() && !mutated!(self, ContinueAfterFailure) {
-            return None;
+    /// Something happened.
+    pub(crate) fn on(&mut self, now: Nanos, event: Event) {
+        match event {
+            Event::Granted(block) => self.granted[block as usize] = true,
+            Event::Taken(want) => self.take(want),
+            Event::Cancelled => {
+                if !mutated!(self, IgnoreCancel) {
+                    self.fail(now, Error::new(ErrorKind::Cancelled, "the load was cancelled"));
+                }
+            }
+            Event::NoRoom(ticket) => {
+                if !mutated!(self, LoseHeldBack) {
+                    self.held_back = Some(ticket.0 as u32);
+                }
+                (self.room, self.offered) = (false, false);
+            }
+            Event::Arrived(ticket) => self.arrived(now, ticket),
+            Event::FirstDone(ticket, result) => self.first_done(now, ticket, result),
+            Event::SecondDone(ticket, result) => self.second_done(now, ticket, result),
+            Event::Failed(error) => self.fail(now, error),
+            Event::Revoked(error) if mutated!(self, IgnoreLateRevocation) => self.fail(now, error),
+            Event::Revoked(error) => self.set_failure(now, error),
         }
+    }
+
+    /// The next action, or `None` until something happens or the [`deadline`](Self::deadline) passes. Second legs come
+    /// first: they free slabs.
+    pub(crate) fn next(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
+        if std::mem::take(&mut self.offered) {
+            self.started(now);
+        }
+        if self.failure.is_none() || mutated!(self, ContinueAfterFailure) {
+            if let Some(action) = self.go_on(now, ring) {
+                return Some(action);
+            }
+            if let Some(wait) = self.overdue.take().filter(|_| self.failure.is_none()) {
+                self.stall(now, wait);
+            }
+        }
+        if mutated!(self, LandAfterFailure) && self.failure.is_some() {
+            if let Some(action) = self.land(now, ring) {
+                return Some(action);
+            }
+        }
+        self.failure.as_ref()?;
+        self.wind_down(now)
+    }
+
+    /// The next step of a load that goes well.
+    fn go_on(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         if let Some(extent) = self.landed.pop_front() {
             self.stages[extent as usize] = Stage::Second;
             self.second_in_flight += 1;
+            self.started(now);
             self.touch(extent);
             if mutated!(self, SecondLegTwice) && extent % 3 == 0 && self.landed.len() < 2 {
                 self.landed.push_back(extent);
             }
             return Some(Action::Second { extent });
         }
-        let e = self.schedule.extents.get(self.cursor)?;
-        if self.first_in_flight >= self.depth && !mutated!(self, IgnoreDepth) {
+        if mutated!(self, ReadsTakeSlabsOfArrivals) && self.held_back.is_none() {
+            if let Some(action) = self.start(now, ring) {
+                return Some(action);
+            }
+        }
+        if let Some(action) = self.land(now, ring) {
+            return Some(action);
+        }
+        // The ring may have had no memory for a slab.
+        let failed = self.failure.is_some() && !mutated!(self, GoOnAfterSlabError);
+        if failed && !mutated!(self, ContinueAfterFailure) {
             return None;
         }
-        if !self.window_admits(self.cursor) || self.missing_grant(self.cursor).is_some() {
+        if let Some(extent) = self.held_back {
+            if self.room || mutated!(self, RetryWithoutTurn) {
+                if !mutated!(self, SendHeldBackTwice) {
+                    self.held_back = None;
+                }
+                (self.room, self.offered) = (false, true);
+                return Some(Action::First { extent });
+            }
+            if !mutated!(self, OvertakeHeldBack) {
+                return None;
+            }
+        }
+        self.start(now, ring)
+    }
+
+    /// Gives the request that arrived first its slab.
+    fn land(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
+        let last = mutated!(self, LandLastArrivalFirst);
+        let &extent = if last { self.arrivals.back() } else { self.arrivals.front() }?;
+        let i = extent as usize;
+        if self.slabs[i].is_none() {
+            let slab = self.slab_from(now, ring);
+            if slab.is_none() {
+                if mutated!(self, LoseArrivalWithoutSlab) {
+                    self.arrivals.pop_front();
+                }
+                return None;
+            }
+            self.slabs[i] = slab;
+        } else if mutated!(self, QueueArrivalTwice) {
+            self.slabs[i] = Some(self.slab_from(now, ring)?);
+        }
+        if last {
+            self.arrivals.pop_back();
+        } else {
+            self.arrivals.pop_front();
+        }
+        self.stages[i] = Stage::First;
+        self.started(now);
+        Some(Action::Land { extent })
+    }
+
+    /// Starts the next extent.
+    fn start(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
+        let e = self.schedule.extents.get(self.cursor)?;
+        let (landing, on_arrival, staging, wanted) = (e.landing, e.lands_on_arrival(), e.staging, e.wanted);
+        if !self.has_depth(staging) || !self.window_admits(self.cursor) {
+            return None;
+        }
+        let early = on_arrival && mutated!(self, RequestBeforeGrant);
+        if self.missing_grant(self.cursor).is_some() && !early {
             return None;
         }
         let extent = self.cursor as u32;
-        if e.landing == Landing::Slab {
-            match ring.acquire() {
-                Ok(Some(slab)) => self.slabs[self.cursor] = Some(slab),
-                Ok(None) => {
-                    self.starved_of_slabs = true;
-                    return None;
-                }
-                Err(error) => {
-                    self.fail(error);
-                    return None;
-                }
-            }
+        if landing == Landing::Slab && (!on_arrival || mutated!(self, TakeSlabAtRequest)) {
+            // Requests that have arrived were served before: if one still waits, there is no slab in this turn.
+            self.slabs[self.cursor] = Some(self.slab_from(now, ring)?);
         }
-        self.ahead += e.wanted;
-        self.first_in_flight += 1;
-        self.stages[self.cursor] = Stage::First;
-        if e.landing != Landing::Slab {
+        self.ahead += wanted;
+        *self.legs(staging) += 1;
+        self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::First };
+        self.offered = true;
+        if landing != Landing::Slab {
             self.touch(extent);
+        }
+        if on_arrival && mutated!(self, LandBeforeArrival) {
+            self.arrivals.push_back(extent);
         }
         if !(mutated!(self, StartExtentTwice) && self.cursor % 5 == 4) {
             self.cursor += 1;
@@ -310,25 +327,98 @@ impl<S> Engine<S> {
         Some(Action::First { extent })
     }
 
-    /// A first leg finished: `Ok(bytes)` that arrived, or why not.
-    pub(crate) fn first_done(&mut self, ticket: Ticket, result: Result<u64, Error>) {
-        let Some(i) = self.expect(ticket, Stage::First) else { return };
-        self.first_in_flight -= 1;
+    /// A slab, if there is one. The ring is asked once a turn: its answer costs a system call.
+    fn slab_from(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<S> {
+        if self.starved_of_slabs {
+            return None;
+        }
+        match ring.acquire() {
+            Ok(slab) => {
+                self.starved_of_slabs = slab.is_none();
+                slab
+            }
+            Err(_) if mutated!(self, SwallowSlabError) => {
+                self.starved_of_slabs = true;
+                None
+            }
+            Err(error) => {
+                self.fail(now, error);
+                None
+            }
+        }
+    }
+
+    /// The next step of a load that has failed.
+    fn wind_down(&mut self, now: Nanos) -> Option<Action> {
+        if let Some(extent) = self.held_back.filter(|_| !mutated!(self, NeverWithdrawHeldBack)) {
+            self.held_back = None;
+            if mutated!(self, SendHeldBackAfterFailure) {
+                return Some(Action::First { extent });
+            }
+            *self.legs(self.schedule.extents[extent as usize].staging) -= 1;
+            self.drop_extent(extent as usize);
+            return Some(Action::Withdraw { extent });
+        }
+        if self.first_in_flight() + self.second_in_flight == 0 {
+            return None;
+        }
+        if !self.source_told && !mutated!(self, SourceIsNotTold) {
+            self.source_told = true;
+            return Some(Action::Cancel);
+        }
+        let over = self.deadlines.drained_by().is_some_and(|end| now >= end) && !mutated!(self, DrainForEver);
+        (over || mutated!(self, AbandonAtOnce)).then(|| {
+            self.abandon();
+            Action::Abandon
+        })
+    }
+
+    /// The request's first byte has arrived: it gets a slab in its turn.
+    fn arrived(&mut self, now: Nanos, ticket: Ticket) {
+        let early = mutated!(self, LandBeforeArrival);
+        let again = mutated!(self, QueueArrivalTwice);
+        let awaited = |stage| stage == Stage::Requested || early || (again && stage == Stage::First);
+        let Some(i) = self.expect(now, ticket, awaited) else { return };
+        self.moved(now);
+        if early {
+            return;
+        }
+        if !again {
+            self.stages[i] = Stage::Come;
+        }
+        if self.failure.is_none() || mutated!(self, LandAfterFailure) {
+            self.arrivals.push_back(i as u32);
+        }
+    }
+
+    fn first_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>) {
+        let Some(i) = self.expect(now, ticket, Stage::is_first_leg) else { return };
         let e = &self.schedule.extents[i];
+        let (offset, need, landing, staging) = (e.offset, e.need, e.landing, e.staging);
+        *self.legs(staging) -= 1;
+        self.moved(now);
+        let has_landed = self.stages[i] == Stage::First || mutated!(self, DoneBeforeLanded);
+        if self.stages[i] == Stage::Come {
+            self.arrivals.retain(|&extent| extent as usize != i);
+        }
         let result = match result {
-            Ok(n) if n < e.need && !mutated!(self, AcceptShortRead) => {
-                Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {} bytes and no error", e.need))
-                    .range(e.offset..e.offset + e.need))
+            Ok(_) if !has_landed => {
+                let text = format!("ticket {i} completed before it had a place to land; please report this");
+                Err(Error::new(ErrorKind::Internal, text))
+            }
+            Ok(n) if n < need && !mutated!(self, AcceptShortRead) => {
+                Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {need} bytes and no error"))
+                    .range(offset..offset + need))
             }
             other => other,
         };
         match result {
             Err(error) if !mutated!(self, SwallowFirstLegError) => {
                 self.drop_extent(i);
-                self.set_failure(error);
+                self.set_failure(now, error);
             }
             _ if self.failure.is_some() => self.drop_extent(i),
-            _ if e.landing == Landing::Slab && !mutated!(self, SkipSecondLeg) => {
+            _ if landing == Landing::Slab && !mutated!(self, SkipSecondLeg) => {
                 self.stages[i] = Stage::Landed;
                 if mutated!(self, ReleaseSlabBeforeSecondLeg) {
                     self.slabs[i] = None;
@@ -339,22 +429,21 @@ impl<S> Engine<S> {
         }
     }
 
-    /// A second leg finished.
-    pub(crate) fn second_done(&mut self, ticket: Ticket, result: Result<(), Error>) {
-        let Some(i) = self.expect(ticket, Stage::Second) else { return };
+    fn second_done(&mut self, now: Nanos, ticket: Ticket, result: Result<(), Error>) {
+        let Some(i) = self.expect(now, ticket, |stage| stage == Stage::Second) else { return };
         self.second_in_flight -= 1;
+        self.moved(now);
         match result {
             Err(error) if !mutated!(self, SwallowSecondLegError) => {
                 self.drop_extent(i);
-                self.set_failure(error);
+                self.set_failure(now, error);
             }
             _ if self.failure.is_some() => self.drop_extent(i),
             _ => self.arrive(i),
         }
     }
 
-    /// The consumer took want number `want`.
-    pub(crate) fn take(&mut self, want: u32) {
+    fn take(&mut self, want: u32) {
         let Some(window) = &mut self.window else { return };
         let first = window.take(&self.layout.order, want);
         if first && !mutated!(self, NeverShrinkWindow) {
@@ -362,9 +451,9 @@ impl<S> Engine<S> {
         }
     }
 
-    /// The next want in hand-out order, if it is ready. Each want is given out once.
-    pub(crate) fn ready(&mut self) -> Option<u32> {
-        if self.failure.is_some() {
+    /// The next want in hand-out order, if it is ready. Each want is given out once, and none after a failure.
+    pub(crate) fn ready(&mut self) -> Option<Ready> {
+        if self.failure.is_some() && !mutated!(self, HandOutAfterFailure) {
             return None;
         }
         if mutated!(self, HandOutOfOrder) && self.hand_out + 1 < self.layout.order.len() {
@@ -385,63 +474,93 @@ impl<S> Engine<S> {
             self.hand_out += 1;
             return None;
         }
+        let block = self.layout.places[want as usize].block;
+        let unready = &mut self.unready[block as usize];
+        *unready -= 1;
+        let complete = *unready == 0 || (mutated!(self, CompleteBlockEarly) && *unready == 1);
+        let completes = (complete && !mutated!(self, NeverCompleteBlock)).then_some(block);
         self.hand_out += 1;
-        Some(want)
-    }
-
-    /// Ends the load early: nothing new starts, what is in flight is waited for.
-    pub(crate) fn cancel(&mut self) {
-        if !mutated!(self, IgnoreCancel) {
-            self.fail(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
+        if mutated!(self, HandOutTwice) && self.hand_out % 5 == 4 {
+            *unready += 1;
+            self.hand_out -= 1;
         }
+        Some(Ready { want, completes })
     }
 
     /// Ends the load with `error`, unless it has failed before or has everything already.
-    pub(crate) fn fail(&mut self, error: Error) {
+    fn fail(&mut self, now: Nanos, error: Error) {
         if !self.has_arrived() {
-            self.set_failure(error);
+            self.set_failure(now, error);
         }
     }
 
-    /// Ends the load with `error` even if everything has arrived: what arrived is not what it should be.
-    pub(crate) fn revoke(&mut self, error: Error) {
-        self.set_failure(error);
-    }
-
-    fn set_failure(&mut self, error: Error) {
+    fn set_failure(&mut self, now: Nanos, error: Error) {
         self.failure.get_or_insert(error);
+        self.deadlines.failed(now);
         for extent in std::mem::take(&mut self.landed) {
             self.drop_extent(extent as usize);
         }
+        if !mutated!(self, LandAfterFailure) {
+            // The source gives these up when it is told.
+            self.arrivals.clear();
+        }
     }
 
-    /// Gives up on what is in flight after a stall: returns the slabs that must never be used or freed again, because a
-    /// read or copy that hangs may still touch them. Their tickets, should they come back, are ignored.
-    pub(crate) fn abandon(&mut self) -> Vec<S> {
+    /// Fails the load because nothing has moved for too long while it waited for `wait`.
+    fn stall(&mut self, now: Nanos, wait: Wait) {
+        let what = match wait {
+            Wait::Device => "copies to the device hang",
+            Wait::Slabs => "no staging memory became free; other loads of this process hold all of it, or a GPU driver registers none",
+            _ => "reads hang; is the file system or its server stuck?",
+        };
+        let oldest = if mutated!(self, StallNamesNewest) { self.in_flight().last() } else { self.in_flight().next() };
+        self.stalled = oldest;
+        let error = Error::new(
+            ErrorKind::Timeout,
+            format!(
+                "nothing moved for {:.1} s with {} reads and {} copies in flight: {what} (stall_timeout raises the limit)",
+                self.deadlines.stall() as f64 / 1e9,
+                self.first_in_flight(),
+                self.second_in_flight(),
+            ),
+        );
+        self.fail(now, error);
+    }
+
+    /// Gives up on what is in flight: a read or copy that hangs may touch its slab at any later time.
+    fn abandon(&mut self) {
         self.abandoned = true;
-        self.first_in_flight = 0;
-        self.second_in_flight = 0;
-        let mut quarantined = Vec::new();
+        (self.reads, self.requests, self.second_in_flight) = (0, 0, 0);
         for (stage, slab) in self.stages.iter_mut().zip(&mut self.slabs) {
-            if matches!(stage, Stage::First | Stage::Second) {
+            if stage.is_in_flight() {
                 *stage = Stage::Dropped;
-                quarantined.extend(slab.take());
+                self.quarantined.extend(slab.take());
             }
         }
         if mutated!(self, ReleaseQuarantinedSlab) {
-            quarantined.clear();
+            self.quarantined.clear();
         }
-        quarantined
     }
 
-    /// Extents in flight, oldest first: for the text of a stall error.
-    pub(crate) fn in_flight(&self) -> impl Iterator<Item = u32> + '_ {
-        self.stages.iter().enumerate().filter(|(_, s)| matches!(s, Stage::First | Stage::Second)).map(|(i, _)| i as u32)
+    /// The slabs that were given up: they must never be used or freed while what hangs may still touch them.
+    pub(crate) fn take_quarantined(&mut self) -> Vec<S> {
+        std::mem::take(&mut self.quarantined)
+    }
+
+    /// The extent that a stall error is about: the oldest in flight. `None` if the load has not stalled, or had nothing in
+    /// flight.
+    pub(crate) fn stalled(&self) -> Option<u32> {
+        self.stalled
+    }
+
+    /// Extents in flight, oldest first.
+    fn in_flight(&self) -> impl Iterator<Item = u32> + '_ {
+        self.stages.iter().enumerate().filter(|(_, s)| s.is_in_flight()).map(|(i, _)| i as u32)
     }
 
     /// How the load ended; `None` while it goes on or something is still in flight.
     pub(crate) fn outcome(&self) -> Option<Result<(), Error>> {
-        let drained = self.first_in_flight + self.second_in_flight == 0 || mutated!(self, EndBeforeDrained);
+        let drained = self.first_in_flight() + self.second_in_flight == 0 || mutated!(self, EndBeforeDrained);
         match &self.failure {
             Some(error) if drained => Some(Err(error.clone())),
             None if self.has_arrived() => Some(Ok(())),
@@ -454,31 +573,42 @@ impl<S> Engine<S> {
         self.failure.is_some()
     }
 
+    /// When the driver has to be awake even if nothing happens: a load that waits for something that may hang fails, and
+    /// a load that has failed gives up what hangs.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        match self.deadlines.drained_by() {
+            Some(end) => Some(end),
+            None if self.waits_for().may_stall() => Some(self.deadlines.stalls_at()),
+            None => None,
+        }
+    }
+
     /// What the engine waits for when `next` has nothing.
     pub(crate) fn waits_for(&self) -> Wait {
-        if self.outcome().is_some() {
+        if self.has_ended() {
             return Wait::Nothing;
         }
         if self.starved_of_slabs {
             // All slabs hold bytes that wait for the device or are being read: the leg with more of them is the slower.
-            return match (self.first_in_flight, self.second_in_flight) {
+            // Requests that wait for a slab themselves bring nothing.
+            return match (self.first_in_flight().saturating_sub(self.arrivals.len()), self.second_in_flight) {
                 (0, 0) => Wait::Slabs,
                 (first, second) if second >= first => Wait::Device,
                 _ => Wait::Source,
             };
         }
-        if self.cursor < self.stages.len() && self.failure.is_none() && self.first_in_flight < self.depth {
+        if self.failure.is_none() && self.schedule.extents.get(self.cursor).is_some_and(|e| self.has_depth(e.staging)) {
             if !self.window_admits(self.cursor) {
                 return if self.next_is_ready() { Wait::Consumer } else { self.leg() };
             }
             if self.missing_grant(self.cursor).is_some() {
-                return if self.first_in_flight + self.second_in_flight == 0 { Wait::Allocation } else { self.leg() };
+                return if self.first_in_flight() + self.second_in_flight == 0 { Wait::Allocation } else { self.leg() };
             }
         }
         self.leg()
     }
 
-    /// Whether the last call of `next` asked for a slab in vain, and it would be worth asking again.
+    /// Whether the last turn asked for a slab in vain, and it would be worth asking again.
     pub(crate) fn wants_slab(&self) -> bool {
         self.starved_of_slabs && self.failure.is_none()
     }
@@ -498,9 +628,9 @@ impl<S> Engine<S> {
         self.bytes_arrived
     }
 
-    /// First legs in flight.
+    /// First legs in flight: sent, and not ended.
     pub(crate) fn first_in_flight(&self) -> usize {
-        self.first_in_flight
+        self.reads + self.requests
     }
 
     /// Second legs in flight.
@@ -515,7 +645,7 @@ impl<S> Engine<S> {
         while self.all_granted_before < self.stages.len() && self.missing_grant(self.all_granted_before).is_none() {
             self.all_granted_before += 1;
         }
-        if self.all_granted_before == self.stages.len() {
+        if self.all_granted_before == self.stages.len() || self.failure.is_some() {
             return;
         }
         let mut ahead = self.ahead;
@@ -529,7 +659,8 @@ impl<S> Engine<S> {
                 continue;
             }
             for block in self.blocks_of(i) {
-                if !self.granted[block as usize] && !out.contains(&block) {
+                let forgotten = block % 3 == 1 && mutated!(self, ForgetWantedBlock);
+                if !self.granted[block as usize] && !out.contains(&block) && !forgotten {
                     out.push(block);
                 }
             }
@@ -540,7 +671,7 @@ impl<S> Engine<S> {
     }
 
     fn leg(&self) -> Wait {
-        if self.first_in_flight > 0 {
+        if self.first_in_flight() > 0 {
             Wait::Source
         } else if self.second_in_flight > 0 {
             Wait::Device
@@ -558,9 +689,50 @@ impl<S> Engine<S> {
     /// Whether everything has arrived.
     fn has_arrived(&self) -> bool {
         self.cursor == self.stages.len()
-            && self.first_in_flight + self.second_in_flight == 0
+            && self.first_in_flight() + self.second_in_flight == 0
             && self.landed.is_empty()
             && self.failure.is_none()
+    }
+
+    /// Whether the load has ended, one way or the other.
+    fn has_ended(&self) -> bool {
+        self.has_arrived() || (self.failure.is_some() && self.first_in_flight() + self.second_in_flight == 0)
+    }
+
+    /// First legs in flight of one kind.
+    fn legs(&mut self, staging: TakesSlab) -> &mut usize {
+        match staging {
+            TakesSlab::AtRequest => &mut self.reads,
+            TakesSlab::AtArrival => &mut self.requests,
+        }
+    }
+
+    /// Whether one more first leg of that kind may be in flight.
+    fn has_depth(&self, staging: TakesSlab) -> bool {
+        match staging {
+            TakesSlab::AtRequest => self.reads < self.bounds.depth || mutated!(self, IgnoreDepth),
+            TakesSlab::AtArrival => self.requests < self.bounds.requests || mutated!(self, IgnoreRequestBound),
+        }
+    }
+
+    /// A leg has started. A read that the source has no room for has not: a source that never has room hangs.
+    fn started(&mut self, now: Nanos) {
+        if !mutated!(self, StallForgetsStarts) {
+            self.deadlines.moved(now);
+            self.overdue = None;
+        }
+    }
+
+    /// A leg has ended, or a request has arrived.
+    fn moved(&mut self, now: Nanos) {
+        if mutated!(self, DrainAnewWithEveryCompletion) && self.failure.is_some() {
+            self.deadlines = Deadlines::new(self.bounds.stall);
+            self.deadlines.failed(now);
+        }
+        if !mutated!(self, StallForgetsProgress) {
+            self.deadlines.moved(now);
+            self.overdue = None;
+        }
     }
 
     fn window_admits(&self, i: usize) -> bool {
@@ -614,21 +786,28 @@ impl<S> Engine<S> {
         }
     }
 
-    /// The extent behind `ticket`, if it is in the stage that this completion ends. Anything else is a source or device
-    /// that completes twice, or a late echo of a quarantined ticket.
-    fn expect(&mut self, ticket: Ticket, stage: Stage) -> Option<usize> {
+    /// The extent behind `ticket`, if it is in a stage that this event ends. Anything else is a source or device that
+    /// reports twice, or a late echo of a quarantined ticket.
+    fn expect(&mut self, now: Nanos, ticket: Ticket, awaited: impl Fn(Stage) -> bool) -> Option<usize> {
         let i = ticket.0 as usize;
         match self.stages.get(i) {
-            Some(&s) if s == stage => Some(i),
-            Some(Stage::Dropped) if self.abandoned => None,
+            Some(&s) if awaited(s) => Some(i),
+            Some(Stage::Dropped) if self.abandoned => {
+                if mutated!(self, BelieveLateEcho) {
+                    self.arrive(i);
+                }
+                None
+            }
             Some(_) if mutated!(self, AcceptDoubleCompletion) => {
-                self.first_in_flight += usize::from(stage == Stage::First);
-                self.second_in_flight += usize::from(stage == Stage::Second);
+                // So that the counters do not fail first.
+                let staging = self.schedule.extents[i].staging;
+                *self.legs(staging) += usize::from(awaited(Stage::First));
+                self.second_in_flight += usize::from(awaited(Stage::Second));
                 Some(i)
             }
             _ => {
                 let text = format!("ticket {i} completed out of turn; please report this");
-                self.set_failure(Error::new(ErrorKind::Internal, text));
+                self.set_failure(now, Error::new(ErrorKind::Internal, text));
                 None
             }
         }
@@ -648,6 +827,9 @@ impl<S> Engine<S> {
     fn drop_extent(&mut self, i: usize) {
         self.stages[i] = Stage::Dropped;
         if mutated!(self, LeakSlabOnFailure) {
+            std::mem::forget(self.slabs[i].take());
+        }
+        if self.schedule.extents[i].lands_on_arrival() && mutated!(self, LeakSlabOfFailedArrival) {
             std::mem::forget(self.slabs[i].take());
         }
         self.slabs[i] = None;

@@ -2,7 +2,7 @@
 //! given durations. No real bytes move. The plan, the state machine, the limits of depth and staging, and the record of
 //! waits are those of every load. The tests show that none of these limits the load.
 
-use super::{Action, Engine, Slabs};
+use super::{Action, Bounds, Engine, Event, Slabs};
 use crate::error::Error;
 use crate::extent::{Route, Ticket};
 use crate::format::Checkpoint;
@@ -217,28 +217,31 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let options = Options::default();
     let way = Way { cold: Route::Direct, ..Way::default() };
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
-        .map(|storage| FileTraits { storage, direct_align: Some(512), resident: Vec::new(), way })
+        .map(|storage| FileTraits { storage, direct_align: Some(512), way, ..FileTraits::default() })
         .collect();
     let limits =
         Limits { extent: options.extent, gap: options.gap, scatter: None, direct_in_place: true, window: None };
     let layout = Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File).unwrap());
     let schedule = Arc::new(Schedule::new(checkpoint, &layout, &traits, &limits));
-    let mut engine: Engine<Slab> = Engine::new(schedule.clone(), layout.clone(), depth, None);
-    (0..layout.blocks.len() as u32).for_each(|block| engine.grant(block));
+    let bounds = Bounds { depth, requests: depth, window: None, stall: nanos(60.0) };
+    let mut engine: Engine<Slab> = Engine::new(schedule.clone(), layout.clone(), bounds);
+    (0..layout.blocks.len() as u32).for_each(|block| engine.on(0, Event::Granted(block)));
 
     let clock = Rc::new(Cell::new(0.0));
     let mut pool = Pool { most: slabs, registered, now: clock.clone(), out: Rc::default(), peak: 0 };
     let (mut reads, mut copies) = (InFlight::new(), InFlight::new());
     let (mut tally, mut now) = (Tally::default(), 0.0f64);
     loop {
+        engine.turn(nanos(now));
         for (_, extent) in ended(&mut reads, now) {
-            engine.first_done(Ticket(extent.into()), Ok(schedule.extents[extent as usize].len));
+            let len = schedule.extents[extent as usize].len;
+            engine.on(nanos(now), Event::FirstDone(Ticket(extent.into()), Ok(len)));
         }
         for (_, extent) in ended(&mut copies, now) {
-            engine.second_done(Ticket(extent.into()), Ok(()));
+            engine.on(nanos(now), Event::SecondDone(Ticket(extent.into()), Ok(())));
         }
         clock.set(now);
-        while let Some(action) = engine.next(&mut pool) {
+        while let Some(action) = engine.next(nanos(now), &mut pool) {
             now += ACTION;
             clock.set(now);
             match action {
@@ -255,6 +258,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
                     let done = device.carry(now + WAKE, schedule.extents[extent as usize].wanted);
                     copies.push((done + WAKE, extent));
                 }
+                other => panic!("{other:?} in a load that goes well"),
             }
         }
         while engine.ready().is_some() {}
@@ -272,6 +276,11 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let mut report = Report { waits: tally.waits(), ..Report::default() };
     report.find_bottleneck(Duration::ZERO);
     Outcome { seconds: now, report, staging: pool.peak as u64 * options.extent }
+}
+
+/// The engine's clock.
+fn nanos(seconds: f64) -> u64 {
+    (seconds * 1e9) as u64
 }
 
 /// When the leg of each extent ends.

@@ -1,18 +1,18 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
-use super::shared::{somewhere, Message, Shared};
+use super::addresses::Addresses;
+use super::shared::{internal, somewhere, Message, Shared};
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
-use crate::device::{Batch, Copied, Copy, Device, Fence};
-use crate::engine::{Action, Engine, Slabs, Wait};
+use crate::device::{Batch, Copied, Device, Fence};
+use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready, Slabs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, Landing, Piece, Route, Ticket};
+use crate::extent::{Landing, Route, Ticket};
 use crate::format::Checkpoint;
 use crate::memory::{Block, Keep};
-use crate::options::GPU_ALIGN;
-use crate::plan::layout::{BlockKind, Layout};
+use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
-use crate::source::{Chosen, Destination, Done, Read, Source};
+use crate::source::{self, Chosen, Done, Read, Source};
 use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
 use crate::store::{patiently, CacheFill, DiskUse, Files};
@@ -23,8 +23,6 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A cancelled or failed load waits this long for what is in flight, then quarantines it.
-const DRAIN: Duration = Duration::from_secs(2);
 /// GPU blocks that the engine thread allocates between two polls of source and device: an allocation takes 30 ms/GiB.
 const ALLOCATIONS_PER_ROUND: usize = 4;
 
@@ -42,13 +40,11 @@ pub(super) struct Driver {
     pub(super) device: Option<Box<dyn Device>>,
     pub(super) ring: Share,
     pub(super) blocks: Vec<Option<Block>>,
-    /// Wants per block that are not ready yet. After the last one, nothing is written to the block any more.
-    pub(super) unready: Vec<u32>,
     /// Set if the engine thread allocates the GPU blocks itself.
     pub(super) gpu: Option<GpuBlocks>,
     pub(super) stream: bool,
     pub(super) stall: Duration,
-    /// A read for which the source had no room.
+    /// The read that the engine holds back, because the source had no room for it.
     pub(super) held_back: Option<Read>,
     pub(super) report: Report,
     pub(super) tally: Tally,
@@ -145,10 +141,18 @@ impl Began {
     }
 }
 
-/// When something last moved, and when a failed load has to end.
-struct Clock {
-    moved: Instant,
-    drain_until: Option<Instant>,
+/// The engine's clock: the time since the engine thread began to work on the load.
+#[derive(Clone, Copy)]
+struct Clock(Instant);
+
+impl Clock {
+    fn now(self) -> Nanos {
+        self.at(Instant::now())
+    }
+
+    fn at(self, instant: Instant) -> Nanos {
+        nanos(instant.saturating_duration_since(self.0))
+    }
 }
 
 impl Driver {
@@ -167,10 +171,14 @@ impl Driver {
         // threads and descriptors. Publish even if the drop panics, or the owner waits forever.
         let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
         let outcome = outcome.and(gone.map_err(|panic| panicked(&*panic)));
-        if let Some(fill) = fill.filter(|_| outcome.is_ok()) {
+        if let (Some(fill), Ok(())) = (&fill, &outcome) {
             fill.start();
         }
         let mut state = shared.lock();
+        if fill.is_some() && outcome.is_err() {
+            // The load has failed after all: its report must not promise a fill that never starts.
+            (state.report.cache, state.report.cache_fill) = ("bypass", None);
+        }
         // Ending streams and threads is a part of the load: it is over when the caller can go on.
         state.report.seconds = began.seconds();
         state.report.cpu_seconds = began.cpu_seconds();
@@ -229,63 +237,70 @@ impl Driver {
     }
 
     fn drive(&mut self) -> Result<()> {
-        let mut clock = Clock { moved: Instant::now(), drain_until: None };
+        let clock = Clock(Instant::now());
         if let (Some(fence), Some(device)) = (self.fence, &mut self.device) {
             if let Err(e) = device.wait_for(fence) {
-                self.engine.fail(e);
+                self.engine.on(clock.now(), Event::Failed(e));
             }
         }
-        let mut done = Vec::new();
-        let mut copied = Vec::new();
+        let (mut events, mut copied) = (Vec::new(), Vec::new());
         let mut told = u64::MAX;
         loop {
-            self.read_inbox();
-            let more = self.allocate_blocks();
-            if let Err(e) = self.source.poll(&mut done) {
-                self.engine.fail(e);
+            self.engine.turn(clock.now());
+            self.read_inbox(clock);
+            let more = self.allocate_blocks(clock);
+            self.listen(clock, &mut events, &mut copied);
+            let cancelled = self.act(clock);
+            let revoked = self.publish(clock, &mut told);
+            match self.engine.outcome() {
+                Some(Err(e)) => return Err(self.stalled_at(e)),
+                Some(Ok(())) => return Ok(()),
+                // Else the source may have something at once, or the engine does.
+                None if more || cancelled || revoked => {}
+                None => self.sleep(clock),
             }
-            if let Some(device) = &mut self.device {
-                if let Err(e) = device.poll(&mut copied) {
-                    self.engine.fail(e);
+        }
+    }
+
+    /// Tells the engine what source and device have done.
+    fn listen(&mut self, clock: Clock, events: &mut Vec<source::Event>, copied: &mut Vec<Copied>) {
+        if let Err(e) = self.source.poll(events) {
+            self.engine.on(clock.now(), Event::Failed(e));
+        }
+        if let Some(device) = &mut self.device {
+            if let Err(e) = device.poll(copied) {
+                self.engine.on(clock.now(), Event::Failed(e));
+            }
+        }
+        if events.is_empty() && copied.is_empty() {
+            return;
+        }
+        let now = clock.now();
+        for event in events.drain(..) {
+            let Done { ticket, result, route } = match event {
+                source::Event::Done(done) => done,
+                source::Event::Arrived(ticket) => {
+                    self.engine.on(now, Event::Arrived(ticket));
+                    continue;
                 }
+            };
+            if let Ok(bytes) = &result {
+                self.report.count(route, *bytes);
             }
-            if !done.is_empty() || !copied.is_empty() {
-                clock.moved = Instant::now();
+            if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
+                let span = record.span(Lane::Reading, "read", ticket.0);
+                record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
             }
-            for Done { ticket, result, route } in done.drain(..) {
-                if let Ok(bytes) = &result {
-                    self.report.count(route, *bytes);
-                }
-                if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
-                    let span = record.span(Lane::Reading, "read", ticket.0);
-                    record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
-                }
-                let result = result.map_err(|e| self.located(e, ticket));
-                self.engine.first_done(ticket, result);
+            let result = result.map_err(|e| self.located(e, ticket));
+            self.engine.on(now, Event::FirstDone(ticket, result));
+        }
+        for Copied { ticket, result } in copied.drain(..) {
+            if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
+                let span = record.span(Lane::Copying, "transfer", ticket.0);
+                record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
             }
-            for Copied { ticket, result } in copied.drain(..) {
-                if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
-                    let span = record.span(Lane::Copying, "transfer", ticket.0);
-                    record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
-                }
-                let result = result.map_err(|e| self.located(e, ticket));
-                self.engine.second_done(ticket, result);
-            }
-            if let Err(e) = self.act() {
-                self.engine.fail(e);
-            }
-            self.publish(&mut told);
-            if let Some(outcome) = self.engine.outcome() {
-                return outcome;
-            }
-            if self.engine.failed() && clock.drain_until.is_none() {
-                self.source.cancel();
-                clock.drain_until = Some(Instant::now() + DRAIN.min(self.stall));
-                continue;
-            }
-            if !more {
-                self.sleep(&mut clock);
-            }
+            let result = result.map_err(|e| self.located(e, ticket));
+            self.engine.on(now, Event::SecondDone(ticket, result));
         }
     }
 
@@ -303,8 +318,9 @@ impl Driver {
         patiently(&self.files, look, self.stall, go_on)
     }
 
-    /// Hands out no mixture: after the last of their bytes was read, the files of `wants` must be unchanged.
-    fn hand_out(&mut self, wants: Vec<u32>) -> Vec<u32> {
+    /// Hands out no mixture: after the last of their bytes was read, the files of `wants` must be unchanged. If they are
+    /// not, nothing is handed out, and the load fails.
+    fn hand_out(&mut self, clock: Clock, wants: Vec<u32>) -> Vec<u32> {
         let mut which: Vec<u32> = Vec::new();
         for &want in &wants {
             let file = self.layout.files[want as usize];
@@ -318,38 +334,36 @@ impl Driver {
         match self.unchanged(Some(which)) {
             Ok(()) => wants,
             Err(e) => {
-                self.engine.revoke(e);
+                self.engine.on(clock.now(), Event::Revoked(e));
                 Vec::new()
             }
         }
     }
 
-    fn read_inbox(&mut self) {
+    fn read_inbox(&mut self, clock: Clock) {
         let mut state = self.shared.with_news();
         for message in std::mem::take(&mut state.messages) {
-            match message {
+            let event = match message {
                 Message::Grant(block, memory, fence) => {
                     self.blocks[block as usize] = Some(memory);
                     match (fence, &mut self.device) {
                         (Some(fence), Some(device)) => match device.wait_for(fence) {
-                            Ok(()) => self.engine.grant(block),
-                            Err(e) => self.engine.fail(e),
+                            Ok(()) => Event::Granted(block),
+                            Err(e) => Event::Failed(e),
                         },
-                        _ => self.engine.grant(block),
+                        _ => Event::Granted(block),
                     }
                 }
-                Message::Take(want) => self.engine.take(want),
-                Message::Cancel => self.engine.cancel(),
-            }
+                Message::Take(want) => Event::Taken(want),
+                Message::Cancel => Event::Cancelled,
+            };
+            self.engine.on(clock.now(), event);
         }
     }
 
     /// Allocates GPU blocks if the engine thread does that. True if more blocks can be allocated at once.
-    fn allocate_blocks(&mut self) -> bool {
+    fn allocate_blocks(&mut self, clock: Clock) -> bool {
         let Some(gpu) = &mut self.gpu else { return false };
-        if self.engine.failed() {
-            return false;
-        }
         let mut wanted = Vec::new();
         self.engine.wanted_blocks(&mut wanted);
         for &block in wanted.iter().take(ALLOCATIONS_PER_ROUND) {
@@ -363,10 +377,10 @@ impl Driver {
                     }
                     self.shared.lock().give(block, granted.clone());
                     self.blocks[block as usize] = Some(granted);
-                    self.engine.grant(block);
+                    self.engine.on(clock.now(), Event::Granted(block));
                 }
                 Err(e) => {
-                    self.engine.fail(e);
+                    self.engine.on(clock.now(), Event::Failed(e));
                     return false;
                 }
             }
@@ -374,74 +388,106 @@ impl Driver {
         wanted.len() > ALLOCATIONS_PER_ROUND
     }
 
-    /// Carries out the engine's actions until it has none.
-    fn act(&mut self) -> Result<()> {
-        if let Some(read) = self.held_back.take() {
-            if self.engine.failed() {
-                let cancelled = Error::new(ErrorKind::Cancelled, "the read was never started");
-                self.engine.first_done(read.ticket, Err(cancelled));
-            } else {
-                self.held_back = self.source.submit(read).err();
+    /// Carries out the engine's actions until it has none. True if the source was told to give up.
+    fn act(&mut self, clock: Clock) -> bool {
+        let mut cancelled = false;
+        loop {
+            let now = clock.now();
+            while let Some(action) = self.engine.next(now, &mut self.ring) {
+                match action {
+                    Action::First { extent } => self.first(now, extent),
+                    Action::Land { extent } => {
+                        if let Err(e) = self.land(extent) {
+                            self.engine.on(now, Event::Failed(e));
+                        }
+                    }
+                    Action::Second { extent } => {
+                        if let Err(e) = self.second(extent) {
+                            self.engine.on(now, Event::SecondDone(ticket(extent), Err(e)));
+                        }
+                    }
+                    Action::Withdraw { .. } => self.held_back = None,
+                    Action::Cancel => {
+                        self.source.cancel();
+                        cancelled = true;
+                    }
+                    Action::Abandon => {
+                        // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not
+                        // wait for these slabs.
+                        self.engine.take_quarantined().iter().for_each(|slab| slab.set_apart());
+                        if let Some(device) = &mut self.device {
+                            device.abandon();
+                        }
+                    }
+                }
+            }
+            let Err(e) = self.source.flush() else { return cancelled };
+            let failed = self.engine.failed();
+            self.engine.on(now, Event::Failed(e));
+            if failed || !self.engine.failed() {
+                return cancelled;
             }
         }
-        while self.held_back.is_none() {
-            match self.engine.next(&mut self.ring) {
-                Some(Action::First { extent }) => {
-                    let read = self.read(extent)?;
-                    self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
-                    self.held_back = self.source.submit(read).err();
-                }
-                Some(Action::Second { extent }) => {
-                    let batch = self.batch(extent)?;
-                    self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
-                    let device = self.device.as_mut().ok_or_else(|| internal("a slab landing without a device"))?;
-                    device.copy(batch)?;
-                }
-                None => break,
-            }
-        }
-        self.source.flush()
     }
 
-    fn extent(&self, extent: u32) -> (&Extent, &[Piece]) {
-        let e = &self.schedule.extents[extent as usize];
-        (e, &self.schedule.pieces[e.pieces.start as usize..e.pieces.end as usize])
+    /// Starts a read, or gives the source the one that was held back.
+    fn first(&mut self, now: Nanos, extent: u32) {
+        let read = match self.held_back.take() {
+            Some(read) => read,
+            None => match self.read(extent) {
+                Ok(read) => {
+                    self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
+                    read
+                }
+                Err(e) => return self.engine.on(now, Event::FirstDone(ticket(extent), Err(e))),
+            },
+        };
+        self.held_back = self.source.submit(read).err();
+        if self.held_back.is_some() {
+            self.engine.on(now, Event::NoRoom(ticket(extent)));
+        }
+    }
+
+    fn land(&mut self, extent: u32) -> Result<()> {
+        let slab = self.slab(extent)?.clone();
+        let into = self.addresses(extent).destination(Some(slab.address()))?;
+        self.source.land(ticket(extent), into, slab)
+    }
+
+    fn second(&mut self, extent: u32) -> Result<()> {
+        let batch = self.batch(extent)?;
+        self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
+        self.device.as_mut().ok_or_else(|| internal("a slab landing without a device"))?.copy(batch)
+    }
+
+    fn addresses(&self, extent: u32) -> Addresses<'_, impl Fn(u32) -> Option<u64> + '_> {
+        let base = |block: u32| self.blocks[block as usize].as_ref().map(Block::address);
+        Addresses::new(&self.schedule, &self.layout, extent, base)
     }
 
     fn block(&self, block: u32) -> Result<&Block> {
         self.blocks[block as usize].as_ref().ok_or_else(|| internal("a block was used before it was granted"))
     }
 
-    /// The offset in its file of a mirror block's first byte.
-    fn mirrored_from(&self, block: u32) -> Result<u64> {
-        match self.layout.blocks[block as usize].kind {
-            BlockKind::Mirror { start, .. } => Ok(start),
-            _ => Err(internal("a read lands in a block that does not mirror the file")),
-        }
+    fn slab(&self, extent: u32) -> Result<&Arc<Lease>> {
+        self.engine.slab(extent).ok_or_else(|| internal("an extent without its slab"))
     }
 
     fn read(&self, extent: u32) -> Result<Read> {
-        let (e, pieces) = self.extent(extent);
-        let (into, keep) = match e.landing {
-            Landing::Mapping { block, resident } => {
-                let (block, start) = (self.block(block)?, self.mirrored_from(block)?);
-                // The whole file is mapped, and an extent may begin before the block and end behind it.
-                let at = (block.address() - start + e.offset) as *mut u8;
-                (Destination::Mapping { at, resident }, block.keep())
-            }
-            Landing::Block { block } => {
-                let (block, start) = (self.block(block)?, self.mirrored_from(block)?);
-                block.prepare(e.offset - start, e.len);
-                (Destination::Memory((block.address() + (e.offset - start)) as *mut u8), block.keep())
-            }
-            Landing::Scatter => (Destination::Scatter(self.scatter(e, pieces)?), self.keep_blocks(pieces, None)?),
-            Landing::Slab => {
-                let slab = self.engine.slab(extent).ok_or_else(|| internal("an extent without its slab"))?;
-                (Destination::Memory(slab.address()), slab.clone() as Keep)
+        let e = &self.schedule.extents[extent as usize];
+        let slab = self.engine.slab(extent);
+        let into = self.addresses(extent).destination(slab.map(|slab| slab.address()))?;
+        let keep: Keep = match (e.landing, slab) {
+            (Landing::Slab, Some(slab)) => slab.clone(),
+            // It has no memory yet.
+            (Landing::Slab, None) => Arc::new(()),
+            _ => {
+                self.prepare(extent)?;
+                self.keep_blocks(extent, None)?
             }
         };
         Ok(Read {
-            ticket: Ticket(u64::from(extent)),
+            ticket: ticket(extent),
             file: e.file,
             offset: e.offset,
             len: e.len,
@@ -453,84 +499,28 @@ impl Driver {
         })
     }
 
-    /// The address to which a piece is about to be written.
-    fn prepared(&self, p: &Piece) -> Result<u64> {
-        let block = self.block(p.block)?;
-        block.prepare(p.to, (p.rows - 1) * p.to_stride + p.len);
-        Ok(block.address() + p.to)
-    }
-
-    /// The places of an extent's pieces in file order. The gaps between them are discarded.
-    fn scatter(&self, e: &Extent, pieces: &[Piece]) -> Result<Vec<(*mut u8, usize)>> {
-        let mut rows = Vec::with_capacity(pieces.len());
-        for p in pieces {
-            let base = self.prepared(p)?;
-            for row in 0..p.rows {
-                rows.push((p.from + row * p.from_stride, (base + row * p.to_stride) as *mut u8, p.len));
-            }
-        }
-        rows.sort_unstable_by_key(|r| r.0);
-        let mut places = Vec::with_capacity(2 * rows.len() + 1);
-        let mut at = 0;
-        for (from, to, len) in rows {
-            if from < at {
-                return Err(internal("two pieces of one scattered read overlap"));
-            }
-            if from > at {
-                places.push((std::ptr::null_mut(), (from - at) as usize));
-            }
-            places.push((to, len as usize));
-            at = from + len;
-        }
-        if at < e.len {
-            places.push((std::ptr::null_mut(), (e.len - at) as usize));
-        }
-        Ok(places)
-    }
-
     fn batch(&self, extent: u32) -> Result<Batch> {
-        let (_, pieces) = self.extent(extent);
-        let slab = self.engine.slab(extent).ok_or_else(|| internal("an extent without its slab"))?;
-        let from = slab.address();
-        let mut copies = Vec::with_capacity(pieces.len());
-        for p in pieces {
-            copies.push(Copy {
-                // SAFETY: the schedule keeps pieces within the extent and extents within a slab (its property tests).
-                from: unsafe { from.add(p.from as usize) },
-                to: self.prepared(p)?,
-                block: p.block,
-                pad: self.pad(p),
-                len: p.len,
-                rows: p.rows,
-                from_stride: p.from_stride,
-                to_stride: p.to_stride,
-            });
-        }
-        let keep = self.keep_blocks(pieces, Some(slab.clone()))?;
-        Ok(Batch { ticket: Ticket(u64::from(extent)), slab: (from, slab.len()), copies, keep })
+        let slab = self.slab(extent)?;
+        let copies = self.addresses(extent).copies(slab.address())?;
+        self.prepare(extent)?;
+        let keep = self.keep_blocks(extent, Some(slab.clone()))?;
+        Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, keep })
     }
 
-    /// Bytes after a piece that may be overwritten. If the piece ends a tensor in a dense block on a GPU, these are the
-    /// bytes up to the next possible tensor start.
-    fn pad(&self, p: &Piece) -> u32 {
-        let place = self.layout.places[p.want as usize];
-        let block = self.layout.blocks[p.block as usize];
-        let end = p.to + p.len;
-        if block.kind != BlockKind::Dense || p.rows != 1 || end != place.offset + place.nbytes {
-            return 0;
-        }
-        (end.next_multiple_of(GPU_ALIGN).min(block.nbytes) - end) as u32
+    /// The last leg of this extent is about to write to its blocks.
+    fn prepare(&self, extent: u32) -> Result<()> {
+        let addresses = self.addresses(extent);
+        let mut written = addresses.written();
+        written.try_for_each(|(block, offset, nbytes)| {
+            self.block(block)?.prepare(offset, nbytes);
+            Ok(())
+        })
     }
 
-    /// Keeps the memory of all blocks that `pieces` touch, and the slab.
-    fn keep_blocks(&self, pieces: &[Piece], slab: Option<Arc<Lease>>) -> Result<Keep> {
-        let mut blocks: Vec<u32> = Vec::new();
-        for p in pieces {
-            if blocks.last() != Some(&p.block) {
-                blocks.push(p.block);
-            }
-        }
-        let mut keeps = blocks.into_iter().map(|b| Ok(self.block(b)?.keep())).collect::<Result<Vec<Keep>>>()?;
+    /// Keeps the memory of all blocks that the extent fills, and the slab.
+    fn keep_blocks(&self, extent: u32, slab: Option<Arc<Lease>>) -> Result<Keep> {
+        let addresses = self.addresses(extent);
+        let mut keeps = addresses.blocks().map(|b| Ok(self.block(b)?.keep())).collect::<Result<Vec<Keep>>>()?;
         if let Some(slab) = slab {
             keeps.push(slab);
         }
@@ -543,25 +533,22 @@ impl Driver {
         })
     }
 
-    /// Tells the owner the news: wants ready, blocks wanted, bytes arrived.
-    fn publish(&mut self, told: &mut u64) {
+    /// Tells the owner the news: wants ready, blocks wanted, bytes arrived. True if the load has failed by that.
+    fn publish(&mut self, clock: Clock, told: &mut u64) -> bool {
+        let failed = self.engine.failed();
         let mut ready = Vec::new();
         let begun = Instant::now();
-        while let Some(want) = self.engine.ready() {
+        while let Some(Ready { want, completes }) = self.engine.ready() {
             self.record.iter_mut().for_each(|r| r.ready += 1);
             self.report.first_tensor_seconds.get_or_insert_with(|| self.began.seconds());
             if self.stream {
                 ready.push(want);
             }
-            let block = self.layout.places[want as usize].block as usize;
-            self.unready[block] -= 1;
-            if self.unready[block] == 0 {
-                if let Some(block) = self.blocks[block].take() {
-                    block.complete();
-                }
+            if let Some(block) = completes.and_then(|block| self.blocks[block as usize].take()) {
+                block.complete();
             }
         }
-        let ready = self.hand_out(ready);
+        let ready = self.hand_out(clock, ready);
         if let Some(record) = &mut self.record {
             let tensors = std::mem::take(&mut record.ready);
             if tensors > 0 {
@@ -570,82 +557,50 @@ impl Driver {
             }
         }
         let mut wanted = Vec::new();
-        if self.gpu.is_none() && !self.engine.failed() {
+        if self.gpu.is_none() {
             self.engine.wanted_blocks(&mut wanted);
         }
         let arrived = self.engine.bytes_arrived();
-        if ready.is_empty() && arrived == *told && wanted.is_empty() {
-            return;
+        if !ready.is_empty() || arrived != *told || !wanted.is_empty() {
+            *told = arrived;
+            let mut state = self.shared.lock();
+            // A grant may have come in since the engine looked.
+            wanted.retain(|&b| !state.is_granted(b));
+            let news = !ready.is_empty() || (!wanted.is_empty() && wanted != state.wanted);
+            state.ready.extend(ready);
+            state.wanted = wanted;
+            state.arrived = arrived;
+            if news {
+                self.shared.changed.notify_all();
+            }
         }
-        *told = arrived;
-        let mut state = self.shared.lock();
-        // A grant may have come in since the engine looked.
-        wanted.retain(|&b| !state.is_granted(b));
-        let news = !ready.is_empty() || (!wanted.is_empty() && wanted != state.wanted);
-        state.ready.extend(ready);
-        state.wanted = wanted;
-        state.arrived = arrived;
-        if news {
-            self.shared.changed.notify_all();
-        }
+        self.engine.failed() != failed
     }
 
-    /// Sleeps until something finishes or arrives, or a deadline passes. Handles the deadline.
-    fn sleep(&mut self, clock: &mut Clock) {
+    /// Sleeps until something happens, or the engine's deadline passes.
+    fn sleep(&mut self, clock: Clock) {
         let waits_for = self.engine.waits_for();
-        let ours = matches!(waits_for, Wait::Source | Wait::Device | Wait::Slabs);
-        let deadline = clock.drain_until.or_else(|| ours.then(|| clock.moved + self.stall));
         // The ring's descriptor is cleared when a slab is requested. So it may stay readable while no slab is wanted (a
         // slab came back after the window closed, or while a failed load drains). It must not wake the thread then.
-        let slabs = if self.held_back.is_none() && self.engine.wants_slab() { self.ring.fd() } else { -1 };
+        let slabs = if self.engine.wants_slab() { self.ring.fd() } else { -1 };
         let fds = [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs];
         let before = Instant::now();
-        wait_readable(&fds, deadline.map(|d| d.saturating_duration_since(before)));
+        let left = self.engine.deadline().map(|d| Duration::from_nanos(d.saturating_sub(clock.at(before))));
+        wait_readable(&fds, left);
         let now = Instant::now();
         self.tally.add(waits_for, self.engine.first_in_flight(), self.engine.second_in_flight(), now - before);
         if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
             let span = Span::new(Lane::Engine, format!("wait: {name}"), before, now);
             record.timeline.add(Span { kind: "wait", ..span });
         }
-        if !ours {
-            clock.moved = now;
-        }
-        if deadline.is_some_and(|d| now >= d) {
-            self.overdue(clock, waits_for);
-        }
     }
 
-    /// Nothing moved for too long, or a failed load does not drain: gives up what is in flight.
-    fn overdue(&mut self, clock: &mut Clock, waits_for: Wait) {
-        if clock.drain_until.is_some() {
-            // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not wait for
-            // these slabs.
-            self.engine.abandon().iter().for_each(|slab| slab.set_apart());
-            if let Some(device) = &mut self.device {
-                device.abandon();
-            }
-            return;
-        }
-        let stalled = self.engine.in_flight().next();
-        let what = match waits_for {
-            Wait::Device => "copies to the device hang",
-            Wait::Slabs => "no staging memory became free; other loads of this process hold all of it, or a GPU driver registers none",
-            _ => "reads hang; is the file system or its server stuck?",
-        };
-        let error = Error::new(
-            ErrorKind::Timeout,
-            format!(
-                "nothing moved for {:.1} s with {} reads and {} copies in flight: {what} (stall_timeout raises the limit)",
-                self.stall.as_secs_f64(),
-                self.engine.first_in_flight(),
-                self.engine.second_in_flight(),
-            ),
-        );
-        let error = match stalled {
-            Some(extent) => self.located(error, Ticket(u64::from(extent))),
+    /// The error of the load. If it stalled, the error names the file and range of the oldest read in flight.
+    fn stalled_at(&self, error: Error) -> Error {
+        match self.engine.stalled() {
+            Some(extent) => self.located(error, ticket(extent)),
             None => error,
-        };
-        self.engine.fail(error);
+        }
     }
 
     /// The error, with the file and range of the extent that failed.
@@ -666,8 +621,9 @@ fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
     Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this"))
 }
 
-fn internal(text: &str) -> Error {
-    Error::new(ErrorKind::Internal, format!("{text}; please report this"))
+/// The ticket of an extent is its number.
+fn ticket(extent: u32) -> Ticket {
+    Ticket(u64::from(extent))
 }
 
 /// Sleeps until one of `fds` is readable (negative ones are ignored) or `timeout` has passed.

@@ -90,10 +90,10 @@ impl Load {
     /// The next want in hand-out order. Waits at most `timeout`; `None` waits without a limit. Every wait ends, because
     /// the load ends.
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next> {
-        self.wait_until(timeout, |state| {
+        let next = self.wait_until(timeout, |state| {
             if let Some(want) = state.ready.pop_front() {
                 state.handed.push(want);
-                return Some(self.still_there(want, state).map(|()| Next::Ready(want)));
+                return Some(Ok(Next::Ready(want)));
             }
             // A consumer that waits for the next one has no more use for the room of those before.
             if !state.handed.is_empty() {
@@ -107,14 +107,17 @@ impl Load {
                 None => {}
             }
             (!state.wanted.is_empty()).then_some(Ok(Next::Grant))
-        })
-        .unwrap_or(Ok(Next::TimedOut))
+        });
+        match next {
+            Some(Ok(Next::Ready(want))) => self.still_there(want).map(|()| Next::Ready(want)),
+            other => other.unwrap_or(Ok(Next::TimedOut)),
+        }
     }
 
     /// The engine compared the file when the want became ready, which may have been long before this call. Bytes that
     /// were read cannot change any more. But a mapping is the file: if the file was truncated, touching the mapping is
     /// SIGBUS.
-    fn still_there(&self, want: u32, state: &mut State) -> Result<()> {
+    fn still_there(&self, want: u32) -> Result<()> {
         let block = self.layout.places[want as usize].block;
         let (Some((files, routing)), BlockKind::Mirror { file, .. }) =
             (&self.mapped, self.layout.blocks[block as usize].kind)
@@ -125,14 +128,16 @@ impl Load {
             return Ok(());
         }
         // Checked again for each tensor, which takes 2 us: a truncation before this call is reported, however short
-        // before.
+        // before. The file system is asked without the lock: if it hangs, the engine and other callers go on.
         files.verify_file(file).inspect_err(|e| {
+            let mut state = self.shared.lock();
             // Nothing more is handed out by this load.
             state.ready.clear();
             if let Some(outcome) = &mut state.outcome {
                 *outcome = Err(e.clone());
             }
             state.messages.push(Message::Cancel);
+            drop(state);
             self.shared.inbox.ring();
         })
     }

@@ -3,6 +3,7 @@
 //! The engine thread owns source, device and state machine, and sleeps in one `poll`. Callers talk to it through an
 //! inbox and a condition variable. It runs no foreign code and waits for no caller.
 
+pub(crate) mod addresses;
 mod drive;
 mod handle;
 mod shared;

@@ -1,7 +1,7 @@
 //! What the owner of a load and its engine thread share: an inbox, a state, a condition variable.
 
 use crate::device::Fence;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::memory::Block;
 use crate::plan::layout::Layout;
@@ -19,6 +19,11 @@ pub(super) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
         Some(file) => error.at(&file.path),
         None => error,
     }
+}
+
+/// The error of a mistake in this crate.
+pub(super) fn internal(text: &str) -> Error {
+    Error::new(ErrorKind::Internal, format!("{text}; please report this"))
 }
 
 /// What the owner of a load and its engine thread share.

@@ -8,9 +8,11 @@ use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
-use crate::engine::Engine;
+use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Landing;
+#[cfg(any(test, feature = "testing"))]
+use crate::extent::TakesSlab;
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
 use crate::options::{Io, Options, PAGE};
@@ -45,6 +47,9 @@ struct StandIns<'a> {
     /// The storage device of each file; empty: the real ones.
     #[cfg(any(test, feature = "testing"))]
     storage: &'a [u64],
+    /// The source answers late: slabs are taken at arrival.
+    #[cfg(any(test, feature = "testing"))]
+    late: bool,
 }
 
 impl Load {
@@ -73,6 +78,16 @@ impl Load {
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
+    }
+
+    /// The same with a source that answers late, for tests: slabs are taken when the first byte of a read has arrived.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn start_late(
+        request: Request,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let stand_ins = StandIns { decorate: Some(Box::new(decorate)), late: true, ..StandIns::default() };
+        start(request, stand_ins, || true)
     }
 
     /// The same, with a given storage device number for each file.
@@ -115,6 +130,10 @@ fn begin(
     #[cfg(any(test, feature = "testing"))]
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
+    #[cfg(any(test, feature = "testing"))]
+    if stand_ins.late {
+        plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
+    }
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
     let disk = (plan.routing.cold != Cold::None).then(DiskUse::begin);
@@ -141,8 +160,11 @@ fn begin(
     };
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
-    let mut engine = Engine::new(schedule.clone(), layout.clone(), routing.depth, window);
-    (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.grant(block));
+    // Requests to stores that answer late have a bound of their own, but no such store yet that could declare another.
+    let depth = routing.depth;
+    let bounds = Bounds { depth, requests: depth, window, stall: nanos(options.stall_timeout) };
+    let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
+    (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
     let mut ring = Ring::process().join(options.extent, options.staging)?;
@@ -163,7 +185,6 @@ fn begin(
         device,
         ring,
         blocks,
-        unready: layout.wants_per_block(),
         gpu,
         stream,
         stall: options.stall_timeout,

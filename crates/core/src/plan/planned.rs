@@ -68,7 +68,13 @@ impl Planned {
             // touch must not have to read the disk.
             let resident = if way.mapped && surveyed.sampled { Vec::new() } else { surveyed.resident };
             let storage = surveyed.facts.storage as u32;
-            FileTraits { storage, direct_align: surveyed.facts.direct_align, resident, way: *way }
+            FileTraits {
+                storage,
+                direct_align: surveyed.facts.direct_align,
+                resident,
+                way: *way,
+                ..FileTraits::default()
+            }
         });
         let traits: Vec<FileTraits> = traits.collect();
         let limits = Limits {

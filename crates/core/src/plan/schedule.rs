@@ -9,7 +9,7 @@
 use super::layout::{BlockKind, Layout};
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, Landing, Piece, Route};
+use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use crate::way::{Through, Way};
@@ -28,6 +28,8 @@ pub struct FileTraits {
     pub resident: Vec<Range<u64>>,
     /// The way that was decided for it.
     pub way: Way,
+    /// When the slabs of its extents are taken.
+    pub staging: TakesSlab,
 }
 
 /// Limits of a schedule, from the options and the machine.
@@ -322,6 +324,7 @@ struct Rules {
     /// Whether the page cache holds all that is wanted (mapped files only).
     all_resident: bool,
     scatter: Option<u64>,
+    staging: TakesSlab,
     /// Whether mirror blocks are read in place. Their padding is only one page.
     in_place: bool,
 }
@@ -343,6 +346,7 @@ impl Rules {
             resident: Vec::new(),
             all_resident,
             scatter: None,
+            staging: traits.staging,
             in_place: true,
         }
     }
@@ -394,6 +398,7 @@ impl Rules {
             resident,
             all_resident,
             scatter,
+            staging: traits.staging,
             in_place: unit == PAGE,
         }
     }
@@ -770,6 +775,7 @@ impl Making<'_> {
             need: last - offset,
             route,
             landing,
+            staging: rules.staging,
             pieces: start..start + self.scratch.len() as u32,
             wanted: distinct(&self.scratch),
             slack: (first - offset) + (past - last),

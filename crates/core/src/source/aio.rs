@@ -4,7 +4,7 @@
 
 use super::flight::{quarantine, Flight, Next};
 use super::threads::refuses_direct;
-use super::{readable, Done, Outcome, Read, Source, GRACE};
+use super::{readable, Event, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Files;
 use crate::wake::Wake;
@@ -345,10 +345,10 @@ impl Source for Aio {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        done.extend(out.into_iter().map(|o| o.into_done(&self.files)));
+        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.files))));
         Ok(())
     }
 

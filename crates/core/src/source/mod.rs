@@ -19,16 +19,20 @@
 //! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, keep };
 //! source.submit(read).ok();
 //! source.flush()?;
-//! let mut done = Vec::new();
-//! while done.is_empty() {
+//! let mut events = Vec::new();
+//! while events.is_empty() {
 //!     // Here a real caller waits with poll(2) until `source.wake()` is readable, among other things.
-//!     source.poll(&mut done)?;
+//!     source.poll(&mut events)?;
 //! }
 //! files.verify_unchanged()
 //! # }
 //! ```
 //!
 //! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`](crate::store::Files).
+//!
+//! A source whose bytes come late is sent reads without a place to land ([`Destination::OnArrival`]). It reports
+//! [`Event::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
+//! [`Source::land`] has given it a place. A read that fails needs no arrival. No source in this crate does that yet.
 //!
 //! Three rules hold for every source. The conformance suite checks each source for them:
 //! - every ticket comes back exactly once, also after `cancel`, and when an interface is refused while reads are in
@@ -99,6 +103,8 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
+    /// Not known yet. [`Source::land`] gives it after the source has reported [`Event::Arrived`].
+    OnArrival,
     /// A mapping of the file.
     Mapping {
         /// The address at which byte `offset` of the file is mapped. `len` bytes from there are populated.
@@ -130,6 +136,15 @@ pub struct Done {
     pub route: Route,
 }
 
+/// What a source reports.
+#[derive(Debug)]
+pub enum Event {
+    /// The first byte of a read that was sent without a place to land is there. The source waits for [`Source::land`].
+    Arrived(Ticket),
+    /// A read has ended, well or not.
+    Done(Done),
+}
+
 /// A queue of reads.
 pub trait Source: Send {
     /// Queues a read. Gives it back if the queue is full; it may be submitted again after a `poll`.
@@ -138,11 +153,22 @@ pub trait Source: Send {
     /// Starts what was queued (one system call for many reads, where the interface allows).
     fn flush(&mut self) -> Result<()>;
 
-    /// Moves finished reads into `done`, without waiting.
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()>;
+    /// Appends what happened since the last call to `events`, without waiting.
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()>;
 
-    /// Gives up reads that have not started. Every ticket still comes back through `poll`; the given-up ones have kind
-    /// `Cancelled`.
+    /// Gives a read that has arrived its place, and what keeps that memory alive. The source then receives the rest, and
+    /// the ticket comes back through `poll`.
+    ///
+    /// # Errors
+    /// `Internal` from a source that reports no arrivals: there is no such read.
+    fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        let _ = (into, keep);
+        let text = format!("ticket {} was given a place, but this source waits for none; please report this", ticket.0);
+        Err(Error::new(ErrorKind::Internal, text))
+    }
+
+    /// Gives up reads that have not started, and reads that have arrived and have no place yet. Every ticket still comes
+    /// back through `poll`; the given-up ones have kind `Cancelled`.
     fn cancel(&mut self);
 
     /// Readable whenever `poll` may return something.
@@ -216,6 +242,11 @@ impl Read {
         );
         Err(Error::new(ErrorKind::Truncated, text))
     }
+}
+
+/// The error of a read that was sent without a place to land, from a source that reports no arrivals.
+fn no_place() -> Error {
+    Error::new(ErrorKind::Internal, "this source needs to know from the start where a read lands")
 }
 
 /// An empty epoll set: readable while any descriptor in it is.

@@ -13,7 +13,7 @@
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
 use super::threads::{How, Late};
-use super::{epoll, watch, Aio, Done, Outcome, Read, Source, Threads, Touches, Uring};
+use super::{epoll, watch, Aio, Done, Event, Outcome, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -372,14 +372,14 @@ impl Source for Router {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
-        done.append(&mut self.over);
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        events.extend(self.over.drain(..).map(Event::Done));
         let mut out = self.drain_direct();
         out.append(&mut self.drain_buffered());
         self.threads.drain(&mut out);
         for outcome in out {
             match outcome {
-                Outcome::Done(d) => done.push(d),
+                Outcome::Done(done) => events.push(Event::Done(done)),
                 Outcome::Refused { read, cause } => self.refuse_direct(read, &cause),
             }
         }

@@ -7,7 +7,7 @@
 
 use super::fill::{fetch, Fill};
 use super::touch::{Left, Touch, Touches, Untouched};
-use super::{Destination, Done, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{no_place, Destination, Event, Outcome, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -242,10 +242,10 @@ impl Source for Threads {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        done.extend(out.into_iter().map(|o| o.into_done(&self.shared.files)));
+        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.shared.files))));
         Ok(())
     }
 
@@ -641,6 +641,7 @@ impl Tools {
             Destination::Mapping { .. } => {
                 return Err(Error::new(ErrorKind::Internal, "a mapping is populated, not read into"))
             }
+            Destination::OnArrival => return Err(no_place()),
         }
         Ok(())
     }
@@ -771,7 +772,11 @@ mod models {
                 pool.shared.wake.wait(-1);
             }
         }
-        let mut tickets: Vec<u64> = done.iter().map(|d| d.ticket.0).collect();
+        let ticket = |event: &Event| match event {
+            Event::Arrived(ticket) => ticket.0,
+            Event::Done(done) => done.ticket.0,
+        };
+        let mut tickets: Vec<u64> = done.iter().map(ticket).collect();
         tickets.sort_unstable();
         assert_eq!(tickets, (0..reads).collect::<Vec<_>>(), "every ticket once");
         assert_eq!(pool.in_flight(), 0);

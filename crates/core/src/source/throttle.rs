@@ -1,8 +1,9 @@
 //! A source that is made slower or made to fail, to test the rest. For tests only: no option leads here.
 
-use super::{epoll, watch, Done, Read, Source, Touches};
+use super::{epoll, watch, Destination, Done, Event, Read, Source, Touches};
 use crate::error::{Error, Result};
 use crate::fallback::Fallback;
+use crate::memory::Keep;
 use crate::store::Files;
 use crate::wake::Wake;
 use std::collections::HashMap;
@@ -155,10 +156,14 @@ impl Source for Throttle {
         self.inner.flush()
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
-        let mut finished = Vec::new();
-        self.inner.poll(&mut finished)?;
-        for d in finished {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        let mut happened = Vec::new();
+        self.inner.poll(&mut happened)?;
+        for event in happened {
+            let Event::Done(d) = event else {
+                events.push(event);
+                continue;
+            };
             match self.hung.iter().position(|t| *t == d.ticket) {
                 Some(i) => {
                     self.hung.swap_remove(i);
@@ -179,13 +184,17 @@ impl Source for Throttle {
         let mut i = 0;
         while i < self.held.len() {
             if self.held[i].0 <= now {
-                done.push(self.held.swap_remove(i).1);
+                events.push(Event::Done(self.held.swap_remove(i).1));
             } else {
                 i += 1;
             }
         }
         self.arm();
         Ok(())
+    }
+
+    fn land(&mut self, ticket: super::Ticket, into: Destination, keep: Keep) -> Result<()> {
+        self.inner.land(ticket, into, keep)
     }
 
     fn cancel(&mut self) {

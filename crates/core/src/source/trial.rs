@@ -12,7 +12,7 @@
 
 use super::router::Router;
 use super::threads::Late;
-use super::{Done, Read, Source, Touches};
+use super::{Done, Event, Read, Source, Touches};
 use crate::error::Result;
 use crate::extent::{Route, Ticket};
 use crate::fallback::Fallback;
@@ -89,10 +89,14 @@ impl Source for Trial {
         self.inner.flush()
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
-        let before = done.len();
-        self.inner.poll(done)?;
-        if self.pace.back(&done[before..], Instant::now()) {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        let before = events.len();
+        self.inner.poll(events)?;
+        let done = events[before..].iter().filter_map(|event| match event {
+            Event::Done(done) => Some(done),
+            Event::Arrived(_) => None,
+        });
+        if self.pace.back(done, Instant::now()) {
             lock(&self.chosen).clone_from(&self.pace.choice);
         }
         self.late.fetch(self.pace.take_past());
@@ -200,7 +204,7 @@ impl Pace {
     }
 
     /// These came back. Goes on to the next stage when that is enough. Whether the choice may be a new one.
-    fn back(&mut self, done: &[Done], now: Instant) -> bool {
+    fn back<'d>(&mut self, done: impl IntoIterator<Item = &'d Done>, now: Instant) -> bool {
         let before = self.stage;
         for done in done {
             let Some((file, range, past)) = self.out.remove(&done.ticket) else { continue };

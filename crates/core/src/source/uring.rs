@@ -10,7 +10,7 @@
 
 use super::flight::{quarantine, Flight, Next, Scratch};
 use super::threads::refuses_direct;
-use super::{readable, Done, Outcome, Read, Source, GRACE};
+use super::{readable, Event, Outcome, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::store::Files;
@@ -495,10 +495,10 @@ impl Source for Uring {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        done.extend(out.into_iter().map(|o| o.into_done(&self.files)));
+        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.files))));
         Ok(())
     }
 
@@ -619,7 +619,8 @@ mod tests {
                     assert!(readable(uring.wake(), std::time::Duration::from_secs(30)), "nobody was woken");
                 }
             }
-            assert!(done.iter().all(|done| done.result.is_ok()), "{done:?}");
+            let well = |event: &Event| matches!(event, Event::Done(done) if done.result.is_ok());
+            assert!(done.iter().all(well), "{done:?}");
             assert_eq!(memory.iter().flat_map(|part| part.iter().copied()).collect::<Vec<_>>(), content);
         }
     }

@@ -1,7 +1,7 @@
 //! A file with known bytes, memory to read it into, and how to wait.
 
 use penstock::extent::{Route, Ticket};
-use penstock::source::{Destination, Done, Read, Source};
+use penstock::source::{Destination, Done, Event, Read, Source};
 use penstock::store::Files;
 use std::any::Any;
 use std::fs;
@@ -168,7 +168,7 @@ pub(crate) fn wait(source: &mut dyn Source, n: usize) -> Vec<Done> {
     let mut woken = 0;
     while done.len() < n {
         source.flush().unwrap();
-        source.poll(&mut done).unwrap();
+        poll(source, &mut done);
         if done.len() < n {
             assert!(Instant::now() < until, "{} of {n} reads came back in 20 s", done.len());
             readable(source.wake(), 1000);
@@ -178,6 +178,16 @@ pub(crate) fn wait(source: &mut dyn Source, n: usize) -> Vec<Done> {
     assert!(woken <= 20 * n + 20, "woke {woken} times for {n} reads: it spins");
     assert_eq!(done.len(), n, "more tickets came back than were given");
     done
+}
+
+/// Appends the reads that are done. All of them had a place to land, so none may arrive first.
+pub(crate) fn poll(source: &mut dyn Source, done: &mut Vec<Done>) {
+    let mut events = Vec::new();
+    source.poll(&mut events).unwrap();
+    done.extend(events.into_iter().map(|event| match event {
+        Event::Done(done) => done,
+        Event::Arrived(ticket) => panic!("{ticket:?} arrived, but it has a place"),
+    }));
 }
 
 pub(crate) fn readable(fd: RawFd, ms: i32) -> bool {
@@ -209,7 +219,7 @@ pub(crate) fn wait_some(source: &mut dyn Source) -> Vec<Done> {
     while done.is_empty() {
         assert!(Instant::now() < until, "nothing came back in 20 s");
         readable(source.wake(), 1000);
-        source.poll(&mut done).unwrap();
+        poll(source, &mut done);
     }
     done
 }

@@ -1,0 +1,431 @@
+//! The world's sources and devices: what they do with the engine's actions, on real memory.
+
+use super::super::{Action, Event};
+use super::memory::{byte_of_file, POISON};
+use super::{simulated, ticket, At, Check, Fate, First, Misplaced, Second, World, DRAIN};
+use crate::device::Copy;
+use crate::error::ErrorKind;
+use crate::extent::Landing;
+use crate::load::addresses::Addresses;
+use crate::source::Destination;
+
+impl World {
+    pub(super) fn carry_out(&mut self, action: Action) -> Check {
+        let failed = self.wronged.is_some();
+        match action {
+            Action::First { extent } => {
+                hold!(!failed, "{action:?} after the load had failed");
+                if let Some(i) = self.first.iter().position(|f| f.extent == extent && f.at == At::Held) {
+                    hold!(
+                        self.refused != Some(self.turn),
+                        "extent {extent} tried again, and the source was not polled"
+                    );
+                    self.submit(i);
+                    return Ok(());
+                }
+                self.start(extent)
+            }
+            Action::Land { extent } => {
+                hold!(!failed, "{action:?} after the load had failed");
+                hold!(self.come.pop_front() == Some(extent), "extent {extent} lands before it is its turn to");
+                let leg = self.first.iter().position(|f| f.extent == extent && f.at == At::Come);
+                let leg = leg.ok_or("a request lands that has not arrived")?;
+                let slab = self.slab(extent)?;
+                self.occupy(extent);
+                self.first[leg].into = Some(self.destination(extent, Some(slab))?);
+                self.moves();
+                if self.cruelty.trouble && self.rng.one_in(60) {
+                    // The source does not know it. It comes back when the source is told to give up.
+                    self.wrong(ErrorKind::Internal);
+                    self.engine.on(self.now, Event::Failed(simulated(ErrorKind::Internal)));
+                    return Ok(());
+                }
+                self.first[leg].at = At::Landing;
+                Ok(())
+            }
+            Action::Second { extent } => {
+                hold!(!failed, "{action:?} after the load had failed");
+                hold!(!self.second.iter().any(|s| s.extent == extent), "second leg of extent {extent} twice at once");
+                let at = self.slab(extent)?;
+                self.occupy(extent);
+                let slab = self.engine.slab(extent).map_or(0, |slab| slab.id);
+                let copies = self.copies(extent, at)?;
+                let fate = self.fate();
+                self.moves();
+                if self.cruelty.trouble && self.rng.one_in(100) {
+                    // The device does not take it.
+                    self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+                    self.wrong(ErrorKind::Device);
+                    self.engine.on(self.now, Event::SecondDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+                    return Ok(());
+                }
+                self.second.push(Second { extent, copies, slab, fate });
+                Ok(())
+            }
+            Action::Withdraw { extent } => {
+                let held = self.first.iter().position(|f| f.extent == extent && f.at == At::Held);
+                hold!(failed && held.is_some(), "{action:?} of a read that is not held back");
+                self.leave(held.unwrap_or(0));
+                Ok(())
+            }
+            Action::Cancel => {
+                hold!(failed && !self.source_told, "the source was told to give up twice, or for nothing");
+                self.source_told = true;
+                Ok(())
+            }
+            Action::Abandon => self.abandoned(),
+        }
+    }
+
+    /// A leg starts.
+    pub(super) fn moves(&mut self) {
+        self.moved = self.now;
+        self.overdue = false;
+    }
+
+    /// A new first leg.
+    pub(super) fn start(&mut self, extent: u32) -> Check {
+        let e = self.extent(extent);
+        hold!(!self.started[extent as usize], "extent {extent} started twice");
+        hold!(!self.first.iter().any(|f| f.at == At::Held), "extent {extent} overtakes one that is held back");
+        self.started[extent as usize] = true;
+        hold!(self.is_granted(extent), "extent {extent} started before its blocks were granted");
+        hold!(self.has_depth(e.staging), "extent {extent} passes the depth");
+        self.ahead += e.wanted;
+        let bound = self.bound();
+        hold!(self.ahead <= bound, "extent {extent} passes the window: {} > {bound}", self.ahead);
+        let slab = if e.lands_on_arrival() {
+            hold!(self.engine.slab(extent).is_none(), "extent {extent} took its slab at request");
+            None
+        } else if e.landing == Landing::Slab {
+            hold!(self.come.is_empty(), "extent {extent} took a slab before those that have arrived");
+            Some(self.slab(extent)?)
+        } else {
+            None
+        };
+        let into = self.destination(extent, slab)?;
+        let requested = matches!(into, Destination::OnArrival);
+        hold!(requested == e.lands_on_arrival(), "extent {extent} has no place, or has one too early");
+        if self.cruelty.trouble && self.rng.one_in(150) {
+            // There is no place for it, or it cannot be sent.
+            self.moves();
+            self.wrong(ErrorKind::Internal);
+            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Internal))));
+            return Ok(());
+        }
+        let fate = self.fate();
+        self.first.push(First { extent, into: Some(into), at: At::Held, fate });
+        self.submit(self.first.len() - 1);
+        Ok(())
+    }
+
+    /// Gives the source a read, for which it may have no room.
+    pub(super) fn submit(&mut self, leg: usize) {
+        let full = self.turn >= self.cruelty.full_from || (self.cruelty.tight && self.rng.one_in(3));
+        let extent = self.first[leg].extent;
+        if full {
+            self.refused = Some(self.turn);
+            self.engine.on(self.now, Event::NoRoom(ticket(extent)));
+        }
+        self.first[leg].at = match self.first[leg].into {
+            _ if full => At::Held,
+            Some(Destination::OnArrival) => At::Requested,
+            _ => At::Landing,
+        };
+        if !full {
+            self.occupy(extent);
+            self.moves();
+        }
+    }
+
+    /// Where the slab is that an extent holds.
+    pub(super) fn slab(&self, extent: u32) -> Result<*mut u8, String> {
+        let slab = self.engine.slab(extent).ok_or(format!("a leg of extent {extent} without a slab"))?;
+        let other = self.pool.borrow().in_use_by_leg.get(&slab.id).copied();
+        hold!(other.is_none(), "slab {} is in use by two legs", slab.id);
+        Ok(slab.at())
+    }
+
+    /// From now on a source or a device uses the slab of this extent, if it holds one.
+    pub(super) fn occupy(&self, extent: u32) {
+        if let Some(slab) = self.engine.slab(extent) {
+            self.pool.borrow_mut().in_use_by_leg.insert(slab.id, extent);
+        }
+    }
+
+    pub(super) fn addresses(&self, extent: u32) -> Addresses<'_, impl Fn(u32) -> Option<u64> + '_> {
+        let base = |block: u32| self.granted[block as usize].then(|| self.blocks[block as usize].at() as u64);
+        Addresses::new(&self.schedule, &self.layout, extent, base)
+    }
+
+    pub(super) fn destination(&self, extent: u32, slab: Option<*mut u8>) -> Result<Destination, String> {
+        let mut into = self.addresses(extent).destination(slab).map_err(|e| e.to_string())?;
+        match (&mut into, self.misplaced) {
+            (Destination::Memory(at) | Destination::Mapping { at, .. }, Some(Misplaced::Place)) => {
+                *at = at.wrapping_add(1)
+            }
+            (Destination::Scatter(places), Some(Misplaced::ScatteredPlaces)) => places.reverse(),
+            _ => {}
+        }
+        Ok(into)
+    }
+
+    pub(super) fn copies(&self, extent: u32, slab: *mut u8) -> Result<Vec<Copy>, String> {
+        let mut copies = self.addresses(extent).copies(slab).map_err(|e| e.to_string())?;
+        for copy in &mut copies {
+            match self.misplaced {
+                Some(Misplaced::CopyFrom) => copy.from = copy.from.wrapping_add(1),
+                Some(Misplaced::CopyTo) => copy.to += 1,
+                Some(Misplaced::FromStride) => copy.from_stride += 1,
+                Some(Misplaced::ToStride) => copy.to_stride += 1,
+                Some(Misplaced::Pad) => copy.pad += 1,
+                _ => {}
+            }
+        }
+        Ok(copies)
+    }
+
+    pub(super) fn fate(&mut self) -> Fate {
+        match self.rng.below(16) {
+            0 if self.cruelty.hangs => Fate::Hangs,
+            1 if self.cruelty.hangs => Fate::Late,
+            _ => Fate::Ends,
+        }
+    }
+
+    /// What is in flight is given up. Then it comes back after all, or not.
+    pub(super) fn abandoned(&mut self) -> Check {
+        let Some((_, failed)) = self.wronged else { return Err("abandoned, and has not failed".into()) };
+        hold!(self.source_told, "what is in flight is given up, and the source was not told");
+        hold!(self.now >= failed + DRAIN.min(self.bounds.stall), "abandoned before the drain has passed");
+        let mut expected: Vec<usize> = self.second.iter().map(|s| s.slab).collect();
+        expected.extend(self.first.iter().filter_map(|f| self.engine_slab(f)));
+        let extents: Vec<u32> =
+            self.first.iter().map(|f| f.extent).chain(self.second.iter().map(|s| s.extent)).collect();
+        hold!(!extents.is_empty(), "abandoned with nothing in flight");
+        let quarantined = self.engine.take_quarantined();
+        let mut ids: Vec<usize> = quarantined.iter().map(|s| s.id).collect();
+        // The driver's leases stay with the hung reads and copies: their slabs never go back to the ring.
+        quarantined.into_iter().for_each(std::mem::forget);
+        ids.sort_unstable();
+        expected.sort_unstable();
+        hold!(ids == expected, "quarantined slabs {ids:?}, in flight {expected:?}");
+        hold!(extents.iter().all(|&e| self.engine.slab(e).is_none()), "a slab is set apart and kept");
+        self.slabs -= ids.len();
+        // Late echoes write to their own memory, and change nothing else.
+        let arrived = self.engine.bytes_arrived();
+        for first in std::mem::take(&mut self.first) {
+            if self.rng.one_in(2) {
+                self.land(first.extent, first.into.as_ref(), u64::MAX)?;
+            }
+            match first.at {
+                At::Requested if self.rng.one_in(2) => self.engine.on(self.now, Event::Arrived(ticket(first.extent))),
+                _ => self.engine.on(self.now, Event::FirstDone(ticket(first.extent), Ok(64))),
+            }
+        }
+        for second in std::mem::take(&mut self.second) {
+            self.engine.on(self.now, Event::SecondDone(ticket(second.extent), Ok(())));
+        }
+        hold!(self.engine.bytes_arrived() == arrived, "bytes of a load that was given up were counted");
+        self.pool.borrow_mut().in_use_by_leg.retain(|id, _| !ids.contains(id));
+        Ok(())
+    }
+
+    /// The slab of a first leg in flight, by where it lands.
+    pub(super) fn engine_slab(&self, first: &First) -> Option<usize> {
+        let Some(Destination::Memory(at)) = first.into else { return None };
+        let pool = self.pool.borrow();
+        pool.slabs.iter().position(|slab| slab.at() == at)
+    }
+
+    /// A first leg is no longer in flight.
+    pub(super) fn leave(&mut self, leg: usize) -> First {
+        let first = self.first.swap_remove(leg);
+        self.come.retain(|&extent| extent != first.extent);
+        if let Some(slab) = self.engine_slab(&first) {
+            self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+        }
+        first
+    }
+
+    /// A request fails on its way. Or a source says that it is done, which nobody can believe.
+    pub(super) fn request_ends_before_it_lands(&mut self, leg: usize) -> Check {
+        let First { extent, .. } = self.leave(leg);
+        let result = match self.rng.below(3) {
+            0 => {
+                self.wrong(ErrorKind::Internal);
+                Ok(self.extent(extent).len)
+            }
+            _ => {
+                self.wrong(ErrorKind::Io);
+                Err(simulated(ErrorKind::Io))
+            }
+        };
+        self.engine.on(self.now, Event::FirstDone(ticket(extent), result));
+        self.moved = self.now;
+        Ok(())
+    }
+
+    pub(super) fn first_leg_ends(&mut self, leg: usize) -> Check {
+        if self.first[leg].at != At::Landing {
+            // The source was told to give it up.
+            let First { extent, .. } = self.leave(leg);
+            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Cancelled))));
+            return Ok(());
+        }
+        let First { extent, into, .. } = self.leave(leg);
+        let e = self.extent(extent);
+        let there = e.len.min(self.case.sizes[e.file as usize] - e.offset);
+        self.moved = self.now;
+        if self.cruelty.trouble && self.rng.one_in(25) {
+            let some = self.rng.below(there);
+            self.land(extent, into.as_ref(), some)?;
+            self.wrong(ErrorKind::Io);
+            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Io))));
+            return Ok(());
+        }
+        if self.cruelty.trouble && e.need > 0 && self.rng.one_in(40) {
+            self.land(extent, into.as_ref(), e.need - 1)?;
+            self.wrong(ErrorKind::Truncated);
+            self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(e.need - 1)));
+            return Ok(());
+        }
+        // All of it, or what is needed and a little more.
+        let n = if self.rng.one_in(3) { e.need + self.rng.below(there - e.need + 1) } else { there };
+        self.land(extent, into.as_ref(), n)?;
+        self.done[extent as usize] |= e.landing != Landing::Slab && self.wronged.is_none();
+        self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(n)));
+        if self.cruelty.trouble && self.rng.one_in(40) {
+            // A source completes twice: the load must fail, and must not count or release anything twice.
+            self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(n)));
+            self.wrong(ErrorKind::Internal);
+        }
+        Ok(())
+    }
+
+    pub(super) fn second_leg_ends(&mut self, leg: usize) -> Check {
+        let Second { extent, copies, slab, .. } = self.second.swap_remove(leg);
+        self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+        self.moved = self.now;
+        if self.cruelty.trouble && self.rng.one_in(25) {
+            self.wrong(ErrorKind::Device);
+            self.engine.on(self.now, Event::SecondDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+            return Ok(());
+        }
+        hold!(self.engine_holds(extent, slab), "the slab of a second leg in flight is gone");
+        for copy in copies {
+            self.copy(extent, slab, &copy)?;
+        }
+        self.done[extent as usize] |= self.wronged.is_none();
+        self.engine.on(self.now, Event::SecondDone(ticket(extent), Ok(())));
+        if self.cruelty.trouble && self.rng.one_in(40) {
+            self.engine.on(self.now, Event::SecondDone(ticket(extent), Ok(())));
+            self.wrong(ErrorKind::Internal);
+        }
+        Ok(())
+    }
+
+    /// The source reports a ticket that it was never given, or the arrival of one that has its place.
+    pub(super) fn source_is_confused(&mut self) {
+        let landing = self.first.iter().find(|f| f.at == At::Landing && f.fate == Fate::Ends).map(|f| f.extent);
+        let waiting = self.started.iter().position(|started| !started);
+        let event = match (landing, waiting) {
+            (Some(extent), _) if self.rng.one_in(2) => Event::Arrived(ticket(extent)),
+            (_, Some(extent)) => Event::FirstDone(ticket(extent as u32), Ok(64)),
+            _ => return,
+        };
+        self.wrong(ErrorKind::Internal);
+        self.engine.on(self.now, event);
+    }
+
+    pub(super) fn engine_holds(&self, extent: u32, slab: usize) -> bool {
+        self.engine.slab(extent).is_some_and(|held| held.id == slab)
+    }
+
+    /// The source writes the first `n` bytes of an extent, as far as the file has them.
+    pub(super) fn land(&mut self, extent: u32, into: Option<&Destination>, n: u64) -> Check {
+        let e = self.extent(extent);
+        let n = n.min(e.len).min(self.case.sizes[e.file as usize] - e.offset);
+        let bytes: Vec<u8> = (0..n).map(|i| byte_of_file(e.file, e.offset + i)).collect();
+        match into {
+            None | Some(Destination::OnArrival) => {}
+            Some(Destination::Memory(at) | Destination::Mapping { at, .. }) => {
+                self.write(extent, *at as u64, &bytes)?
+            }
+            Some(Destination::Scatter(places)) => {
+                let mut left = &bytes[..];
+                for &(at, len) in places {
+                    let (now, later) = left.split_at(len.min(left.len()));
+                    if !at.is_null() {
+                        self.write(extent, at as u64, now)?;
+                    }
+                    left = later;
+                }
+                let all: usize = places.iter().map(|p| p.1).sum();
+                hold!(all as u64 == e.len, "the places of extent {extent} take {all} of {} bytes", e.len);
+            }
+        }
+        Ok(())
+    }
+
+    /// The device makes one copy. On a GPU it may write to the bytes behind it.
+    pub(super) fn copy(&mut self, extent: u32, slab: usize, copy: &Copy) -> Check {
+        for row in 0..copy.rows {
+            let from = copy.from.wrapping_add((row * copy.from_stride) as usize);
+            let bytes = {
+                let pool = self.pool.borrow();
+                let memory = &pool.slabs[slab];
+                let at = memory.offset(from as u64, copy.len as usize).filter(|&at| at >= 0);
+                let at = at.ok_or(format!("a copy of extent {extent} from outside its slab"))? as usize;
+                hold!(at + copy.len as usize <= memory.bytes().len(), "a copy of extent {extent} from behind its slab");
+                memory.bytes()[at..at + copy.len as usize].to_vec()
+            };
+            hold!(!bytes.contains(&POISON), "slab {slab} was released before extent {extent} was copied out of it");
+            self.write(extent, copy.to + row * copy.to_stride, &bytes)?;
+        }
+        if self.case.gpu && copy.pad > 0 {
+            let end = copy.to + (copy.rows - 1) * copy.to_stride + copy.len;
+            let pad = vec![POISON; self.rng.below(u64::from(copy.pad) + 1) as usize];
+            self.write_anywhere(end, &pad)?;
+        }
+        Ok(())
+    }
+
+    /// Writes to a slab, or to a part of a block that the extent is known to fill.
+    pub(super) fn write(&mut self, extent: u32, address: u64, bytes: &[u8]) -> Check {
+        let len = bytes.len();
+        if let Some((block, at)) = self.locate(address, len) {
+            let addresses = self.addresses(extent);
+            let mapped = matches!(self.extent(extent).landing, Landing::Mapping { .. });
+            let within =
+                |(b, from, n): (u32, u64, u64)| b == block && from as i64 <= at && at + len as i64 <= (from + n) as i64;
+            hold!(mapped || addresses.written().any(within), "extent {extent} fills bytes that nobody expected it to");
+            hold!(addresses.blocks().any(|b| b == block), "extent {extent} fills block {block}, which nothing keeps");
+            hold!(mapped || !self.complete[block as usize], "block {block} is written to after it was complete");
+        }
+        self.write_anywhere(address, bytes)
+    }
+
+    /// The block in which these bytes lie, or its guard bytes, and where.
+    pub(super) fn locate(&self, address: u64, len: usize) -> Option<(u32, i64)> {
+        (0..).zip(&self.blocks).find_map(|(b, memory)| Some((b, memory.offset(address, len)?)))
+    }
+
+    pub(super) fn write_anywhere(&mut self, address: u64, bytes: &[u8]) -> Check {
+        if let Some((block, at)) = self.locate(address, bytes.len()) {
+            self.blocks[block as usize].write(at, bytes);
+            for i in 0..bytes.len() as i64 {
+                if let Some(writes) = usize::try_from(at + i).ok().and_then(|i| self.writes[block as usize].get_mut(i))
+                {
+                    *writes += 1;
+                }
+            }
+            return Ok(());
+        }
+        let mut pool = self.pool.borrow_mut();
+        let place = pool.slabs.iter_mut().find_map(|slab| Some((slab.offset(address, bytes.len())?, slab)));
+        let (at, slab) = place.ok_or("a write to memory that is neither a block nor a slab")?;
+        slab.write(at, bytes);
+        Ok(())
+    }
+}
