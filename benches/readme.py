@@ -1,14 +1,18 @@
-"""Tables of README and docs/benchmarks.md from a result file: `python benches/readme.py RESULTS [--write FILE...]`.
+"""Tables of README and docs/benchmarks.md from a result file, and what is kept of one.
 
-RESULTS is what `penstock bench --preset summary --json RESULTS` writes. All figures are of first loads, to the last
-byte touched: the load, then one byte of every page read by one thread. Each is the median, then the fastest and the
-slowest.
+    python benches/readme.py RESULTS [--keep FILE] [--write FILE...]
+
+RESULTS is what `penstock bench --preset summary --json RESULTS` writes, or what `--keep` has kept of it. All figures
+are of first loads, to the last byte touched: the load, then one byte of every page read by one thread. Each is the
+median, then the fastest and the slowest.
 
 - `short`: Penstock beside safetensors, cold ("memory in use before") and warm: seconds, and processor seconds per GB.
 - `cold`: every loader on every checkpoint in both states of memory. Bold: another column is faster. The last column is
   Penstock's time divided by that of safetensors.
 
 `--write` puts each table where a file has `<!-- figures: NAME -->` and `<!-- end -->`, in place of what stands there.
+`--keep` writes everything that a table shows, of any result of `penstock bench`, and no single load: a tenth of the
+size. `benches/results` has such files.
 """
 
 from __future__ import annotations
@@ -17,11 +21,19 @@ import argparse
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
+#: What is kept of the loads of one row: `loads`, `verified`, and `touched_s` and `cpu_s_per_gb` as `Spread`.
+Figures = dict[str, Any]
+#: Median, least, most.
+Spread = list[float]
+
+#: What a result file has of single loads.
+RAW = ("runs", "traces")
 
 #: The columns of `cold`: the benchmark's name of a loader, and the heading.
 LOADERS = {
@@ -39,18 +51,59 @@ CHECKPOINTS = {"gpt2": "GPT-2", "dense": "part of a Llama", "moe": "mixture of e
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is kept of these results")
     parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="fill in the tables there")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     about = results["machine"]
     print(f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, {results['time']}: {results['command']}")
+    if arguments.keep:
+        arguments.keep.write_text(json.dumps(kept(results), indent=1) + "\n")
+    if results.get("preset") != "summary" and arguments.keep and not arguments.write:
+        return  # it has other tables: `penstock bench --tables FILE` prints them
     for table in TABLES.values():
-        print(f"\n{table(results['runs'])}")
+        print(f"\n{table(figures(results))}")
     for file in arguments.write:
-        file.write_text(filled(file.read_text(), results["runs"], str(file)))
+        file.write_text(filled(file.read_text(), results, str(file)))
 
 
-def filled(text: str, runs: list[Run], file: str) -> str:
+def kept(results: dict[str, Any]) -> dict[str, Any]:
+    """A result without its single loads, and with what tables show of them."""
+    return {key: value for key, value in results.items() if key not in RAW} | {"figures": figures(results)}
+
+
+def figures(results: dict[str, Any]) -> list[Figures]:
+    """What first loads took, by row, in the order of the rows."""
+    if "figures" in results:
+        return list(results["figures"])
+    rows: dict[tuple[str, str, str], list[Run]] = {}
+    for run in results["runs"]:
+        if run.get("load", 0) == 0 and run.get("kind") != "ceiling":
+            rows.setdefault((run["checkpoint"], run["scenario"], run["contestant"]), []).append(run)
+    return [
+        dict(zip(("checkpoint", "scenario", "contestant"), row, strict=True)) | _figures(of) for row, of in rows.items()
+    ]
+
+
+def _figures(runs: list[Run]) -> Figures:
+    found: Figures = {"loads": len(runs)}
+    found["verified"] = not any("error" in run or run["verified_bytes"] != run["bytes"] for run in runs)
+    done = [run for run in runs if "error" not in run]
+    if done and all("touch_s" in run for run in done):
+        found["touched_s"] = spread([run["load_s"] + run["touch_s"] for run in done])
+        # In a cold run `cpu_s` holds that of the touch too
+        found["cpu_s_per_gb"] = spread([run["cpu_s"] / (run["bytes"] / 1e9) for run in done])
+    chosen = Counter(run["report"]["cache"] for run in done if "report" in run)
+    if chosen:
+        found["cache"] = dict(chosen)  # how many loads kept the page cache, and how many went past it
+    return found
+
+
+def spread(values: list[float]) -> Spread:
+    return [statistics.median(values), min(values), max(values)]
+
+
+def filled(text: str, results: dict[str, Any], file: str) -> str:
     """A document with its tables made anew.
 
     Raises:
@@ -58,7 +111,7 @@ def filled(text: str, runs: list[Run], file: str) -> str:
     """
     text, places = re.subn(
         r"(<!-- figures: (\w+) -->\n).*?(\n<!-- end -->)",
-        lambda place: place[1] + TABLES[place[2]](runs) + place[3],
+        lambda place: place[1] + TABLES[place[2]](figures(results)) + place[3],
         text,
         flags=re.DOTALL,
     )
@@ -67,7 +120,7 @@ def filled(text: str, runs: list[Run], file: str) -> str:
     return text
 
 
-def short(runs: list[Run]) -> str:
+def short(found: list[Figures]) -> str:
     rows = [("", "Penstock", "safetensors"), ("---",) * 3]
     for title, scenario, figure in (
         ("cold", "cold", time),
@@ -75,18 +128,18 @@ def short(runs: list[Run]) -> str:
         ("warm", "warm", time),
     ):
         for checkpoint, name in CHECKPOINTS.items():
-            found = (figure(loads(runs, checkpoint, scenario, who)) for who in ("penstock", "safetensors"))
-            rows.append((f"{name}: {title}", *found))
+            cells = (figure(row(found, checkpoint, scenario, who)) for who in ("penstock", "safetensors"))
+            rows.append((f"{name}: {title}", *cells))
     return table(rows)
 
 
-def cold(runs: list[Run]) -> str:
+def cold(found: list[Figures]) -> str:
     rows: list[tuple[str, ...]] = [("", *LOADERS.values(), "Penstock / safetensors"), ("---",) * (len(LOADERS) + 2)]
-    for checkpoint in dict.fromkeys(run["checkpoint"] for run in runs):
+    for checkpoint in dict.fromkeys(one["checkpoint"] for one in found):
         for scenario in ("cold", "cold-freed"):
-            found = {who: loads(runs, checkpoint, scenario, who) for who in LOADERS}
-            medians = {who: statistics.median(map(seconds, of)) for who, of in found.items()}
-            cells = [time(of) for of in found.values()]
+            those = {who: row(found, checkpoint, scenario, who) for who in LOADERS}
+            medians = {who: of["touched_s"][0] for who, of in those.items()}
+            cells = [time(of) for of in those.values()]
             if medians["penstock"] > min(medians.values()):
                 cells[0] = f"**{cells[0]}**"
             ratio = medians["penstock"] / medians["safetensors"]
@@ -95,45 +148,37 @@ def cold(runs: list[Run]) -> str:
 
 
 #: The tables by the names that documents call them by.
-TABLES: dict[str, Callable[[list[Run]], str]] = {"short": short, "cold": cold}
+TABLES: dict[str, Callable[[list[Figures]], str]] = {"short": short, "cold": cold}
 
 
-def loads(runs: list[Run], checkpoint: str, scenario: str, contestant: str) -> list[Run]:
-    """The first loads of a contestant.
+def row(found: list[Figures], checkpoint: str, scenario: str, contestant: str) -> Figures:
+    """The figures of a contestant.
 
     Raises:
-        SystemExit: There is none, or not all of them were verified.
+        SystemExit: There is no load, or not all of them were verified.
     """
-    row = (checkpoint, scenario, contestant)
-    found = [
-        run
-        for run in runs
-        if (run["checkpoint"], run["scenario"], run["contestant"]) == row and run.get("load", 0) == 0
-    ]
-    if not found or any("error" in run or run["verified_bytes"] != run["bytes"] for run in found):
-        raise SystemExit(f"no verified loads of {', '.join(row)}: make bench-summary")
-    return found
+    wanted = {"checkpoint": checkpoint, "scenario": scenario, "contestant": contestant}
+    for one in found:
+        if wanted.items() <= one.items() and one["verified"]:
+            return one
+    raise SystemExit(f"no verified loads of {', '.join(wanted.values())}: make bench-summary")
 
 
-def seconds(run: Run) -> float:
-    """From the call to the last byte touched."""
-    return float(run["load_s"] + run["touch_s"])
+def time(of: Figures) -> str:
+    """Seconds from the call to the last byte touched."""
+    values = of["touched_s"]
+    if values[0] < 0.1:
+        return text_of([1e3 * value for value in values], " ms", ".0f" if max(values) >= 0.01 else ".1f")
+    return text_of(values, " s", ".2f")
 
 
-def time(runs: list[Run]) -> str:
-    values = list(map(seconds, runs))
-    if statistics.median(values) < 0.1:
-        return spread([1e3 * value for value in values], " ms", ".0f" if max(values) >= 0.01 else ".1f")
-    return spread(values, " s", ".2f")
+def processor(of: Figures) -> str:
+    """Processor seconds for each gigabyte, of load and touch."""
+    return text_of(of["cpu_s_per_gb"], " s", ".2f")
 
 
-def processor(runs: list[Run]) -> str:
-    """Processor seconds for each gigabyte, of load and touch. (In a cold run `cpu_s` holds both.)"""
-    return spread([run["cpu_s"] / (run["bytes"] / 1e9) for run in runs], " s", ".2f")
-
-
-def spread(values: list[float], unit: str, digits: str) -> str:
-    middle, least, most = (format(value, digits) for value in (statistics.median(values), min(values), max(values)))
+def text_of(values: Spread, unit: str, digits: str) -> str:
+    middle, least, most = (format(value, digits) for value in values)
     return f"{middle}{unit} ({least} to {most})"
 
 

@@ -279,6 +279,15 @@ def test_the_tables_of_the_documents_are_medians_and_ranges_to_the_last_byte_tou
         assert lines[11].startswith("| gpt2, cold | 0.40 s (0.30 to 0.50) | 0.70 s") and lines[11].endswith("| 0.57 |")
         assert lines[12].startswith("| gpt2, cold-freed | **0.55 s (0.40 to 0.70)** |")
     assert lines[11] in capsys.readouterr().out
+    kept, made = tmp_path / "kept.json", page.read_text()
+    monkeypatch.setattr(sys, "argv", ["readme.py", str(results), "--keep", str(kept)])
+    readme.main()
+    assert "runs" not in json.loads(kept.read_text())
+    page.write_text("\n".join(places))
+    monkeypatch.setattr(sys, "argv", ["readme.py", str(kept), "--write", str(page)])
+    readme.main()
+    assert page.read_text() == made  # as from all of the loads
+    monkeypatch.setattr(sys, "argv", ["readme.py", str(results), "--write", str(page)])
     page.write_text("nothing")
     with pytest.raises(SystemExit, match="nothing was written"):
         readme.main()
@@ -289,10 +298,16 @@ def test_the_tables_of_the_documents_are_medians_and_ranges_to_the_last_byte_tou
 
 def test_the_tables_of_the_documents_are_those_of_the_result_file():
     top = Path(__file__).parents[1]
-    runs = json.loads((top / "benches/results/two-core-vm-summary.json").read_text())["runs"]
+    results = json.loads((top / "benches/results/two-core-vm-summary.json").read_text())
     for document in (top / "README.md", top / "docs/benchmarks.md"):
         text = document.read_text()
-        assert program("readme").filled(text, runs, str(document)) == text
+        assert program("readme").filled(text, results, str(document)) == text
+
+
+def test_no_result_that_is_kept_has_single_loads():
+    for path in (Path(__file__).parents[1] / "benches/results").iterdir():
+        kept = json.loads(path.read_text())
+        assert not {"runs", "traces"} & kept.keys(), f"{path}: benches/readme.py RESULTS --keep {path}"
 
 
 def test_a_quick_run_prints_no_time_and_no_ranking(capsys):

@@ -142,7 +142,7 @@ def test_what_a_killed_write_left_is_replaced(tmp_path):
     folder = tmp_path / "x"
     code = (
         "import os\n"
-        "from penstock.bench import synth\n"
+        "from penstock.synthetic import synth\n"
         "from penstock.synthetic.synth import Layout, Tensor\n"
         "two = Layout('two', ((Tensor('a', 'F32', (9,)),), (Tensor('b', 'F32', (3_000_000,)),)))\n"
         "calls = []\n"

@@ -22,14 +22,15 @@ class Adapter:
     misaligned = False
     """Whether tensors may begin at any address, and so stay in a mapping where the file misaligns them."""
 
+    _target: Any = None
+    """The framework's dtype that is asked for, or None."""
+    _castable: Collection[Any] = ()
+    """The framework's dtypes that are cast to it."""
+
     @property
     def caller_blocks(self) -> bool:
         """Whether the load's block memory is granted by the adapter."""
         return False
-
-    _target: Any = None
-    """The framework's dtype that is asked for, or None."""
-    _castable: Collection[Any] = ()
 
     @property
     def casts(self) -> bool:
