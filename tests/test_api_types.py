@@ -110,6 +110,7 @@ def test_a_type_checker_finds_a_mistyped_value(tmp_path):
     (tmp_path / "right.py").write_text(PROGRAM.format(**RIGHT))
     for name in RIGHT:
         (tmp_path / f"wrong_{name}.py").write_text(PROGRAM.format(**{**RIGHT, name: "no"}))
+    (tmp_path / "wrong_function.py").write_text("import penstock\n\npenstock.opne(source='model')\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file=", *tmp_path.glob("*.py")],
         cwd=Path(penstock.__file__).parent.parent,
@@ -119,4 +120,4 @@ def test_a_type_checker_finds_a_mistyped_value(tmp_path):
         timeout=600,
     )
     wrong = set(re.findall(r"(wrong_\w+|right)\.py:\d+: error", done.stdout))
-    assert wrong == {f"wrong_{name}" for name in RIGHT}, done.stdout
+    assert wrong == {f"wrong_{name}" for name in (*RIGHT, "function")}, done.stdout

@@ -94,20 +94,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """What not every program needs is imported when a program first asks for it."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    module: Any
-    with importing():
-        if name in ("load_file", "safe_open"):
-            from . import _safe_open as module
-        elif name in ("save", "save_file"):
-            from . import _save as module
-        else:
-            from . import _patch as module
-    found = globals()[name] = getattr(module, name)
-    return found
+if not TYPE_CHECKING:  # to a type checker every name would be one of this module
+
+    def __getattr__(name: str) -> Any:
+        """What not every program needs is imported when a program first asks for it."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        with importing():
+            if name in ("load_file", "safe_open"):
+                from . import _safe_open as module
+            elif name in ("save", "save_file"):
+                from . import _save as module
+            else:
+                from . import _patch as module
+        found = globals()[name] = getattr(module, name)
+        return found
 
 
 def __dir__() -> list[str]:
