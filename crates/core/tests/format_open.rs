@@ -5,7 +5,7 @@ mod checkpoints;
 
 use checkpoints::{header, shard, write, write_index};
 use penstock::format::{Checkpoint, DType};
-use penstock::store::Identity;
+use penstock::store::{Identity, Version};
 use penstock::{Error, ErrorKind};
 use std::fs::{self, File};
 use std::os::unix::fs::{symlink, FileExt};
@@ -422,7 +422,7 @@ fn an_identity_sees_rewrites_and_replacement_but_not_chmod_or_links() {
     let d = folder();
     let path = d.path().join("a.safetensors");
     write(&path, &[("a", 10)]);
-    let was = open(&path).files()[0].identity;
+    let Version::Inode(was) = open(&path).files()[0].version else { panic!("a file has an inode") };
     let now = |path: &PathBuf| Identity::of(File::open(path).expect("there")).expect("stat");
     assert_eq!(was, now(&path));
     was.check(&now(&path)).expect("unchanged");

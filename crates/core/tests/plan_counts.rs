@@ -165,7 +165,7 @@ fn tensor_parallel_ranks_read_exactly_their_bytes() {
     );
     for ranks in [2u64, 4, 8] {
         for split in 0..2usize {
-            let mut taken = vec![0u8; c.files()[0].identity.size as usize];
+            let mut taken = vec![0u8; c.files()[0].size as usize];
             let mut wanted = 0;
             for rank in 0..ranks {
                 let wants: Vec<Want> = c

@@ -98,7 +98,7 @@ fn rows(p: &Piece) -> impl Iterator<Item = (u64, u64)> + '_ {
 
 /// Executes `schedule` and checks everything that must hold for it.
 fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], limits: &Limits, schedule: &Schedule) {
-    let sizes: Vec<u64> = c.files().iter().map(|f| f.identity.size).collect();
+    let sizes: Vec<u64> = c.files().iter().map(|f| f.size).collect();
     let data =
         |file: u32, range: Range<u64>| -> Vec<u8> { range.map(|o| byte(file, o, sizes[file as usize])).collect() };
     // For each file the number of extents that asked for a byte, mapped ones apart; for each block contents and arrivals.
@@ -526,7 +526,7 @@ proptest! {
         let c = checkpoint(&[(tensors, padding)]);
         let wants: Vec<Want> = (0..).zip(&sizes).filter(|(_, s)| s.1).map(|(i, _)| Want::whole(i)).collect();
         let limits = Limits { extent, gap, scatter: None, direct_in_place: true, window: None };
-        let size = c.files()[0].identity.size;
+        let size = c.files()[0].size;
         let there = if resident { 0..size } else { PAGE..size };
         // If some bytes are cold, the first page is one of them, and it is wanted unless the header fills it.
         let way = Way { mapped: true, ..Way::default() };

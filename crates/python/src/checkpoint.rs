@@ -116,12 +116,15 @@ impl Checkpoint {
 
     /// Fills the page cache with all of it in the background, in the same way as after a load that went past it.
     fn fill<'py>(&self, py: Python<'py>) -> Answer<'py, Option<CacheFill>> {
-        answer(py, || Ok(penstock::store::CacheFill::of(self.0.local_files()).map(CacheFill::new)))
+        answer(py, || {
+            let files = self.0.local_files().map_err(|e| raise(py, &e))?;
+            Ok(penstock::store::CacheFill::of(files).map(CacheFill::new))
+        })
     }
 
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {
         guarded(py, || {
-            let files = self.0.local_files();
+            let files = self.0.local_files().map_err(|e| raise(py, &e))?;
             detached(py, || (0..files.len()).try_for_each(|f| files.verify_file(f as u32)))
         })
     }

@@ -1,7 +1,8 @@
 //! A checkpoint: shard files and the tensors in them.
 
 use super::dtype::DType;
-use crate::store::{Files, Identity};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::{Files, Location, Storage, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
@@ -33,10 +34,12 @@ pub struct Checkpoint {
 pub struct ShardFile {
     /// Path of the file, as the user or the index spelled it (links are not resolved).
     pub path: PathBuf,
-    /// The same as an absolute path: a program may change its directory between opening and loading.
-    pub location: PathBuf,
-    /// The file's identity when it was opened. Every load compares it again.
-    pub identity: Identity,
+    /// Where it is: an absolute path, because a program may change its directory between opening and loading, or an address.
+    pub location: Location,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Its version when it was opened. Every load compares it again.
+    pub version: Version,
     /// Offset of the data section: 8 + header length, in bytes.
     pub data_start: u64,
     /// Bytes that opening the checkpoint read from this file: its header, or the whole first read if that is longer.
@@ -130,8 +133,23 @@ impl Checkpoint {
     }
 
     /// The shard files, to be read from; nothing is opened yet.
-    pub fn local_files(&self) -> Files {
-        Files::new(self.files.iter().map(|f| (f.location.clone(), f.identity)))
+    pub(crate) fn storage(&self) -> Result<Storage> {
+        Storage::new(self.files.iter().map(|f| (&f.location, f.size, &f.version)))
+    }
+
+    /// The files of this machine among them, for what works on files only. Their numbers are those of the checkpoint.
+    ///
+    /// # Errors
+    /// `Unsupported` if a file is in a store of a scheme.
+    pub fn local_files(&self) -> Result<Files> {
+        let file = |f: &ShardFile| match (&f.location, &f.version) {
+            (Location::Path(path), Version::Inode(identity)) => Ok((path.clone(), *identity)),
+            (location, _) => {
+                let text = "this works with files of this machine only";
+                Err(Error::new(ErrorKind::Unsupported, text).at(location.as_path()))
+            }
+        };
+        Ok(Files::new(self.files.iter().map(file).collect::<Result<Vec<_>>>()?))
     }
 
     /// Bytes of all tensors together.

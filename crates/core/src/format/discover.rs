@@ -5,7 +5,7 @@ use super::watch::{Asking, Watch};
 use crate::error::{Error, ErrorKind, Result};
 use std::cmp::Ordering;
 use std::collections::HashMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -82,6 +82,22 @@ fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
             return Err(watch.too_much());
         }
     }
+    Ok(match choose(dir, names)? {
+        Chosen::Index(name) => Found::Index(dir.join(name)),
+        Chosen::Files(names) => Found::Files(names.iter().map(|name| dir.join(name)).collect()),
+    })
+}
+
+/// What is opened of the things in one place.
+pub(super) enum Chosen {
+    /// This index, and the files that it names.
+    Index(OsString),
+    /// These files, in natural order.
+    Files(Vec<OsString>),
+}
+
+/// Which of the names in the directory `dir`, or under an address, are opened.
+pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<Chosen> {
     names.sort_by(|a, b| natural(a, b));
     let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
     if !indexes.is_empty() {
@@ -97,21 +113,18 @@ fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
                 .at(dir));
             }
         };
-        return Ok(Found::Index(dir.join(chosen)));
+        return Ok(Chosen::Index(chosen.into()));
     }
-    let files: Vec<PathBuf> = names
-        .iter()
-        .filter(|n| Path::new(n).extension() == Some(OsStr::new("safetensors")))
-        .map(|n| dir.join(n))
-        .collect();
+    let files: Vec<OsString> =
+        names.iter().filter(|n| Path::new(n).extension() == Some(OsStr::new("safetensors"))).cloned().collect();
     if files.is_empty() {
         return Err(nothing_in(dir, &names));
     }
-    Ok(Found::Files(files))
+    Ok(Chosen::Files(files))
 }
 
 /// The error for a directory without safetensors files: it says what is there instead.
-fn nothing_in(dir: &Path, names: &[std::ffi::OsString]) -> Error {
+fn nothing_in(dir: &Path, names: &[OsString]) -> Error {
     const SHOWN: usize = 8;
     let lossy: Vec<_> = names.iter().map(|n| n.to_string_lossy()).collect();
     let ends = |ends: &[&str]| lossy.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));

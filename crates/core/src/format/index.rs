@@ -17,7 +17,7 @@ use std::path::{Component, Path, PathBuf};
 use std::{fmt, io};
 
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
-const MAX_INDEX: u64 = 400_000_000;
+pub(super) const MAX_INDEX: u64 = 400_000_000;
 
 /// A parsed index: every tensor's name, and the shard file to which the index maps it.
 #[derive(Default)]
@@ -54,26 +54,35 @@ impl Index {
         if !found.is_file() {
             return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, but this is not a regular file"));
         }
-        if found.len() > MAX_INDEX {
-            return Err(Error::new(
-                ErrorKind::Index,
-                format!("an index of {} bytes is over the limit of {MAX_INDEX}", found.len()),
-            ));
-        }
+        Self::check_size(found.len())?;
         watch.afford(found.len())?;
         let bytes = content(&file, found.len(), (watch, &asking))?;
         // From here on, only the parse takes time.
         drop(asking);
+        Self::of(&bytes, hasher, watch)
+    }
+
+    /// Refuses an index that is longer than any known one by far.
+    pub(super) fn check_size(size: u64) -> Result<()> {
+        if size > MAX_INDEX {
+            let text = format!("an index of {size} bytes is over the limit of {MAX_INDEX}");
+            return Err(Error::new(ErrorKind::Index, text));
+        }
+        Ok(())
+    }
+
+    /// The index in these bytes, all of a file that should be one.
+    pub(super) fn of(bytes: &[u8], hasher: &Seeded, watch: &Watch) -> Result<Index> {
         if bytes.is_empty() {
             return Err(Error::new(
                 ErrorKind::NotACheckpoint,
                 "the index is empty: an unfinished download? Fetch it again",
             ));
         }
-        if let (false, Some(other)) = (bytes.trim_ascii_start().starts_with(b"{"), shard::recognise(&bytes)) {
+        if let (false, Some(other)) = (bytes.trim_ascii_start().starts_with(b"{"), shard::recognise(bytes)) {
             return Err(other);
         }
-        Self::parse(&bytes, hasher, watch)
+        Self::parse(bytes, hasher, watch)
     }
 
     /// Parses the text of an index.

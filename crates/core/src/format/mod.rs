@@ -8,8 +8,10 @@ mod discover;
 mod dtype;
 mod header;
 mod index;
+mod join;
 mod open;
 mod shard;
+mod stored;
 mod watch;
 
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};

@@ -1,33 +1,18 @@
-//! Opening a checkpoint: choose the thread, read headers in parallel, join them in one set of arenas, compare the
-//! index.
+//! Opening a checkpoint: choose the thread, find the files, read their headers, join them.
 
-use super::checkpoint::{Checkpoint, Entry, Seeded, ShardFile};
+use super::checkpoint::{Checkpoint, Seeded};
 use super::discover::{self, Found};
-use super::header::quoted;
 use super::index::Index;
+use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
+use super::stored;
 use super::watch::Watch;
-
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine;
-use crate::store::leads_to_known_disk;
-use hashbrown::hash_table::Entry as Slot;
-use hashbrown::HashTable;
-use std::collections::btree_map::Entry as MetadataSlot;
-use std::collections::BTreeMap;
-use std::fmt::Write;
+use crate::store::{leads_to_known_disk, store_for, Location, Store};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Least number of headers that are read at once. On a cold disk or a network file system the wait for the first bytes
-/// of each file is longer than the parse, so there are more threads than cores. Each holds one header in memory.
-const IN_FLIGHT: usize = 8;
-
-/// Names listed in one message.
-const SHOWN: usize = 12;
 
 /// Files that the caller's thread opens at most. With more files the start of a thread is a small part, and Ctrl-C
 /// should get through.
@@ -47,6 +32,9 @@ impl Checkpoint {
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
         let watch = Watch::default();
+        if let Some((store, sources)) = addresses(sources)? {
+            return stored::open(&*store, sources, &watch);
+        }
         Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
     }
 
@@ -61,11 +49,14 @@ impl Checkpoint {
     /// # Errors
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
     pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+        if let Some((store, sources)) = addresses(&sources)? {
+            return open_aside(move |watch| stored::open(&*store, sources, watch), stall, go_on);
+        }
         here(move || {
             let mut stage = Stage::Named(sources);
             let watch = Watch::here();
             match open_here(&mut stage, &watch) {
-                Err(_) if watch.was_too_much() => open_aside(stage, stall, go_on),
+                Err(_) if watch.was_too_much() => open_aside(move |watch| stage.finish(watch), stall, go_on),
                 result => result,
             }
         })
@@ -79,6 +70,37 @@ impl Checkpoint {
         let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(path))?;
         merge(vec![(path.to_path_buf(), shard)], hasher, Vec::new())
     }
+}
+
+/// A store, and addresses in it.
+type Addresses = (Arc<dyn Store>, Vec<Location>);
+
+/// The store of these sources and their addresses, if they are addresses of a scheme that has a store.
+///
+/// # Errors
+/// `Invalid` for addresses of several stores, and for addresses among paths: a checkpoint is in one place.
+fn addresses<P: AsRef<Path>>(sources: &[P]) -> Result<Option<Addresses>> {
+    let found: Vec<_> = sources.iter().map(|source| Location::address(source.as_ref(), store_for)).collect();
+    if found.iter().all(Option::is_none) {
+        return Ok(None);
+    }
+    let (mut locations, mut of) = (Vec::with_capacity(found.len()), None);
+    for (source, found) in sources.iter().zip(found) {
+        let one = found.map(|(location, store)| {
+            locations.push(location);
+            store
+        });
+        match (&of, one) {
+            (None, Some(store)) if locations.len() == 1 => of = Some(store),
+            (Some(store), Some(other)) if Arc::ptr_eq(store, &other) => {}
+            _ => {
+                let text =
+                    "the list has addresses of several stores, or addresses and paths: a checkpoint is in one store";
+                return Err(Error::new(ErrorKind::Invalid, text).at(source));
+            }
+        }
+    }
+    Ok(of.map(|store| (store, locations)))
 }
 
 /// The stage of an open.
@@ -132,7 +154,7 @@ fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
         *stage = Stage::Unread(unread);
         return Err(watch.too_much());
     }
-    match read_all(&unread.files, &unread.hasher, watch) {
+    match unread.headers(watch) {
         Err(e) if watch.was_too_much() => {
             *stage = Stage::Unread(unread);
             Err(e)
@@ -142,7 +164,11 @@ fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
 }
 
 /// On a thread that is left behind if the file system hangs, or if the caller is told to stop.
-fn open_aside(stage: Stage, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
+fn open_aside(
+    open: impl FnOnce(&Watch) -> Result<Checkpoint> + Send + 'static,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Checkpoint> {
     let watch = Arc::new(Watch::default());
     let at_work = watch.clone();
     let mut busy = 0;
@@ -156,7 +182,7 @@ fn open_aside(stage: Stage, stall: Duration, go_on: impl FnMut() -> bool) -> Res
             |(answers, _)| answers,
         )
     };
-    aside(move || stage.finish(&at_work), Some(stall), progress, go_on).map_err(|e| {
+    aside(move || open(&at_work), Some(stall), progress, go_on).map_err(|e| {
         watch.give_up();
         match watch.asking() {
             Some((_, path)) if e.kind() == ErrorKind::Timeout => e.at(&path),
@@ -187,9 +213,13 @@ impl Unread {
         }
     }
 
+    fn headers(&self, watch: &Watch) -> Result<Vec<Shard>> {
+        read_all(&self.files, watch, |file| shard::open(file, &self.hasher, watch))
+    }
+
     /// Reads the headers.
     fn read(self, watch: &Watch) -> Result<Checkpoint> {
-        let shards = read_all(&self.files, &self.hasher, watch);
+        let shards = self.headers(watch);
         self.joined(shards, watch)
     }
 
@@ -205,76 +235,6 @@ impl Unread {
         let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
         merge(files.into_iter().zip(shards).collect(), hasher, warnings)
     }
-}
-
-/// A checkpoint of the files of this index and of their headers.
-fn indexed(
-    path: &Path,
-    index: &Index,
-    files: Vec<PathBuf>,
-    mut shards: Vec<Shard>,
-    hasher: Seeded,
-) -> Result<Checkpoint> {
-    let order = index.in_natural_order();
-    let mut warnings = Vec::new();
-    let mut kept = 0;
-    for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
-        let h = &mut shard.header;
-        let name = |e: &Entry| &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
-        let mapped: Vec<Option<u32>> =
-            h.entries.iter().zip(&h.hashes).map(|(e, &h)| index.file_of(name(e), h)).collect();
-        // This holds even if the other file has a tensor of that name: choosing one of the two would be a guess.
-        if let Some((e, &Some(other))) = h.entries.iter().zip(&mapped).find(|(_, m)| m.is_some_and(|m| m != number)) {
-            return Err(Error::new(
-                ErrorKind::Index,
-                format!(
-                    "tensor {} is in {}, but the index maps it to {}",
-                    quoted(name(e)),
-                    file.display(),
-                    index.files[other as usize].display()
-                ),
-            )
-            .at(path));
-        }
-        let unmapped: Vec<&Entry> =
-            h.entries.iter().zip(&mapped).filter(|(_, m)| m.is_none()).map(|(e, _)| e).collect();
-        if !unmapped.is_empty() {
-            let names = listed(unmapped.iter().map(|e| quoted(name(e))), unmapped.len());
-            warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.display()));
-            let keep = |i: usize| mapped[i].is_some();
-            h.hashes = h.hashes.iter().enumerate().filter(|h| keep(h.0)).map(|h| *h.1).collect();
-            h.entries = h.entries.iter().enumerate().filter(|e| keep(e.0)).map(|e| *e.1).collect();
-        }
-        kept += h.entries.len();
-    }
-    let mapped = index.len();
-    let named: Vec<(PathBuf, Shard)> = files.into_iter().zip(shards).collect();
-    let mut checkpoint = merge(named, hasher, warnings)?;
-    if kept < mapped {
-        let absent: Vec<String> = index
-            .entries()
-            .filter(|&(name, ..)| checkpoint.find(name).is_none())
-            .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize].display()))
-            .collect();
-        let n = absent.len();
-        return Err(Error::new(
-            ErrorKind::Index,
-            format!(
-                "{n} tensors of the index are not in the files that it maps them to: {}",
-                listed(absent.into_iter(), n)
-            ),
-        )
-        .at(path));
-    }
-    if let Some(total) = index.total_size {
-        let actual = checkpoint.nbytes();
-        if total != actual as f64 {
-            checkpoint
-                .warnings
-                .push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", path.display()));
-        }
-    }
-    Ok(checkpoint)
 }
 
 /// The error that lists every shard file of the index that is missing, if there is one.
@@ -306,139 +266,4 @@ fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
 
 fn not_there(e: &std::io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
-}
-
-fn listed(names: impl Iterator<Item = String>, count: usize) -> String {
-    let mut out = names.take(SHOWN).collect::<Vec<_>>().join(", ");
-    if count > SHOWN {
-        let _ = write!(out, " and {} more", count - SHOWN);
-    }
-    out
-}
-
-/// Reads every header: on the caller's thread one after the other, otherwise several at a time. If reads fail, the
-/// error is that of the first file (in order) that failed.
-fn read_all(files: &[PathBuf], hasher: &Seeded, watch: &Watch) -> Result<Vec<Shard>> {
-    if watch.is_here() || files.len() == 1 {
-        return files.iter().map(|file| shard::open(file, hasher, watch)).collect();
-    }
-    let left = files.len();
-    // Learning the number of cores takes twenty system calls.
-    let threads = if left > IN_FLIGHT { left.min(machine::cores().max(IN_FLIGHT)) } else { left };
-    let next = AtomicUsize::new(0);
-    let stop = AtomicBool::new(false);
-    let work = || {
-        let mut done = Vec::new();
-        while !stop.load(Ordering::Relaxed) && !watch.is_given_up() {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            let Some(file) = files.get(i) else { break };
-            let shard = shard::open(file, hasher, watch);
-            if shard.is_err() {
-                stop.store(true, Ordering::Relaxed);
-            }
-            done.push((i, shard));
-        }
-        done
-    };
-    let mut done = std::thread::scope(|scope| {
-        // If no thread can be started (a process limit), the calling thread does all of it.
-        let others: Vec<_> =
-            (1..threads).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
-        let mut done = work();
-        for thread in others {
-            match thread.join() {
-                Ok(part) => done.extend(part),
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        }
-        done
-    });
-    // Files are taken in ascending order, so the first one that fails has always been read.
-    done.sort_unstable_by_key(|d| d.0);
-    done.into_iter().map(|d| d.1).collect()
-}
-
-/// Joins the headers into one checkpoint. Refuses a name that is in two files.
-pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec<String>) -> Result<Checkpoint> {
-    let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
-    let count = sum(|s| s.header.entries.len());
-    let (name_bytes, dims) = (sum(|s| s.header.names.len()), sum(|s| s.header.shapes.len()));
-    if [count, name_bytes, dims].iter().any(|&n| u32::try_from(n).is_err()) {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{count} tensors with {name_bytes} bytes of names: over 4 GiB of names or 2^32 tensors in one checkpoint"),
-        ));
-    }
-    let mut checkpoint = Checkpoint {
-        files: Vec::with_capacity(shards.len()),
-        tensors: Vec::with_capacity(count),
-        names: String::with_capacity(name_bytes),
-        shapes: Vec::with_capacity(dims),
-        by_name: HashTable::with_capacity(count),
-        hasher,
-        metadata: BTreeMap::new(),
-        warnings,
-    };
-    let mut hashes: Vec<u64> = Vec::with_capacity(count);
-    for (number, (path, shard)) in shards.into_iter().enumerate() {
-        let h = shard.header;
-        let (names, shapes) = (checkpoint.names.len() as u32, checkpoint.shapes.len() as u32);
-        let first = checkpoint.tensors.len() as u32;
-        checkpoint.names.push_str(&h.names);
-        checkpoint.shapes.extend_from_slice(&h.shapes);
-        hashes.extend_from_slice(&h.hashes);
-        checkpoint.tensors.extend(h.entries.iter().map(|e| {
-            let mut e = *e;
-            e.name.0 += names;
-            e.shape.0 += shapes;
-            e.file = number as u32;
-            e
-        }));
-        for (key, value) in h.metadata.iter().flatten() {
-            if let MetadataSlot::Vacant(slot) = checkpoint.metadata.entry(key.clone()) {
-                slot.insert(value.clone());
-            }
-        }
-        checkpoint.files.push(ShardFile {
-            // Without a current directory (it was removed), a relative path leads nowhere, now or later.
-            location: std::path::absolute(&path).unwrap_or_else(|_| path.clone()),
-            path,
-            identity: shard.identity,
-            data_start: shard.data_start,
-            header_read: shard.header_read,
-            metadata: h.metadata,
-            tensors: first..checkpoint.tensors.len() as u32,
-        });
-    }
-    let mut by_name = std::mem::take(&mut checkpoint.by_name);
-    for (i, &hash) in hashes.iter().enumerate() {
-        let name = checkpoint.name(i as u32);
-        let same = |&j: &u32| hashes[j as usize] == hash && checkpoint.name(j) == name;
-        match by_name.entry(hash, same, |&j| hashes[j as usize]) {
-            Slot::Vacant(slot) => {
-                slot.insert(i as u32);
-            }
-            Slot::Occupied(slot) => {
-                let file = |i: u32| &checkpoint.files[checkpoint.tensors[i as usize].file as usize];
-                let (a, b) = (file(*slot.get()), file(i as u32));
-                let same_file = if (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino) {
-                    " (both names lead to one file)"
-                } else {
-                    ""
-                };
-                return Err(Error::new(
-                    ErrorKind::Header,
-                    format!(
-                        "tensor {} is also in {}{same_file}: the files belong to several checkpoints, or to several \
-                         variants of one; give only the files that you want to load",
-                        quoted(name),
-                        a.path.display()
-                    ),
-                )
-                .at(&b.path));
-            }
-        }
-    }
-    checkpoint.by_name = by_name;
-    Ok(checkpoint)
 }

@@ -5,7 +5,7 @@ use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
 use super::watch::{Asking, Watch};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{self, Identity};
+use crate::store::{self, Identity, Version};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
 /// tensors). On every storage measured, smaller reads cost the same.
-const FIRST_READ: u64 = 64 * 1024;
+pub(super) const FIRST_READ: u64 = 64 * 1024;
 
 /// Bytes of one read. Of a long header or index each read that returns is progress, even if the server is slow.
 pub(super) const MOST_PER_READ: usize = 1 << 20;
@@ -22,7 +22,8 @@ pub(super) const MOST_PER_READ: usize = 1 << 20;
 /// A shard file's header and facts about the file; the descriptor is closed again.
 pub(super) struct Shard {
     pub(super) header: Header,
-    pub(super) identity: Identity,
+    pub(super) size: u64,
+    pub(super) version: Version,
     pub(super) data_start: u64,
     pub(super) header_read: u64,
 }
@@ -73,8 +74,32 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
 
     let mut bytes = Vec::new();
     fill(&file, &mut bytes, size.min(FIRST_READ), (watch, &asking))?;
-    let length = header_length(&bytes, size)?;
+    let data_start = data_start(&bytes, size)?;
+    watch.afford(data_start)?;
+    fill(&file, &mut bytes, data_start, (watch, &asking))?;
+    drop(file);
+    // From here on, only the parse takes time.
+    drop(asking);
+    let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
+    Ok(Shard { header, size, version: Version::Inode(identity), data_start, header_read: bytes.len() as u64 })
+}
+
+/// The same for bytes in memory: the first bytes of a file `size` bytes long, at least its header.
+pub(super) fn parse(bytes: &[u8], size: u64, hasher: &Seeded) -> Result<Shard> {
+    let length = header_length(bytes, size)?;
     let data_start = 8 + length;
+    let json = bytes.get(8..data_start as usize).ok_or_else(|| {
+        Error::new(ErrorKind::Truncated, format!("{} bytes do not hold the header of {length}", bytes.len()))
+    })?;
+    let header = header::parse(json, data_start, size, hasher)?;
+    let version = Version::Inode(Identity { size, ..Identity::default() });
+    Ok(Shard { header, size, version, data_start, header_read: data_start })
+}
+
+/// Where the data section starts, from the first bytes of a file of `size` bytes. Refuses what is no header by its first
+/// bytes.
+pub(super) fn data_start(bytes: &[u8], size: u64) -> Result<u64> {
+    let data_start = 8 + header_length(bytes, size)?;
     let seen = &bytes[8..bytes.len().min(data_start as usize)];
     if let Some(&first) = seen.iter().find(|b| !b.is_ascii_whitespace()) {
         // It is not JSON at all. Say so before reading 100 MB of it.
@@ -86,25 +111,7 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
             .range(8..data_start));
         }
     }
-    watch.afford(data_start)?;
-    fill(&file, &mut bytes, data_start, (watch, &asking))?;
-    drop(file);
-    // From here on, only the parse takes time.
-    drop(asking);
-    let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
-    Ok(Shard { header, identity, data_start, header_read: bytes.len() as u64 })
-}
-
-/// The same for bytes in memory: the first bytes of a file `size` bytes long, at least its header.
-pub(super) fn parse(bytes: &[u8], size: u64, hasher: &Seeded) -> Result<Shard> {
-    let length = header_length(bytes, size)?;
-    let data_start = 8 + length;
-    let json = bytes.get(8..data_start as usize).ok_or_else(|| {
-        Error::new(ErrorKind::Truncated, format!("{} bytes do not hold the header of {length}", bytes.len()))
-    })?;
-    let header = header::parse(json, data_start, size, hasher)?;
-    let identity = Identity { dev: 0, ino: 0, size, mtime_ns: 0, ctime_ns: 0 };
-    Ok(Shard { header, identity, data_start, header_read: data_start })
+    Ok(data_start)
 }
 
 /// The header length in the first eight bytes of a file, checked against the limit and the file's size.

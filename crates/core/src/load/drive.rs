@@ -15,7 +15,7 @@ use crate::plan::schedule::Schedule;
 use crate::source::{self, Chosen, Done, Read, Source};
 use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
-use crate::store::{patiently, CacheFill, DiskUse, Files};
+use crate::store::{patiently, CacheFill, DiskUse, Storage};
 use crate::sync::lock;
 use crate::timeline::{Lane, Span, Timeline};
 use crate::way::{Cold, Routing, Through};
@@ -30,7 +30,7 @@ const ALLOCATIONS_PER_ROUND: usize = 4;
 pub(super) struct Driver {
     pub(super) shared: Arc<Shared>,
     pub(super) checkpoint: Arc<Checkpoint>,
-    pub(super) files: Arc<Files>,
+    pub(super) files: Arc<Storage>,
     /// Whether asking about the files may hang.
     pub(super) may_hang: bool,
     pub(super) schedule: Arc<Schedule>,
@@ -211,11 +211,11 @@ impl Driver {
         if let Some(choice) = self.trial.as_ref().and_then(|trial| lock(trial).clone()) {
             report.cache = choice.cold.name();
             report.cache_reason = choice.reason;
-            if choice.cold == Cold::Bypass && outcome.is_ok() {
+            if let (Cold::Bypass, Ok(()), Ok(files)) = (choice.cold, &outcome, self.checkpoint.local_files()) {
                 let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
                 let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
                 let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
-                report.cache_fill = CacheFill::new(self.checkpoint.local_files(), past, &whole);
+                report.cache_fill = CacheFill::new(files, past, &whole);
                 report.cache = if report.cache_fill.is_some() { "fill" } else { report.cache };
             }
         }
@@ -308,8 +308,8 @@ impl Driver {
     fn unchanged(&self, which: Option<Vec<u32>>) -> Result<()> {
         let files = self.files.clone();
         let look = move || match which {
-            Some(which) => which.iter().try_for_each(|&file| files.verify_file(file)),
-            None => files.verify_unchanged(),
+            Some(which) => which.iter().try_for_each(|&file| files.verify(file)),
+            None => files.verify_all(),
         };
         if !self.may_hang {
             return look();

@@ -8,7 +8,7 @@ use crate::memory::{Block, Keep, View};
 use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::want::Want;
 use crate::stats::Report;
-use crate::store::Files;
+use crate::store::Storage;
 use crate::sync::{lock, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::way::Routing;
@@ -39,7 +39,7 @@ pub struct Load {
     pub(super) nbytes: u64,
     /// The files of a stream that maps some of them, and which: for the check, at hand-out, that they are still as long as
     /// they were.
-    pub(super) mapped: Option<(Files, Arc<Routing>)>,
+    pub(super) mapped: Option<(Arc<Storage>, Arc<Routing>)>,
     pub(super) timeline: Option<Arc<Timeline>>,
     pub(super) pid: u32,
 }
@@ -129,7 +129,7 @@ impl Load {
         }
         // Checked again for each tensor, which takes 2 us: a truncation before this call is reported, however short
         // before. The file system is asked without the lock: if it hangs, the engine and other callers go on.
-        files.verify_file(file).inspect_err(|e| {
+        files.verify(file).inspect_err(|e| {
             let mut state = self.shared.lock();
             // Nothing more is handed out by this load.
             state.ready.clear();

@@ -22,7 +22,7 @@ use crate::plan::Planned;
 use crate::source::{Chosen, Router, Source, Trial};
 use crate::staging::Ring;
 use crate::stats::Tally;
-use crate::store::{patiently, DiskUse, Files};
+use crate::store::{patiently, DiskUse, Files, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use crate::way::{Cold, Routing};
@@ -126,9 +126,9 @@ fn begin(
     go_on: impl FnMut() -> bool,
 ) -> Result<Load> {
     let began = Began::now();
-    let files = Arc::new(request.checkpoint.local_files());
+    let files = Arc::new(request.checkpoint.storage()?);
     #[cfg(any(test, feature = "testing"))]
-    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.pretend_storage(file, *storage))?;
+    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.local().pretend_storage(file, *storage))?;
     let (request, mut plan) = plan(request, &files, go_on)?;
     #[cfg(any(test, feature = "testing"))]
     if stand_ins.late {
@@ -149,9 +149,14 @@ fn begin(
     }
     let (blocks, fence) = allocate((&layout, &schedule.stretches), &files, &plan.routing, memory, at)?;
     let routing = Arc::new(plan.routing);
-    let (source, trial) = source(&files, options.io, &routing, timeline.as_ref())?;
+    let mut trial = None;
+    let source = files.source(options.io, &routing, |files| {
+        let (source, chosen) = local_source(files, options.io, &routing, timeline.as_ref())?;
+        trial = chosen;
+        Ok(source)
+    })?;
     let source = match stand_ins.decorate {
-        Some(decorate) => decorate(source, &files)?,
+        Some(decorate) => decorate(source, files.local())?,
         None => source,
     };
     let mut device = match stand_ins.device {
@@ -198,15 +203,19 @@ fn begin(
         trial,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
     };
+    // Its own, which holds no descriptor after the load has ended.
+    let mapped = match stream && routing.ways.iter().any(|way| way.mapped) {
+        true => Some((Arc::new(checkpoint.storage()?), routing)),
+        false => None,
+    };
     let thread = if here {
         driver.run();
         None
     } else {
         Some(spawn(driver)?)
     };
-    let maps = stream && routing.ways.iter().any(|way| way.mapped);
     Ok(Load {
-        mapped: maps.then(|| (checkpoint.local_files(), routing)),
+        mapped,
         checkpoint,
         wants,
         layout,
@@ -220,7 +229,7 @@ fn begin(
 
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
 /// Opening files of a mount that hangs, or asking for their state, cannot be interrupted.
-fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Result<(Request, Planned)> {
+fn plan(request: Request, files: &Arc<Storage>, go_on: impl FnMut() -> bool) -> Result<(Request, Planned)> {
     if files.are_known_local() {
         return here(|| Planned::new(&request, files).map(|plan| (request, plan)));
     }
@@ -233,7 +242,7 @@ fn plan(request: Request, files: &Arc<Files>, go_on: impl FnMut() -> bool) -> Re
 /// The memory of all blocks that have it from the start, and the fence of the caller's memory.
 fn allocate(
     (layout, stretches): (&Layout, &[u32]),
-    files: &Files,
+    files: &Storage,
     routing: &Routing,
     memory: Memory,
     at: Where,
@@ -330,7 +339,7 @@ fn arena(layout: &Layout, stretches: &[u32], routing: &Routing) -> (u64, Vec<Opt
 }
 
 /// Blocks in memory of this process: mapped files, and one arena for the rest.
-fn our_blocks(layout: &Layout, stretches: &[u32], files: &Files, routing: &Routing) -> Result<Vec<Block>> {
+fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Routing) -> Result<Vec<Block>> {
     let (arena_len, starts) = arena(layout, stretches, routing);
     let arena = match arena_len {
         0 => None,
@@ -357,8 +366,9 @@ fn our_blocks(layout: &Layout, stretches: &[u32], files: &Files, routing: &Routi
     layout.blocks.iter().zip(starts).map(&mut block).collect()
 }
 
-fn map(files: &Files, file: u32, routing: &Routing) -> Result<Mapping> {
-    let fd = files.open(file, false)?;
+fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Mapping> {
+    let none = || Error::new(ErrorKind::Internal, "a store that says it can be mapped gives nothing to map");
+    let fd = files.to_map(file)?.ok_or_else(none)?;
     let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
     if routing.way(file).in_part {
         mapping.read_no_further(true);
@@ -366,8 +376,8 @@ fn map(files: &Files, file: u32, routing: &Routing) -> Result<Mapping> {
     Ok(mapping)
 }
 
-/// The source of the load; and what the pace of the storage decides, if it is to decide.
-fn source(
+/// The source of files of this machine; and what the pace of the storage decides, if it is to decide.
+fn local_source(
     files: &Arc<Files>,
     io: Io,
     routing: &Arc<Routing>,

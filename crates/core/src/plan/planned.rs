@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
 use crate::options::{Io, PAGE};
 use crate::stats::Report;
-use crate::store::Files;
+use crate::store::Storage;
 use crate::way::Routing;
 
 /// What is to be read, where to, and how it travels.
@@ -23,7 +23,7 @@ pub(crate) struct Planned {
 
 impl Planned {
     /// Plans `request`. Asks the file systems about the files.
-    pub(crate) fn new(request: &Request, files: &Files) -> Result<Planned> {
+    pub(crate) fn new(request: &Request, files: &Storage) -> Result<Planned> {
         let Request { checkpoint, wants, device, memory, options, .. } = request;
         let into = match (memory, device) {
             (Memory::Into { .. }, Where::Cpu) => Goal::Tensors,
@@ -73,7 +73,7 @@ impl Planned {
                 direct_align: surveyed.facts.direct_align,
                 resident,
                 way: *way,
-                ..FileTraits::default()
+                staging: surveyed.facts.staging,
             }
         });
         let traits: Vec<FileTraits> = traits.collect();

@@ -116,7 +116,10 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     };
     let (depth, buffered_depth) = match options.depth {
         // Each worker should find the next read waiting when it has done one.
-        0 => ((2 * threads).max(LEAST_DEPTH), BUFFERED_DEPTH),
+        0 => {
+            let declared = found().filter_map(|s| s.facts.parallelism).max().unwrap_or(0);
+            ((2 * threads).max(LEAST_DEPTH).max(declared), BUFFERED_DEPTH)
+        }
         depth => (depth as usize, depth as usize),
     };
     Routing { ways, cold: what, reason, here, threads, depth, buffered_depth }

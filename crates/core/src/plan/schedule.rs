@@ -143,7 +143,7 @@ impl Schedule {
                 }
             }
             let traits = &files[file as usize];
-            let size = checkpoint.files()[file as usize].identity.size;
+            let size = checkpoint.files()[file as usize].size;
             let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
             let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
             plan.file(&Rules::mapped(file, traits, limits, start..end), &mapped);

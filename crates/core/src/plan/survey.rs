@@ -4,7 +4,7 @@ use super::layout::{BlockKind, Layout};
 use super::want::Want;
 use crate::error::Result;
 use crate::format::Checkpoint;
-use crate::store::{Facts, Files};
+use crate::store::{Facts, Storage};
 use std::ops::Range;
 
 /// Facts about the files of a load, and nothing of their contents.
@@ -56,7 +56,7 @@ impl Surveyed {
 
 impl Survey {
     /// Asks the file systems about the files that `wants` need.
-    pub(crate) fn new(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, files: &Files) -> Result<Survey> {
+    pub(crate) fn new(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, files: &Storage) -> Result<Survey> {
         let mut asked: Vec<Option<Asked>> = vec![None; checkpoint.files().len()];
         for (want, place) in wants.iter().zip(&layout.places) {
             let info = checkpoint.tensor(want.tensor);

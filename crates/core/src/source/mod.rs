@@ -45,6 +45,7 @@
 mod aio;
 mod fill;
 mod flight;
+mod mux;
 mod router;
 mod threads;
 #[cfg(any(test, feature = "testing"))]
@@ -54,6 +55,7 @@ mod trial;
 mod uring;
 
 pub use aio::Aio;
+pub(crate) use mux::Mux;
 pub use router::Router;
 pub use threads::Threads;
 #[cfg(any(test, feature = "testing"))]
@@ -227,7 +229,16 @@ impl Read {
 
     /// The outcome of a read that was given up.
     fn cancelled(self, files: &Files) -> Done {
-        self.done(files, Err(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")))
+        let path = files.path(self.file).to_path_buf();
+        let Done { ticket, result, route } = self.given_up();
+        Done { ticket, result: result.map_err(|e| e.at(path)), route }
+    }
+
+    /// The same, without the file's name.
+    fn given_up(self) -> Done {
+        let range = self.offset..self.offset + self.need;
+        let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read").range(range);
+        Done { ticket: self.ticket, result: Err(error), route: self.route }
     }
 
     /// `got` bytes arrived and then the file ended.

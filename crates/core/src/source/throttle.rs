@@ -4,7 +4,7 @@ use super::{epoll, watch, Destination, Done, Event, Read, Source, Touches};
 use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use crate::memory::Keep;
-use crate::store::Files;
+use crate::store::Objects;
 use crate::wake::Wake;
 use std::collections::HashMap;
 use std::io;
@@ -33,7 +33,7 @@ pub struct Throttling {
 /// Another source, throttled.
 pub struct Throttle {
     inner: Box<dyn Source>,
-    files: Arc<Files>,
+    files: Arc<dyn Objects>,
     how: Throttling,
     submitted: u64,
     /// Until when each storage device is busy with earlier bytes.
@@ -65,7 +65,7 @@ impl Release {
 
 impl Throttle {
     /// `inner`, which reads `files`, throttled.
-    pub fn new(inner: Box<dyn Source>, files: Arc<Files>, how: Throttling) -> Result<Throttle> {
+    pub fn new(inner: Box<dyn Source>, files: Arc<dyn Objects>, how: Throttling) -> Result<Throttle> {
         // SAFETY: a plain system call.
         let timer = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
         if timer < 0 {
@@ -136,7 +136,8 @@ impl Source for Throttle {
         if let Some((_, errno)) = self.how.fail.filter(|(n, _)| *n == number) {
             self.submitted += 1;
             let e = Error::io("read", &io::Error::from_raw_os_error(errno));
-            let done = read.done(&self.files, Err(e));
+            let e = e.range(read.offset..read.offset + read.need);
+            let done = Done { ticket: read.ticket, result: Err(e), route: read.route };
             self.held.push((Instant::now(), done));
             self.arm();
             return Ok(());

@@ -66,6 +66,18 @@ pub struct Touches {
     pub calls: u64,
 }
 
+impl Touches {
+    /// Those of two sources together.
+    pub(super) fn and(self, other: Touches) -> Touches {
+        let left_seconds = match (self.left_seconds, other.left_seconds) {
+            (Some(a), Some(b)) => Some(a + b),
+            (a, b) => a.or(b),
+        };
+        let (left, pages, calls) = (self.left + other.left, self.pages + other.pages, self.calls + other.calls);
+        Touches { left, left_seconds, pages, calls }
+    }
+}
+
 /// Mapped memory that is left to its first touch.
 pub(super) struct Left {
     pub(super) at: usize,

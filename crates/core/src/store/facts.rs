@@ -3,6 +3,7 @@
 use super::known_disks;
 use super::stat::{statx, STATX_DIOALIGN};
 use crate::error::{Error, Result};
+use crate::extent::TakesSlab;
 use crate::options::PAGE;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -34,6 +35,10 @@ pub struct Facts {
     pub direct_align: Option<u64>,
     /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
     pub mappable: bool,
+    /// Reads in flight that the store wants; `None`: as many as the machine needs.
+    pub parallelism: Option<usize>,
+    /// When memory for bytes that need staging is taken: when they are asked for, or when the first of them is there.
+    pub staging: TakesSlab,
 }
 
 pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
@@ -58,7 +63,8 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     if kind == FsKind::Local {
         known_disks::remember(stat.identity.dev);
     }
-    Ok(Facts { kind, fs, storage: stat.identity.dev, direct_align, mappable })
+    let (storage, staging) = (stat.identity.dev, TakesSlab::AtRequest);
+    Ok(Facts { kind, fs, storage, direct_align, mappable, parallelism: None, staging })
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers like FUSE.

@@ -1,15 +1,19 @@
-//! Where a checkpoint's bytes are kept: files, what their file systems allow, what the page cache holds of them, and
-//! whether they are still what they were.
+//! Where a checkpoint's bytes are kept: what a [`Store`] has to offer, and the files of this machine: what their file
+//! systems allow, what the page cache holds of them, and whether they are still what they were.
 
 mod cache;
 mod facts;
 mod files;
 mod fill_after;
 mod known_disks;
+mod local;
+mod location;
+mod object;
 mod patience;
 mod pread;
 mod residency;
 mod stat;
+mod storage;
 mod version;
 
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
@@ -19,10 +23,14 @@ pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
 pub(crate) use known_disks::leads_to_known_disk;
+pub use location::Location;
+pub(crate) use object::store_for;
+pub use object::{register, Head, Object, Objects, Store};
 pub(crate) use patience::patiently;
 pub(crate) use pread::read_fully;
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
 pub use stat::identity_of;
+pub(crate) use storage::Storage;
 pub(crate) use version::stat;
-pub use version::Identity;
+pub use version::{Identity, Version};

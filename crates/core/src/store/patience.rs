@@ -1,13 +1,13 @@
 //! Work that asks a file system about files, and may hang.
 
-use super::files::Files;
+use super::storage::Storage;
 use crate::aside::aside;
 use crate::error::{ErrorKind, Result};
 use std::time::Duration;
 
 /// Does work that asks the file system about `files`, at most `stall` per answer.
 pub(crate) fn patiently<T: Send + 'static>(
-    files: &Files,
+    files: &Storage,
     work: impl FnOnce() -> Result<T> + Send + 'static,
     stall: Duration,
     go_on: impl FnMut() -> bool,

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd};
 /// not compared: `chmod`, `chown` and hard links (with which hub caches deduplicate) change it and leave every byte
 /// unchanged. The price: if a program rewrites a file in place, with the same size, and then restores the modification
 /// time, the change is not seen.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Identity {
     /// Device number of the file system.
     pub dev: u64,
@@ -23,6 +23,18 @@ pub struct Identity {
     pub mtime_ns: i128,
     /// Last status change, nanoseconds since the epoch.
     pub ctime_ns: i128,
+}
+
+/// What tells two versions of an object apart. Its size stands beside it: ranks on several machines compare sizes, and each
+/// machine has its own inodes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Version {
+    /// A file of this machine.
+    Inode(Identity),
+    /// A strong validator: two objects with the same one have the same bytes (an ETag, a version id).
+    Strong(String),
+    /// A weak validator, which may stay the same although bytes have changed (a date).
+    Weak(String),
 }
 
 impl PartialEq for Identity {

@@ -233,7 +233,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             eprintln!("skipped: the page cache does not let go of the file: {row:?}");
             continue;
         }
-        let files = checkpoint.local_files();
+        let files = checkpoint.storage().unwrap();
         let plan = Planned::new(&request(&checkpoint, row), &files);
         match (&row.5, plan) {
             (Err(why), Err(e)) => {
@@ -308,7 +308,7 @@ fn sizes_that_do_not_go_together_are_refused() {
     let refused = |extent, staging| {
         let mut request = request(&checkpoint, &ROWS[0]);
         (request.options.extent, request.options.staging) = (extent, staging);
-        Planned::new(&request, &checkpoint.local_files()).err().map(|e| (e.kind(), e.to_string()))
+        Planned::new(&request, &checkpoint.storage().unwrap()).err().map(|e| (e.kind(), e.to_string()))
     };
     for (extent, staging, why) in [
         (0, MIB, "extent must be a multiple of 4096"),
@@ -342,7 +342,7 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
                 put(&checkpoint, if warm { At::Warm } else { At::Cold });
                 let mut request = request(&checkpoint, &(at, To::Cpu, Io::Auto, cache, copy, Err("")));
                 request.options.misaligned = misaligned;
-                let plan = Planned::new(&request, &checkpoint.local_files()).unwrap();
+                let plan = Planned::new(&request, &checkpoint.storage().unwrap()).unwrap();
                 assert_eq!(first.get_or_insert_with(|| plan.layout.clone()), &plan.layout, "{at:?} {warm} {cache:?}");
                 // What a framework reads at any address stays in the file that is mapped.
                 if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).mapped {

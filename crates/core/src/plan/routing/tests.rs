@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::extent::TakesSlab;
 use crate::store::Facts;
 use proptest::prelude::*;
 
@@ -24,6 +25,7 @@ struct File {
     sampled: bool,
     direct: bool,
     nbytes: u64,
+    parallelism: Option<usize>,
 }
 
 const DISK: File = File {
@@ -35,6 +37,7 @@ const DISK: File = File {
     sampled: false,
     direct: true,
     nbytes: 256 * MIB,
+    parallelism: None,
 };
 const WARM: File = File { resident: 4, ..DISK };
 const HALF: File = File { resident: 2, ..DISK };
@@ -55,7 +58,15 @@ fn survey(files: &[File]) -> Survey {
         let (fs, mappable) = ("", f.on != FsKind::Network);
         let wanted = f.nbytes / 4 * f.wanted;
         Surveyed {
-            facts: Facts { kind: f.on, fs, storage: 0, direct_align: f.direct.then_some(512), mappable },
+            facts: Facts {
+                kind: f.on,
+                fs,
+                storage: 0,
+                direct_align: f.direct.then_some(512),
+                mappable,
+                parallelism: f.parallelism,
+                staging: TakesSlab::AtRequest,
+            },
             span: 0..f.nbytes,
             wanted,
             moved: wanted / 4 * f.moved,
@@ -181,6 +192,8 @@ fn threads_and_depth_follow_what_the_threads_wait_for() {
     assert_eq!(of(&[NFS, DISK], &none), (NETWORK_THREADS, 64, BUFFERED_DEPTH));
     // Nothing waits for a disk: as many as there are cores.
     assert_eq!(of(&[WARM], &none), (CORES, LEAST_DEPTH, BUFFERED_DEPTH));
+    // A store that says how many reads it wants.
+    assert_eq!(of(&[File { parallelism: Some(100), ..NFS }], &none), (NETWORK_THREADS, 100, BUFFERED_DEPTH));
     assert_eq!(of(&[WARM], &Options { threads: 9, depth: 3, ..none }), (9, 3, 3));
     assert_eq!(decide(&[WARM], Goal::NewMemory, &Options::default()).threads, 1);
 }
@@ -211,6 +224,7 @@ fn any_file() -> impl Strategy<Value = File> {
             sampled,
             direct,
             nbytes,
+            parallelism: None,
         },
     )
 }

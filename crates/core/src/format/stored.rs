@@ -1,0 +1,96 @@
+//! Opening a checkpoint in a store: which objects its address stands for, and their headers, several at a time.
+
+use super::checkpoint::{Checkpoint, Seeded};
+use super::discover::{self, Chosen};
+use super::index::{Index, MAX_INDEX};
+use super::join::{indexed, merge, read_all};
+use super::shard::{self, Shard, FIRST_READ};
+use super::watch::Watch;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::{Location, Object, Store};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// Opens what `sources`, addresses of `store`, stand for: an object, several, an index, or all under one address.
+pub(super) fn open(store: &dyn Store, sources: Vec<Location>, watch: &Watch) -> Result<Checkpoint> {
+    let hasher = Seeded::default();
+    let (files, index) = match &sources[..] {
+        [one] => found(store, one, watch)?,
+        _ => (sources, None),
+    };
+    let Some(at) = index else {
+        let shards = read_all(&files, watch, |at| header(store, at, &hasher, watch))?;
+        return merge(files.iter().map(as_path).zip(shards).collect(), hasher, Vec::new());
+    };
+    let index = located(&at, read_index(store, &at, &hasher, watch))?;
+    let name = |&number: &u32| at.sibling(&index.files[number as usize].to_string_lossy());
+    let files: Vec<Location> = index.in_natural_order().iter().map(name).collect();
+    let shards = read_all(&files, watch, |at| header(store, at, &hasher, watch))?;
+    indexed(&as_path(&at), &index, files.iter().map(as_path).collect(), shards, hasher)
+}
+
+/// The objects that an address stands for, or the index that names them.
+fn found(store: &dyn Store, at: &Location, watch: &Watch) -> Result<(Vec<Location>, Option<Location>)> {
+    if as_path(at).extension().is_some_and(|end| end == "json") {
+        return Ok((Vec::new(), Some(at.clone())));
+    }
+    let asking = watch.ask(at.as_path());
+    let listed = located(at, store.list(at))?;
+    drop(asking);
+    if listed == [at.clone()] {
+        return Ok((listed, None));
+    }
+    let names: Vec<OsString> =
+        listed.iter().filter_map(|location| Some(as_path(location).file_name()?.to_owned())).collect();
+    let of = |name: &OsString| listed.iter().find(|location| as_path(location).file_name() == Some(name)).cloned();
+    match discover::choose(at.as_path(), names)? {
+        Chosen::Index(name) => Ok((Vec::new(), of(&name))),
+        Chosen::Files(names) => Ok((names.iter().filter_map(of).collect(), None)),
+    }
+}
+
+fn read_index(store: &dyn Store, at: &Location, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+    let asking = watch.ask(at.as_path());
+    let head = store.head(at, FIRST_READ)?;
+    asking.answered();
+    Index::check_size(head.size)?;
+    let mut bytes = head.bytes;
+    if (bytes.len() as u64) < head.size.min(MAX_INDEX) {
+        let object = Object { location: at.clone(), size: head.size, version: head.version };
+        bytes.extend(store.read(&object, bytes.len() as u64..head.size)?);
+    }
+    // From here on, only the parse takes time.
+    drop(asking);
+    Index::of(&bytes, hasher, watch)
+}
+
+fn header(store: &dyn Store, at: &Location, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    let read = || {
+        let asking = watch.ask(at.as_path());
+        let head = store.head(at, FIRST_READ)?;
+        asking.answered();
+        let (size, mut bytes) = (head.size, head.bytes);
+        if (bytes.len() as u64) < size.min(FIRST_READ) {
+            let text = format!("the store gave {} of the first {} bytes", bytes.len(), size.min(FIRST_READ));
+            return Err(Error::new(ErrorKind::Truncated, text));
+        }
+        let data_start = shard::data_start(&bytes, size)?;
+        let object = Object { location: at.clone(), size, version: head.version };
+        if (bytes.len() as u64) < data_start {
+            bytes.extend(store.read(&object, bytes.len() as u64..data_start)?);
+        }
+        drop(asking);
+        let mut shard = shard::parse(&bytes, size, hasher)?;
+        (shard.version, shard.header_read) = (object.version, bytes.len() as u64);
+        Ok(shard)
+    };
+    located(at, read())
+}
+
+fn located<T>(at: &Location, result: Result<T>) -> Result<T> {
+    result.map_err(|e| e.at(at.as_path()))
+}
+
+fn as_path(at: &Location) -> PathBuf {
+    Path::new(at.as_path()).to_path_buf()
+}

@@ -1,0 +1,43 @@
+//! Files of this machine, as the objects of a load.
+
+use super::facts::Facts;
+use super::files::Files;
+use super::object::Objects;
+use super::residency::Residency;
+use crate::error::Result;
+use crate::options::Io;
+use crate::source::{Router, Source};
+use crate::way::Routing;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+impl Objects for Files {
+    fn facts(&self, file: u32) -> Result<Facts> {
+        Files::facts(self, file)
+    }
+
+    fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
+        Files::resident_within(self, file, range)
+    }
+
+    fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
+        self.open(file, false).map(Some)
+    }
+
+    fn verify(&self, file: u32) -> Result<()> {
+        self.verify_file(file)
+    }
+
+    fn may_hang(&self) -> bool {
+        Files::may_hang(self)
+    }
+
+    fn asking(&self) -> Option<(u64, u32)> {
+        Files::asking(self)
+    }
+
+    fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
+        Ok(Box::new(Router::new(self, io, routing)?))
+    }
+}

@@ -1,0 +1,82 @@
+//! Where an object is.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Where an object is: a file of this machine, or an object of the store that a scheme names.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Location {
+    /// A file or folder, by its path.
+    Path(PathBuf),
+    /// `scheme://...`, where a store is registered for the scheme.
+    Url(String),
+}
+
+impl Location {
+    /// What `path` names: an address if it begins with a scheme for which `known` finds something, and what that is; `None`
+    /// for a path.
+    pub(crate) fn address<T>(path: &Path, known: impl FnOnce(&str) -> Option<T>) -> Option<(Location, T)> {
+        let text = path.to_str()?;
+        let found = known(scheme(text)?)?;
+        Some((Location::Url(text.to_owned()), found))
+    }
+
+    /// The scheme of an address.
+    pub fn scheme(&self) -> Option<&str> {
+        match self {
+            Location::Path(_) => None,
+            Location::Url(text) => scheme(text),
+        }
+    }
+
+    /// As errors and messages show it.
+    pub fn as_path(&self) -> &Path {
+        match self {
+            Location::Path(path) => path,
+            Location::Url(text) => Path::new(text),
+        }
+    }
+
+    /// The object of that name beside this one: what an index names.
+    pub fn sibling(&self, name: &str) -> Location {
+        match self {
+            Location::Path(path) => Location::Path(path.with_file_name(name)),
+            Location::Url(text) => Location::Url(match text.rfind('/') {
+                Some(slash) => format!("{}{name}", &text[..=slash]),
+                None => name.to_owned(),
+            }),
+        }
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.as_path().display().fmt(f)
+    }
+}
+
+/// The scheme of `scheme://...` (RFC 3986, 3.1: a letter, then letters, digits, `+`, `-` and `.`).
+fn scheme(text: &str) -> Option<&str> {
+    let (scheme, _) = text.split_once("://")?;
+    let mut letters = scheme.bytes();
+    let first = letters.next().is_some_and(|b| b.is_ascii_alphabetic());
+    (first && letters.all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))).then_some(scheme)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_schemes_that_are_known_make_addresses() {
+        let of = |text: &str| Location::address(Path::new(text), |scheme| (scheme == "toy").then_some(7));
+        let (found, 7) = of("toy://a/b").unwrap() else { panic!() };
+        assert_eq!((found.scheme(), found.to_string().as_str()), (Some("toy"), "toy://a/b"));
+        for path in ["s3://a/b", "toy:/a", "a/toy://b", "://x", "1toy://x", "toy"] {
+            assert_eq!(of(path), None, "{path}");
+        }
+        let index = Location::Url("toy://a/model.index.json".into());
+        assert_eq!(index.sibling("x-1.st"), Location::Url("toy://a/x-1.st".into()));
+    }
+}

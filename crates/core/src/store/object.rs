@@ -1,0 +1,124 @@
+//! What a kind of storage has to offer: a store lists objects and reads their heads when a checkpoint is opened, and gives
+//! a load what it needs of its objects.
+//!
+//! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`], and is registered for a scheme.
+//! Nothing else in the crate names it. `tests/toy_store` is an example.
+
+use super::facts::Facts;
+use super::location::Location;
+use super::residency::Residency;
+use super::version::Version;
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::Io;
+use crate::source::Source;
+use crate::way::Routing;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// The first bytes of an object, and what tells it apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Head {
+    /// The first bytes: as many as were asked for, or all of a shorter object.
+    pub bytes: Vec<u8>,
+    /// Size of the object in bytes.
+    pub size: u64,
+    /// The version that these bytes belong to.
+    pub version: Version,
+}
+
+/// One object of a load.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Object {
+    /// Where it is.
+    pub location: Location,
+    /// Its size in bytes when its header was read.
+    pub size: u64,
+    /// Its version when its header was read. Bytes of any other version are an error of kind `Changed`.
+    pub version: Version,
+}
+
+/// One kind of storage, registered by scheme. Its methods may block: they are called on threads that can be left behind.
+pub trait Store: Send + Sync + Debug {
+    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`.
+    ///
+    /// # Errors
+    /// `NotFound`, `Permission`, `Io`.
+    fn list(&self, at: &Location) -> Result<Vec<Location>>;
+
+    /// The first `first` bytes of an object, its size and its version, in one request.
+    ///
+    /// # Errors
+    /// `NotFound`, `Permission`, `Io`.
+    fn head(&self, at: &Location, first: u64) -> Result<Head>;
+
+    /// `range` of that very version of an object.
+    ///
+    /// # Errors
+    /// Those of [`head`](Self::head), `Truncated`, and `Changed` for another version.
+    fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>>;
+
+    /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.
+    ///
+    /// # Errors
+    /// What keeps the store from being used at all; no object is looked at.
+    fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>>;
+}
+
+/// The objects of one load. Files are named by their number in the checkpoint. Its methods may block, except `asking`.
+pub trait Objects: Send + Sync + Debug {
+    /// What can be said of a file before it is read. The ways of the load follow from it.
+    fn facts(&self, file: u32) -> Result<Facts>;
+
+    /// Which parts of `range` are in memory already, so that reading them waits for no storage.
+    fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
+        let _ = (file, range);
+        Ok(Residency::default())
+    }
+
+    /// A descriptor of the file to map, if `facts` says that it is mappable.
+    fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
+        let _ = file;
+        Ok(None)
+    }
+
+    /// An error of kind `Changed` if the file is no longer what it was when its header was read.
+    fn verify(&self, file: u32) -> Result<()>;
+
+    /// Whether asking about the files may take longer than a caller should wait without looking at signals.
+    fn may_hang(&self) -> bool {
+        true
+    }
+
+    /// The file whose answer a thread waits for, and a number that changes with each answer; `None` if no thread waits.
+    fn asking(&self) -> Option<(u64, u32)> {
+        None
+    }
+
+    /// What reads the files, as `routing` says. `io` is the interface that the caller asked for.
+    fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>>;
+}
+
+/// The registered stores. Looked at for addresses with a scheme only; a fork in the moment in which one is registered could
+/// leave the child with a lock that nobody gives back.
+static STORES: RwLock<Vec<(String, Arc<dyn Store>)>> = RwLock::new(Vec::new());
+
+/// Has `store` asked about addresses that begin with `scheme://`.
+///
+/// # Errors
+/// `Invalid` if the scheme has a store.
+pub fn register(scheme: &str, store: Arc<dyn Store>) -> Result<()> {
+    let mut stores = STORES.write().unwrap_or_else(PoisonError::into_inner);
+    if stores.iter().any(|(known, _)| known == scheme) {
+        return Err(Error::new(ErrorKind::Invalid, format!("there is a store for {scheme}:// already")));
+    }
+    stores.push((scheme.to_owned(), store));
+    Ok(())
+}
+
+/// The store for `scheme`, if there is one.
+pub(crate) fn store_for(scheme: &str) -> Option<Arc<dyn Store>> {
+    let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
+    stores.iter().find(|(known, _)| known == scheme).map(|(_, store)| store.clone())
+}

@@ -1,0 +1,168 @@
+//! The files of one load, wherever they are: one set over the stores of a checkpoint.
+
+use super::facts::Facts;
+use super::files::Files;
+use super::location::Location;
+use super::object::{store_for, Object, Objects};
+use super::residency::Residency;
+use super::version::Version;
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::Io;
+use crate::source::{Mux, Source};
+use crate::way::Routing;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+
+/// The files of one load. Files of this machine are one store; each scheme is another.
+#[derive(Debug)]
+pub(crate) struct Storage {
+    local: Arc<Files>,
+    others: Vec<Arc<dyn Objects>>,
+    /// The files that are not of this machine, by number; empty if there is none.
+    elsewhere: Vec<Option<Elsewhere>>,
+}
+
+#[derive(Debug)]
+struct Elsewhere {
+    /// Its store, as a number in `others`.
+    store: usize,
+    location: Location,
+    size: u64,
+    asked: AtomicBool,
+}
+
+impl Storage {
+    /// The files of a checkpoint, in order: location, size and version of each; nothing is opened yet.
+    ///
+    /// # Errors
+    /// `Unsupported` for a scheme that has no store, and what a store says.
+    pub(crate) fn new<'a>(files: impl Iterator<Item = (&'a Location, u64, &'a Version)> + Clone) -> Result<Storage> {
+        let mut schemes: Vec<&str> = Vec::new();
+        let mut elsewhere = Vec::new();
+        if files.clone().any(|(location, ..)| location.scheme().is_some()) {
+            for (location, size, _) in files.clone() {
+                elsewhere.push(location.scheme().map(|scheme| {
+                    let store = schemes.iter().position(|known| *known == scheme).unwrap_or_else(|| {
+                        schemes.push(scheme);
+                        schemes.len() - 1
+                    });
+                    Elsewhere { store, location: location.clone(), size, asked: AtomicBool::new(false) }
+                }));
+            }
+        }
+        let mut others = Vec::with_capacity(schemes.len());
+        for (number, scheme) in schemes.iter().enumerate() {
+            let Some(store) = store_for(scheme) else {
+                return Err(Error::new(ErrorKind::Unsupported, format!("there is no store for {scheme}://")));
+            };
+            let theirs = files.clone().zip(&elsewhere).map(|((location, size, version), found)| {
+                let object = || Object { location: location.clone(), size, version: version.clone() };
+                found.as_ref().filter(|found| found.store == number).map(|_| object())
+            });
+            others.push(store.objects(theirs.collect())?);
+        }
+        // Files of other stores keep their numbers here, and are never asked about.
+        let local = Files::new(files.map(|(location, _, version)| match version {
+            Version::Inode(identity) => (location.as_path().to_path_buf(), *identity),
+            _ => (location.as_path().to_path_buf(), Default::default()),
+        }));
+        Ok(Storage { local: Arc::new(local), others, elsewhere })
+    }
+
+    /// Files of this machine.
+    pub(crate) fn local(&self) -> &Arc<Files> {
+        &self.local
+    }
+
+    /// Number of files.
+    pub(crate) fn len(&self) -> usize {
+        self.local.len()
+    }
+
+    /// Where file number `file` is, for messages.
+    pub(crate) fn path(&self, file: u32) -> &Path {
+        self.elsewhere(file).map_or_else(|| self.local.path(file), |found| found.location.as_path())
+    }
+
+    /// Size of file number `file` in bytes, as it was when its header was read.
+    pub(crate) fn size(&self, file: u32) -> u64 {
+        self.elsewhere(file).map_or_else(|| self.local.size(file), |found| found.size)
+    }
+
+    fn elsewhere(&self, file: u32) -> Option<&Elsewhere> {
+        self.elsewhere.get(file as usize)?.as_ref()
+    }
+
+    fn of(&self, file: u32) -> &dyn Objects {
+        self.elsewhere(file).map_or(&*self.local, |found| &*self.others[found.store])
+    }
+
+    pub(crate) fn facts(&self, file: u32) -> Result<Facts> {
+        if let Some(found) = self.elsewhere(file) {
+            found.asked.store(true, Ordering::Relaxed);
+        }
+        self.of(file).facts(file)
+    }
+
+    pub(crate) fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
+        self.of(file).resident_within(file, range)
+    }
+
+    pub(crate) fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
+        self.of(file).to_map(file)
+    }
+
+    pub(crate) fn verify(&self, file: u32) -> Result<()> {
+        self.of(file).verify(file)
+    }
+
+    /// An error of kind `Changed` if a file that was read is no longer what it was when its header was read.
+    pub(crate) fn verify_all(&self) -> Result<()> {
+        self.local.verify_unchanged()?;
+        for (file, found) in (0..).zip(&self.elsewhere) {
+            if found.as_ref().is_some_and(|found| found.asked.load(Ordering::Relaxed)) {
+                self.verify(file)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn may_hang(&self) -> bool {
+        self.local.may_hang() || self.others.iter().any(|objects| objects.may_hang())
+    }
+
+    /// Whether all files are known to be on disks of this machine: see [`Files::are_known_local`].
+    pub(crate) fn are_known_local(&self) -> bool {
+        self.others.is_empty() && self.local.are_known_local()
+    }
+
+    /// The file whose answer a thread waits for, and a number that changes with each answer.
+    pub(crate) fn asking(&self) -> Option<(u64, u32)> {
+        self.local.asking().or_else(|| self.others.iter().find_map(|objects| objects.asking()))
+    }
+
+    /// What reads all files: the source of their only store, or one source over those of several. `local` makes that of
+    /// the files of this machine.
+    pub(crate) fn source(
+        &self,
+        io: Io,
+        routing: &Arc<Routing>,
+        local: impl FnOnce(&Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Box<dyn Source>> {
+        if self.others.is_empty() {
+            return local(&self.local);
+        }
+        if self.others.len() == 1 && self.elsewhere.iter().all(Option::is_some) {
+            return self.others[0].clone().source(io, routing);
+        }
+        let sources = self.others.iter().map(|objects| objects.clone().source(io, routing));
+        let mut sources = sources.collect::<Result<Vec<_>>>()?;
+        let last = sources.len();
+        sources.push(local(&self.local)?);
+        let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(last, |found| found.store)).collect();
+        Ok(Box::new(Mux::new(sources, of_file)?))
+    }
+}
