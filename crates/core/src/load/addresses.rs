@@ -34,10 +34,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     pub(crate) fn destination(&self, slab: Option<*mut u8>) -> Result<Destination> {
         let e = self.extent;
         Ok(match e.landing {
-            Landing::Mapping { block, resident } => {
-                Destination::Mapping { at: (self.block(block)? + self.in_mirror(block)?) as *mut u8, resident }
-            }
-            Landing::Block { block } => Destination::Memory((self.block(block)? + self.in_mirror(block)?) as *mut u8),
+            Landing::Mapping { resident, .. } => Destination::Mapping { at: self.in_place()?, resident },
+            Landing::Block { .. } => Destination::Memory(self.in_place()?),
             Landing::Scatter => Destination::Scatter(self.scatter()?),
             Landing::Slab => match slab {
                 Some(slab) => Destination::Memory(slab),
@@ -70,9 +68,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     pub(crate) fn written(&self) -> impl Iterator<Item = (u32, u64, u64)> + '_ {
         let (whole, pieces) = match self.extent.landing {
             Landing::Mapping { .. } => (None, &[][..]),
-            Landing::Block { block } => {
-                (self.in_mirror(block).ok().map(|offset| (block, offset, self.extent.len)), &[][..])
-            }
+            Landing::Block { .. } => (self.mirror().ok().map(|(block, at)| (block, at, self.extent.len)), &[][..]),
             Landing::Scatter | Landing::Slab => (None, self.pieces),
         };
         whole.into_iter().chain(pieces.iter().map(|p| (p.block, p.to, (p.rows - 1) * p.to_stride + p.len)))
@@ -82,7 +78,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     /// between blocks.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
         let (whole, pieces) = match self.extent.landing {
-            Landing::Mapping { block, .. } | Landing::Block { block } => (Some(block), &[][..]),
+            // The blocks of a stretch lie in one piece of memory.
+            Landing::Mapping { .. } | Landing::Block { .. } => (self.mirror().ok().map(|m| m.0), &[][..]),
             Landing::Scatter | Landing::Slab => (None, self.pieces),
         };
         let mut last = None;
@@ -93,10 +90,22 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         (self.base)(block).ok_or_else(|| internal("a block was used before it was granted"))
     }
 
-    /// Offset of the extent's first byte in the block that mirrors its file.
-    fn in_mirror(&self, block: u32) -> Result<u64> {
-        match self.layout.blocks[block as usize].kind {
-            BlockKind::Mirror { start, .. } => Ok(self.extent.offset - start),
+    /// Where a read in place begins.
+    fn in_place(&self) -> Result<*mut u8> {
+        let (block, offset) = self.mirror()?;
+        Ok((self.block(block)? + offset) as *mut u8)
+    }
+
+    /// The block in which a read in place begins, and the offset of its first byte there. It may go on into the next blocks
+    /// of the stretch. The first block of the stretch would not do: it may be complete, and then nothing holds it.
+    fn mirror(&self) -> Result<(u32, u64)> {
+        let first = self.pieces.first().ok_or_else(|| internal("a read that brings nothing"))?;
+        match self.layout.blocks[first.block as usize].kind {
+            // A block begins with the page of its first byte, and no read in place begins before that.
+            BlockKind::Mirror { start, .. } => match self.extent.offset.checked_sub(start) {
+                Some(offset) => Ok((first.block, offset)),
+                None => Err(internal("a read in place begins before its block")),
+            },
             _ => Err(internal("a read lands in a block that does not mirror the file")),
         }
     }
@@ -186,7 +195,8 @@ mod tests {
         assert!(matches!(at.destination(None).unwrap(), Destination::Memory(to) if to as u64 == (1 << 20) + 904));
         assert_eq!(at.written().collect::<Vec<_>>(), [(0, 904, 100)], "slack is written too");
 
-        let (schedule, layout) = plan(Landing::Mapping { block: 0, resident: true }, &[MIRROR], Vec::new());
+        let (schedule, layout) =
+            plan(Landing::Mapping { block: 0, resident: true }, &[MIRROR], vec![piece(0, 10, 914, 40)]);
         let at = Addresses::new(&schedule, &layout, 0, base);
         let Destination::Mapping { at: to, resident: true } = at.destination(None).unwrap() else { panic!() };
         assert_eq!((to as u64, at.written().count()), ((1 << 20) + 904, 0));

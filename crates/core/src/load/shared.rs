@@ -142,6 +142,7 @@ impl Shared {
 mod models {
     use super::*;
     use crate::sync::Builder;
+    use std::sync::Arc;
 
     #[test]
     fn the_engine_thread_hears_every_message_and_its_end_is_heard() {

@@ -150,9 +150,11 @@ impl World {
         let place = self.layout.places[want as usize];
         let (b, bytes) = (place.block as usize, place.offset as usize..(place.offset + place.nbytes) as usize);
         for at in bytes {
-            let found = self.blocks[b].bytes()[at];
+            let (arena, offset) = self.case.homes[b];
+            let found = self.arenas[arena].bytes()[offset as usize + at];
             hold!(Some(found) == self.case.expected[b][at], "byte {at} of block {b}, of want {want}, is wrong");
-            hold!(self.writes[b][at] == 1, "byte {at} of block {b} was written {} times", self.writes[b][at]);
+            let writes = self.writes[arena][offset as usize + at];
+            hold!(writes == 1, "byte {at} of block {b} was written {writes} times");
         }
         Ok(())
     }
@@ -160,7 +162,9 @@ impl World {
     /// Every byte of every block is a tensor's and right, or nobody's business; and nothing around it was touched.
     pub(super) fn check_blocks(&self) -> Check {
         for (b, spec) in self.layout.blocks.iter().enumerate() {
-            for (at, (&found, expected)) in self.blocks[b].bytes().iter().zip(&self.case.expected[b]).enumerate() {
+            let (arena, offset) = self.case.homes[b];
+            let bytes = &self.arenas[arena].bytes()[offset as usize..];
+            for (at, (&found, expected)) in bytes.iter().zip(&self.case.expected[b]).enumerate() {
                 let right = match (*expected, spec.kind) {
                     (Some(expected), _) => found == expected,
                     // In place, a read brings what lies between.
@@ -208,7 +212,7 @@ impl World {
         }
         let pool = self.pool.borrow();
         hold!(pool.free.len() == self.slabs, "{} slabs leaked", self.slabs - pool.free.len().min(self.slabs));
-        let mut memory = self.blocks.iter().chain(&pool.slabs);
+        let mut memory = self.arenas.iter().chain(&pool.slabs);
         hold!(memory.all(Memory::guards_are_intact), "bytes beside a block or a slab were written to");
         Ok(())
     }

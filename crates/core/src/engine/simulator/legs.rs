@@ -154,7 +154,12 @@ impl World {
     }
 
     pub(super) fn addresses(&self, extent: u32) -> Addresses<'_, impl Fn(u32) -> Option<u64> + '_> {
-        let base = |block: u32| self.granted[block as usize].then(|| self.blocks[block as usize].at() as u64);
+        // As in a load, nothing holds a block that is complete.
+        let base = |block: u32| {
+            let (arena, offset) = self.case.homes[block as usize];
+            let there = self.granted[block as usize] && !self.complete[block as usize];
+            there.then(|| self.arenas[arena].at() as u64 + offset)
+        };
         Addresses::new(&self.schedule, &self.layout, extent, base)
     }
 
@@ -391,32 +396,38 @@ impl World {
         Ok(())
     }
 
-    /// Writes to a slab, or to a part of a block that the extent is known to fill.
+    /// Writes to a slab, or to a part of the blocks that the extent is known to fill.
     pub(super) fn write(&mut self, extent: u32, address: u64, bytes: &[u8]) -> Check {
-        let len = bytes.len();
-        if let Some((block, at)) = self.locate(address, len) {
+        let len = bytes.len() as i64;
+        if let Some((arena, at)) = self.locate(address, bytes.len()) {
+            let home = |block: u32| self.case.homes[block as usize];
             let addresses = self.addresses(extent);
             let mapped = matches!(self.extent(extent).landing, Landing::Mapping { .. });
-            let within =
-                |(b, from, n): (u32, u64, u64)| b == block && from as i64 <= at && at + len as i64 <= (from + n) as i64;
+            let within = |(block, from, n): (u32, u64, u64)| {
+                let from = (home(block).1 + from) as i64;
+                home(block).0 == arena && from <= at && at + len <= from + n as i64
+            };
             hold!(mapped || addresses.written().any(within), "extent {extent} fills bytes that nobody expected it to");
-            hold!(addresses.blocks().any(|b| b == block), "extent {extent} fills block {block}, which nothing keeps");
-            hold!(mapped || !self.complete[block as usize], "block {block} is written to after it was complete");
+            hold!(addresses.blocks().any(|b| home(b).0 == arena), "extent {extent} fills memory that nothing keeps");
+            for (block, expected) in (0..).zip(&self.case.expected).filter(|b| self.complete[b.0 as usize]) {
+                let bytes = (home(block).1 as i64..).zip(expected).filter(|b| home(block).0 == arena && b.1.is_some());
+                let late = bytes.map(|b| b.0).find(|&b| (at..at + len).contains(&b));
+                hold!(late.is_none(), "block {block} is written to after it was complete");
+            }
         }
         self.write_anywhere(address, bytes)
     }
 
-    /// The block in which these bytes lie, or its guard bytes, and where.
-    pub(super) fn locate(&self, address: u64, len: usize) -> Option<(u32, i64)> {
-        (0..).zip(&self.blocks).find_map(|(b, memory)| Some((b, memory.offset(address, len)?)))
+    /// The memory of blocks in which these bytes lie, or its guard bytes, and where.
+    pub(super) fn locate(&self, address: u64, len: usize) -> Option<(usize, i64)> {
+        self.arenas.iter().enumerate().find_map(|(arena, memory)| Some((arena, memory.offset(address, len)?)))
     }
 
     pub(super) fn write_anywhere(&mut self, address: u64, bytes: &[u8]) -> Check {
-        if let Some((block, at)) = self.locate(address, bytes.len()) {
-            self.blocks[block as usize].write(at, bytes);
+        if let Some((arena, at)) = self.locate(address, bytes.len()) {
+            self.arenas[arena].write(at, bytes);
             for i in 0..bytes.len() as i64 {
-                if let Some(writes) = usize::try_from(at + i).ok().and_then(|i| self.writes[block as usize].get_mut(i))
-                {
+                if let Some(writes) = usize::try_from(at + i).ok().and_then(|i| self.writes[arena].get_mut(i)) {
                     *writes += 1;
                 }
             }

@@ -90,7 +90,8 @@ struct World {
     pool: Rc<RefCell<Pool>>,
     /// Slabs that must be free in the end.
     slabs: usize,
-    blocks: Vec<Memory>,
+    /// The memory in which the blocks lie.
+    arenas: Vec<Memory>,
     writes: Vec<Vec<u8>>,
     granted: Vec<bool>,
     started: Vec<bool>,
@@ -128,6 +129,7 @@ struct Expectation {
     gpu: bool,
     sizes: Vec<u64>,
     expected: Vec<Vec<Option<u8>>>,
+    homes: Vec<(usize, u64)>,
 }
 
 /// What this world does to its load.
@@ -166,7 +168,7 @@ fn simulated(kind: ErrorKind) -> Error {
 impl World {
     fn new(seed: u64, mutant: Option<Mutant>) -> World {
         let mut rng = Rng(seed);
-        let Case { schedule, layout, gpu, sizes, expected } = Case::new(&mut rng);
+        let Case { schedule, layout, gpu, sizes, expected, homes, arenas } = Case::new(&mut rng);
         let (schedule, layout) = (Arc::new(schedule), Arc::new(layout));
         let stream = rng.one_in(2);
         let bounds = Bounds {
@@ -192,8 +194,8 @@ impl World {
             engine,
             pool: Rc::new(RefCell::new(pool)),
             slabs,
-            blocks: layout.blocks.iter().map(|b| Memory::new(b.nbytes as usize)).collect(),
-            writes: layout.blocks.iter().map(|b| vec![0; b.nbytes as usize]).collect(),
+            writes: arenas.iter().map(|&nbytes| vec![0; nbytes as usize]).collect(),
+            arenas: arenas.into_iter().map(|nbytes| Memory::new(nbytes as usize)).collect(),
             granted: vec![false; layout.blocks.len()],
             started: vec![false; schedule.extents.len()],
             done: vec![false; schedule.extents.len()],
@@ -217,7 +219,7 @@ impl World {
             refused: None,
             cruelty,
             misplaced: None,
-            case: Expectation { gpu, sizes, expected },
+            case: Expectation { gpu, sizes, expected, homes },
             schedule,
             layout,
             rng,

@@ -17,6 +17,11 @@ pub(super) struct Case {
     pub(super) sizes: Vec<u64>,
     /// What each byte of each block has to be; `None` if it is no byte of a tensor.
     pub(super) expected: Vec<Vec<Option<u8>>>,
+    /// For each block, the piece of memory in which it lies, and where. Mirror blocks that are read together lie in one
+    /// piece, as in the file.
+    pub(super) homes: Vec<(usize, u64)>,
+    /// Bytes of each piece of memory.
+    pub(super) arenas: Vec<u64>,
 }
 
 /// A want: rows of bytes in a file.
@@ -36,12 +41,13 @@ impl Rows {
     }
 }
 
-/// A stretch of a file that is read alike: into one block in place, or to any places.
+/// A stretch of a file that is read alike: into one or several blocks in place, or to any places.
 struct Stretch {
     file: u32,
     bytes: Range<u64>,
+    /// The first block that is read in place.
     in_place: Option<u32>,
-    /// The block is the file's mapping.
+    /// The blocks lie in the file's mapping.
     mapped: bool,
 }
 
@@ -76,6 +82,7 @@ impl Case {
                 }
             }
         }
+        let (homes, arenas) = homes(&layout, &stretches);
         let mut schedule = Schedule::default();
         for stretch in &stretches {
             cut(rng, gpu, stretch, staging[stretch.file as usize], &layout, &wants, &mut schedule);
@@ -86,8 +93,37 @@ impl Case {
                 schedule.extents.swap(i - 1, i);
             }
         }
-        Case { schedule, layout, gpu, sizes, expected }
+        Case { schedule, layout, gpu, sizes, expected, homes, arenas }
     }
+}
+
+/// Where the blocks lie.
+fn homes(layout: &Layout, stretches: &[Stretch]) -> (Vec<(usize, u64)>, Vec<u64>) {
+    let (mut homes, mut arenas, mut of_stretch) = (Vec::new(), Vec::new(), vec![None; stretches.len()]);
+    for block in &layout.blocks {
+        let together = match block.kind {
+            BlockKind::Mirror { file, start } => stretches
+                .iter()
+                .position(|s| s.in_place.is_some() && s.file == file && s.bytes.contains(&start))
+                .map(|stretch| (stretch, start - stretches[stretch].bytes.start)),
+            _ => None,
+        };
+        homes.push(match together {
+            Some((stretch, offset)) => {
+                let bytes = &stretches[stretch].bytes;
+                let arena = *of_stretch[stretch].get_or_insert_with(|| {
+                    arenas.push(bytes.end - bytes.start);
+                    arenas.len() - 1
+                });
+                (arena, offset)
+            }
+            None => {
+                arenas.push(block.nbytes);
+                (arenas.len() - 1, 0)
+            }
+        });
+    }
+    (homes, arenas)
 }
 
 /// Adds a block of a random kind with its wants, and the stretch of the file that brings them.
@@ -155,8 +191,9 @@ fn block_of_wants(
         nbytes += rng.below(3);
     }
     layout.blocks.push(BlockSpec { kind, nbytes });
-    match stretches.last_mut() {
-        Some(last) if !in_place && last.in_place.is_none() && last.file == file => last.bytes.end = *end,
+    match stretches.iter_mut().rev().find(|s| s.file == file) {
+        Some(last) if !in_place && last.in_place.is_none() => last.bytes.end = *end,
+        Some(last) if in_place && last.in_place.is_some() && rng.one_in(2) => last.bytes.end = *end,
         _ => stretches.push(Stretch { file, bytes: begin..*end, in_place: in_place.then_some(block), mapped }),
     }
 }
@@ -178,27 +215,37 @@ fn cut(
         for (number, want) in (0..).zip(wants).filter(|w| w.1.file == stretch.file) {
             pieces(number, want, layout.places[number as usize], from..from + len, &mut schedule.pieces);
         }
-        let pieces = &schedule.pieces[first..];
-        if let Some(last) = pieces.iter().map(|p| p.from + (p.rows - 1) * p.from_stride + p.len).max() {
-            let landing = match stretch.in_place {
-                Some(block) if stretch.mapped => Landing::Mapping { block, resident: false },
-                Some(block) if !rng.one_in(4) => Landing::Block { block },
-                _ if !gpu && rng.one_in(3) => Landing::Scatter,
-                _ => Landing::Slab,
-            };
-            schedule.extents.push(Extent {
-                file: stretch.file,
-                offset: from,
-                len,
-                need: last,
-                route: Route::Direct,
-                landing,
-                staging,
-                pieces: first as u32..schedule.pieces.len() as u32,
-                wanted: pieces.iter().map(Piece::nbytes).sum(),
-                slack: 0,
-            });
-        }
+        let pieces = &mut schedule.pieces[first..];
+        let Some(block) = pieces.first().map(|p| p.block as usize) else {
+            from += len;
+            continue;
+        };
+        let landing = match stretch.in_place {
+            Some(block) if stretch.mapped => Landing::Mapping { block, resident: false },
+            Some(block) if !rng.one_in(4) => Landing::Block { block },
+            _ if !gpu && rng.one_in(3) => Landing::Scatter,
+            _ => Landing::Slab,
+        };
+        // A read in place begins in the block of its first byte.
+        let left_out = match (landing, layout.blocks[block].kind) {
+            (Landing::Mapping { .. } | Landing::Block { .. }, BlockKind::Mirror { start, .. }) => {
+                start.saturating_sub(from)
+            }
+            _ => 0,
+        };
+        pieces.iter_mut().for_each(|p| p.from -= left_out);
+        schedule.extents.push(Extent {
+            file: stretch.file,
+            offset: from + left_out,
+            len: len - left_out,
+            need: pieces.iter().map(|p| p.from + (p.rows - 1) * p.from_stride + p.len).max().unwrap_or(0),
+            route: Route::Direct,
+            landing,
+            staging,
+            pieces: first as u32..first as u32 + pieces.len() as u32,
+            wanted: pieces.iter().map(Piece::nbytes).sum(),
+            slack: 0,
+        });
         from += len;
     }
 }
