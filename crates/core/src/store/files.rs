@@ -109,6 +109,11 @@ impl Files {
         self.files[file as usize].identity.size
     }
 
+    /// What file number `file` was when its header was read.
+    pub fn identity(&self, file: u32) -> Identity {
+        self.files[file as usize].identity
+    }
+
     /// Whether the two sets have a file in common.
     pub(super) fn share(&self, other: &Files) -> bool {
         let same = |a: &File, b: &File| (a.identity.dev, a.identity.ino) == (b.identity.dev, b.identity.ino);

@@ -1,14 +1,16 @@
 //! What every source must do, run against each of them.
 
 use crate::sample::*;
+use crate::toy_store::{Server, ToyObjects, ToySource};
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
 use penstock::options::Io;
 use penstock::source::{Aio, Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
-use penstock::store::Files;
+use penstock::store::{identity_of, Files, Location, Object, Version};
 use penstock::way::Routing;
 use std::collections::HashMap;
 use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -268,6 +270,20 @@ conformance!(throttle, Route::Buffered, |files| {
     let how = Throttling { rate: Some(1 << 30), latency: Duration::from_millis(1), ..Throttling::default() };
     Box::new(Throttle::new(inner, files, how).unwrap())
 });
+
+conformance!(toy, Route::Buffered, toy);
+
+/// The store of `toy_store`, which serves the file itself, with the inode as validator.
+fn toy(files: Arc<Files>) -> Box<dyn Source> {
+    let name = files.path(0).to_str().unwrap().to_owned();
+    let tag = |path: &str| identity_of(Path::new(path)).ok().map(|found| format!("{found:?}"));
+    let known = format!("{:?}", files.identity(0));
+    let mut server = Server::by(Box::new(move |path| Some((Arc::new(fs::read(path).ok()?), tag(path)?))), Vec::new());
+    server.latency = Duration::from_micros(200);
+    let (location, size) = (Location::Path(name.into()), files.size(0));
+    let objects = vec![Some(Object { location, size, version: Version::Strong(known) })];
+    Box::new(ToySource::new(Arc::new(ToyObjects { server: Arc::new(server), objects }), 8).unwrap())
+}
 
 fn router(files: Arc<Files>, io: Io) -> Box<dyn Source> {
     Box::new(Router::new(files, io, &Arc::new(Routing { depth: 8, ..Routing::default() })).unwrap())

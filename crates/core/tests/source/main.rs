@@ -9,3 +9,5 @@ mod files;
 mod fuse;
 mod sample;
 mod throttle;
+#[path = "../toy_store/mod.rs"]
+mod toy_store;

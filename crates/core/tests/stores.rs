@@ -1,0 +1,241 @@
+//! Whole loads from a store that this crate knows nothing of: `toy_store`, registered for a scheme.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
+mod toy_store;
+
+use penstock::error::ErrorKind;
+use penstock::extent::TakesSlab;
+use penstock::options::{Cache, Options};
+use penstock::store::register;
+use penstock::{Checkpoint, Load, Memory, Next, Request, Want, Where};
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use toy_store::{Contents, Fault, Server, Toy};
+
+const KIB: u64 = 1 << 10;
+
+/// A shard file of these U8 tensors, whose bytes follow from their place.
+fn shard(tensors: &[(&str, u64)], padding: usize) -> Vec<u8> {
+    let (mut json, mut at) = (String::from("{"), 0);
+    for (name, size) in tensors {
+        let comma = if json.len() > 1 { "," } else { "" };
+        let past = at + size;
+        write!(json, r#"{comma}"{name}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{at},{past}]}}"#).unwrap();
+        at = past;
+    }
+    json.push('}');
+    json.push_str(&" ".repeat(padding));
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(json.as_bytes());
+    let start = bytes.len() as u64;
+    bytes.extend((start..start + at).map(|i| (i ^ i >> 8 ^ i >> 16) as u8));
+    bytes
+}
+
+/// A checkpoint of two shards and an index, in a store of its own, and the same files in a folder.
+struct Model {
+    scheme: String,
+    contents: Contents,
+    server: Arc<Server>,
+    folder: tempfile::TempDir,
+}
+
+impl Model {
+    fn new(change: impl FnOnce(&mut Server)) -> Model {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let scheme = format!("toy{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let names: Vec<String> = (0..9).map(|i| format!("a.{i}")).collect();
+        let first: Vec<(&str, u64)> = names.iter().zip(1..).map(|(n, i)| (n.as_str(), i * 37 * KIB + i)).collect();
+        let second = [("b", 3000 * KIB + 5), ("none", 0), ("c", 7)];
+        let mut index = String::from(r#"{"metadata":{},"weight_map":{"#);
+        for (number, (name, _)) in first.iter().chain(&second).enumerate() {
+            let file = if number < first.len() { "model-1.safetensors" } else { "model-2.safetensors" };
+            write!(index, r#"{}"{name}":"{file}""#, if number > 0 { "," } else { "" }).unwrap();
+        }
+        index.push_str("}}");
+        let folder = tempfile::tempdir().unwrap();
+        let contents: Contents = Arc::new(Mutex::default());
+        for (name, bytes) in [
+            ("model-1.safetensors", shard(&first, 3)),
+            ("model-2.safetensors", shard(&second, 70_000)),
+            ("model.safetensors.index.json", index.into_bytes()),
+            ("README.md", b"# A model".to_vec()),
+        ] {
+            std::fs::write(folder.path().join(name), &bytes).unwrap();
+            let address = format!("{scheme}://bucket/model/{name}");
+            contents.lock().unwrap().insert(address, (Arc::new(bytes), "one".into()));
+        }
+        let mut server = Server::of(&contents);
+        change(&mut server);
+        let server = Arc::new(server);
+        register(&scheme, Arc::new(Toy(server.clone()))).unwrap();
+        Model { scheme, contents, server, folder }
+    }
+
+    fn address(&self, name: &str) -> String {
+        format!("{}://bucket/model{name}", self.scheme)
+    }
+
+    fn open(&self) -> Arc<Checkpoint> {
+        Arc::new(Checkpoint::open(&[self.address("")]).unwrap())
+    }
+
+    fn request(&self, wants: Vec<Want>, stream: bool) -> Request {
+        Request {
+            checkpoint: self.open(),
+            wants,
+            device: Where::Cpu,
+            memory: Memory::Ours,
+            options: Options {
+                extent: 128 * KIB,
+                staging: 512 * KIB,
+                stall_timeout: Duration::from_secs(20),
+                ..Options::default()
+            },
+            stream,
+        }
+    }
+
+    /// The bytes of a tensor, from the files.
+    fn expected(&self, checkpoint: &Checkpoint, want: &Want) -> Vec<u8> {
+        let info = checkpoint.tensor(want.tensor);
+        let name = checkpoint.files()[info.file as usize].path.file_name().unwrap().to_owned();
+        let bytes = std::fs::read(self.folder.path().join(name)).unwrap();
+        let all = &bytes[info.begin as usize..info.end as usize];
+        match &want.region {
+            None => all.to_vec(),
+            Some(region) => all[region[0].start as usize..region[0].end as usize].to_vec(),
+        }
+    }
+
+    fn check(&self, load: &Load) {
+        for (number, want) in (0..).zip(load.wants()) {
+            let view = load.view(number).unwrap();
+            // SAFETY: complete bytes of CPU memory, which the view keeps.
+            let found = unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };
+            assert!(found == self.expected(load.checkpoint(), want), "want {number}: {want:?}");
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_a_registered_store_opens_and_loads_like_one_of_files() {
+    for staging in [TakesSlab::AtArrival, TakesSlab::AtRequest] {
+        let model = Model::new(|server| server.staging = staging);
+        let checkpoint = model.open();
+        let local = Arc::new(Checkpoint::open(&[model.folder.path()]).unwrap());
+        let names = |c: &Checkpoint| c.tensors().map(|t| (t.name.to_owned(), t.begin, t.end)).collect::<Vec<_>>();
+        assert_eq!(names(&checkpoint), names(&local));
+        assert_eq!(checkpoint.files()[0].path.to_str(), Some(&*model.address("/model-1.safetensors")));
+        assert!(checkpoint.warnings().is_empty());
+
+        let load = Load::start(model.request(Want::all(&checkpoint), false)).unwrap();
+        load.wait(None).unwrap();
+        model.check(&load);
+        let report = load.report();
+        assert!(report.fallbacks.is_empty(), "{:?}", report.fallbacks);
+        assert_eq!(model.server.served.load(Ordering::Relaxed), report.nbytes + report.gap_bytes);
+        assert!(report.peak_staging <= 512 * KIB);
+
+        // One layout, wherever the bytes are and whatever becomes of the page cache.
+        for cache in [Cache::Auto, Cache::Keep, Cache::Bypass] {
+            let options = Options { cache, ..model.request(Vec::new(), false).options };
+            let request = Request { checkpoint: local.clone(), options, ..model.request(Want::all(&local), false) };
+            let beside = Load::start(request).unwrap();
+            assert_eq!(beside.layout(), load.layout(), "{cache:?}");
+            beside.wait(None).unwrap();
+        }
+    }
+}
+
+#[test]
+fn slices_and_streams_fetch_what_they_want_and_no_more() {
+    let model = Model::new(|_| ());
+    let checkpoint = model.open();
+    let b = checkpoint.find("b").unwrap().index;
+    let wants = vec![Want::part(b, [100..200_000]), Want::whole(0), Want::part(b, [2_000_000..2_000_100])];
+    let nbytes = 199_900 + 100 + checkpoint.tensor(0).nbytes();
+    let load = Load::start(model.request(wants.clone(), true)).unwrap();
+    let mut seen = Vec::new();
+    loop {
+        match load.next(Some(Duration::from_secs(30))).unwrap() {
+            Next::Ready(want) => {
+                let view = load.view(want).unwrap();
+                // SAFETY: complete bytes of CPU memory, which the view keeps.
+                let found = unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };
+                assert!(found == model.expected(&checkpoint, &wants[want as usize]));
+                load.take(want).unwrap();
+                seen.push(want);
+            }
+            Next::End => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, [0, 1, 2]);
+    assert_eq!(model.server.served.load(Ordering::Relaxed), nbytes + load.report().gap_bytes);
+}
+
+#[test]
+fn an_object_that_changes_is_an_error_and_no_mixture() {
+    let model = Model::new(|_| ());
+    let request = model.request(Want::all(&model.open()), false);
+    let name = model.address("/model-2.safetensors");
+    model.contents.lock().unwrap().get_mut(&name).unwrap().1 = "two".into();
+    let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
+    assert_eq!((e.kind(), e.path().and_then(|p| p.to_str())), (ErrorKind::Changed, Some(&*name)), "{e}");
+}
+
+#[test]
+fn faults_of_the_store_are_typed_errors_with_address_and_range() {
+    for (fault, kind) in
+        [(Fault::Fail(5), ErrorKind::Io), (Fault::Short(5), ErrorKind::Truncated), (Fault::Hang(5), ErrorKind::Timeout)]
+    {
+        for staging in [TakesSlab::AtArrival, TakesSlab::AtRequest] {
+            let model = Model::new(|server| (server.fault, server.staging) = (fault, staging));
+            let mut request = model.request(Want::all(&model.open()), false);
+            request.options.stall_timeout = Duration::from_millis(400);
+            let begun = Instant::now();
+            let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
+            assert_eq!(e.kind(), kind, "{e}");
+            assert!(e.path().unwrap().to_str().unwrap().starts_with(&model.address("/")), "{e}");
+            assert!(e.byte_range().is_some(), "{e}");
+            assert!(begun.elapsed() < Duration::from_secs(15), "{fault:?}: {:?}", begun.elapsed());
+        }
+    }
+}
+
+#[test]
+fn what_is_not_there_and_what_is_mixed_is_refused() {
+    let model = Model::new(|_| ());
+    let kind = |sources: &[String]| Checkpoint::open(sources).map(drop).unwrap_err().kind();
+    assert_eq!(kind(&[model.address("/nothing")]), ErrorKind::NotFound);
+    assert_eq!(kind(&[model.address("/README.md")]), ErrorKind::Header);
+    let file = model.folder.path().join("model-1.safetensors").to_str().unwrap().to_owned();
+    assert_eq!(kind(&[model.address("/model-1.safetensors"), file]), ErrorKind::Invalid);
+    let other = Model::new(|_| ());
+    let two = [model.address("/model-1.safetensors"), other.address("/model-2.safetensors")];
+    assert_eq!(kind(&two), ErrorKind::Invalid);
+    // One object, several, and an index by its name.
+    for sources in [
+        vec![model.address("/model-1.safetensors")],
+        vec![model.address("/model-2.safetensors"), model.address("/model-1.safetensors")],
+        vec![model.address("/model.safetensors.index.json")],
+    ] {
+        let found = Checkpoint::open(&sources).unwrap();
+        assert!(found.find("a.3").is_some(), "{sources:?}");
+    }
+    // An open can be given up, and a store that hangs ends it.
+    let slow = Model::new(|server| server.latency = Duration::from_secs(3));
+    let sources = || vec![slow.address("").into()];
+    let begun = Instant::now();
+    let e = Checkpoint::open_cancellable(sources(), Duration::from_millis(200), || true).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+    let e = Checkpoint::open_cancellable(sources(), Duration::from_secs(60), || false).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
+    assert!(begun.elapsed() < Duration::from_millis(2500));
+    assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);
+}
