@@ -2,10 +2,11 @@
 #![allow(clippy::unwrap_used)]
 
 mod device;
+mod toy_device;
 
-use device::{alone, collect, noise, open_files_and_threads, whole_slab, Cpu, Gpu, Kind, PATIENCE, SLAB};
+use device::{alone, collect, noise, open_files_and_threads, whole_slab, Cpu, Gpu, Kind, TestSlab, PATIENCE, SLAB};
 use penstock::device::api::Vendor;
-use penstock::device::{Batch, Copy, Fence};
+use penstock::device::{Batch, Copy, Device, Fence};
 use penstock::extent::Ticket;
 use penstock::{Error, ErrorKind};
 use proptest::prelude::*;
@@ -15,6 +16,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use toy_device::{pointer, ToyDevice};
 
 #[derive(Debug, Clone)]
 struct Piece {
@@ -279,6 +281,43 @@ suite!(
     hip_leaves_no_thread_or_descriptor,
     hip_tells_a_forked_child
 );
+
+suite!(
+    Toy,
+    toy_copies_every_byte_to_its_place,
+    toy_drops_with_copies_pending,
+    toy_has_released_the_memory_of_a_ticket_that_is_back,
+    toy_leaves_no_thread_or_descriptor,
+    toy_tells_a_forked_child
+);
+
+/// The device of `toy_device`, with memory of the host.
+struct Toy;
+
+impl Kind for Toy {
+    type Memory = <Cpu as Kind>::Memory;
+
+    fn device(&self) -> Box<dyn Device> {
+        Box::new(ToyDevice::new().unwrap())
+    }
+
+    fn memory(&self, nbytes: usize) -> (Self::Memory, u64) {
+        let (memory, address) = Cpu.memory(nbytes);
+        (memory, pointer(address))
+    }
+
+    fn bytes(&self, memory: &Self::Memory) -> Vec<u8> {
+        Cpu.bytes(memory)
+    }
+
+    fn slab(&self) -> Arc<TestSlab> {
+        Cpu.slab()
+    }
+
+    fn before_write(&self, _: &TestSlab) {}
+
+    fn check(&self) {}
+}
 
 #[test]
 fn cpu_knows_no_fences() {

@@ -2,6 +2,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
+mod toy_device;
 mod toy_store;
 
 use penstock::error::ErrorKind;
@@ -13,6 +14,7 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use toy_device::{pointer, ToyDevice};
 use toy_store::{Contents, Fault, Server, Toy};
 
 const KIB: u64 = 1 << 10;
@@ -238,4 +240,28 @@ fn what_is_not_there_and_what_is_mixed_is_refused() {
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
     assert!(begun.elapsed() < Duration::from_millis(2500));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn from_a_store_to_a_device_that_both_are_one_file() {
+    let model = Model::new(|_| ());
+    let checkpoint = model.open();
+    let request =
+        Request { device: Where::Gpu(0), memory: Memory::Granted, ..model.request(Want::all(&checkpoint), false) };
+    let load = Load::start_on(request, Some(Box::new(ToyDevice::new().unwrap()))).unwrap();
+    let mut blocks: Vec<Option<Arc<Vec<u8>>>> = vec![None; load.layout().blocks.len()];
+    while load.wait_or_grant(Some(Duration::from_secs(30))).unwrap() == Next::Grant {
+        for number in load.wanted_blocks().unwrap() {
+            let memory = Arc::new(vec![0u8; load.layout().blocks[number as usize].nbytes as usize + 1]);
+            load.grant(number, pointer(memory.as_ptr() as u64), memory.clone(), None).unwrap();
+            blocks[number as usize] = Some(memory);
+        }
+    }
+    for (number, want) in (0..).zip(load.wants()) {
+        let view = load.view(number).unwrap();
+        // SAFETY: complete bytes of memory that `blocks` keeps; the device has written them.
+        let found = unsafe { std::slice::from_raw_parts(pointer(view.address()) as *const u8, view.nbytes() as usize) };
+        assert!(view.nbytes() == 0 || found == model.expected(&checkpoint, want), "want {number}");
+    }
+    assert_eq!(load.report().nbytes, model.server.served.load(Ordering::Relaxed) - load.report().gap_bytes);
 }
