@@ -211,16 +211,17 @@ fn faults_of_the_store_are_typed_errors_with_address_and_range() {
 }
 
 #[test]
-fn what_is_not_there_and_what_is_mixed_is_refused() {
+fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     let model = Model::new(|_| ());
     let kind = |sources: &[String]| Checkpoint::open(sources).map(drop).unwrap_err().kind();
     assert_eq!(kind(&[model.address("/nothing")]), ErrorKind::NotFound);
     assert_eq!(kind(&[model.address("/README.md")]), ErrorKind::Header);
-    let file = model.folder.path().join("model-1.safetensors").to_str().unwrap().to_owned();
-    assert_eq!(kind(&[model.address("/model-1.safetensors"), file]), ErrorKind::Invalid);
-    let other = Model::new(|_| ());
-    let two = [model.address("/model-1.safetensors"), other.address("/model-2.safetensors")];
-    assert_eq!(kind(&two), ErrorKind::Invalid);
+    let twice = [model.address("/model-1.safetensors"), model.address("/model-1.safetensors")];
+    assert_eq!(kind(&twice), ErrorKind::Invalid);
+    let index = [model.address("/model-1.safetensors"), model.address("/model.safetensors.index.json")];
+    assert_eq!(kind(&index), ErrorKind::Invalid);
+    // A scheme without a store is a path, and not there.
+    assert_eq!(kind(&["nostore://a/b".into()]), ErrorKind::NotFound);
     // One object, several, and an index by its name.
     for sources in [
         vec![model.address("/model-1.safetensors")],
@@ -264,4 +265,30 @@ fn from_a_store_to_a_device_that_both_are_one_file() {
         assert!(view.nbytes() == 0 || found == model.expected(&checkpoint, want), "want {number}");
     }
     assert_eq!(load.report().nbytes, model.server.served.load(Ordering::Relaxed) - load.report().gap_bytes);
+}
+
+#[test]
+fn one_load_reads_from_several_stores_and_from_files() {
+    let (one, two) = (Model::new(|_| ()), Model::new(|server| server.staging = TakesSlab::AtRequest));
+    let file = |model: &Model, name: &str| model.folder.path().join(name).to_str().unwrap().to_owned();
+    for sources in [
+        [one.address("/model-1.safetensors"), two.address("/model-2.safetensors")],
+        [one.address("/model-2.safetensors"), file(&one, "model-1.safetensors")],
+        [file(&two, "model-2.safetensors"), two.address("/model-1.safetensors")],
+    ] {
+        let checkpoint = Arc::new(Checkpoint::open(&sources).unwrap());
+        for stream in [false, true] {
+            let request = Request { checkpoint: checkpoint.clone(), ..one.request(Want::all(&checkpoint), stream) };
+            let load = Load::start(request).unwrap();
+            load.wait(None).unwrap();
+            one.check(&load);
+        }
+    }
+    // What goes wrong in one of them ends the load, and names it.
+    let bad = Model::new(|server| server.fault = Fault::Fail(3));
+    let sources = [file(&one, "model-1.safetensors"), bad.address("/model-2.safetensors")];
+    let checkpoint = Arc::new(Checkpoint::open(&sources).unwrap());
+    let request = Request { checkpoint: checkpoint.clone(), ..one.request(Want::all(&checkpoint), false) };
+    let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
+    assert_eq!((e.kind(), e.path().and_then(|p| p.to_str())), (ErrorKind::Io, Some(&*sources[1])), "{e}");
 }

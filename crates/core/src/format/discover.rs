@@ -38,22 +38,24 @@ pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<F
                 Ok(Found::Files(vec![one.to_path_buf()]))
             }
         }
-        many => {
-            let mut files: Vec<PathBuf> = many.iter().map(|p| p.to_path_buf()).collect();
-            if let Some(index) = files.iter().find(|f| is_index(f)) {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    "the list has an index among its files: give the index alone (it names its files), or the shard files without it",
-                )
-                .at(index));
-            }
-            files.sort_by(|a, b| natural(a.as_os_str(), b.as_os_str()));
-            if let Some(twice) = files.windows(2).find(|w| w[0] == w[1]) {
-                return Err(Error::new(ErrorKind::Invalid, "this file is in the list twice").at(&twice[0]));
-            }
-            Ok(Found::Files(files))
-        }
+        many => Ok(Found::Files(in_order(many.iter().map(|p| p.to_path_buf()).collect())?)),
     }
+}
+
+/// A list of shard files, in natural order. Refuses an index and a file that is there twice.
+pub(super) fn in_order(mut files: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+    if let Some(index) = files.iter().find(|f| is_index(f)) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            "the list has an index among its files: give the index alone (it names its files), or the shard files without it",
+        )
+        .at(index));
+    }
+    files.sort_by(|a, b| natural(a.as_os_str(), b.as_os_str()));
+    if let Some(twice) = files.windows(2).find(|w| w[0] == w[1]) {
+        return Err(Error::new(ErrorKind::Invalid, "this file is in the list twice").at(&twice[0]));
+    }
+    Ok(files)
 }
 
 fn is_index(path: &Path) -> bool {

@@ -5,11 +5,11 @@ use super::discover::{self, Found};
 use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
-use super::stored;
+use super::stored::{self, Place};
 use super::watch::Watch;
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{leads_to_known_disk, store_for, Location, Store};
+use crate::store::{leads_to_known_disk, store_for, Location};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,8 +32,8 @@ impl Checkpoint {
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
         let watch = Watch::default();
-        if let Some((store, sources)) = addresses(sources)? {
-            return stored::open(&*store, sources, &watch);
+        if let Some(places) = addresses(sources) {
+            return stored::open(places, &watch);
         }
         Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
     }
@@ -49,8 +49,8 @@ impl Checkpoint {
     /// # Errors
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
     pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
-        if let Some((store, sources)) = addresses(&sources)? {
-            return open_aside(move |watch| stored::open(&*store, sources, watch), stall, go_on);
+        if let Some(places) = addresses(&sources) {
+            return open_aside(move |watch| stored::open(places, watch), stall, go_on);
         }
         here(move || {
             let mut stage = Stage::Named(sources);
@@ -72,35 +72,14 @@ impl Checkpoint {
     }
 }
 
-/// A store, and addresses in it.
-type Addresses = (Arc<dyn Store>, Vec<Location>);
-
-/// The store of these sources and their addresses, if they are addresses of a scheme that has a store.
-///
-/// # Errors
-/// `Invalid` for addresses of several stores, and for addresses among paths: a checkpoint is in one place.
-fn addresses<P: AsRef<Path>>(sources: &[P]) -> Result<Option<Addresses>> {
-    let found: Vec<_> = sources.iter().map(|source| Location::address(source.as_ref(), store_for)).collect();
-    if found.iter().all(Option::is_none) {
-        return Ok(None);
-    }
-    let (mut locations, mut of) = (Vec::with_capacity(found.len()), None);
-    for (source, found) in sources.iter().zip(found) {
-        let one = found.map(|(location, store)| {
-            locations.push(location);
-            store
-        });
-        match (&of, one) {
-            (None, Some(store)) if locations.len() == 1 => of = Some(store),
-            (Some(store), Some(other)) if Arc::ptr_eq(store, &other) => {}
-            _ => {
-                let text =
-                    "the list has addresses of several stores, or addresses and paths: a checkpoint is in one store";
-                return Err(Error::new(ErrorKind::Invalid, text).at(source));
-            }
-        }
-    }
-    Ok(of.map(|store| (store, locations)))
+/// These sources, each with its store (`None`: a path), if there is an address of a scheme with a store among them.
+fn addresses<P: AsRef<Path>>(sources: &[P]) -> Option<Vec<Place>> {
+    let place = |source: &P| match Location::address(source.as_ref(), store_for) {
+        Some((location, store)) => (location, Some(store)),
+        None => (Location::Path(source.as_ref().to_path_buf()), None),
+    };
+    let places: Vec<Place> = sources.iter().map(place).collect();
+    places.iter().any(|(_, store)| store.is_some()).then_some(places)
 }
 
 /// The stage of an open.

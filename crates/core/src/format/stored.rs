@@ -9,24 +9,37 @@ use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Object, Store};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::Arc;
 
-/// Opens what `sources`, addresses of `store`, stand for: an object, several, an index, or all under one address.
-pub(super) fn open(store: &dyn Store, sources: Vec<Location>, watch: &Watch) -> Result<Checkpoint> {
+/// Where something is, and the store that has it; `None`: a file of this machine.
+pub(super) type Place = (Location, Option<Arc<dyn Store>>);
+
+/// Opens what these places stand for: one address (of an object, an index, or all under it), or a list of objects and
+/// files, in any stores.
+pub(super) fn open(mut places: Vec<Place>, watch: &Watch) -> Result<Checkpoint> {
     let hasher = Seeded::default();
-    let (files, index) = match &sources[..] {
-        [one] => found(store, one, watch)?,
-        _ => (sources, None),
-    };
-    let Some(at) = index else {
-        let shards = read_all(&files, watch, |at| header(store, at, &hasher, watch))?;
-        return merge(files.iter().map(as_path).zip(shards).collect(), hasher, Vec::new());
-    };
-    let index = located(&at, read_index(store, &at, &hasher, watch))?;
-    let name = |&number: &u32| at.sibling(&index.files[number as usize].to_string_lossy());
-    let files: Vec<Location> = index.in_natural_order().iter().map(name).collect();
-    let shards = read_all(&files, watch, |at| header(store, at, &hasher, watch))?;
-    indexed(&as_path(&at), &index, files.iter().map(as_path).collect(), shards, hasher)
+    if let [(at, Some(store))] = &places[..] {
+        let (files, index) = found(&**store, at, watch)?;
+        let paths = |files: &[Location]| files.iter().map(as_path).collect::<Vec<_>>();
+        let Some(at) = index else {
+            let shards = read_all(&files, watch, |at| header(&**store, at, &hasher, watch))?;
+            let warnings = if files.len() > 1 { discover::incomplete_sets(&paths(&files)) } else { Vec::new() };
+            return merge(paths(&files).into_iter().zip(shards).collect(), hasher, warnings);
+        };
+        let index = located(&at, read_index(&**store, &at, &hasher, watch))?;
+        let name = |&number: &u32| at.sibling(&index.files[number as usize].to_string_lossy());
+        let files: Vec<Location> = index.in_natural_order().iter().map(name).collect();
+        let shards = read_all(&files, watch, |at| header(&**store, at, &hasher, watch))?;
+        return indexed(&as_path(&at), &index, paths(&files), shards, hasher);
+    }
+    let listed = discover::in_order(places.iter().map(|(at, _)| as_path(at)).collect())?;
+    places.sort_by_key(|(at, _)| listed.iter().position(|path| path == at.as_path()));
+    let shards = read_all(&places, watch, |(at, store)| match store {
+        Some(store) => header(&**store, at, &hasher, watch),
+        None => shard::open(at.as_path(), &hasher, watch),
+    })?;
+    merge(listed.into_iter().zip(shards).collect(), hasher, Vec::new())
 }
 
 /// The objects that an address stands for, or the index that names them.
@@ -92,5 +105,5 @@ fn located<T>(at: &Location, result: Result<T>) -> Result<T> {
 }
 
 fn as_path(at: &Location) -> PathBuf {
-    Path::new(at.as_path()).to_path_buf()
+    at.as_path().to_path_buf()
 }
