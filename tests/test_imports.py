@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,35 @@ def test_no_file_of_a_crate_is_in_a_circle(crate: str):
     found = list(rust_imports.imports(CRATES / crate / "src"))
     assert len(found) > 50
     assert told(found) == ""
+
+
+#: What of the core touches files, besides `store` and `source`, and which.
+TOUCHES_FILES = {
+    "save": "files that are written",
+    "ceiling": "files whose rates are measured",
+    "timeline.rs": "the trace",
+    "device/api.rs": "the driver's library",
+    "machine.rs": "/proc and /sys",
+    "mappings.rs": "/proc",
+    "memory.rs": "maps a descriptor that a store gives",
+    "wake.rs": "eventfds",
+}
+
+
+def test_nothing_in_the_core_but_stores_and_sources_touches_a_file_of_a_checkpoint():
+    touches = re.compile(
+        r"\b(std::fs|OpenOptions|OwnedFd|BorrowedFd|AsFd|libc::(open|stat|fstat|pread|readv|posix_fadvise|fadvise)\w*)\b"
+    )
+    root = CRATES / "core/src"
+    found = set()
+    for path in root.rglob("*.rs"):
+        name = path.relative_to(root)
+        if path.name == "tests.rs" or path.name == "virtual_time.rs":  # compiled for tests only
+            continue
+        if name.parts[0] not in ("store", "source") and touches.search(rust_imports.without_tests(path.read_text())):
+            found.add(name.parts[0] if name.parts[0] in TOUCHES_FILES else str(name))
+    assert found <= set(TOUCHES_FILES), found - set(TOUCHES_FILES)
+    assert touches.search("use std::fs::File;") and touches.search("unsafe { libc::statx(")
 
 
 def test_circles_of_rust_are_found_wherever_their_paths_stand(tmp_path: Path):

@@ -1,17 +1,12 @@
 //! From the paths that the user gave to the shard files they stand for.
 
-use super::shard::os_error;
-use super::watch::{Asking, Watch};
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::{local_names, Watch};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
-use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-
-/// Entries of a directory that the caller's thread lists and sorts at most: about 1 ms.
-const MOST_ENTRIES_HERE: usize = 2048;
 
 /// What a source stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,14 +24,11 @@ pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<F
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
         [one] if is_index(one) => Ok(Found::Index(one.to_path_buf())),
         [one] => {
-            let asking = watch.ask(one);
-            let found = fs::metadata(one).map_err(|e| os_error("open", &e).at(one))?;
-            asking.answered();
-            if found.is_dir() {
-                directory(one, watch, &asking)
-            } else {
-                Ok(Found::Files(vec![one.to_path_buf()]))
-            }
+            let Some(names) = local_names(one, watch)? else { return Ok(Found::Files(vec![one.to_path_buf()])) };
+            Ok(match choose(one, names)? {
+                Chosen::Index(name) => Found::Index(one.join(name)),
+                Chosen::Files(names) => Found::Files(names.iter().map(|name| one.join(name)).collect()),
+            })
         }
         many => Ok(Found::Files(in_order(many.iter().map(|p| p.to_path_buf()).collect())?)),
     }
@@ -73,21 +65,6 @@ fn is_index_name(name: &str) -> bool {
 
 fn has_variant(name: &str) -> bool {
     name.strip_suffix(".safetensors.index.json").is_none_or(|stem| stem.contains('.'))
-}
-
-fn directory(dir: &Path, watch: &Watch, asking: &Asking<'_>) -> Result<Found> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(dir).map_err(|e| os_error("list", &e).at(dir))? {
-        names.push(entry.map_err(|e| os_error("list", &e).at(dir))?.file_name());
-        asking.answered();
-        if watch.is_here() && names.len() > MOST_ENTRIES_HERE {
-            return Err(watch.too_much());
-        }
-    }
-    Ok(match choose(dir, names)? {
-        Chosen::Index(name) => Found::Index(dir.join(name)),
-        Chosen::Files(names) => Found::Files(names.iter().map(|name| dir.join(name)).collect()),
-    })
 }
 
 /// What is opened of the things in one place.

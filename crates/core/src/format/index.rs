@@ -4,17 +4,15 @@ use super::checkpoint::Seeded;
 use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard;
-use super::watch::{Asking, Watch};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::{local_content, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
-use std::fs::{File, OpenOptions};
+use std::fmt;
 use std::hash::BuildHasher;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
-use std::{fmt, io};
 
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
 pub(super) const MAX_INDEX: u64 = 400_000_000;
@@ -43,22 +41,8 @@ impl Index {
     }
 
     fn load(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        let asking = watch.ask(path);
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
-            .open(path)
-            .map_err(|e| shard::os_error("open", &e))?;
-        asking.answered();
-        let found = file.metadata().map_err(|e| Error::io("stat", &e))?;
-        if !found.is_file() {
-            return Err(Error::new(ErrorKind::NotACheckpoint, "an index was expected, but this is not a regular file"));
-        }
-        Self::check_size(found.len())?;
-        watch.afford(found.len())?;
-        let bytes = content(&file, found.len(), (watch, &asking))?;
+        let bytes = local_content(path, MAX_INDEX, watch, Self::check_size)?;
         // From here on, only the parse takes time.
-        drop(asking);
         Self::of(&bytes, hasher, watch)
     }
 
@@ -159,32 +143,6 @@ fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
         return Err("names the folder itself");
     }
     Ok(path)
-}
-
-/// The content of the index file; `expected` bytes, unless it grows or shrinks meanwhile.
-fn content(file: &File, expected: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(expected as usize + 1);
-    // One byte more than the limit, so that a file that grows meanwhile cannot fill the memory.
-    while bytes.len() as u64 <= MAX_INDEX {
-        let at = bytes.len();
-        // One byte more than expected, to see the end.
-        let step = (expected as usize + 1).saturating_sub(at).clamp(1, shard::MOST_PER_READ);
-        bytes.resize(at + step, 0);
-        let into = &mut bytes[at..];
-        let read =
-            if watch.is_here() { shard::read_at_once(file, into, at as u64) } else { file.read_at(into, at as u64) };
-        bytes.truncate(at + *read.as_ref().unwrap_or(&0));
-        match read {
-            Ok(0) => break,
-            // One byte more was requested than there is: this is the end.
-            Ok(n) if n < step && bytes.len() as u64 == expected => break,
-            Ok(_) => asking.answered(),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) if watch.is_here() => return Err(watch.too_much()),
-            Err(e) => return Err(Error::io("read the index", &e)),
-        }
-    }
-    Ok(bytes)
 }
 
 /// Finds the numbers of files by their names: two look-ups for each entry of the index, however many files it names.

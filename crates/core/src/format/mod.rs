@@ -12,7 +12,6 @@ mod join;
 mod open;
 mod shard;
 mod stored;
-mod watch;
 
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
 pub use dtype::DType;

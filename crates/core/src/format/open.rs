@@ -6,10 +6,9 @@ use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
 use super::stored::{self, Place};
-use super::watch::Watch;
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{leads_to_known_disk, store_for, Location};
+use crate::store::{is_gone, is_link, leads_to_known_disk, store_for, Location, Watch};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -218,17 +217,13 @@ impl Unread {
 
 /// The error that lists every shard file of the index that is missing, if there is one.
 fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
-    let is_gone = |f: &&PathBuf| {
-        let _asking = watch.ask(f);
-        f.metadata().is_err_and(|e| not_there(&e))
-    };
-    let gone: Vec<&PathBuf> = files.iter().take_while(|_| !watch.is_given_up()).filter(is_gone).collect();
+    let gone: Vec<&PathBuf> = files.iter().take_while(|_| !watch.is_given_up()).filter(|f| is_gone(f, watch)).collect();
     if gone.is_empty() {
         return None;
     }
     let names =
         listed(gone.iter().map(|f| f.file_name().unwrap_or(f.as_os_str()).to_string_lossy().into_owned()), gone.len());
-    let links = gone.iter().filter(|f| f.is_symlink()).count();
+    let links = gone.iter().filter(|f| is_link(f)).count();
     let links = if links > 0 { format!(" ({links} are links to nothing)") } else { String::new() };
     Some(
         Error::new(
@@ -241,8 +236,4 @@ fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
         )
         .at(index),
     )
-}
-
-fn not_there(e: &std::io::Error) -> bool {
-    matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
 }

@@ -3,21 +3,13 @@
 
 use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
-use super::watch::{Asking, Watch};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{self, Identity, Version};
-use std::fs::{self, File, OpenOptions};
-use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use crate::store::{Identity, LocalHead, Version, Watch};
 use std::path::Path;
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
 /// tensors). On every storage measured, smaller reads cost the same.
 pub(super) const FIRST_READ: u64 = 64 * 1024;
-
-/// Bytes of one read. Of a long header or index each read that returns is progress, even if the server is slow.
-pub(super) const MOST_PER_READ: usize = 1 << 20;
 
 /// A shard file's header and facts about the file; the descriptor is closed again.
 pub(super) struct Shard {
@@ -34,52 +26,13 @@ pub(super) fn open(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard>
 }
 
 fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    let asking = watch.ask(path);
-    // The type is checked before the file is opened, because opening some devices has effects, and once more
-    // afterwards, because the name may stand for another file by then.
-    let found = fs::metadata(path).map_err(|e| os_error("open", &e))?;
-    asking.answered();
-    let kind = found.file_type();
-    if !kind.is_file() {
-        return Err(not_a_file(if kind.is_dir() {
-            libc::S_IFDIR
-        } else if kind.is_fifo() {
-            libc::S_IFIFO
-        } else if kind.is_socket() {
-            libc::S_IFSOCK
-        } else {
-            libc::S_IFCHR
-        }));
-    }
-    // O_NONBLOCK: opening a FIFO must not wait for its writer. It has no effect on regular files.
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY)
-        .open(path)
-        .map_err(|e| os_error("open", &e))?;
-    asking.answered();
-    let stat = store::stat(&file).map_err(|e| Error::io("stat", &e))?;
-    if stat.st_mode & libc::S_IFMT != libc::S_IFREG {
-        return Err(not_a_file(stat.st_mode & libc::S_IFMT));
-    }
-    let identity = Identity::from_stat(&stat);
-    let size = identity.size;
-    if size == 0 {
-        return Err(Error::new(ErrorKind::NotACheckpoint, "the file is empty: an unfinished download? Fetch it again"));
-    }
-    // Without this, a read at the start of a cold file also brings in the read-ahead window (128 KiB and more) behind
-    // it. A load that must leave no page cache behind must not do that. Advice only: a failure changes nothing.
-    // SAFETY: plain call on an open descriptor.
-    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
-
-    let mut bytes = Vec::new();
-    fill(&file, &mut bytes, size.min(FIRST_READ), (watch, &asking))?;
-    let data_start = data_start(&bytes, size)?;
+    let mut head = LocalHead::open(path, FIRST_READ, watch)?;
+    let data_start = data_start(&head.bytes, head.identity.size)?;
     watch.afford(data_start)?;
-    fill(&file, &mut bytes, data_start, (watch, &asking))?;
-    drop(file);
+    head.read_until(data_start)?;
     // From here on, only the parse takes time.
-    drop(asking);
+    let (identity, bytes) = head.close();
+    let size = identity.size;
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
     Ok(Shard { header, size, version: Version::Inode(identity), data_start, header_read: bytes.len() as u64 })
 }
@@ -156,61 +109,6 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
         .range(size..8 + length));
     }
     Ok(length)
-}
-
-/// Reads from the end of `bytes` until it holds `until` bytes of the file.
-fn fill(file: &File, bytes: &mut Vec<u8>, until: u64, (watch, asking): (&Watch, &Asking<'_>)) -> Result<()> {
-    let (mut at, until) = (bytes.len(), until as usize);
-    if at >= until {
-        return Ok(());
-    }
-    bytes.resize(until, 0);
-    while at < until {
-        let step = until.min(at + MOST_PER_READ);
-        let into = &mut bytes[at..step];
-        match if watch.is_here() { read_at_once(file, into, at as u64) } else { file.read_at(into, at as u64) } {
-            Ok(0) => {
-                return Err(Error::new(ErrorKind::Truncated, "the file became shorter while its header was read")
-                    .range(at as u64..until as u64));
-            }
-            Ok(n) => at += n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            // If bytes are not in the page cache, the read that waits for them also reports their errors.
-            Err(_) if watch.is_here() => return Err(watch.too_much()),
-            Err(e) => return Err(Error::io("read the header", &e).range(at as u64..until as u64)),
-        }
-        asking.answered();
-    }
-    Ok(())
-}
-
-/// Reads what is in the page cache, and does not wait.
-pub(super) fn read_at_once(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
-    let to = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
-    // SAFETY: `to` is `into`, which is borrowed for the call.
-    let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const to, 1, at as i64, libc::RWF_NOWAIT) };
-    usize::try_from(read).map_err(|_| io::Error::last_os_error())
-}
-
-/// An error of the operating system. For the person who typed the path, ENOTDIR and a broken link are "not found".
-pub(super) fn os_error(doing: &str, e: &io::Error) -> Error {
-    match e.raw_os_error() {
-        Some(libc::ENOTDIR) => Error::new(ErrorKind::NotFound, format!("cannot {doing}: {e}")),
-        None => Error::new(ErrorKind::Invalid, format!("cannot {doing}: {e}")),
-        Some(_) => Error::io(doing, e),
-    }
-}
-
-fn not_a_file(mode: libc::mode_t) -> Error {
-    let text = match mode {
-        libc::S_IFDIR => {
-            "a directory where a safetensors file was expected; a directory is opened on its own, not in a list"
-        }
-        libc::S_IFIFO => "a FIFO: a checkpoint is read at many places at once, so save it to a file first",
-        libc::S_IFSOCK => "a socket, not a safetensors file",
-        _ => "a device, not a safetensors file",
-    };
-    Error::new(ErrorKind::NotACheckpoint, text)
 }
 
 /// Names the kinds of file that occur where a safetensors file was expected. Call it only if the first eight bytes are

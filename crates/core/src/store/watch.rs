@@ -14,7 +14,7 @@ const MOST_BYTES_HERE: u64 = 512 * 1024;
 
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     /// Bytes that the caller's thread may still parse; `None` on threads that can be left behind.
     left: Option<AtomicU64>,
     too_much: AtomicBool,
@@ -32,12 +32,12 @@ struct Asked {
 
 impl Watch {
     /// For the caller's own thread: nothing may take long, and no read may wait.
-    pub(super) fn here() -> Watch {
+    pub(crate) fn here() -> Watch {
         Watch { left: Some(AtomicU64::new(MOST_BYTES_HERE)), ..Watch::default() }
     }
 
     /// Whether this is the caller's own thread.
-    pub(super) fn is_here(&self) -> bool {
+    pub(crate) fn is_here(&self) -> bool {
         self.left.is_some()
     }
 
@@ -45,7 +45,7 @@ impl Watch {
     ///
     /// # Errors
     /// [`too_much`](Self::too_much), on the caller's thread only.
-    pub(super) fn afford(&self, bytes: u64) -> Result<()> {
+    pub(crate) fn afford(&self, bytes: u64) -> Result<()> {
         let Some(left) = &self.left else { return Ok(()) };
         match left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes)) {
             Ok(_) => Ok(()),
@@ -54,18 +54,18 @@ impl Watch {
     }
 
     /// The error that ends the attempt on the caller's thread: another thread then does the work. No user sees it.
-    pub(super) fn too_much(&self) -> Error {
+    pub(crate) fn too_much(&self) -> Error {
         self.too_much.store(true, Ordering::Relaxed);
         Error::new(ErrorKind::Internal, "this is too much for the caller's thread")
     }
 
     /// Whether the attempt on the caller's thread ended with that error.
-    pub(super) fn was_too_much(&self) -> bool {
+    pub(crate) fn was_too_much(&self) -> bool {
         self.too_much.load(Ordering::Relaxed)
     }
 
     /// Records that the file system is asked about `path`, until the value is dropped.
-    pub(super) fn ask(&self, path: &Path) -> Asking<'_> {
+    pub(crate) fn ask(&self, path: &Path) -> Asking<'_> {
         let mut asked = lock(&self.asked);
         let number = asked.next;
         asked.next += 1;
@@ -74,32 +74,32 @@ impl Watch {
     }
 
     /// The number of answers so far, and the path of the longest wait; `None` if no thread waits.
-    pub(super) fn asking(&self) -> Option<(u64, PathBuf)> {
+    pub(crate) fn asking(&self) -> Option<(u64, PathBuf)> {
         let asked = lock(&self.asked);
         asked.waiting.first().map(|(_, path)| (asked.answers, path.clone()))
     }
 
     /// The caller no longer waits for the result.
-    pub(super) fn give_up(&self) {
+    pub(crate) fn give_up(&self) {
         self.given_up.store(true, Ordering::Relaxed);
     }
 
     /// Whether the caller no longer waits for the result. Then the work ends early, with any result.
-    pub(super) fn is_given_up(&self) -> bool {
+    pub(crate) fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Relaxed)
     }
 }
 
 /// A wait for the file system.
 #[derive(Debug)]
-pub(super) struct Asking<'a> {
+pub(crate) struct Asking<'a> {
     watch: &'a Watch,
     number: u64,
 }
 
 impl Asking<'_> {
     /// The file system has answered. The next question is about the same path.
-    pub(super) fn answered(&self) {
+    pub(crate) fn answered(&self) {
         lock(&self.watch.asked).answers += 1;
     }
 }
