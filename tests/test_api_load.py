@@ -448,7 +448,7 @@ def test_the_report_counts_what_was_loaded(opened):
     assert report.gbps == pytest.approx(report.nbytes / report.seconds / 1e9, rel=0.01)
     for key in ("first_tensor_seconds", "cpu_seconds", "peak_staging", "routes", "slack_bytes", "gap_bytes",
                 "fallbacks", "waits", "bottleneck", "cache", "resident_bytes", "residency_probes", "warnings",
-                "plan_seconds", "seconds_per_tensor"):  # fmt: skip
+                "plan_seconds", "seconds_per_tensor", "rerouted_extents"):  # fmt: skip
         assert key in report, key
     assert "11 tensors" in str(report)
     with pytest.raises(AttributeError, match="seconds"):

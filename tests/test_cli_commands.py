@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -377,3 +378,20 @@ def test_a_reader_that_goes_away_does_not_hide_a_failed_check(tmp_path: Path):
 
 def test_negative_threads_are_wrong_usage(cli, tmp_path: Path):
     assert cli("warm", tmp_path, "--threads", "-1").returncode == 2
+
+
+def test_an_error_that_an_interrupt_led_to_is_an_interrupt(python, small):
+    """Python's own locks can be in such a state after Ctrl-C in a wait."""
+    program = """
+    import sys, threading
+    from penstock import cli
+    def run(args):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+    cli._inspect = run
+    sys.exit(cli.main(["inspect", sys.argv[1]]))
+    """
+    done = python(textwrap.dedent(program), str(small))
+    assert (done.returncode, done.stderr) == (130, "penstock: interrupted\n")

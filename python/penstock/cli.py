@@ -762,6 +762,21 @@ def _wants_traceback() -> bool:
     return value not in ("", "0")
 
 
+def _interrupted(args: argparse.Namespace) -> int:
+    if args.json is True:
+        _print_error("Interrupted", None, "interrupted")
+    sys.stderr.write("penstock: interrupted\n")
+    return INTERRUPTED
+
+
+def _came_of_an_interrupt(error: BaseException) -> bool:
+    """Whether the error is what an interrupt led to: Ctrl-C in the middle of a wait for a thread can leave Python's lock in
+    a state in which giving it back is an error ("release unlocked lock")."""
+    while error.__context__ is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return isinstance(error, KeyboardInterrupt)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
@@ -792,14 +807,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = failed.status
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if args.json is True:
-            _print_error("Interrupted", None, "interrupted")
-        sys.stderr.write("penstock: interrupted\n")
-        return INTERRUPTED
+        return _interrupted(args)
     except BrokenPipeError:
         _nobody_reads()
         return status
     except Exception as error:
+        if _came_of_an_interrupt(error):
+            return _interrupted(args)
         if traceback_wanted:
             import traceback
 

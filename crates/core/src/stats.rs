@@ -113,6 +113,8 @@ pub struct Report {
     pub tensors: u64,
     /// By route, in the order mapped, buffered, direct.
     pub routes: [RouteTotals; 3],
+    /// Extents that travelled by another route than planned: after a refusal, or as the pace of the storage decided.
+    pub rerouted_extents: u64,
     /// Bytes read only because O_DIRECT reads whole sectors.
     pub slack_bytes: u64,
     /// Extra bytes between wanted ones, read because skipping them would have cost more.

@@ -286,6 +286,8 @@ impl Driver {
             };
             if let Ok(bytes) = &result {
                 self.report.count(route, *bytes);
+                let planned = self.schedule.extents.get(ticket.0 as usize).map(|e| e.route);
+                self.report.rerouted_extents += u64::from(planned != Some(route));
             }
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
                 let span = record.span(Lane::Reading, "read", ticket.0);
