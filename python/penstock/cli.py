@@ -770,7 +770,7 @@ def _interrupted(args: argparse.Namespace) -> int:
 
 
 def _came_of_an_interrupt(error: BaseException) -> bool:
-    """Whether the error is what an interrupt led to: Ctrl-C in the middle of a wait for a thread can leave Python's lock in
+    """Whether an interrupt led to the error: Ctrl-C in the middle of a wait for a thread can leave a lock of Python in
     a state in which giving it back is an error ("release unlocked lock")."""
     while error.__context__ is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
