@@ -136,7 +136,7 @@ impl Source for Throttle {
         if let Some((_, errno)) = self.how.fail.filter(|(n, _)| *n == number) {
             self.submitted += 1;
             let e = Error::io("read", &io::Error::from_raw_os_error(errno));
-            let e = e.range(read.offset..read.offset + read.need);
+            let e = e.at(self.files.path(read.file)).range(read.offset..read.offset + read.need);
             let done = Done { ticket: read.ticket, result: Err(e), route: read.route };
             self.held.push((Instant::now(), done));
             self.arm();

@@ -10,9 +10,14 @@ use crate::source::{Router, Source};
 use crate::way::Routing;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 
 impl Objects for Files {
+    fn path(&self, file: u32) -> &Path {
+        Files::path(self, file)
+    }
+
     fn facts(&self, file: u32) -> Result<Facts> {
         Files::facts(self, file)
     }

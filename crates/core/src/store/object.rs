@@ -15,6 +15,7 @@ use crate::way::Routing;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// The first bytes of an object, and what tells it apart.
@@ -68,6 +69,9 @@ pub trait Store: Send + Sync + Debug {
 
 /// The objects of one load. Files are named by their number in the checkpoint. Its methods may block, except `asking`.
 pub trait Objects: Send + Sync + Debug {
+    /// Where a file is, for messages.
+    fn path(&self, file: u32) -> &Path;
+
     /// What can be said of a file before it is read. The ways of the load follow from it.
     fn facts(&self, file: u32) -> Result<Facts>;
 

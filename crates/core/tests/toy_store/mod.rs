@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::os::fd::RawFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -139,6 +140,10 @@ impl ToyObjects {
 }
 
 impl Objects for ToyObjects {
+    fn path(&self, file: u32) -> &Path {
+        self.object(file).location.as_path()
+    }
+
     fn facts(&self, _file: u32) -> Result<Facts> {
         Ok(Facts {
             kind: FsKind::Network,
