@@ -18,6 +18,7 @@ _LITERALS = re.compile(
     re.DOTALL,
 )
 _TESTS = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*")
+_TEST_FILE = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?mod (\w+);")
 _USE = re.compile(r"(?P<seen>pub(?:\([^)]*\))?\s+)?use\s+(?P<tree>[^;]+);")
 _PATH = re.compile(r"(?<![\w:])(?:crate|super|self|[a-z_]\w*)(?:::\w+)+")
 
@@ -76,7 +77,12 @@ class _Crate:
             parts = file.relative_to(root).with_suffix("").parts
             module = parts[:-1] if parts[-1] in ("mod", "lib") else parts
             self.files[module] = str(file.relative_to(root))
-        self.code = {module: without_tests((root / file).read_text()) for module, file in self.files.items()}
+        texts = {module: (root / file).read_text() for module, file in self.files.items()}
+        for_tests = [(*module, name) for module, text in texts.items() for name in _TEST_FILE.findall(text)]
+        for module in list(self.files):
+            if any(module[: len(tests)] == tests for tests in for_tests):
+                del self.files[module]
+        self.code = {module: without_tests(texts[module]) for module in self.files}
         #: module -> name that it re-exports -> where that comes from
         self.exports: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = defaultdict(dict)
         #: module -> (path, line)
@@ -118,6 +124,11 @@ class _Crate:
                 return module, rest[0]
             path = further + rest[1:]
         return None
+
+
+def files(root: Path) -> set[str]:
+    """The files below `root` that are not compiled for tests only."""
+    return set(_Crate(root).files.values())
 
 
 def imports(root: Path) -> Iterator[Import]:

@@ -18,6 +18,9 @@ pub enum Route {
 }
 
 impl Route {
+    /// All of them, in the order of reports.
+    pub const ALL: [Route; 3] = [Route::Mapped, Route::Buffered, Route::Direct];
+
     /// As reports and traces spell it.
     pub fn name(self) -> &'static str {
         match self {

@@ -111,8 +111,8 @@ pub struct Report {
     pub nbytes: u64,
     /// Wants.
     pub tensors: u64,
-    /// By route, in the order mapped, buffered, direct.
-    pub routes: [RouteTotals; 3],
+    /// By route, in the order of [`Route::ALL`].
+    pub routes: [RouteTotals; Route::ALL.len()],
     /// Extents that travelled by another route than planned: after a refusal, or as the pace of the storage decided.
     pub rerouted_extents: u64,
     /// Bytes read only because O_DIRECT reads whole sectors.

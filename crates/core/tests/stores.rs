@@ -211,6 +211,36 @@ fn faults_of_the_store_are_typed_errors_with_address_and_range() {
 }
 
 #[test]
+fn a_store_that_does_not_answer_a_question_ends_the_load() {
+    let model = Model::new(|server| server.verify_takes = Duration::from_secs(5));
+    let mut request = model.request(Want::all(&model.open()), false);
+    request.options.stall_timeout = Duration::from_millis(300);
+    let begun = Instant::now();
+    let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+    assert!(e.path().unwrap().to_str().unwrap().starts_with(&model.address("/")), "{e}");
+}
+
+#[test]
+fn what_lies_deeper_than_an_address_is_another_checkpoint() {
+    let model = Model::new(|_| ());
+    let scheme = format!("{}deep", model.scheme);
+    let mut all = std::collections::BTreeMap::new();
+    for (name, object) in model.contents.lock().unwrap().iter() {
+        let name = name.replacen(&model.scheme, &scheme, 1);
+        // The same names in a folder that comes first, with other bytes.
+        all.insert(name.replace("/model/", "/model/1bit/"), (Arc::new(b"nothing".to_vec()), "one".to_owned()));
+        all.insert(name, object.clone());
+    }
+    register(&scheme, Arc::new(Toy(Arc::new(Server::of(&Arc::new(Mutex::new(all))))))).unwrap();
+    for address in ["bucket/model", "bucket/model/"] {
+        let checkpoint = Checkpoint::open(&[format!("{scheme}://{address}")]).unwrap();
+        assert!(checkpoint.find("a.3").is_some());
+    }
+}
+
+#[test]
 fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     let model = Model::new(|_| ());
     let kind = |sources: &[String]| Checkpoint::open(sources).map(drop).unwrap_err().kind();

@@ -9,6 +9,7 @@ use crate::options::Options;
 use crate::waiting::patiently;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
+use penstock::extent::Route;
 use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
@@ -407,11 +408,11 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("tensors", r.tensors)?;
     d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
     let routes = PyDict::new(py);
-    for (name, totals) in ["mapped", "buffered", "direct"].into_iter().zip(&r.routes) {
+    for (kind, totals) in Route::ALL.into_iter().zip(&r.routes) {
         let route = PyDict::new(py);
         route.set_item("bytes", totals.bytes)?;
         route.set_item("extents", totals.extents)?;
-        routes.set_item(name, route)?;
+        routes.set_item(kind.name(), route)?;
     }
     d.set_item("routes", routes)?;
     d.set_item("slack_bytes", r.slack_bytes)?;

@@ -152,6 +152,11 @@ impl Checkpoint {
         Ok(Files::new(self.files.iter().map(file).collect::<Result<Vec<_>>>()?))
     }
 
+    /// The path or address of file number `file`, as text for people.
+    pub(crate) fn name_of(&self, file: u32) -> Option<String> {
+        self.files.get(file as usize).map(|f| f.path.display().to_string())
+    }
+
     /// Bytes of all tensors together.
     pub fn nbytes(&self) -> u64 {
         self.tensors.iter().map(|e| e.end - e.begin).sum()
@@ -172,4 +177,21 @@ impl Checkpoint {
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
+}
+
+/// The stack and number of the layer that a tensor belongs to, or the module that owns it where its name has no number.
+pub(crate) fn layer(name: &str) -> (&str, Option<u64>) {
+    let mut at = 0;
+    for part in name.split('.') {
+        if part.bytes().all(|b| b.is_ascii_digit()) {
+            // It has only digits, so parsing fails only for an empty part or a number beyond 64 bits. No layer has such
+            // a number.
+            if let Ok(number) = part.parse() {
+                return (&name[..at], Some(number));
+            }
+        }
+        at += part.len() + 1;
+    }
+    // A name without a dot has no owner except itself.
+    (name.rsplit_once('.').map_or(name, |(module, _)| module), None)
 }

@@ -181,10 +181,9 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
         }
         checkpoint.files.push(ShardFile {
             // Without a current directory (it was removed), a relative path leads nowhere, now or later.
-            location: match shard.version {
-                Version::Inode(_) => Location::Path(std::path::absolute(&path).unwrap_or_else(|_| path.clone())),
-                _ => Location::Url(path.to_string_lossy().into_owned()),
-            },
+            location: shard
+                .location
+                .unwrap_or_else(|| Location::Path(std::path::absolute(&path).unwrap_or_else(|_| path.clone()))),
             path,
             size: shard.size,
             version: shard.version,

@@ -13,6 +13,7 @@ mod open;
 mod shard;
 mod stored;
 
+pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
 pub use dtype::DType;
 pub(crate) use header::quoted;

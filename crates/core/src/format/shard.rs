@@ -4,7 +4,7 @@
 use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Identity, LocalHead, Version, Watch};
+use crate::store::{Identity, LocalHead, Location, Version, Watch};
 use std::path::Path;
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
@@ -16,6 +16,8 @@ pub(super) struct Shard {
     pub(super) header: Header,
     pub(super) size: u64,
     pub(super) version: Version,
+    /// Where it is; `None`: the path that it was opened by.
+    pub(super) location: Option<Location>,
     pub(super) data_start: u64,
     pub(super) header_read: u64,
 }
@@ -34,7 +36,14 @@ fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
     let (identity, bytes) = head.close();
     let size = identity.size;
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
-    Ok(Shard { header, size, version: Version::Inode(identity), data_start, header_read: bytes.len() as u64 })
+    Ok(Shard {
+        header,
+        size,
+        version: Version::Inode(identity),
+        location: None,
+        data_start,
+        header_read: bytes.len() as u64,
+    })
 }
 
 /// The same for bytes in memory: the first bytes of a file `size` bytes long, at least its header.
@@ -46,7 +55,7 @@ pub(super) fn parse(bytes: &[u8], size: u64, hasher: &Seeded) -> Result<Shard> {
     })?;
     let header = header::parse(json, data_start, size, hasher)?;
     let version = Version::Inode(Identity { size, ..Identity::default() });
-    Ok(Shard { header, size, version, data_start, header_read: data_start })
+    Ok(Shard { header, size, version, location: None, data_start, header_read: data_start })
 }
 
 /// Where the data section starts, from the first bytes of a file of `size` bytes. Refuses what is no header by its first
@@ -98,12 +107,12 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
             .range(0..8)
         }));
     }
-    if size - 8 < length {
+    if size.saturating_sub(8) < length {
         return Err(Error::new(
             ErrorKind::Truncated,
             format!(
                 "the file is {size} bytes long and ends {} bytes before the end of its header: unfinished download?",
-                length - (size - 8)
+                length - size.saturating_sub(8)
             ),
         )
         .range(size..8 + length));

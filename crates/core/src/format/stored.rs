@@ -38,7 +38,8 @@ pub(super) fn open(mut places: Vec<Place>, watch: &Watch) -> Result<Checkpoint> 
         Some(store) => header(&**store, at, &hasher, watch),
         None => shard::open(at.as_path(), &hasher, watch),
     })?;
-    merge(listed.into_iter().zip(shards).collect(), hasher, Vec::new())
+    let warnings = discover::incomplete_sets(&listed);
+    merge(listed.into_iter().zip(shards).collect(), hasher, warnings)
 }
 
 /// The objects that an address stands for, or the index that names them.
@@ -52,10 +53,17 @@ fn found(store: &dyn Store, at: &Location, watch: &Watch) -> Result<(Vec<Locatio
     if listed == [at.clone()] {
         return Ok((listed, None));
     }
-    let names: Vec<OsString> =
-        listed.iter().filter_map(|location| Some(as_path(location).file_name()?.to_owned())).collect();
-    let of = |name: &OsString| listed.iter().find(|location| as_path(location).file_name() == Some(name)).cloned();
-    match discover::choose(at.as_path(), names)? {
+    // As in a folder, what lies deeper is another checkpoint.
+    let address = at.to_string();
+    let folder = format!("{}/", address.trim_end_matches('/'));
+    let direct = |location: Location| {
+        let text = location.to_string();
+        let name = text.strip_prefix(&folder).filter(|name| !name.is_empty() && !name.contains('/'))?;
+        Some((OsString::from(name), location))
+    };
+    let found: Vec<(OsString, Location)> = listed.into_iter().filter_map(direct).collect();
+    let of = |name: &OsString| found.iter().find(|(known, _)| known == name).map(|(_, location)| location.clone());
+    match discover::choose(at.as_path(), found.iter().map(|(name, _)| name.clone()).collect())? {
         Chosen::Index(name) => Ok((Vec::new(), of(&name))),
         Chosen::Files(names) => Ok((names.iter().filter_map(of).collect(), None)),
     }
@@ -94,6 +102,7 @@ fn header(store: &dyn Store, at: &Location, hasher: &Seeded, watch: &Watch) -> R
         drop(asking);
         let mut shard = shard::parse(&bytes, size, hasher)?;
         (shard.version, shard.header_read) = (object.version, bytes.len() as u64);
+        shard.location = Some(object.location);
         Ok(shard)
     };
     located(at, read())

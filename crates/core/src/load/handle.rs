@@ -200,7 +200,7 @@ impl Load {
         let mut running = lock(&self.thread);
         let Some(thread) = running.take() else { return };
         self.cancel();
-        // The engine thread limits its own end (DRAIN), and a panic in it has been turned into an outcome.
+        // The engine thread limits its own end (`engine/deadline.rs`), and a panic in it has been turned into an outcome.
         let _ = thread.join();
         drop(running);
         // A traceback may hold a failed load. It must not hold gigabytes.
@@ -262,7 +262,7 @@ impl Load {
     /// writes its trace too, with its own report, but reports no error if that fails.
     pub fn write_trace(&self, report: &serde_json::Value) -> Result<()> {
         self.same_process()?;
-        self.timeline.as_ref().map_or(Ok(()), |timeline| timeline.write(&self.checkpoint, report))
+        self.timeline.as_ref().map_or(Ok(()), |timeline| timeline.write(|file| self.checkpoint.name_of(file), report))
     }
 
     /// Wants whose destination has been overwritten, or may have been; known when the load has ended.

@@ -113,7 +113,7 @@ fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
         let e = somewhere(e, &checkpoint);
         if let Some(timeline) = timeline {
             // The load's error matters more than an error in writing its trace.
-            let _nobody_to_tell = timeline.write(&checkpoint, &json!({ "error": e.to_string() }));
+            let _nobody_to_tell = timeline.write(|file| checkpoint.name_of(file), &json!({ "error": e.to_string() }));
         }
         e
     })

@@ -8,7 +8,7 @@
 
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::Checkpoint;
+use crate::format::{layer, Checkpoint};
 use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, KIB, PAGE, SHARED_BLOCK};
 use hashbrown::HashMap;
 use std::cmp::Reverse;
@@ -270,21 +270,4 @@ fn by_layer(checkpoint: &Checkpoint, wants: &[Want], by_file: &[u32]) -> Vec<u32
     }
     keyed.sort_unstable();
     keyed.into_iter().map(|k| k.3).collect()
-}
-
-/// The stack and number of the layer that a tensor belongs to, or the module that owns it where its name has no number.
-pub(crate) fn layer(name: &str) -> (&str, Option<u64>) {
-    let mut at = 0;
-    for part in name.split('.') {
-        if part.bytes().all(|b| b.is_ascii_digit()) {
-            // It has only digits, so parsing fails only for an empty part or a number beyond 64 bits. No layer has such
-            // a number.
-            if let Ok(number) = part.parse() {
-                return (&name[..at], Some(number));
-            }
-        }
-        at += part.len() + 1;
-    }
-    // A name without a dot has no owner except itself.
-    (name.rsplit_once('.').map_or(name, |(module, _)| module), None)
 }

@@ -7,9 +7,8 @@
 //! safetensors' own writer.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{quoted, DType};
+use crate::format::{layer, quoted, DType};
 use crate::options::{Order, PAGE};
-use crate::plan::layout::layer;
 use serde_json::{json, Map, Value};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};

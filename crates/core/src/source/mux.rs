@@ -72,17 +72,21 @@ impl Source for Mux {
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
         let before = events.len();
         events.append(&mut self.given_up);
-        self.sources.iter_mut().try_for_each(|source| source.poll(events))?;
+        // One that fails does not keep the others from being heard.
+        let mut outcome = Ok(());
+        for source in &mut self.sources {
+            outcome = outcome.and(source.poll(events));
+        }
         for event in &events[before..] {
             if let Event::Done(done) = event {
                 self.of_ticket.remove(&done.ticket);
             }
         }
-        if events.len() > before && self.waiting.iter().any(|waiting| !waiting.is_empty()) {
+        if self.waiting.iter().any(|waiting| !waiting.is_empty()) {
             self.send_waiting();
-            self.flush()?;
+            outcome = outcome.and(self.flush());
         }
-        Ok(())
+        outcome
     }
 
     fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {

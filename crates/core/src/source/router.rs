@@ -8,7 +8,7 @@
 //! | buffered, if nothing may stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
 //! | direct | io_uring | Linux AIO, then the pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
-//! | direct, if the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE if there is) | |
+//! | direct, if the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE if the load bypasses it) | |
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 

@@ -49,7 +49,7 @@ pub(crate) struct Choice {
     pub(crate) reason: String,
 }
 
-/// The last choice of a trial, for whoever writes the report. `None` until there is one.
+/// The last choice of a trial, for the report. `None` until there is one.
 pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 
 /// A router whose direct reads go past the page cache or through it, as the pace of the storage says.
@@ -96,7 +96,8 @@ impl Source for Trial {
             Event::Done(done) => Some(done),
             Event::Arrived(_) => None,
         });
-        if self.pace.back(done, Instant::now()) {
+        self.pace.back(done, Instant::now());
+        if std::mem::take(&mut self.pace.news) {
             lock(&self.chosen).clone_from(&self.pace.choice);
         }
         self.late.fetch(self.pace.take_past());
@@ -139,6 +140,8 @@ struct Pace {
     /// Bytes per second, past the page cache and through it.
     paces: (f64, f64),
     choice: Option<Choice>,
+    /// The choice has not been published yet.
+    news: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -163,6 +166,7 @@ impl Pace {
             past: Vec::new(),
             paces: (0.0, 0.0),
             choice: None,
+            news: false,
         }
     }
 
@@ -203,15 +207,14 @@ impl Pace {
         self.out.insert(ticket, (file, range, self.stage != Stage::Through));
     }
 
-    /// These came back. Goes on to the next stage when that is enough. Whether the choice may be a new one.
-    fn back<'d>(&mut self, done: impl IntoIterator<Item = &'d Done>, now: Instant) -> bool {
-        let before = self.stage;
+    /// These came back. Goes on to the next stage when that is enough.
+    fn back<'d>(&mut self, done: impl IntoIterator<Item = &'d Done>, now: Instant) {
         for done in done {
             let Some((file, range, past)) = self.out.remove(&done.ticket) else { continue };
             match done.result {
                 Ok(_) if past && done.route != Route::Direct => {
                     let reason = "O_DIRECT was refused".into();
-                    self.choice = Some(Choice { cold: Cold::Keep, reason });
+                    (self.choice, self.news) = (Some(Choice { cold: Cold::Keep, reason }), true);
                     self.stage = Stage::Over;
                 }
                 Ok(_) => {
@@ -234,7 +237,6 @@ impl Pace {
         if self.back >= enough {
             self.next(now);
         }
-        self.stage != before
     }
 
     fn next(&mut self, now: Instant) {
@@ -257,7 +259,8 @@ impl Pace {
             past / GB,
             through / GB
         );
-        self.choice = Some(Choice { cold: if keep { Cold::Keep } else { Cold::Bypass }, reason });
+        let cold = if keep { Cold::Keep } else { Cold::Bypass };
+        (self.choice, self.news) = (Some(Choice { cold, reason }), true);
     }
 
     /// What went past the page cache although the page cache is kept.
@@ -413,10 +416,27 @@ mod tests {
     }
 
     #[test]
+    fn a_choice_that_is_made_when_a_read_is_held_back_is_news_too() {
+        let mut timed = Timed::new();
+        // So large that one of them is not enough, and a second one too many.
+        let len = 20 * MIB;
+        for n in 0..2 {
+            assert!(!timed.pace.holds(len, timed.now));
+            timed.pace.sent(Ticket(n), 0, 0..len, timed.now);
+            timed.after(10);
+            timed.back(n..n + 1);
+            assert!(!timed.pace.news, "{n}");
+        }
+        assert!(!timed.pace.holds(len, timed.now));
+        assert!(timed.pace.news && timed.cold() == Some(Cold::Keep));
+    }
+
+    #[test]
     fn what_refuses_direct_reads_is_kept() {
         let mut timed = Timed::new();
         timed.send(0, 2);
-        assert!(timed.pace.back(&[done(1, Route::Buffered)], timed.now));
+        timed.pace.back(&[done(1, Route::Buffered)], timed.now);
+        assert!(timed.pace.news);
         assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over);
         assert!(timed.pace.take_past().is_empty());
     }
@@ -426,7 +446,7 @@ mod tests {
         let mut timed = Timed::new();
         timed.send(0, 1);
         let result = Err(Error::new(ErrorKind::Io, "no"));
-        assert!(!timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct }], timed.now));
-        assert_eq!((timed.pace.back, timed.cold()), (0, None));
+        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct }], timed.now);
+        assert_eq!((timed.pace.back, timed.cold(), timed.pace.news), (0, None, false));
     }
 }

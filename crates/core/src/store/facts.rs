@@ -23,7 +23,7 @@ pub enum FsKind {
 /// What the file system of a shard file allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// The kind of storage that the file system is on.
+    /// The kind of storage that the file system is on. Files of stores that a scheme names are `Network`.
     pub kind: FsKind,
     /// Its name, such as "ext4"; "unknown" if its magic number is unknown.
     pub fs: &'static str,

@@ -141,9 +141,7 @@ impl Files {
 
     fn ask(&self, file: u32) -> Asking<'_> {
         self.clock.fetch_add(1, Ordering::Relaxed);
-        let asking = &self.files[file as usize].asking;
-        asking.fetch_add(1, Ordering::Relaxed);
-        Asking(asking)
+        Asking::new(&self.files[file as usize].asking)
     }
 
     /// Number of times a descriptor was opened.
@@ -289,7 +287,14 @@ impl Files {
 }
 
 /// A thread asks the file system about a file, until this is dropped.
-struct Asking<'f>(&'f AtomicU32);
+pub(super) struct Asking<'f>(&'f AtomicU32);
+
+impl<'f> Asking<'f> {
+    pub(super) fn new(asking: &'f AtomicU32) -> Asking<'f> {
+        asking.fetch_add(1, Ordering::Relaxed);
+        Asking(asking)
+    }
+}
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {

@@ -38,10 +38,6 @@ impl Objects for Files {
         Files::may_hang(self)
     }
 
-    fn asking(&self) -> Option<(u64, u32)> {
-        Files::asking(self)
-    }
-
     fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
         Ok(Box::new(Router::new(self, io, routing)?))
     }

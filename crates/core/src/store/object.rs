@@ -40,9 +40,11 @@ pub struct Object {
     pub version: Version,
 }
 
-/// One kind of storage, registered by scheme. Its methods may block: they are called on threads that can be left behind.
+/// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
+/// left behind. `objects` may not.
 pub trait Store: Send + Sync + Debug {
-    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`.
+    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`. Those that
+    /// are not directly under it are left out by the caller.
     ///
     /// # Errors
     /// `NotFound`, `Permission`, `Io`.
@@ -67,7 +69,8 @@ pub trait Store: Send + Sync + Debug {
     fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>>;
 }
 
-/// The objects of one load. Files are named by their number in the checkpoint. Its methods may block, except `asking`.
+/// The objects of one load. Files are named by their number in the checkpoint. `facts`, `resident_within` and `verify` may
+/// block; the others are called on threads that nobody leaves behind.
 pub trait Objects: Send + Sync + Debug {
     /// Where a file is, for messages.
     fn path(&self, file: u32) -> &Path;
@@ -93,11 +96,6 @@ pub trait Objects: Send + Sync + Debug {
     /// Whether asking about the files may take longer than a caller should wait without looking at signals.
     fn may_hang(&self) -> bool {
         true
-    }
-
-    /// The file whose answer a thread waits for, and a number that changes with each answer; `None` if no thread waits.
-    fn asking(&self) -> Option<(u64, u32)> {
-        None
     }
 
     /// What reads the files, as `routing` says. `io` is the interface that the caller asked for.

@@ -1,7 +1,7 @@
 //! The files of one load, wherever they are: one set over the stores of a checkpoint.
 
 use super::facts::Facts;
-use super::files::Files;
+use super::files::{Asking, Files};
 use super::location::Location;
 use super::object::{store_for, Object, Objects};
 use super::residency::Residency;
@@ -13,7 +13,7 @@ use crate::way::Routing;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
 
 /// The files of one load. Files of this machine are one store; each scheme is another.
@@ -23,6 +23,8 @@ pub(crate) struct Storage {
     others: Vec<Arc<dyn Objects>>,
     /// The files that are not of this machine, by number; empty if there is none.
     elsewhere: Vec<Option<Elsewhere>>,
+    /// Questions to stores that a scheme names, and answers.
+    answers: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -32,6 +34,8 @@ struct Elsewhere {
     location: Location,
     size: u64,
     asked: AtomicBool,
+    /// Threads that wait for its store to answer.
+    asking: AtomicU32,
 }
 
 impl Storage {
@@ -49,7 +53,13 @@ impl Storage {
                         schemes.push(scheme);
                         schemes.len() - 1
                     });
-                    Elsewhere { store, location: location.clone(), size, asked: AtomicBool::new(false) }
+                    Elsewhere {
+                        store,
+                        location: location.clone(),
+                        size,
+                        asked: AtomicBool::new(false),
+                        asking: AtomicU32::new(0),
+                    }
                 }));
             }
         }
@@ -69,7 +79,7 @@ impl Storage {
             Version::Inode(identity) => (location.as_path().to_path_buf(), *identity),
             _ => (location.as_path().to_path_buf(), Default::default()),
         }));
-        Ok(Storage { local: Arc::new(local), others, elsewhere })
+        Ok(Storage { local: Arc::new(local), others, elsewhere, answers: AtomicU64::new(0) })
     }
 
     /// Files of this machine.
@@ -100,15 +110,23 @@ impl Storage {
         self.elsewhere(file).map_or(&*self.local, |found| &*self.others[found.store])
     }
 
+    /// Asks the store of a file. Files of this machine count their questions themselves.
+    fn ask<T>(&self, file: u32, question: impl FnOnce(&dyn Objects) -> Result<T>) -> Result<T> {
+        let Some(found) = self.elsewhere(file) else { return question(&*self.local) };
+        self.answers.fetch_add(1, Ordering::Relaxed);
+        let _asking = Asking::new(&found.asking);
+        question(&*self.others[found.store])
+    }
+
     pub(crate) fn facts(&self, file: u32) -> Result<Facts> {
         if let Some(found) = self.elsewhere(file) {
             found.asked.store(true, Ordering::Relaxed);
         }
-        self.of(file).facts(file)
+        self.ask(file, |objects| objects.facts(file))
     }
 
     pub(crate) fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
-        self.of(file).resident_within(file, range)
+        self.ask(file, |objects| objects.resident_within(file, range))
     }
 
     pub(crate) fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
@@ -116,7 +134,7 @@ impl Storage {
     }
 
     pub(crate) fn verify(&self, file: u32) -> Result<()> {
-        self.of(file).verify(file)
+        self.ask(file, |objects| objects.verify(file))
     }
 
     /// An error of kind `Changed` if a file that was read is no longer what it was when its header was read.
@@ -141,7 +159,9 @@ impl Storage {
 
     /// The file whose answer a thread waits for, and a number that changes with each answer.
     pub(crate) fn asking(&self) -> Option<(u64, u32)> {
-        self.local.asking().or_else(|| self.others.iter().find_map(|objects| objects.asking()))
+        let waits = |found: &Option<Elsewhere>| found.as_ref().is_some_and(|f| f.asking.load(Ordering::Relaxed) > 0);
+        let file = || self.elsewhere.iter().position(waits);
+        self.local.asking().or_else(|| Some((self.answers.load(Ordering::Relaxed), file()? as u32)))
     }
 
     /// What reads all files: the source of their only store, or one source over those of several. `local` makes that of

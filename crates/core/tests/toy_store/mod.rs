@@ -42,6 +42,8 @@ pub(crate) struct Server {
     pub(crate) latency: Duration,
     pub(crate) staging: TakesSlab,
     pub(crate) fault: Fault,
+    /// `verify` takes this long from the first read on.
+    pub(crate) verify_takes: Duration,
     /// Bytes of bodies that were sent for loads, and reads.
     pub(crate) served: AtomicU64,
     pub(crate) reads: AtomicU64,
@@ -72,6 +74,7 @@ impl Server {
             latency: Duration::from_micros(300),
             staging: TakesSlab::AtArrival,
             fault: Fault::None,
+            verify_takes: Duration::ZERO,
             served: AtomicU64::new(0),
             reads: AtomicU64::new(0),
         }
@@ -157,6 +160,7 @@ impl Objects for ToyObjects {
     }
 
     fn verify(&self, file: u32) -> Result<()> {
+        std::thread::sleep(self.server.verify_takes);
         self.server.pinned(self.object(file)).map(drop)
     }
 
