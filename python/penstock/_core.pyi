@@ -211,7 +211,7 @@ class Load:
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
         into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
         `fence` is a CUevent that the copies wait for. dlpack_device: what capsules say (None: by device and driver).
-        misaligned: tensors that a mapped file misaligns may stay where they are.
+        misaligned: tensors that a file misaligns may keep their place in it, mapped or read.
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""

@@ -20,7 +20,7 @@ class Adapter:
     """Makes one framework's tensors for one load. What is here is true of views on the core's own memory."""
 
     misaligned = False
-    """Whether tensors may begin at any address, and so stay in a mapping where the file misaligns them."""
+    """Whether tensors may begin at any address, and so keep their place in a file that misaligns them."""
 
     _target: Any = None
     """The framework's dtype that is asked for, or None."""

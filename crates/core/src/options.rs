@@ -100,7 +100,8 @@ pub struct Options {
     /// On a CPU target: `Some(true)` gives private copies. `Some(false)` insists on mapping where the file system
     /// allows it. `None` maps local files; with [`Cache::Bypass`] only those that are resident.
     pub copy: Option<bool>,
-    /// Tensors that the file misaligns may stay in its mapping: for consumers that read any address, as torch does.
+    /// Tensors that the file misaligns may keep their place in it, mapped or read (unless `copy` is `Some(true)` or `io` was
+    /// chosen): for consumers that read any address, as torch does.
     /// Otherwise they are copied to aligned memory.
     pub misaligned: bool,
     /// Extra bytes between two wanted runs are read, not skipped, up to this many.
