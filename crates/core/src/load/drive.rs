@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Landing, Route, Ticket};
 use crate::format::Checkpoint;
 use crate::memory::{Block, Keep};
-use crate::plan::layout::Layout;
+use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::schedule::Schedule;
 use crate::source::{self, Chosen, Done, Read, Source};
 use crate::staging::{Lease, Share};
@@ -544,7 +544,12 @@ impl Driver {
             if self.stream {
                 ready.push(want);
             }
-            if let Some(block) = completes.and_then(|block| self.blocks[block as usize].take()) {
+            let completed = completes.and_then(|number| match self.layout.blocks[number as usize].kind {
+                // The first block of a stretch says where the reads of the others land.
+                BlockKind::Mirror { .. } => self.blocks[number as usize].clone(),
+                _ => self.blocks[number as usize].take(),
+            });
+            if let Some(block) = completed {
                 block.complete();
             }
         }
