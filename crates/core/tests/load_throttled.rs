@@ -12,6 +12,7 @@ use penstock::format::Checkpoint;
 use penstock::load::{Load, Next};
 use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::strides::Foreign;
 use penstock::plan::want::Want;
 use penstock::source::{Event, Read, Release, Source, Throttle, Throttling};
 use std::fs;
@@ -355,7 +356,7 @@ fn staging_that_a_load_holds_whose_reads_hang_is_what_bounds_another() {
         let mut request = bench.request(false);
         let memory = Arc::new(vec![0u8; TENSORS * (NBYTES as usize + 2) + 1]);
         let start = memory.as_ptr() as u64 | 1;
-        let tensors = (0..TENSORS as u64).map(|i| (start + i * (NBYTES + 2), NBYTES)).collect();
+        let tensors = (0..TENSORS as u64).map(|i| Foreign::contiguous(start + i * (NBYTES + 2), NBYTES)).collect();
         request.memory = Memory::Into { tensors, keep: memory, fence: None };
         request.options.staging = 2 * MIB;
         request.options.io = Io::Threads;

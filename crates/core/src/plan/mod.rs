@@ -5,6 +5,7 @@ mod planned;
 pub mod request;
 mod routing;
 pub mod schedule;
+pub mod strides;
 mod survey;
 pub mod want;
 

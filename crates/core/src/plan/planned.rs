@@ -38,7 +38,10 @@ impl Planned {
             // Private copies are aligned, whatever the file does.
             (_, Where::Cpu) => Target::Cpu { misaligned: options.misaligned && !routing::is_private(options, into) },
         };
-        let layout = Layout::new(checkpoint, wants, &target, options.order)?;
+        let mut layout = Layout::new(checkpoint, wants, &target, options.order)?;
+        if let Memory::Into { tensors, .. } = memory {
+            layout.fill(checkpoint, wants, tensors, *device == Where::Cpu)?;
+        }
         Schedule::check(checkpoint, wants, &layout, options.gap)?;
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };

@@ -147,9 +147,8 @@ impl World {
 
     /// Invariants 1 and 4: every byte of a handed-out want is there, and was written once.
     pub(super) fn check_bytes(&self, want: u32) -> Check {
-        let place = self.layout.places[want as usize];
-        let (b, bytes) = (place.block as usize, place.offset as usize..(place.offset + place.nbytes) as usize);
-        for at in bytes {
+        let b = self.layout.places[want as usize].block as usize;
+        for &at in &self.case.at[want as usize] {
             let found = self.blocks[b].bytes()[at];
             hold!(Some(found) == self.case.expected[b][at], "byte {at} of block {b}, of want {want}, is wrong");
             hold!(self.writes[b][at] == 1, "byte {at} of block {b} was written {} times", self.writes[b][at]);

@@ -128,6 +128,7 @@ struct Expectation {
     gpu: bool,
     sizes: Vec<u64>,
     expected: Vec<Vec<Option<u8>>>,
+    at: Vec<Vec<usize>>,
 }
 
 /// What this world does to its load.
@@ -166,7 +167,7 @@ fn simulated(kind: ErrorKind) -> Error {
 impl World {
     fn new(seed: u64, mutant: Option<Mutant>) -> World {
         let mut rng = Rng(seed);
-        let Case { schedule, layout, gpu, sizes, expected } = Case::new(&mut rng);
+        let Case { schedule, layout, gpu, sizes, expected, at } = Case::new(&mut rng);
         let (schedule, layout) = (Arc::new(schedule), Arc::new(layout));
         let stream = rng.one_in(2);
         let bounds = Bounds {
@@ -217,7 +218,7 @@ impl World {
             refused: None,
             cruelty,
             misplaced: None,
-            case: Expectation { gpu, sizes, expected },
+            case: Expectation { gpu, sizes, expected, at },
             schedule,
             layout,
             rng,
