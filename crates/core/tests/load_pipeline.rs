@@ -104,6 +104,7 @@ impl Bench {
         let request = Request {
             checkpoint: self.checkpoint.clone(),
             wants: Want::all(&self.checkpoint),
+            layout: None,
             device: Where::Gpu(0),
             memory: Memory::Into { tensors: tensors.collect(), keep: Arc::new(self.memory.clone()), fence: None },
             options: Options { io: Io::Buffered, staging: STAGING, ..Options::default() },

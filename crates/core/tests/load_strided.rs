@@ -65,6 +65,7 @@ impl Sample {
         let load = Load::start(Request {
             checkpoint: self.checkpoint.clone(),
             wants,
+            layout: None,
             device: Where::Cpu,
             memory: Memory::Into { tensors, keep, fence: None },
             options,

@@ -50,6 +50,7 @@ impl Bench {
         Request {
             checkpoint: self.checkpoint.clone(),
             wants: Want::all(&self.checkpoint),
+            layout: None,
             device: Where::Cpu,
             memory: Memory::Ours,
             options: Options { io: Io::Buffered, extent: MIB, staging: 8 * MIB, depth: 4, ..Options::default() },
@@ -205,6 +206,7 @@ fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes
     let request = Request {
         wants: Want::all(&checkpoint),
         checkpoint,
+        layout: None,
         device: Where::Cpu,
         memory: Memory::Ours,
         options: Options { window, copy: Some(true), ..options },

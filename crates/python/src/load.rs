@@ -119,7 +119,8 @@ impl Load {
                 None if caller_blocks => Memory::Granted,
                 None => Memory::Ours,
             };
-            let request = Request { checkpoint: Arc::clone(core), wants, device: at, memory, options, stream };
+            let request =
+                Request { checkpoint: Arc::clone(core), wants, layout: None, device: at, memory, options, stream };
             let files = core.files();
             let (core, own) = interruptibly(py, |go_on| {
                 check_driver(asked, device).map_err(|e| match files.first() {

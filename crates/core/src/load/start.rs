@@ -137,7 +137,7 @@ fn begin(
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
     let disk = (plan.routing.cold != Cold::None).then(DiskUse::begin);
-    let Request { checkpoint, wants, device: at, memory, options, stream } = request;
+    let Request { checkpoint, wants, device: at, memory, options, stream, .. } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
     let gpu = match (at, &memory) {

@@ -189,7 +189,7 @@ impl Layout {
     }
 
     /// Refuses sizes that no address space holds, so that sums of a layout's bytes cannot overflow.
-    fn check_size(&self) -> Result<()> {
+    pub(super) fn check_size(&self) -> Result<()> {
         let blocks = self.blocks.iter().try_fold(0u64, |n, b| n.checked_add(b.nbytes.checked_next_multiple_of(PAGE)?));
         let places = self.places.iter().try_fold(0u64, |n, p| n.checked_add(p.nbytes));
         match (blocks, places) {

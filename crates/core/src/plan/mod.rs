@@ -2,6 +2,7 @@
 
 pub mod layout;
 mod planned;
+mod recorded;
 pub mod request;
 mod routing;
 pub mod schedule;

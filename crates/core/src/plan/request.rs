@@ -1,5 +1,6 @@
 //! What a load is asked for.
 
+use super::layout::Layout;
 use super::strides::Foreign;
 use super::want::Want;
 use crate::device::Fence;
@@ -41,6 +42,8 @@ pub struct Request {
     pub checkpoint: Arc<Checkpoint>,
     /// The tensors and slices that are wanted.
     pub wants: Vec<Want>,
+    /// A layout of these wants that was made elsewhere; `None`: the load makes its own. It brings the order of hand-out.
+    pub layout: Option<Arc<Layout>>,
     /// Where the tensors go.
     pub device: Where,
     /// Whose memory they go to.

@@ -215,6 +215,7 @@ fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
             At::Columns => Want::part(0, [0..NBYTES / ROW, 0..ROW / 2]),
             _ => Want::whole(0),
         }],
+        layout: None,
         device: if to == To::Gpu { Where::Gpu(0) } else { Where::Cpu },
         memory: match to {
             To::Cpu => Memory::Ours,
