@@ -228,7 +228,7 @@ def test_inference_tensors_of_any_layout_are_filled(write: Callable[..., Path], 
     with torch.inference_mode(inside):
         report = penstock.open(path).load_into(to)
     Oracle(path).same({name: tensor.contiguous() for name, tensor in to.items()})
-    assert report.copied_through == ["b", "c"]
+    assert report.copied_through == []
 
 
 def test_autograd_is_told_of_strided_parameters_too(write: Callable[..., Path]) -> None:

@@ -265,8 +265,9 @@ class Checkpoint:
         Args:
             module_or_mapping: A torch module (its parameters and persistent buffers are filled), or a mapping of names
                 to torch tensors or numpy arrays. They may be on several devices. Tied tensors are loaded once; the
-                checkpoint needs only one of their names. A tensor that is not contiguous is filled through a temporary
-                copy, and the report lists it in ``copied_through``.
+                checkpoint needs only one of their names. They may be strided. Two kinds are filled through a temporary
+                copy, and the report lists them in ``copied_through``: tensors on a GPU that are not contiguous, and
+                numpy arrays with negative strides.
             strict: True: a name that only one side has is an error. False: the report lists such names, as ``missing``
                 (the checkpoint has no such tensor) and ``unexpected`` (there is no destination for this tensor).
             names: Loads only these tensors of the checkpoint, as in `load`.

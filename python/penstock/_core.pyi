@@ -198,6 +198,7 @@ class Load:
         stream: bool = False,
         caller_blocks: bool = False,
         into: Sequence[tuple[int, int]] | None = None,
+        strides: Sequence[tuple[int, Sequence[int]]] | None = None,
         keep: object = None,
         fence: int = 0,
         dlpack_device: tuple[int, int] | None = None,
@@ -209,8 +210,10 @@ class Load:
         device: "cpu", "cuda:N", "rocm:N", or "gpu:N" with whichever driver there is. stream: bound read-ahead by
         options.window until `take`.
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
-        into: per want (address, nbytes) of contiguous caller memory on `device`; `keep` is held until the load ends;
-        `fence` is a CUevent that the copies wait for. dlpack_device: what capsules say (None: by device and driver).
+        into: per want (address, nbytes) of caller memory on `device`; `keep` is held until the load ends; `fence` is a
+        CUevent that the copies wait for. strides: (want, bytes from element to element in each dimension) of memory
+        that is not contiguous ("cpu" only); its nbytes count from the first element to the end of the last one.
+        dlpack_device: what capsules say (None: by device and driver).
         misaligned: tensors that a file misaligns may keep their place in it, mapped or read.
         """
     def blocks(self) -> list[int]:

@@ -32,6 +32,20 @@ class Destination:
         self.contiguous = True
         self.problem: str | None = None
 
+    @property
+    def straight(self) -> bool:
+        """Whether the core can fill it: it is contiguous, or in CPU memory without negative steps."""
+        return self.contiguous or (self.device.is_cpu and all(step >= 0 for n, step in self.steps()[0] if n > 1))
+
+    def span(self) -> int:
+        """Bytes from its first element to the end of its last one, where all of them come behind the first."""
+        start, past = _span(self, 0)
+        return past - start if self.nbytes else 0
+
+    def strides(self) -> list[int]:
+        """Bytes from element to element in each dimension; 0 where there is one element at most."""
+        return [step if n > 1 else 0 for n, step in self.steps()[0]]
+
     def steps(self) -> tuple[list[tuple[int, int]], int]:
         """Where its bytes are: (count, step in bytes, maybe negative) per dimension, and the bytes of an element."""
         tensor = self.tensor

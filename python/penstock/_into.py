@@ -76,7 +76,7 @@ def _mismatch(files: Sequence[str], problems: list[str]) -> MismatchError:
 
 
 class _Part:
-    """The load into the contiguous destinations of one device."""
+    """The load into the destinations of one device that the core fills itself."""
 
     def __init__(self, request: Request, pairs: list[tuple[int, Destination]], device: Device) -> None:
         self.destinations = [to for _, to in pairs]
@@ -85,7 +85,8 @@ class _Part:
         self.load: _core.Load = _running.begin(
             request._replace(selection=part, device=device),
             None,
-            into=[(to.address, to.nbytes) for to in self.destinations],
+            into=[(to.address, to.span()) for to in self.destinations],
+            strides=[(i, to.strides()) for i, to in enumerate(self.destinations) if not to.contiguous],
             keep=([to.tensor for to in self.destinations], event),
             fence=fence,
         )
@@ -95,8 +96,8 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     """Fills the destinations, wherever they are; see `Checkpoint.load_into`."""
     with collector_paused():  # else it goes through all of the model's tensors, several times
         pairs, missing, unexpected = _match(request.selection, destinations(given), strict)
-    straight = [(want, to) for want, to in pairs if to.contiguous]
-    roundabout = [(want, to) for want, to in pairs if not to.contiguous]
+    straight = [(want, to) for want, to in pairs if to.straight]
+    roundabout = [(want, to) for want, to in pairs if not to.straight]
     detours = _detours(request, roundabout)
     parts: list[_Part] = []
     reports: list[Report] = []
@@ -131,7 +132,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
 
 
 class _Detour:
-    """The load into the non-contiguous destinations of one framework on one device: each by way of a temporary tensor.
+    """The load into destinations of one framework on one device that the core cannot fill: through temporary tensors.
 
     Made before the first byte moves, so that what the framework lacks is found out in time.
     """
@@ -152,7 +153,7 @@ class _Detour:
 
 
 def _detours(request: Request, pairs: list[tuple[int, Destination]]) -> list[_Detour]:
-    """What fills these destinations, none of which is contiguous."""
+    """What fills these destinations, none of which the core can fill."""
     found = []
     for device in sorted({to.device for _, to in pairs}):
         for framework, is_kind in (("pt", is_torch), ("np", is_numpy)):

@@ -109,7 +109,7 @@ class Report(dict[str, Any]):
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
         if get("copied_through"):
-            line("not in place", f"{len(get('copied_through', ()))} destinations are not contiguous: copied once more")
+            line("not in place", f"{len(get('copied_through', ()))} destinations are strided: copied once more")
         for name in ("missing", "unexpected"):
             if get(name):
                 line(name, f"{len(get(name, ()))} tensors, {get(name, [''])[0]} first")

@@ -50,6 +50,7 @@ def begin(
     *,
     stream: bool = False,
     into: Sequence[tuple[int, int]] | None = None,
+    strides: Sequence[tuple[int, Sequence[int]]] | None = None,
     keep: object = None,
     fence: int = 0,
 ) -> _core.Load:
@@ -66,6 +67,7 @@ def begin(
         stream=stream,
         caller_blocks=caller_blocks,
         into=into,
+        strides=strides,
         keep=keep,
         fence=fence,
         dlpack_device=None if adapter is None else adapter.dlpack_device,

@@ -61,6 +61,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     let request = Request {
         checkpoint: checkpoint.clone(),
         wants,
+        layout: None,
         device: Where::Cpu,
         memory: Memory::Ours,
         options,

@@ -50,6 +50,7 @@
 //! let load = Load::start(Request {
 //!     checkpoint: checkpoint.clone(),
 //!     wants: vec![row],
+//!     layout: None,
 //!     device: Where::Cpu,
 //!     memory: Memory::Ours,
 //!     options: Options::default(),

@@ -87,7 +87,9 @@ fn steps(index: &Path) -> [Counted; 5] {
             let wants = wants.clone();
             let (checkpoint, device, memory) = (checkpoint.clone(), Where::Cpu, Memory::Ours);
             counted(|| {
-                let load = Load::start(Request { checkpoint, wants, device, memory, options, stream: false }).unwrap();
+                let load =
+                    Load::start(Request { checkpoint, wants, layout: None, device, memory, options, stream: false })
+                        .unwrap();
                 assert!(load.wait(None).unwrap());
                 load
             })

@@ -106,7 +106,8 @@ fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
                 running.insert(i as u64, slab);
                 let keep = Arc::new((memory.clone(), slabs[slab].clone()));
                 let slab = (slabs[slab].address(), SLAB);
-                device.copy(Batch { ticket: Ticket(i as u64), slab, copies, keep }).unwrap();
+                let strided = Default::default();
+                device.copy(Batch { ticket: Ticket(i as u64), slab, copies, strided, keep }).unwrap();
             }
             while !running.is_empty() {
                 for copied in collect(device, 1) {

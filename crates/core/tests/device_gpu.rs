@@ -21,7 +21,7 @@ fn cuda() -> Gpu {
 
 fn batch(ticket: u64, slab: &Arc<TestSlab>, copies: Vec<Copy>, memory: &Arc<GpuMemory>) -> Batch {
     let keep = Arc::new((slab.clone(), memory.clone()));
-    Batch { ticket: Ticket(ticket), slab: (slab.address(), SLAB), copies, keep }
+    Batch { ticket: Ticket(ticket), slab: (slab.address(), SLAB), copies, strided: Default::default(), keep }
 }
 
 /// Every kind of transfer: large, many small at other distances, wide rows, narrow rows.
@@ -280,7 +280,15 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
         for i in 0..6 {
             let keep = Arc::new((slab.clone(), memory.clone()));
             let copies = every_kind(&slab, to);
-            device.copy(Batch { ticket: Ticket(i), slab: (slab.address(), SLAB), copies, keep }).unwrap();
+            device
+                .copy(Batch {
+                    ticket: Ticket(i),
+                    slab: (slab.address(), SLAB),
+                    copies,
+                    strided: Default::default(),
+                    keep,
+                })
+                .unwrap();
         }
         let mut done = collect(&mut device, 6);
         assert_eq!(device.in_flight(), 0);
@@ -386,7 +394,9 @@ fn a_new_device_does_not_wait_for_its_context() {
     let slab = gpu.slab();
     let copies = vec![dense(slab.address(), 0, 1)];
     let keep = Held::new(&Arc::default(), slab.clone());
-    device.copy(Batch { ticket: Ticket(1), slab: (slab.address(), SLAB), copies, keep }).unwrap();
+    device
+        .copy(Batch { ticket: Ticket(1), slab: (slab.address(), SLAB), copies, strided: Default::default(), keep })
+        .unwrap();
     let e = collect(&mut device, 1).remove(0).result.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
 }

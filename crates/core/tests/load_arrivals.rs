@@ -166,6 +166,7 @@ impl Bench {
         let request = Request {
             checkpoint: self.checkpoint.clone(),
             wants: vec![Want::part(0, [0..ROWS, 0..WANTED])],
+            layout: None,
             device: Where::Cpu,
             memory: Memory::Ours,
             options: Options {

@@ -66,7 +66,15 @@ fn options() -> Options {
 
 fn request(checkpoint: &Arc<Checkpoint>, memory: Memory, stream: bool) -> Request {
     let wants = Want::all(checkpoint);
-    Request { checkpoint: checkpoint.clone(), wants, device: Where::Gpu(0), memory, options: options(), stream }
+    Request {
+        checkpoint: checkpoint.clone(),
+        wants,
+        layout: None,
+        device: Where::Gpu(0),
+        memory,
+        options: options(),
+        stream,
+    }
 }
 
 fn cuda() -> Gpu {

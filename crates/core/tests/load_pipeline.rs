@@ -14,6 +14,7 @@ use penstock::format::Checkpoint;
 use penstock::load::Load;
 use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::strides::Foreign;
 use penstock::plan::want::Want;
 use penstock::source::{Throttle, Throttling};
 use penstock::stats::Report;
@@ -95,10 +96,15 @@ impl Bench {
     /// The same with a device that moves no bytes.
     fn load_unchecked(&self, rates: &[f64]) -> Report {
         self.forget();
-        let tensors = self.memory.iter().zip(self.checkpoint.tensors()).map(|(m, t)| (m.address(), t.nbytes()));
+        let tensors = self
+            .memory
+            .iter()
+            .zip(self.checkpoint.tensors())
+            .map(|(m, t)| Foreign::contiguous(m.address(), t.nbytes()));
         let request = Request {
             checkpoint: self.checkpoint.clone(),
             wants: Want::all(&self.checkpoint),
+            layout: None,
             device: Where::Gpu(0),
             memory: Memory::Into { tensors: tensors.collect(), keep: Arc::new(self.memory.clone()), fence: None },
             options: Options { io: Io::Buffered, staging: STAGING, ..Options::default() },

@@ -45,6 +45,7 @@ fn reads_go_on_into_blocks_of_a_file_whose_first_block_is_complete() {
                 wants: wants.clone(),
                 device: Where::Cpu,
                 memory: Memory::Ours,
+                layout: None,
                 // Few reads in flight: when the last ones start, the first tensors are complete.
                 options: Options { copy, gap, extent: 256 << 10, depth: 2, ..Options::default() },
                 stream,

@@ -92,6 +92,7 @@ impl Sample {
         Request {
             checkpoint: self.checkpoint.clone(),
             wants: Want::all(&self.checkpoint),
+            layout: None,
             device: Where::Cpu,
             memory: Memory::Ours,
             options: Options { extent: MIB, ..Options::default() },

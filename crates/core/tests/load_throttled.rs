@@ -12,6 +12,7 @@ use penstock::format::Checkpoint;
 use penstock::load::{Load, Next};
 use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::strides::Foreign;
 use penstock::plan::want::Want;
 use penstock::source::{Event, Read, Release, Source, Throttle, Throttling};
 use std::fs;
@@ -49,6 +50,7 @@ impl Bench {
         Request {
             checkpoint: self.checkpoint.clone(),
             wants: Want::all(&self.checkpoint),
+            layout: None,
             device: Where::Cpu,
             memory: Memory::Ours,
             options: Options { io: Io::Buffered, extent: MIB, staging: 8 * MIB, depth: 4, ..Options::default() },
@@ -204,6 +206,7 @@ fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes
     let request = Request {
         wants: Want::all(&checkpoint),
         checkpoint,
+        layout: None,
         device: Where::Cpu,
         memory: Memory::Ours,
         options: Options { window, copy: Some(true), ..options },
@@ -355,7 +358,7 @@ fn staging_that_a_load_holds_whose_reads_hang_is_what_bounds_another() {
         let mut request = bench.request(false);
         let memory = Arc::new(vec![0u8; TENSORS * (NBYTES as usize + 2) + 1]);
         let start = memory.as_ptr() as u64 | 1;
-        let tensors = (0..TENSORS as u64).map(|i| (start + i * (NBYTES + 2), NBYTES)).collect();
+        let tensors = (0..TENSORS as u64).map(|i| Foreign::contiguous(start + i * (NBYTES + 2), NBYTES)).collect();
         request.memory = Memory::Into { tensors, keep: memory, fence: None };
         request.options.staging = 2 * MIB;
         request.options.io = Io::Threads;

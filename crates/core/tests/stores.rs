@@ -91,6 +91,7 @@ impl Model {
             wants,
             device: Where::Cpu,
             memory: Memory::Ours,
+            layout: None,
             options: Options {
                 extent: 128 * KIB,
                 staging: 512 * KIB,

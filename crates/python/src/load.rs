@@ -15,6 +15,7 @@ use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
 use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::strides::Foreign;
 use penstock::plan::want::{AxisSlice, Want};
 use penstock::stats::Report;
 use penstock::{Error, ErrorKind};
@@ -64,8 +65,8 @@ impl Drop for Load {
 impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
-                        stream = false, caller_blocks = false, into = None, keep = None, fence = 0, dlpack_device = None,
-                        misaligned = false))]
+                        stream = false, caller_blocks = false, into = None, strides = None, keep = None, fence = 0,
+                        dlpack_device = None, misaligned = false))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -78,6 +79,7 @@ impl Load {
         stream: bool,
         caller_blocks: bool,
         into: Option<Listed<(u64, u64)>>,
+        strides: Option<Listed<(u32, Listed<u64>)>>,
         keep: Option<Py<PyAny>>,
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
@@ -111,14 +113,15 @@ impl Load {
             };
             let memory = match into {
                 Some(tensors) => Memory::Into {
-                    tensors: tensors.0,
+                    tensors: foreign(tensors, strides)?,
                     keep: Arc::new(keep.map(Kept)),
                     fence: (fence != 0).then_some(Fence(fence)),
                 },
                 None if caller_blocks => Memory::Granted,
                 None => Memory::Ours,
             };
-            let request = Request { checkpoint: Arc::clone(core), wants, device: at, memory, options, stream };
+            let request =
+                Request { checkpoint: Arc::clone(core), wants, layout: None, device: at, memory, options, stream };
             let files = core.files();
             let (core, own) = interruptibly(py, |go_on| {
                 check_driver(asked, device).map_err(|e| match files.first() {
@@ -321,6 +324,18 @@ impl Load {
         }
         PyList::new(py, made)
     }
+}
+
+/// The caller's memory, one for each want: address and bytes, and the strides of those that have any.
+fn foreign(into: Listed<(u64, u64)>, strides: Option<Listed<(u32, Listed<u64>)>>) -> PyResult<Vec<Foreign>> {
+    let mut tensors: Vec<Foreign> = into.0.into_iter().map(|(at, nbytes)| Foreign::contiguous(at, nbytes)).collect();
+    for (want, strides) in strides.into_iter().flat_map(|s| s.0) {
+        let tensor = tensors.get_mut(want as usize);
+        let tensor =
+            tensor.ok_or_else(|| PyIndexError::new_err(format!("strides of want {want}, which has no memory")))?;
+        tensor.strides = Some(strides.0.into());
+    }
+    Ok(tensors)
 }
 
 /// The device that `text` names, and the vendor of its driver if `text` says it.

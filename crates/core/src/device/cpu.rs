@@ -56,7 +56,7 @@ impl Shared {
     fn run(&self, batch: Batch, worker: u32) -> Copied {
         let Some(timeline) = self.timeline.get() else { return run(batch) };
         let (begun, extent) = (Instant::now(), Some(batch.ticket.0));
-        let bytes = batch.copies.iter().map(|c| c.len * c.rows).sum();
+        let bytes = bytes_and_rows(&batch).0;
         let copied = run(batch);
         let span = Span::new(Lane::Copier(worker), "copy", begun, Instant::now());
         timeline.add(Span { kind: "copy", extent, bytes, ..span });
@@ -127,8 +127,7 @@ impl Device for CpuDevice {
     fn copy(&mut self, batch: Batch) -> Result<()> {
         self.same_process()?;
         self.in_flight += 1;
-        let bytes: u64 = batch.copies.iter().map(|c| c.len * c.rows).sum();
-        let rows: u64 = batch.copies.iter().map(|c| c.rows).sum();
+        let (bytes, rows) = bytes_and_rows(&batch);
         if bytes <= INLINE_BYTES && rows <= INLINE_COPIES {
             self.shared.finish(self.shared.run(batch, 0));
             return Ok(());
@@ -207,6 +206,12 @@ fn serve(shared: &Shared, number: u32) {
     }
 }
 
+/// What there is to copy.
+fn bytes_and_rows(batch: &Batch) -> (u64, u64) {
+    let (bytes, rows) = batch.strided.bytes_and_items();
+    batch.copies.iter().fold((bytes, rows), |(bytes, rows), c| (bytes + c.len * c.rows, rows + c.rows))
+}
+
 /// Copies a batch and releases its memory before its ticket can be seen.
 fn run(batch: Batch) -> Copied {
     for copy in &batch.copies {
@@ -214,6 +219,8 @@ fn run(batch: Batch) -> Copied {
         // and that nobody else touches them until the ticket is back (invariants 2 and 4).
         unsafe { run_copy(copy) };
     }
+    // SAFETY: the same holds of its strided copies.
+    unsafe { batch.strided.run() };
     Copied { ticket: batch.ticket, result: Ok(()) }
 }
 
@@ -280,7 +287,8 @@ mod models {
                 let (from, to) = (memory, memory as u64 + ROWS);
                 let copy = Copy { from, to, len: 1, rows: ROWS, from_stride: 1, to_stride: 1, block: 0, pad: 0 };
                 let slab = (memory, ROWS as usize);
-                device.copy(Batch { ticket: Ticket(ticket), slab, copies: vec![copy], keep: Arc::new(()) }).unwrap();
+                let (copies, strided) = (vec![copy], Default::default());
+                device.copy(Batch { ticket: Ticket(ticket), slab, copies, strided, keep: Arc::new(()) }).unwrap();
             }
             then(device);
         });

@@ -421,6 +421,9 @@ impl Device for GpuDevice {
 
     fn copy(&mut self, batch: Batch) -> Result<()> {
         self.same_process()?;
+        if !batch.strided.is_empty() {
+            return Err(Error::new(ErrorKind::Internal, "copies into strided memory of a GPU"));
+        }
         self.order(Order::Copy(batch))?;
         self.in_flight += 1;
         Ok(())

@@ -9,6 +9,7 @@ pub mod cpu;
 pub(crate) mod fetch;
 pub mod gpu;
 mod join;
+pub mod strided;
 
 use crate::error::{Error, Result};
 use crate::extent::Ticket;
@@ -17,6 +18,7 @@ use crate::staging::Share;
 use std::any::Any;
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use strided::Strided;
 
 /// One copy, with addresses resolved.
 #[derive(Debug, Clone, Copy)]
@@ -51,6 +53,8 @@ pub struct Batch {
     pub slab: (*mut u8, usize),
     /// The copies.
     pub copies: Vec<Copy>,
+    /// The copies into strided memory. There are none on a GPU.
+    pub strided: Strided,
     /// Keeps slab and destination memory alive until the copies have completed.
     pub keep: Arc<dyn Any + Send + Sync>,
 }

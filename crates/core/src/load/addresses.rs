@@ -4,12 +4,14 @@
 //! the engine's simulator runs them on real buffers.
 
 use super::shared::internal;
+use crate::device::strided::{self, Strided};
 use crate::device::Copy;
 use crate::error::Result;
 use crate::extent::{Extent, Landing, Piece};
 use crate::options::GPU_ALIGN;
 use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::schedule::Schedule;
+use crate::plan::strides::{parts, Axis, Strides};
 use crate::source::Destination;
 
 /// One extent, and where the blocks are that it fills.
@@ -45,10 +47,10 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         })
     }
 
-    /// The copies out of the slab at `slab`, one for each piece.
+    /// The copies out of the slab at `slab`, one for each piece. Those into strided memory are [`strided`](Self::strided).
     pub(crate) fn copies(&self, slab: *mut u8) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(self.pieces.len());
-        for p in self.pieces {
+        for p in self.pieces.iter().filter(|p| self.layout.strides_of(p.want).is_none()) {
             copies.push(Copy {
                 // The schedule keeps pieces within the extent and extents within a slab (its property tests).
                 from: slab.wrapping_add(p.from as usize),
@@ -64,14 +66,33 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         Ok(copies)
     }
 
-    /// What its last leg writes, in order: block, offset in the block, bytes. Nothing of a mapping is written.
+    /// The copies out of the slab at `slab` into strided memory: a few boxes for each piece.
+    pub(crate) fn strided(&self, slab: *mut u8) -> Result<Strided> {
+        let mut copies = Strided::default();
+        if self.layout.strides.is_empty() {
+            return Ok(copies);
+        }
+        for p in self.pieces {
+            if let Some(strides) = self.layout.strides_of(p.want) {
+                spread(p, strides, slab, self.block(p.block)?, &mut copies);
+            }
+        }
+        Ok(copies)
+    }
+
+    /// What its last leg writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
+    /// tensor it is said only that it is somewhere in it.
     pub(crate) fn written(&self) -> impl Iterator<Item = (u32, u64, u64)> + '_ {
         let (whole, pieces) = match self.extent.landing {
             Landing::Mapping { .. } => (None, &[][..]),
             Landing::Block { .. } => (self.mirror().ok().map(|(block, at)| (block, at, self.extent.len)), &[][..]),
             Landing::Scatter | Landing::Slab => (None, self.pieces),
         };
-        whole.into_iter().chain(pieces.iter().map(|p| (p.block, p.to, (p.rows - 1) * p.to_stride + p.len)))
+        let place = |p: &Piece| match self.layout.strides_of(p.want) {
+            Some(strides) => (p.block, 0, strides.span()),
+            None => (p.block, p.to, (p.rows - 1) * p.to_stride + p.len),
+        };
+        whole.into_iter().chain(pieces.iter().map(place))
     }
 
     /// Blocks whose memory has to stay until the leg that fills them has ended. One comes again only if pieces alternate
@@ -114,9 +135,20 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     fn scatter(&self) -> Result<Vec<(*mut u8, usize)>> {
         let mut rows = Vec::with_capacity(self.pieces.len());
         for p in self.pieces {
-            let base = self.block(p.block)? + p.to;
+            let (base, strides) = (self.block(p.block)?, self.layout.strides_of(p.want));
             for row in 0..p.rows {
-                rows.push((p.from + row * p.from_stride, (base + row * p.to_stride) as *mut u8, p.len));
+                let (from, to) = (p.from + row * p.from_stride, p.to + row * p.to_stride);
+                let Some(strides) = strides else {
+                    rows.push((from, (base + to) as *mut u8, p.len));
+                    continue;
+                };
+                // Run by run: a row may begin and end within one.
+                let mut done = 0;
+                while done < p.len {
+                    let len = (strides.run() - (to + done) % strides.run()).min(p.len - done);
+                    rows.push((from + done, (base + strides.memory(to + done)) as *mut u8, len));
+                    done += len;
+                }
             }
         }
         rows.sort_unstable_by_key(|r| r.0);
@@ -149,6 +181,52 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         }
         (end.next_multiple_of(GPU_ALIGN).min(block.nbytes) - end) as u32
     }
+}
+
+/// The copies of one piece into strided memory at `base`.
+///
+/// Rows lie evenly in dense order, and so do the steps of the destination's axes. Where a row's distance in dense order is a
+/// step of them, all rows are together a few boxes. Otherwise each row is: only the first and the last row of an extent,
+/// which may be cut off, come so.
+fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut Strided) {
+    let (mut rows, mut row) = (Vec::new(), Vec::new());
+    let divided = if p.rows > 1 { strides.divided(p.to_stride) } else { None };
+    let within = p.to % p.to_stride.max(1);
+    match divided {
+        Some((outer, inner)) if within + p.len <= p.to_stride => {
+            let first = p.to - within;
+            parts(&outer, first..first + p.rows * p.to_stride, &mut rows);
+            parts(&inner, within..within + p.len, &mut row);
+            for a in &rows {
+                for b in &row {
+                    let from = p.from + (a.dense - first) / p.to_stride * p.from_stride + b.dense - within;
+                    let of_rows = a.axes(&outer).map(|axis| strided::Axis {
+                        count: axis.count,
+                        from: axis.dense / p.to_stride * p.from_stride,
+                        to: axis.memory,
+                    });
+                    let axes = of_rows.chain(b.axes(&inner).map(dense));
+                    copies.push(slab.wrapping_add(from as usize), base + a.memory + b.memory, axes);
+                }
+            }
+        }
+        _ => {
+            for i in 0..p.rows {
+                let (from, to) = (p.from + i * p.from_stride, p.to + i * p.to_stride);
+                row.clear();
+                parts(strides.axes(), to..to + p.len, &mut row);
+                for b in &row {
+                    let from = slab.wrapping_add((from + b.dense - to) as usize);
+                    copies.push(from, base + b.memory, b.axes(strides.axes()).map(dense));
+                }
+            }
+        }
+    }
+}
+
+/// An axis of a destination whose bytes lie in dense order in the slab.
+fn dense(axis: Axis) -> strided::Axis {
+    strided::Axis { count: axis.count, from: axis.dense, to: axis.memory }
 }
 
 #[cfg(test)]
@@ -250,5 +328,76 @@ mod tests {
         let copies = Addresses::new(&schedule, &layout, 0, base).copies(4096 as *mut u8).unwrap();
         assert_eq!(copies.iter().map(|c| c.pad).collect::<Vec<_>>(), [256 - 40, 0, 0, 8]);
         assert_eq!((copies[0].from as u64, copies[0].to, copies[3].to), (4106, 1 << 20, 3 << 20));
+    }
+
+    /// The items that are copied into strided memory: offset in the slab, offset in the block, bytes. And in how many boxes.
+    fn spread_out(dims: &[(u64, u64)], piece: Piece) -> (Vec<(u64, u64, u64)>, usize) {
+        let (mut schedule, mut layout) = plan(Landing::Slab, &[BlockKind::Foreign { want: 0 }], vec![piece]);
+        layout.strides = vec![Some(Strides::new(dims))];
+        schedule.extents[0].staging = TakesSlab::AtRequest;
+        let at = Addresses::new(&schedule, &layout, 0, base);
+        let slab = 4096 as *mut u8;
+        assert!(at.copies(slab).unwrap().is_empty());
+        let copies = at.strided(slab).unwrap();
+        let mut items = Vec::new();
+        copies.items(|from, to, len| items.push((from as u64 - 4096, to - (1 << 20), len)));
+        (items, copies.len())
+    }
+
+    #[test]
+    fn rows_of_a_slice_into_a_transposed_matrix_are_one_box() {
+        // Three rows of four elements of two bytes, ten apart in the file, into columns.
+        let dims = [(3, 2), (4, 6), (2, 1)];
+        let rows = Piece { rows: 3, from_stride: 18, to_stride: 8, ..piece(0, 4, 0, 8) };
+        let (items, boxes) = spread_out(&dims, rows);
+        let expected = (0..3).flat_map(|i| (0..4).map(move |j| (4 + 18 * i + 2 * j, 2 * i + 6 * j, 2)));
+        assert_eq!((items, boxes), (expected.collect(), 1));
+    }
+
+    #[test]
+    fn runs_that_lie_between_those_of_another_strip_are_one_box() {
+        // The second of two runs of each of six rows: rows 1 to 4 of them.
+        let dims = [(6, 16), (2, 4), (2, 1)];
+        let rows = Piece { rows: 4, from_stride: 10, to_stride: 4, ..piece(0, 3, 6, 2) };
+        let (items, boxes) = spread_out(&dims, rows);
+        let expected = (0..4).map(|i| (3 + 10 * i, 16 * (i + 1) + 4, 2));
+        assert_eq!((items, boxes), (expected.collect(), 1));
+    }
+
+    #[test]
+    fn an_extent_that_begins_and_ends_within_elements_is_three_boxes_for_each_axis() {
+        // Bytes 3 to 20 of a transposed 3 x 4 matrix of two bytes each.
+        let dims = [(3, 2), (4, 6), (2, 1)];
+        let (items, boxes) = spread_out(&dims, piece(0, 0, 3, 18));
+        let strides = Strides::new(&dims);
+        let bytes: Vec<_> =
+            items.iter().flat_map(|&(from, to, len)| (0..len).map(move |i| (from + i, to + i))).collect();
+        assert_eq!(bytes, (0..18).map(|i| (i, strides.memory(3 + i))).collect::<Vec<_>>());
+        assert_eq!(boxes, 5, "half an element, the row's rest, a row, two elements, half an element");
+    }
+
+    #[test]
+    fn rows_that_are_no_step_of_the_destination_come_one_by_one() {
+        let dims = [(3, 2), (4, 6), (2, 1)];
+        let rows = Piece { rows: 3, from_stride: 9, to_stride: 3, ..piece(0, 0, 2, 3) };
+        let (items, _) = spread_out(&dims, rows);
+        let strides = Strides::new(&dims);
+        let bytes: Vec<_> =
+            items.iter().flat_map(|&(from, to, len)| (0..len).map(move |i| (from + i, to + i))).collect();
+        let expected = (0..3).flat_map(|row| (0..3).map(move |i| (9 * row + i, 2 + 3 * row + i)));
+        assert_eq!(bytes, expected.map(|(from, dense)| (from, strides.memory(dense))).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn rows_that_scatter_into_strided_memory_are_cut_into_its_runs() {
+        let (schedule, mut layout) =
+            plan(Landing::Scatter, &[BlockKind::Foreign { want: 0 }], vec![piece(0, 10, 3, 20)]);
+        layout.strides = vec![Some(Strides::new(&[(4, 16), (8, 1)]))];
+        let at = Addresses::new(&schedule, &layout, 0, base);
+        let Destination::Scatter(places) = at.destination(None).unwrap() else { panic!() };
+        let found: Vec<_> = places.iter().map(|p| (p.0 as u64, p.1)).collect();
+        let to = |offset: u64| (1 << 20) + offset;
+        assert_eq!(found, [(0, 10), (to(3), 5), (to(16), 8), (to(32), 7), (0, 70)]);
+        assert_eq!(at.written().collect::<Vec<_>>(), [(0, 0, 56)]);
     }
 }

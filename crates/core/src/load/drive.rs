@@ -504,9 +504,10 @@ impl Driver {
     fn batch(&self, extent: u32) -> Result<Batch> {
         let slab = self.slab(extent)?;
         let copies = self.addresses(extent).copies(slab.address())?;
+        let strided = self.addresses(extent).strided(slab.address())?;
         self.prepare(extent)?;
         let keep = self.keep_blocks(extent, Some(slab.clone()))?;
-        Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, keep })
+        Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, strided, keep })
     }
 
     /// The last leg of this extent is about to write to its blocks.

@@ -296,6 +296,12 @@ impl Load {
         let place = *self.layout.places.get(want as usize).ok_or_else(|| {
             Error::new(ErrorKind::Invalid, format!("there is no want {want}: the load has {}", self.wants.len()))
         })?;
+        if self.layout.strides_of(want).is_some() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the bytes of want {want} are strided: no view shows them"),
+            ));
+        }
         if std::mem::replace(&mut state.viewed[want as usize], true) {
             return Err(Error::new(ErrorKind::Invalid, format!("want {want} was handed out before")));
         }

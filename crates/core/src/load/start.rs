@@ -137,7 +137,7 @@ fn begin(
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
     let disk = (plan.routing.cold != Cold::None).then(DiskUse::begin);
-    let Request { checkpoint, wants, device: at, memory, options, stream } = request;
+    let Request { checkpoint, wants, device: at, memory, options, stream, .. } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
     let gpu = match (at, &memory) {
@@ -249,9 +249,8 @@ fn allocate(
 ) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
     let (blocks, fence) = match (memory, at) {
         (Memory::Into { tensors, keep, fence }, _) => {
-            check_destinations(layout, &tensors)?;
             let theirs = layout.blocks.iter().map(|block| match block.kind {
-                BlockKind::Foreign { want } => Ok(Block::held(tensors[want as usize].0, keep.clone())),
+                BlockKind::Foreign { want } => Ok(Block::held(tensors[want as usize].address, keep.clone())),
                 _ => Err(Error::new(ErrorKind::Internal, "a block of our own among foreign memory")),
             });
             (theirs.collect::<Result<Vec<_>>>()?, fence)
@@ -264,19 +263,6 @@ fn allocate(
         (Memory::Ours | Memory::Granted, Where::Gpu(_)) => return Ok((vec![None; layout.blocks.len()], None)),
     };
     Ok((blocks.into_iter().map(Some).collect(), fence))
-}
-
-fn check_destinations(layout: &Layout, tensors: &[(u64, u64)]) -> Result<()> {
-    if tensors.len() != layout.places.len() {
-        return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
-    }
-    match layout.places.iter().zip(tensors).find(|(place, tensor)| place.nbytes != tensor.1) {
-        Some((place, (_, nbytes))) => Err(Error::new(
-            ErrorKind::Mismatch,
-            format!("a destination of {nbytes} bytes for {} wanted bytes", place.nbytes),
-        )),
-        None => Ok(()),
-    }
 }
 
 /// Refuses loads that can never fit. A stream is not checked: only its window is in memory at once.

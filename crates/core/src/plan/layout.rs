@@ -6,9 +6,10 @@
 //! mirrors the file. Everything else is copied to dense memory. Two wants never share bytes of a block, because the
 //! caller may write to a tensor.
 
+use super::strides::{Foreign, Strides};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{layer, Checkpoint};
+use crate::format::{layer, quoted, Checkpoint};
 use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, KIB, PAGE, SHARED_BLOCK};
 use hashbrown::HashMap;
 use std::cmp::Reverse;
@@ -24,7 +25,7 @@ pub enum Target {
     },
     /// Memory of one accelerator, dense blocks.
     Gpu,
-    /// Memory of the caller: one block per want, in order of the wants; contiguous (row-major).
+    /// Memory of the caller: one block per want, in order of the wants.
     Foreign,
 }
 
@@ -57,7 +58,8 @@ pub enum BlockKind {
     },
 }
 
-/// Where a want's bytes go: `Runs::nbytes` dense bytes from `offset` in block number `block`.
+/// Where a want's bytes go: `Runs::nbytes` dense bytes from `offset` in block number `block`. If the caller's tensor is
+/// strided, the offsets of a place count its bytes in dense order: see [`Layout::strides`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Number of the block in [`Layout::blocks`].
@@ -81,6 +83,9 @@ pub struct Layout {
     pub files: Vec<u32>,
     /// Want numbers in the order of reading and hand-out.
     pub order: Vec<u32>,
+    /// How the caller's tensors lie in their blocks, in order of the wants: `None` for contiguous ones. Empty if all are
+    /// contiguous. [`Layout::new`] knows of none: they come with the caller's memory.
+    pub strides: Vec<Option<Strides>>,
 }
 
 /// A want of at least this many bytes has its own dense block, so that dropping it gives its memory back. Smaller
@@ -116,8 +121,7 @@ impl Layout {
         }
         let runs = wants.iter().map(|w| Runs::of(checkpoint, w)).collect::<Result<Vec<_>>>()?;
         let files = wants.iter().map(|w| checkpoint.tensor(w.tensor).file).collect();
-        let mut layout =
-            Layout { blocks: Vec::new(), places: Vec::with_capacity(wants.len()), runs, files, order: Vec::new() };
+        let mut layout = Layout { places: Vec::with_capacity(wants.len()), runs, files, ..Layout::default() };
         let by_file = layout.by_file();
         layout.order = match order {
             Order::File => by_file.clone(),
@@ -140,8 +144,52 @@ impl Layout {
         Ok(layout)
     }
 
+    /// Takes what is particular to the caller's memory: `tensors`, one per want.
+    ///
+    /// # Errors
+    /// `Invalid` if there is not one per want. `Mismatch` if one does not have the size or the dimensions of its want.
+    /// `Invalid` if the elements of one lie behind it, or may share bytes. Strides of memory that is not `strided` are
+    /// `Unsupported`.
+    pub(crate) fn fill(
+        &mut self,
+        checkpoint: &Checkpoint,
+        wants: &[Want],
+        tensors: &[Foreign],
+        strided: bool,
+    ) -> Result<()> {
+        if tensors.len() != self.places.len() {
+            return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
+        }
+        for (want, tensor) in tensors.iter().enumerate() {
+            let nbytes = self.places[want].nbytes;
+            let info = checkpoint.tensor(wants[want].tensor);
+            let named = |e: Error| Error::new(e.kind(), format!("tensor {}: {e}", quoted(info.name)));
+            let strides = tensor.strides(&wants[want], &info).map_err(named)?;
+            if let Some(strides) = strides {
+                if !strided {
+                    let text = format!("tensor {}: destinations on a GPU have to be contiguous", quoted(info.name));
+                    return Err(Error::new(ErrorKind::Unsupported, text));
+                }
+                self.blocks[self.places[want].block as usize].nbytes = strides.span();
+                self.strides.resize(self.places.len(), None);
+                self.strides[want] = Some(strides);
+            } else if tensor.nbytes != nbytes && (tensor.strides.is_none() || tensor.nbytes < nbytes) {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    format!("a destination of {} bytes for {nbytes} wanted bytes", tensor.nbytes),
+                ));
+            }
+        }
+        self.check_size()
+    }
+
+    /// How the destination of a want is strided; `None` if it is contiguous.
+    pub(crate) fn strides_of(&self, want: u32) -> Option<&Strides> {
+        self.strides.get(want as usize)?.as_ref()
+    }
+
     /// Refuses sizes that no address space holds, so that sums of a layout's bytes cannot overflow.
-    fn check_size(&self) -> Result<()> {
+    pub(super) fn check_size(&self) -> Result<()> {
         let blocks = self.blocks.iter().try_fold(0u64, |n, b| n.checked_add(b.nbytes.checked_next_multiple_of(PAGE)?));
         let places = self.places.iter().try_fold(0u64, |n, p| n.checked_add(p.nbytes));
         match (blocks, places) {

@@ -2,9 +2,11 @@
 
 pub mod layout;
 mod planned;
+mod recorded;
 pub mod request;
 mod routing;
 pub mod schedule;
+pub mod strides;
 mod survey;
 pub mod want;
 

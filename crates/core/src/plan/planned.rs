@@ -1,6 +1,7 @@
 //! A request as a plan: layout, survey, routing and schedule, one after the other.
 
 use super::layout::{Layout, Target};
+use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
 use super::schedule::{FileTraits, Limits, Schedule};
@@ -38,7 +39,13 @@ impl Planned {
             // Private copies are aligned, whatever the file does.
             (_, Where::Cpu) => Target::Cpu { misaligned: options.misaligned && !routing::is_private(options, into) },
         };
-        let layout = Layout::new(checkpoint, wants, &target, options.order)?;
+        let mut layout = match &request.layout {
+            Some(given) => recorded(given, checkpoint, wants, &target)?,
+            None => Layout::new(checkpoint, wants, &target, options.order)?,
+        };
+        if let Memory::Into { tensors, .. } = memory {
+            layout.fill(checkpoint, wants, tensors, *device == Where::Cpu)?;
+        }
         Schedule::check(checkpoint, wants, &layout, options.gap)?;
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };

@@ -1,5 +1,7 @@
 //! What a load is asked for.
 
+use super::layout::Layout;
+use super::strides::Foreign;
 use super::want::Want;
 use crate::device::Fence;
 use crate::format::Checkpoint;
@@ -22,10 +24,11 @@ pub enum Memory {
     Ours,
     /// Granted block by block by the caller (GPU only): see [`Load::wanted_blocks`](crate::Load::wanted_blocks) and [`Load::grant`](crate::Load::grant).
     Granted,
-    /// The caller's tensors, contiguous, one per want.
+    /// The caller's tensors, one per want. Several wants may be parts of one tensor, or the same part. No two of the
+    /// caller's tensors may share a byte.
     Into {
-        /// Address (host address or device pointer) and size in bytes of each want's destination.
-        tensors: Vec<(u64, u64)>,
+        /// The memory of each want's destination. It may be strided in CPU memory, and is contiguous on a GPU.
+        tensors: Vec<Foreign>,
         /// Keeps the tensors alive; held until nothing can write to them any more.
         keep: Keep,
         /// The work that is still queued on the tensors' stream.
@@ -39,6 +42,8 @@ pub struct Request {
     pub checkpoint: Arc<Checkpoint>,
     /// The tensors and slices that are wanted.
     pub wants: Vec<Want>,
+    /// A layout of these wants that was made elsewhere; `None`: the load makes its own. It brings the order of hand-out.
+    pub layout: Option<Arc<Layout>>,
     /// Where the tensors go.
     pub device: Where,
     /// Whose memory they go to.

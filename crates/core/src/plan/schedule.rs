@@ -7,6 +7,7 @@
 //! mapped and read: its mapped bytes are populated separately.
 
 use super::layout::{BlockKind, Layout};
+use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
@@ -714,7 +715,8 @@ impl Making<'_> {
                     to_stride: part.to_stride,
                 };
                 let before = sums.clone();
-                sums.add(&piece, scratch.last());
+                let run = layout.strides_of(part.want).map(Strides::run);
+                sums.add(&piece, scratch.last(), run);
                 if stop.is_none() {
                     stop = sums.excess(rules, &before, &piece, scratch.len() + 1, home, scatter);
                 }
@@ -841,6 +843,8 @@ struct Sums {
     entries: u64,
     /// How far neighbours move apart in a slab.
     moved: u64,
+    /// Bytes that are contiguous at the destination of the last piece, if it is strided.
+    run: Option<u64>,
 }
 
 /// Why an extent cannot take a piece.
@@ -851,7 +855,8 @@ enum Stop {
 }
 
 impl Sums {
-    fn add(&mut self, piece: &Piece, last: Option<&Piece>) {
+    /// `run`: bytes that are contiguous at the destination of the piece, if it is strided.
+    fn add(&mut self, piece: &Piece, last: Option<&Piece>, run: Option<u64>) {
         // Within one want, what follows in the file follows in the block.
         if let Some(last) = last.filter(|last| last.want != piece.want) {
             let last_to = last.to + (last.rows - 1) * last.to_stride + last.len;
@@ -860,9 +865,21 @@ impl Sums {
         }
         let gap = u64::from(self.end != 0 && self.end != piece.from);
         let between = if piece.from_stride > piece.len { piece.rows - 1 } else { 0 };
-        self.entries += piece.rows + between + gap;
+        self.run = run;
+        self.entries += piece.rows * self.per_row(piece) + between + gap;
         self.bytes += piece.nbytes();
         self.end = self.end.max(end(piece));
+    }
+
+    /// Entries of one row of the piece that was added last, at most.
+    fn per_row(&self, piece: &Piece) -> u64 {
+        match self.run {
+            None => 1,
+            Some(run) if piece.to % run == 0 && (piece.rows == 1 || piece.to_stride % run == 0) => {
+                piece.len.div_ceil(run)
+            }
+            Some(run) => piece.len / run + 2,
+        }
     }
 
     /// Whether `piece` makes the extent too full. `before` is the state without the piece.
@@ -887,10 +904,18 @@ impl Sums {
             Some(least) => {
                 // As many rows as still fit, if they are then worth scattering.
                 let spare = SCATTER_ENTRIES.saturating_sub(before.entries + 1);
-                let rows = (if piece.from_stride > piece.len { spare / 2 } else { spare }).min(piece.rows - 1);
-                let entries = before.entries + 2 * rows;
-                let worth = before.bytes + rows * piece.len >= entries.saturating_mul(least);
-                Some(if worth { Stop::At(piece.from + rows * piece.from_stride) } else { Stop::NoScatter })
+                let per_row = self.per_row(piece);
+                let gap = u64::from(piece.from_stride > piece.len);
+                let rows = (spare / (per_row + gap)).min(piece.rows - 1);
+                let entries = before.entries + (per_row + 1) * rows;
+                // Or as many runs of the first row.
+                let part = match self.run {
+                    Some(run) if rows == 0 => (spare * run).saturating_sub(piece.to % run).min(piece.len),
+                    _ => 0,
+                };
+                let entries = if part > 0 { entries + spare } else { entries };
+                let worth = before.bytes + rows * piece.len + part >= entries.saturating_mul(least);
+                Some(if worth { Stop::At(piece.from + rows * piece.from_stride + part) } else { Stop::NoScatter })
             }
         }
     }

@@ -226,6 +226,7 @@ pub(crate) fn whole_slab(
         ticket: Ticket(ticket),
         slab: (slab.address(), SLAB),
         copies: vec![dense(slab.address(), to, SLAB as u64)],
+        strided: Default::default(),
         keep: Held::new(count, (slab.clone(), memory)),
     }
 }

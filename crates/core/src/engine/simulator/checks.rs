@@ -147,10 +147,9 @@ impl World {
 
     /// Invariants 1 and 4: every byte of a handed-out want is there, and was written once.
     pub(super) fn check_bytes(&self, want: u32) -> Check {
-        let place = self.layout.places[want as usize];
-        let (b, bytes) = (place.block as usize, place.offset as usize..(place.offset + place.nbytes) as usize);
-        for at in bytes {
-            let (arena, offset) = self.case.homes[b];
+        let b = self.layout.places[want as usize].block as usize;
+        let (arena, offset) = self.case.homes[b];
+        for &at in &self.case.at[want as usize] {
             let found = self.arenas[arena].bytes()[offset as usize + at];
             hold!(Some(found) == self.case.expected[b][at], "byte {at} of block {b}, of want {want}, is wrong");
             let writes = self.writes[arena][offset as usize + at];

@@ -177,6 +177,10 @@ impl World {
 
     pub(super) fn copies(&self, extent: u32, slab: *mut u8) -> Result<Vec<Copy>, String> {
         let mut copies = self.addresses(extent).copies(slab).map_err(|e| e.to_string())?;
+        self.addresses(extent).strided(slab).map_err(|e| e.to_string())?.items(|from, to, len| {
+            let from = from.cast_mut();
+            copies.push(Copy { from, to, len, rows: 1, from_stride: len, to_stride: len, block: 0, pad: 0 });
+        });
         for copy in &mut copies {
             match self.misplaced {
                 Some(Misplaced::CopyFrom) => copy.from = copy.from.wrapping_add(1),

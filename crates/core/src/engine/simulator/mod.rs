@@ -130,6 +130,7 @@ struct Expectation {
     sizes: Vec<u64>,
     expected: Vec<Vec<Option<u8>>>,
     homes: Vec<(usize, u64)>,
+    at: Vec<Vec<usize>>,
 }
 
 /// What this world does to its load.
@@ -168,7 +169,7 @@ fn simulated(kind: ErrorKind) -> Error {
 impl World {
     fn new(seed: u64, mutant: Option<Mutant>) -> World {
         let mut rng = Rng(seed);
-        let Case { schedule, layout, gpu, sizes, expected, homes, arenas } = Case::new(&mut rng);
+        let Case { schedule, layout, gpu, sizes, expected, homes, arenas, at } = Case::new(&mut rng);
         let (schedule, layout) = (Arc::new(schedule), Arc::new(layout));
         let stream = rng.one_in(2);
         let bounds = Bounds {
@@ -219,7 +220,7 @@ impl World {
             refused: None,
             cruelty,
             misplaced: None,
-            case: Expectation { gpu, sizes, expected, homes },
+            case: Expectation { gpu, sizes, expected, homes, at },
             schedule,
             layout,
             rng,

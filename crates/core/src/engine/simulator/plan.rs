@@ -6,6 +6,7 @@ use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
 use crate::options::{CPU_ALIGN, GPU_ALIGN};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout, Place};
 use crate::plan::schedule::Schedule;
+use crate::plan::strides::Strides;
 use std::ops::Range;
 
 pub(super) struct Case {
@@ -22,6 +23,8 @@ pub(super) struct Case {
     pub(super) homes: Vec<(usize, u64)>,
     /// Bytes of each piece of memory.
     pub(super) arenas: Vec<u64>,
+    /// Where in its block each byte of each want lies.
+    pub(super) at: Vec<Vec<usize>>,
 }
 
 /// A want: rows of bytes in a file.
@@ -60,10 +63,23 @@ impl Case {
         let mut ends: Vec<u64> = (0..files).map(|_| rng.below(9)).collect();
         let mut layout = Layout::default();
         let mut wants: Vec<Rows> = Vec::new();
+        let mut at: Vec<Vec<usize>> = Vec::new();
         let mut stretches: Vec<Stretch> = Vec::new();
         for block in 0..1 + rng.below(4) as u32 {
             let file = block % files as u32;
             block_of_wants(rng, gpu, (block, file), &mut ends[file as usize], &mut layout, &mut wants, &mut stretches);
+            for want in at.len()..layout.places.len() {
+                let place = layout.places[want];
+                let dense = place.offset as usize..(place.offset + place.nbytes) as usize;
+                let foreign = matches!(layout.blocks[block as usize].kind, BlockKind::Foreign { .. });
+                let strided = if foreign && !gpu && rng.one_in(2) { strided(rng, place.nbytes) } else { None };
+                at.push(strided.map_or(dense.collect(), |(strides, places)| {
+                    layout.blocks[block as usize].nbytes = strides.span();
+                    layout.strides.resize(want + 1, None);
+                    layout.strides[want] = Some(strides);
+                    places
+                }));
+            }
         }
         layout.order = (0..wants.len() as u32).collect();
         let sizes: Vec<u64> = (0..files as u32)
@@ -74,12 +90,10 @@ impl Case {
             })
             .collect();
         let mut expected: Vec<Vec<Option<u8>>> = layout.blocks.iter().map(|b| vec![None; b.nbytes as usize]).collect();
-        for (want, place) in wants.iter().zip(&layout.places) {
-            for row in 0..want.rows {
-                for (i, at) in want.row(row).enumerate() {
-                    let to = place.offset as usize + (row * want.len) as usize + i;
-                    expected[place.block as usize][to] = Some(byte_of_file(want.file, at));
-                }
+        for ((want, place), to) in wants.iter().zip(&layout.places).zip(&at) {
+            let bytes = (0..want.rows).flat_map(|row| want.row(row));
+            for (byte, &to) in bytes.zip(to) {
+                expected[place.block as usize][to] = Some(byte_of_file(want.file, byte));
             }
         }
         let (homes, arenas) = homes(&layout, &stretches);
@@ -93,7 +107,7 @@ impl Case {
                 schedule.extents.swap(i - 1, i);
             }
         }
-        Case { schedule, layout, gpu, sizes, expected, homes, arenas }
+        Case { schedule, layout, gpu, sizes, expected, homes, arenas, at }
     }
 }
 
@@ -124,6 +138,34 @@ fn homes(layout: &Layout, stretches: &[Stretch]) -> (Vec<(usize, u64)>, Vec<u64>
         });
     }
     (homes, arenas)
+}
+
+/// Strides for so many bytes, and where each of them lies. None if there are too few.
+fn strided(rng: &mut Rng, nbytes: u64) -> Option<(Strides, Vec<usize>)> {
+    if nbytes < 2 {
+        return None;
+    }
+    let mut divisor = |n: u64| {
+        let all: Vec<u64> = (1..=n).filter(|d| n % d == 0).collect();
+        all[rng.below(all.len() as u64) as usize]
+    };
+    let run = divisor(nbytes);
+    let inner = divisor(nbytes / run);
+    let counts = [nbytes / run / inner, inner];
+    let mut strides = [0; 2];
+    let (first, mut within) = (rng.below(2) as usize, run);
+    for dimension in [first, 1 - first] {
+        strides[dimension] = within + rng.below(3);
+        within += (counts[dimension] - 1) * strides[dimension];
+    }
+    let mut at = Vec::new();
+    for i in 0..counts[0] {
+        for j in 0..counts[1] {
+            let start = (i * strides[0] + j * strides[1]) as usize;
+            at.extend(start..start + run as usize);
+        }
+    }
+    Some((Strides::new(&[(counts[0], strides[0]), (counts[1], strides[1]), (run, 1)]), at))
 }
 
 /// Adds a block of a random kind with its wants, and the stretch of the file that brings them.

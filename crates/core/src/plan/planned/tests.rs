@@ -5,6 +5,7 @@ use super::*;
 use crate::extent::Route;
 use crate::format::Checkpoint;
 use crate::options::{Cache, Options};
+use crate::plan::strides::Foreign;
 use crate::plan::want::Want;
 use crate::store::{evict, FsKind};
 use crate::way::{Cold, Through, WORTH_A_TRIAL};
@@ -205,7 +206,7 @@ fn put(checkpoint: &Checkpoint, at: At) -> bool {
 
 fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
     let &(at, to, io, cache, copy, _) = row;
-    let tensors = vec![(PAGE, checkpoint.tensor(0).nbytes())];
+    let tensors = vec![Foreign::contiguous(PAGE, checkpoint.tensor(0).nbytes())];
     Request {
         checkpoint: checkpoint.clone(),
         wants: vec![match at {
@@ -214,6 +215,7 @@ fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
             At::Columns => Want::part(0, [0..NBYTES / ROW, 0..ROW / 2]),
             _ => Want::whole(0),
         }],
+        layout: None,
         device: if to == To::Gpu { Where::Gpu(0) } else { Where::Cpu },
         memory: match to {
             To::Cpu => Memory::Ours,

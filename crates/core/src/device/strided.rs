@@ -1,0 +1,265 @@
+//! Copies between a slab and strided memory: slices with steps, columns, transposed tensors.
+//!
+//! One copy is a grid: items of some bytes in a few evenly strided axes. A million elements are one grid.
+
+/// The copies of one batch into strided memory.
+#[derive(Debug, Clone, Default)]
+pub struct Strided {
+    grids: Vec<Grid>,
+    axes: Vec<Axis>,
+}
+
+/// One axis of a grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Axis {
+    /// Steps, at least 1.
+    pub count: u64,
+    /// Bytes from step to step in the slab.
+    pub from: u64,
+    /// Bytes from step to step at the destination.
+    pub to: u64,
+}
+
+/// One copy.
+#[derive(Debug, Clone, Copy)]
+struct Grid {
+    /// The first byte in the slab, and its address at the destination.
+    from: *const u8,
+    to: u64,
+    /// Bytes that are contiguous on both sides.
+    item: u64,
+    /// Its axes end here in the list of all; they begin where those of the grid before end.
+    axes: usize,
+}
+
+/// Bytes of a tile while it is transposed: half of the first cache of any processor.
+const TILE: usize = 16 << 10;
+
+impl Strided {
+    /// Adds a grid of single bytes. The axes may come in any order; those that are contiguous on both sides become the item,
+    /// and neighbours that continue each other become one axis, if they come from the outermost to the innermost.
+    pub fn push(&mut self, from: *const u8, to: u64, axes: impl Iterator<Item = Axis>) {
+        let first = self.axes.len();
+        for axis in axes.filter(|a| a.count > 1) {
+            match self.axes[first..].last_mut() {
+                Some(outer) if outer.from == axis.count * axis.from && outer.to == axis.count * axis.to => {
+                    *outer = Axis { count: outer.count * axis.count, ..axis };
+                }
+                _ => self.axes.push(axis),
+            }
+        }
+        let mut item = 1;
+        while self.axes.len() > first && self.axes.last().is_some_and(|a| a.from == item && a.to == item) {
+            item *= self.axes.pop().map_or(1, |a| a.count);
+        }
+        self.grids.push(Grid { from, to, item, axes: self.axes.len() });
+    }
+
+    /// Whether there is nothing to copy.
+    pub fn is_empty(&self) -> bool {
+        self.grids.is_empty()
+    }
+
+    /// How many grids there are.
+    pub fn len(&self) -> usize {
+        self.grids.len()
+    }
+
+    /// How many bytes there are to copy, and in how many items.
+    pub fn bytes_and_items(&self) -> (u64, u64) {
+        self.each().fold((0, 0), |(bytes, items), (grid, axes)| {
+            let n = axes.iter().map(|a| a.count).product::<u64>();
+            (bytes + n * grid.item, items + n)
+        })
+    }
+
+    /// Calls `give` with every item: where it is in the slab, its address at the destination, and its bytes.
+    pub fn items(&self, mut give: impl FnMut(*const u8, u64, u64)) {
+        for (grid, axes) in self.each() {
+            walk(axes, grid.from, grid.to, &mut |from, to| give(from, to, grid.item));
+        }
+    }
+
+    fn each(&self) -> impl Iterator<Item = (&Grid, &[Axis])> {
+        let mut first = 0;
+        self.grids.iter().map(move |g| (g, &self.axes[std::mem::replace(&mut first, g.axes)..g.axes]))
+    }
+
+    /// Copies all of it.
+    ///
+    /// # Safety
+    /// Both sides are valid for every item. The items of the destination do not overlap, and nobody else touches them.
+    pub(super) unsafe fn run(&self) {
+        let mut axes = Vec::new();
+        for (grid, own) in self.each() {
+            axes.clear();
+            axes.extend_from_slice(own);
+            // The innermost axis is the shortest step at the destination: writes cost more than reads.
+            axes.sort_unstable_by_key(|a| std::cmp::Reverse(a.to));
+            // SAFETY: as the function's: the axes are the grid's, in another order.
+            unsafe {
+                match grid.item {
+                    1 => copy::<1>(grid.from, grid.to, &mut axes),
+                    2 => copy::<2>(grid.from, grid.to, &mut axes),
+                    4 => copy::<4>(grid.from, grid.to, &mut axes),
+                    8 => copy::<8>(grid.from, grid.to, &mut axes),
+                    16 => copy::<16>(grid.from, grid.to, &mut axes),
+                    n => walk(&axes, grid.from, grid.to, &mut |from, to| {
+                        std::ptr::copy_nonoverlapping(from, to as *mut u8, n as usize);
+                    }),
+                }
+            }
+        }
+    }
+}
+
+/// Calls `give` with the first byte of every item on both sides, the last axis innermost.
+fn walk(axes: &[Axis], from: *const u8, to: u64, give: &mut impl FnMut(*const u8, u64)) {
+    let Some((axis, inner)) = axes.split_first() else { return give(from, to) };
+    for i in 0..axis.count {
+        walk(inner, from.wrapping_add((i * axis.from) as usize), to + i * axis.to, give);
+    }
+}
+
+/// Copies items of `N` bytes, along rows or in tiles.
+///
+/// # Safety
+/// As for [`Strided::run`].
+unsafe fn copy<const N: usize>(from: *const u8, to: u64, axes: &mut Vec<Axis>) {
+    let Some(row) = axes.pop() else {
+        // SAFETY: as the function's. Arrays of bytes need no alignment.
+        return unsafe { (to as *mut [u8; N]).write(from.cast::<[u8; N]>().read()) };
+    };
+    let nearest = (0..axes.len()).min_by_key(|&i| axes[i].from).filter(|&i| axes[i].from < row.from);
+    match nearest.map(|i| axes.remove(i)) {
+        Some(column) => walk(axes, from, to, &mut |from, to| {
+            // SAFETY: as the function's: every matrix is a part of the grid.
+            unsafe { transpose::<N>(from, to as *mut u8, row, column) }
+        }),
+        None => walk(axes, from, to, &mut |from, to| {
+            // SAFETY: as the function's: every row is a part of the grid.
+            unsafe { copy_row::<N>(from, to as *mut u8, row) }
+        }),
+    }
+}
+
+/// Copies one row of items.
+///
+/// # Safety
+/// Both sides are valid for all items of the row.
+#[inline(always)]
+unsafe fn copy_row<const N: usize>(from: *const u8, to: *mut u8, row: Axis) {
+    for i in 0..row.count {
+        // SAFETY: as the function's.
+        unsafe {
+            let item = from.add((i * row.from) as usize).cast::<[u8; N]>().read();
+            to.add((i * row.to) as usize).cast::<[u8; N]>().write(item);
+        }
+    }
+}
+
+/// Copies a matrix: `row` is the shortest step at the destination, `column` the shortest in the slab. Tile by tile: each is
+/// gathered along the slab's rows, so that every cache line of the slab is read once, and is written along the
+/// destination's rows. Between them it lies in a small array, because rows that are a power of two apart would share a few
+/// lines of the cache.
+///
+/// # Safety
+/// Both sides are valid for all items of the matrix.
+unsafe fn transpose<const N: usize>(from: *const u8, to: *mut u8, row: Axis, column: Axis) {
+    #[repr(align(64))]
+    struct Tile([std::mem::MaybeUninit<u8>; TILE]);
+    let mut tile = Tile([std::mem::MaybeUninit::uninit(); TILE]);
+    let tile = tile.0.as_mut_ptr().cast::<[u8; N]>();
+    // The largest square of a power of two.
+    let side = const { 1 << ((TILE / N).ilog2() / 2) };
+    let in_slab = |n| Axis { count: n, from: column.from, to: N as u64 };
+    let in_tile = |n| Axis { count: n, from: (side * N) as u64, to: row.to };
+    for j in (0..column.count).step_by(side) {
+        let columns = (column.count - j).min(side as u64);
+        for i in (0..row.count).step_by(side) {
+            let rows = (row.count - i).min(side as u64);
+            // SAFETY: `rows` times `columns` items of the matrix, and as many of the tile, which has `side` times `side`.
+            unsafe {
+                let from = from.add((i * row.from + j * column.from) as usize);
+                for y in 0..rows {
+                    let line = tile.add(y as usize * side).cast::<u8>();
+                    let from = from.add((y * row.from) as usize);
+                    if column.from == N as u64 {
+                        std::ptr::copy_nonoverlapping(from, line, columns as usize * N);
+                    } else {
+                        copy_row::<N>(from, line, in_slab(columns));
+                    }
+                }
+                let to = to.add((i * row.to + j * column.to) as usize);
+                for x in 0..columns {
+                    let (from, to) = (tile.add(x as usize).cast::<u8>(), to.add((x * column.to) as usize));
+                    if row.to == N as u64 && rows == side as u64 {
+                        // The compiler knows the count and both steps.
+                        copy_row::<N>(from, to, Axis { count: side as u64, from: (side * N) as u64, to: N as u64 });
+                    } else {
+                        copy_row::<N>(from, to, in_tile(rows));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Items of any size in up to four axes, which lie in one order in the slab and in another one at the destination.
+        #[test]
+        fn every_item_is_copied_and_nothing_else_is_touched(
+            item in prop::sample::select(vec![1u64, 2, 3, 4, 8, 12, 16]),
+            counts in prop_oneof![
+                prop::collection::vec(1u64..5, 0..=4),
+                prop::collection::vec(prop_oneof![1u64..8, 60u64..140], 2),
+            ],
+            order in any::<[u8; 4]>(),
+            padding in any::<[[bool; 2]; 4]>(),
+        ) {
+            let mut axes = vec![Axis { count: 1, from: 0, to: 0 }; counts.len()];
+            let (mut from, mut to) = (item, item);
+            for (i, &count) in counts.iter().enumerate().rev() {
+                (axes[i].count, axes[i].from) = (count, from + u64::from(padding[i][0]) * 3);
+                from += (count - 1) * axes[i].from;
+            }
+            let mut left: Vec<usize> = (0..counts.len()).collect();
+            while !left.is_empty() {
+                let i = left.remove(order[left.len() - 1] as usize % left.len());
+                axes[i].to = to + u64::from(padding[i][1]) * 5;
+                to += (axes[i].count - 1) * axes[i].to;
+            }
+            axes.push(Axis { count: item, from: 1, to: 1 });
+            let source: Vec<u8> = (0..from).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8).collect();
+            // One byte further: no address has to suit the items.
+            let (mut there, mut expected) = (vec![0xee; to as usize + 2], vec![0xee; to as usize + 2]);
+            let mut index = vec![0u64; axes.len()];
+            'all: loop {
+                let at = |step: fn(&Axis) -> u64| axes.iter().zip(&index).map(|(a, i)| step(a) * i).sum::<u64>() as usize;
+                expected[at(|a| a.to) + 1] = source[at(|a| a.from)];
+                let mut i = axes.len();
+                loop {
+                    let Some(before) = i.checked_sub(1) else { break 'all };
+                    i = before;
+                    index[i] += 1;
+                    if index[i] < axes[i].count {
+                        break;
+                    }
+                    index[i] = 0;
+                }
+            }
+            let mut copies = Strided::default();
+            let first = there.as_mut_ptr() as u64 + 1;
+            copies.push(source.as_ptr(), first, axes.iter().copied());
+            prop_assert_eq!(copies.bytes_and_items().0, counts.iter().product::<u64>() * item);
+            // SAFETY: both vectors are as long as the axes say, and nobody else has them.
+            unsafe { copies.run() };
+            prop_assert_eq!(there, expected);
+        }
+    }
+}
