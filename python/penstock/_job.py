@@ -163,7 +163,7 @@ class Job:
     def _remember(self, error: BaseException) -> None:
         """Ends the job with this error."""
         if isinstance(error, Exception):
-            # Not the error itself: it will hold the frames of whoever catches it, and all that is in them
+            # Not the error itself: it will hold the frames of its catcher, and every object in them
             self._error = _copy_of(error)
         else:
             self._cancelled = self._result is None

@@ -54,7 +54,7 @@ def begin(
     keep: object = None,
     fence: int = 0,
 ) -> _core.Load:
-    """Starts a load in the core. Whoever calls this closes it."""
+    """Starts a load in the core. The caller must close it."""
     selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
     load = _core.Load.start(

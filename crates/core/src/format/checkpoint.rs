@@ -92,12 +92,12 @@ impl Checkpoint {
         self.tensors.len()
     }
 
-    /// Whether there is no tensor at all.
+    /// Whether the checkpoint has no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// Tensor number `index`; panics if there is none.
+    /// Tensor number `index`. Panics if `index` is out of range.
     pub fn tensor(&self, index: u32) -> TensorInfo<'_> {
         let e = &self.tensors[index as usize];
         TensorInfo {

@@ -40,7 +40,7 @@ pub(crate) struct Machine<'a> {
     pub(crate) cores: &'a dyn Fn() -> usize,
 }
 
-/// Whether `options` ask for private memory, so that no file may be mapped, wherever it is.
+/// Whether `options` ask for private memory. Then no file is mapped.
 pub(crate) fn is_private(options: &Options, into: Goal) -> bool {
     options.copy == Some(true) || into != Goal::NewMemory || !matches!(options.io, Io::Auto | Io::Mapped)
 }

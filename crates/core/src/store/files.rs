@@ -94,7 +94,7 @@ impl Files {
         self.files.len()
     }
 
-    /// Whether there is none.
+    /// Whether the list has no files.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
@@ -302,7 +302,7 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// Closes the least recently used descriptor that nothing holds; false if there is none.
+/// Closes the least recently used idle descriptor. Returns false if every descriptor is in use.
 fn close_idlest(open: &mut Vec<Open>) -> bool {
     let idle = open.iter().enumerate().filter(|(_, o)| Arc::strong_count(&o.fd) == 1);
     match idle.min_by_key(|(_, o)| o.used).map(|(i, _)| i) {
@@ -351,7 +351,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_still_asks_is_seen_after_another_was_told() {
+    fn a_call_that_still_waits_is_seen_after_another_was_answered() {
         let paths: Vec<_> = (0..3).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
         let files = Files::from_paths(&paths).unwrap();
         assert_eq!(files.asking(), None);

@@ -150,7 +150,7 @@ pub(crate) fn local_content(
     Ok(bytes)
 }
 
-/// The names in the directory at `path`; `None` if it is none.
+/// The names in the directory at `path`. `None` if `path` is not a directory.
 pub(crate) fn local_names(path: &Path, watch: &Watch) -> Result<Option<Vec<OsString>>> {
     let asking = watch.ask(path);
     let found = fs::metadata(path).map_err(|e| os_error("open", &e).at(path))?;

@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub(crate) struct Storage {
     local: Arc<Files>,
     others: Vec<Arc<dyn Objects>>,
-    /// The files that are not of this machine, by number; empty if there is none.
+    /// The files on other stores, by number. Empty if every file is local.
     elsewhere: Vec<Option<Elsewhere>>,
     /// Questions to stores that a scheme names, and answers.
     answers: AtomicU64,

@@ -7,7 +7,7 @@ use penstock::error::{Error, ErrorKind, Result};
 use penstock::wake::Wake;
 use std::os::fd::RawFd;
 
-/// Its pointers are host addresses with this bit changed: whoever uses one on the host finds out.
+/// A device pointer is a host address with this bit changed, so a host access through it faults.
 const BIAS: u64 = 1 << 60;
 
 /// The device pointer of a host address.

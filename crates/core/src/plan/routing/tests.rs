@@ -11,15 +11,15 @@ const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 1 << 30;
 const CORES: usize = 4;
 
-/// A file of which 256 MiB are wanted.
+/// One file of a row: what the survey says of it.
 #[derive(Debug, Clone, Copy)]
 struct File {
     on: FsKind,
-    /// Share of it that the page cache holds, in 1/4.
+    /// Share of the file that the page cache holds, in quarters.
     resident: u64,
-    /// Share of it that cannot stay in its mapping, in 1/4.
+    /// Share of the wanted bytes that must be copied out of the mapping, in quarters.
     moved: u64,
-    /// Share of it that is wanted, in 1/4.
+    /// Share of the file that the load wants, in quarters.
     wanted: u64,
     cut: bool,
     sampled: bool,
@@ -121,7 +121,7 @@ fn every_way_is_as_the_table_says() {
     let io = |io| Options { io, ..Options::default() };
     #[rustfmt::skip]
     let rows: &[(&[File], Goal, &Options, &str)] = &[
-        // Nothing asked for, into new memory: mapped wherever it can be, whatever its size.
+        // Default options, into new memory: a file of any size is mapped if its store allows it.
         (&[DISK],          NewMemory, &none,   "Keep: mapped, buffered exactly"),
         (&[WARM],          NewMemory, &none,   "None: mapped, buffered, by the caller"),
         (&[HALF],          NewMemory, &none,   "Keep: mapped, buffered exactly"),
