@@ -1,7 +1,10 @@
 """Errors: kinds, the exceptions they also are, and their way across processes."""
 
+import json
 import pickle
+from pathlib import Path
 
+import penstock
 import pytest
 from penstock import _errors
 from penstock._errors import PenstockError, from_core
@@ -49,12 +52,13 @@ def test_a_kind_for_every_class():
 
 @pytest.mark.parametrize("kind", CAUGHT_AS)
 def test_errors_survive_pickling(kind):
-    error = from_core(kind, "why", "/a", (0, 8), 2)
+    error = from_core(kind, "why", "/a", (0, 8), 2, "w", (16, "nothing"))
     error.touched = ["x"]
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert (again.kind, again.path, again.range, again.errno, again.touched) == (kind, "/a", (0, 8), 2, ["x"])
+    assert (again.tensor, again.expected, again.found) == ("w", 16, "nothing")
 
 
 def test_a_path_is_named_once():
@@ -66,3 +70,49 @@ def test_a_kind_from_a_newer_core_is_still_an_error():
     assert type(error) is PenstockError
     assert error.kind == "Melted"
     assert pickle.loads(pickle.dumps(error)).kind == "Melted"
+
+
+def _shard(path: Path, header: dict, data: bytes = b"") -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_errors_say_which_tensor_and_what_was_expected_and_found(tmp_path):
+    """What a program would otherwise have to read out of the message."""
+    plain = {"dtype": "F32", "shape": [4, 2]}
+    good = _shard(tmp_path / "good.safetensors", {"w": {**plain, "data_offsets": [0, 32]}}, bytes(32))
+    checkpoint = penstock.open(good)
+
+    def data(call, *args, **kwargs):
+        with pytest.raises(PenstockError) as caught:
+            call(*args, **kwargs)
+        error = caught.value
+        assert error.path is not None
+        return type(error).__name__, error.tensor, error.expected, error.found
+
+    broken = _shard(tmp_path / "size.safetensors", {"w": {**plain, "data_offsets": [0, 16]}}, bytes(16))
+    assert data(penstock.open, broken) == ("HeaderError", "w", 32, 16)
+    hole = _shard(tmp_path / "hole.safetensors", {"w": {**plain, "data_offsets": [8, 40]}}, bytes(40))
+    assert data(penstock.open, hole) == ("HeaderError", "w", 0, 8)
+    whole = good.stat().st_size
+    short = tmp_path / "short.safetensors"
+    short.write_bytes(good.read_bytes()[:-5])
+    assert data(penstock.open, short) == ("TruncatedError", None, whole, whole - 5)
+    header = json.dumps({"w": {**plain, "data_offsets": [0, 32]}}).replace("F32", "F99").encode()
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(len(header).to_bytes(8, "little") + header + bytes(32))
+    assert data(penstock.open, odd) == ("HeaderError", "w", None, None)
+
+    load = checkpoint.load
+    assert data(load, framework="np", names=["v", "u"])[:2] == ("UnknownTensorError", "v")
+    assert data(load, framework="np", slices={"w": (slice(0, 9), slice(None))})[:2] == ("SliceError", "w")
+    handle = penstock.safe_open(good, "np")
+    assert data(handle.get_tensor, "v")[:2] == ("UnknownTensorError", "v")
+    assert data(handle.get_slice("w").__getitem__, (0, 0, 0))[:2] == ("SliceIndexError", "w")
+
+    with good.open("r+b") as file:
+        file.truncate(whole - 8)
+    name, tensor, expected, found = data(load, framework="np", options={"copy": True})
+    assert (name, tensor) == ("ChangedError", None)
+    assert (expected.split(",")[0], found.split(",")[0]) == (f"{whole} bytes", f"{whole - 8} bytes")

@@ -95,7 +95,8 @@ def indexing(info: TensorInfo) -> Indexing:
     """How these are indexed: by slices, which the core can cut itself."""
 
     def refused(part: object) -> object:
-        raise SliceError(f'slice of {info.name}: framework="dlpack" takes slices, not {part!r}', path=info.file)
+        why = f'framework="dlpack" takes slices, not {part!r}'
+        raise SliceError(f"slice of {info.name}: {why}", path=info.file, tensor=info.name)
 
     return Indexing(
         Arrays(refused, refused, reversible=False), info.shape, 1, refused, lambda tensor, index: refused(index)

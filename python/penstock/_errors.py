@@ -1,8 +1,9 @@
 """Errors: one family, split by kind, each also a subclass of the exception people already catch for it.
 
-The core raises what `from_core` returns. Every error carries ``kind``, ``path``, ``range`` and ``errno``, and its text
-says what happened, in which file and bytes, why, and where it helps what to do next. All of them survive pickling, so
-that they cross process boundaries (data loaders, launchers) unchanged.
+The core raises what `from_core` returns. Every error carries ``kind``, and where they are known ``path``, ``range``,
+``errno``, ``tensor``, ``expected`` and ``found``. Its text says what happened, in which file and bytes, why, and where it
+helps what to do next. All of them survive pickling, so that they cross process boundaries (data loaders, launchers)
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,21 +26,38 @@ class PenstockError(SafetensorError):
         path: The file concerned, or None.
         range: (first, past-the-last) byte within ``path``, or None.
         errno: The operating system's error number where it was the cause, or None.
+        tensor: The name of the tensor concerned, or None. Of several names that are unknown, the first.
+        expected: What should have been there: a number (of bytes, or of dimensions) or a text; or None.
+        found: What was there instead, in the same unit, or None.
     """
 
     kind: str = "Internal"
     path: str | None
     range: tuple[int, int] | None
     errno: int | None
+    tensor: str | None
+    expected: int | str | None
+    found: int | str | None
 
     def __init__(
-        self, message: str, *, path: str | None = None, range: tuple[int, int] | None = None, errno: int | None = None
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        range: tuple[int, int] | None = None,
+        errno: int | None = None,
+        tensor: str | None = None,
+        expected: int | str | None = None,
+        found: int | str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.path = path
         self.range = range
         self.errno = errno
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
 
     def __str__(self) -> str:
         where = ""
@@ -50,14 +68,12 @@ class PenstockError(SafetensorError):
         return where + self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        more = {k: v for k, v in self.__dict__.items() if k not in ("message", "path", "range", "errno")}
-        return _rebuild, (type(self), self.message, self.path, self.range, self.errno), more
+        # What `OSError` keeps of its own is not in `__dict__`, and is made anew by `__init__`.
+        return _rebuild, (type(self), self.message, self.errno), self.__dict__
 
 
-def _rebuild(
-    cls: type[PenstockError], message: str, path: str | None, range: tuple[int, int] | None, errno: int | None
-) -> PenstockError:
-    return cls(message, path=path, range=range, errno=errno)
+def _rebuild(cls: type[PenstockError], message: str, errno: int | None) -> PenstockError:
+    return cls(message, errno=errno)
 
 
 class NotFoundError(PenstockError, FileNotFoundError):
@@ -270,15 +286,23 @@ _BY_KIND: dict[str, type[PenstockError]] = {
 
 
 def from_core(
-    kind: str, message: str, path: str | None = None, range: tuple[int, int] | None = None, errno: int | None = None
+    kind: str,
+    message: str,
+    path: str | None = None,
+    range: tuple[int, int] | None = None,
+    errno: int | None = None,
+    tensor: str | None = None,
+    values: tuple[int | str, int | str] | None = None,
 ) -> PenstockError:
-    """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``."""
-    cls = _BY_KIND.get(kind)
-    if cls is None:  # the enum is non-exhaustive: a kind added there is still an error here
-        error = PenstockError(message, path=path, range=range, errno=errno)
-        error.kind = kind
-        return error
-    return cls(message, path=path, range=range, errno=errno)
+    """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``.
+
+    ``values`` is what was expected and what was found.
+    """
+    expected, found = values or (None, None)
+    cls = _BY_KIND.get(kind, PenstockError)
+    error = cls(message, path=path, range=range, errno=errno, tensor=tensor, expected=expected, found=found)
+    error.kind = kind  # the enum is non-exhaustive: a kind added there is still an error here
+    return error
 
 
 def raise_if_forked(owner: int, what: str) -> None:

@@ -47,7 +47,7 @@ def of_bytes(data: bytes, carriers: Mapping[str, str] | None = None) -> dict[str
         name, dtype, shape, _, begin, end = core.info(number)
         kind = numpy_dtype(dtype) if dtype not in (carriers or {}) else numpy.dtype((carriers or {})[dtype])
         if kind is None:
-            raise MissingDtypeError(f"tensor {name} is {dtype}, which numpy lacks{_help(dtype)}")
+            raise MissingDtypeError(f"tensor {name} is {dtype}, which numpy lacks{_help(dtype)}", tensor=name)
         made[name] = numpy.frombuffer(bytearray(memoryview(data)[begin:end]), numpy.uint8).view(kind).reshape(shape)
     return made
 
@@ -100,6 +100,7 @@ class Numpy(Adapter):
             f"tensor {self._selection.names[want]} is {name}, which numpy lacks{_help(name)}; "
             'dtype="raw" or framework="dlpack" gives its bytes',
             path=self._selection.file(want),
+            tensor=self._selection.names[want],
         )
 
     def tensors(self, load: _core.Load, wants: Sequence[int]) -> list[Any]:

@@ -86,7 +86,7 @@ class PrefetchLoader:
         with self._alone():
             if name not in self._left:
                 why = "was taken before: each is handed out once" if name in self._names else "is not in the plan"
-                raise UnknownTensorError(f"tensor {name} {why}", path=self._checkpoint.files[0])
+                raise UnknownTensorError(f"tensor {name} {why}", path=self._checkpoint.files[0], tensor=name)
             while name not in self._here:
                 if not self._pump(None):
                     raise self._lost(name)

@@ -99,11 +99,15 @@ class Slice:
         except PenstockError:
             raise
         except IndexError as error:
-            raise SliceIndexError(f"slice of {self._name}: {error}", path=self._info.file) from error
+            raise SliceIndexError(f"slice of {self._name}: {error}", **self._where()) from error
         except TypeError as error:
-            raise SliceTypeError(f"slice of {self._name}: {error}", path=self._info.file) from error
+            raise SliceTypeError(f"slice of {self._name}: {error}", **self._where()) from error
         except ValueError as error:
-            raise SliceError(f"slice of {self._name}: {error}", path=self._info.file) from error
+            raise SliceError(f"slice of {self._name}: {error}", **self._where()) from error
+
+    def _where(self) -> dict[str, Any]:
+        """What an error says of the tensor."""
+        return {"path": self._info.file, "tensor": self._name}
 
     def _take(self, index: Any) -> Any:
         opened, indexing = self._opened, self._indexing
@@ -117,7 +121,7 @@ class Slice:
         if opened._framework == "dlpack" and (planned.rest or len(planned.parts) > 1):
             raise SliceError(
                 f'slice of {self._name}: framework="dlpack" takes one slice per dimension, no other index',
-                path=self._info.file,
+                **self._where(),
             )
         if planned.parts == [[(0, size, 1) for size in self._info.shape]]:
             if not planned.rest:

@@ -48,9 +48,9 @@ def _of_torch(name: str, tensor: Any) -> Described:
     dtype = _torch_names().get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
         what = f"a {tensor.layout} tensor of {tensor.dtype}"
-        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors")
+        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors", tensor=name)
     if tensor.device.type == "meta":
-        raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save")
+        raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save", tensor=name)
     plain = tensor.detach()
     packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     known = plain.device.type in ("cpu", "cuda")
@@ -106,7 +106,8 @@ def _numpy_names() -> dict[str, str]:
 def _of_numpy(name: str, array: Any) -> Described:
     dtype = _numpy_names().get(array.dtype.name)
     if dtype is None:
-        raise MissingDtypeError(f"tensor {name} is an array of {array.dtype}: the format has no such dtype")
+        why = f"is an array of {array.dtype}: the format has no such dtype"
+        raise MissingDtypeError(f"tensor {name} {why}", tensor=name)
     swapped = sys.byteorder == "big" or array.dtype.byteorder == ">"
     if swapped or not array.flags.c_contiguous:
         little = array.dtype.newbyteorder("<") if swapped else array.dtype

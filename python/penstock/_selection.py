@@ -100,7 +100,7 @@ def unknown(core: _core.Checkpoint, name: str) -> UnknownTensorError:
         close = difflib.get_close_matches(name, core.keys(), 1)
         if close:
             text += f" (did you mean {close[0]}?)"
-    return UnknownTensorError(text, path=files[0] if len(files) == 1 else None)
+    return UnknownTensorError(text, path=files[0] if len(files) == 1 else None, tensor=name)
 
 
 def _nothing_matches(core: _core.Checkpoint, glob: str) -> UnknownTensorError:
@@ -152,7 +152,7 @@ def _region(info: TensorInfo, cut: Any) -> Region:
     name, shape = info.name, info.shape
 
     def refused(why: str) -> SliceError:
-        return SliceError(f"slice of {name}: {why}", path=info.file)
+        return SliceError(f"slice of {name}: {why}", path=info.file, tensor=name)
 
     cuts = list(cut) if isinstance(cut, tuple) else [cut]
     dots = [i for i, c in enumerate(cuts) if c is Ellipsis]

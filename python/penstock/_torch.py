@@ -76,7 +76,7 @@ def of_bytes(data: bytes) -> dict[str, Any]:
         name, dtype, shape, _, begin, end = core.info(number)
         kind = torch_dtype(dtype)
         if kind is None:
-            raise MissingDtypeError(f"tensor {name} is {dtype}, which torch {torch.__version__} lacks")
+            raise MissingDtypeError(f"tensor {name} is {dtype}, which torch {torch.__version__} lacks", tensor=name)
         shape = _torch_shape(name, dtype, shape, "bytes")
         if begin == end:
             made[name] = torch.empty(shape, dtype=kind, device="cpu")
@@ -151,6 +151,7 @@ class Torch(Adapter):
                         f"tensor {self._selection.names[want]} is {name}, which torch {torch.__version__} lacks; "
                         'dtype="raw" or framework="dlpack" gives its bytes',
                         path=file,
+                        tensor=self._selection.names[want],
                     )
                 _, shape = self._selection.describe(want)
                 self._as_bytes[want] = (kind, _torch_shape(self._selection.names[want], name, shape, file))

@@ -83,6 +83,7 @@ class ViaNumpy(Framework):
                 f"tensor {name} is {dtype}, which framework={self.name!r} lacks ({why}); "
                 'dtype="raw" or framework="dlpack" gives its bytes',
                 path=file,
+                tensor=name,
             )
 
     def arrays_of(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,10 @@
 //! match on [`ErrorKind`]. People read the [`Display`](std::fmt::Display) text, which contains the file's name if a
 //! file is concerned.
 
+use std::error::Error as StdError;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::{fmt, io};
 
 /// What kind of failure an [`Error`] is: the part a caller can match on.
@@ -59,7 +61,30 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// An error of this crate: kind, message, and if known the file, the byte range in it and the cause.
+/// What an error expected or found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Value {
+    /// A number: of bytes or of dimensions, as the message says.
+    Number(u64),
+    /// Anything else.
+    Text(String),
+}
+
+impl From<u64> for Value {
+    fn from(number: u64) -> Value {
+        Value::Number(number)
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Value {
+        Value::Text(text)
+    }
+}
+
+/// An error of this crate: kind, message, and if known the file, the byte range in it, the tensor, what was expected and
+/// found there, and the cause.
+#[derive(Clone)]
 pub struct Error(Box<Inner>);
 
 #[derive(Clone)]
@@ -69,6 +94,10 @@ struct Inner {
     path: Option<PathBuf>,
     range: Option<Range<u64>>,
     errno: Option<i32>,
+    tensor: Option<String>,
+    /// What was expected, and what was found.
+    values: Option<(Value, Value)>,
+    cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 /// `Result` with this crate's [`Error`].
@@ -77,7 +106,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A new error of `kind`; `message` says what happened and why, without the file's name.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self(Box::new(Inner { kind, message: message.into(), path: None, range: None, errno: None }))
+        let (path, range, errno, tensor, values, cause) = (None, None, None, None, None, None);
+        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, cause }))
     }
 
     /// An error from the operating system, whose kind follows from its errno. `doing` reads like "open" or "read".
@@ -122,6 +152,35 @@ impl Error {
         self
     }
 
+    /// The same error with the name of the tensor that it concerns; an earlier name is kept.
+    #[must_use]
+    pub fn of_tensor(mut self, name: impl Into<String>) -> Self {
+        self.0.tensor.get_or_insert_with(|| name.into());
+        self
+    }
+
+    /// The same error with what was expected and what was found, which the message says too.
+    #[must_use]
+    pub fn with_values(mut self, expected: impl Into<Value>, found: impl Into<Value>) -> Self {
+        self.0.values.get_or_insert_with(|| (expected.into(), found.into()));
+        self
+    }
+
+    /// The same error with the error that led to it, such as one of a network library. The message does not repeat its text;
+    /// an earlier cause is kept.
+    #[must_use]
+    pub fn caused_by(mut self, cause: impl StdError + Send + Sync + 'static) -> Self {
+        self.0.cause.get_or_insert_with(|| Arc::new(cause));
+        self
+    }
+
+    /// The same error with another message.
+    #[must_use]
+    pub(crate) fn reworded(mut self, message: impl FnOnce(&str) -> String) -> Self {
+        self.0.message = message(&self.0.message);
+        self
+    }
+
     /// What kind of failure this is.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
@@ -142,15 +201,19 @@ impl Error {
         self.0.errno
     }
 
-    /// What happened and why, without file and range.
+    /// The tensor concerned, if it is one.
+    pub fn tensor(&self) -> Option<&str> {
+        self.0.tensor.as_deref()
+    }
+
+    /// What was expected, and what was found instead, if that can be said in a word.
+    pub fn values(&self) -> Option<(&Value, &Value)> {
+        self.0.values.as_ref().map(|(expected, found)| (expected, found))
+    }
+
+    /// What happened and why, without file, range and cause.
     pub fn message(&self) -> &str {
         &self.0.message
-    }
-}
-
-impl Clone for Error {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
     }
 }
 
@@ -172,7 +235,11 @@ impl fmt::Debug for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.cause.as_deref().map(|cause| cause as _)
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -184,6 +251,26 @@ mod tests {
         assert_eq!((e.kind(), e.errno()), (ErrorKind::Io, Some(libc::EIO)));
         let text = e.to_string();
         assert!(text.contains("/a/b.safetensors") && text.contains("8..16") && text.contains("cannot read"), "{text}");
+    }
+
+    #[test]
+    fn what_led_to_an_error_is_its_source_and_survives_a_clone() {
+        let cause = io::Error::new(io::ErrorKind::ConnectionReset, "the peer went away");
+        let e = Error::new(ErrorKind::Io, "cannot read the object").caused_by(cause);
+        let copy = e.clone();
+        drop(e);
+        assert_eq!(copy.source().map(ToString::to_string).as_deref(), Some("the peer went away"));
+        assert_eq!(copy.to_string(), "cannot read the object");
+    }
+
+    #[test]
+    fn data_stay_with_an_error_that_is_worded_anew() {
+        let e = Error::new(ErrorKind::Truncated, "too short").of_tensor("w").with_values(16u64, 8u64);
+        let e = e.reworded(|old| format!("very {old}"));
+        assert_eq!(e.message(), "very too short");
+        assert_eq!(e.tensor(), Some("w"));
+        assert_eq!(e.values(), Some((&Value::Number(16), &Value::Number(8))));
+        assert_eq!(e.of_tensor("v").tensor(), Some("w"));
     }
 
     #[test]

@@ -21,6 +21,9 @@ pub const CPU_ALIGN: u64 = 64;
 /// Small neighbours share an allocated block of at most this size; a larger tensor has its own block.
 pub const SHARED_BLOCK: u64 = 32 * MIB;
 
+/// The shortest extent that a store may declare: shorter reads cost every store more than they bring.
+pub const LEAST_EXTENT: u64 = 256 * KIB;
+
 /// Plain staging memory that stays for the next load after the last load of the process has ended: 16 slabs of the
 /// default size. All memory that is registered with a GPU's driver stays.
 pub const IDLE_STAGING: u64 = 64 * MIB;
@@ -91,7 +94,7 @@ pub struct Options {
     pub cache: Cache,
     /// Most bytes of staging memory (slabs) for this process. At least two extents.
     pub staging: u64,
-    /// Most bytes of one extent: one I/O.
+    /// Most bytes of one extent: one I/O. A store may declare less.
     pub extent: u64,
     /// Most reads in flight; 0 adapts to the route.
     pub depth: u32,
@@ -104,7 +107,7 @@ pub struct Options {
     /// chosen): for consumers that read any address, as torch does.
     /// Otherwise they are copied to aligned memory.
     pub misaligned: bool,
-    /// Extra bytes between two wanted runs are read, not skipped, up to this many.
+    /// Extra bytes between two wanted runs are read, not skipped, up to this many. A store may declare more.
     pub gap: u64,
     /// Order of reading and hand-out.
     pub order: Order,

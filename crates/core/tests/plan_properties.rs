@@ -76,6 +76,12 @@ fn expected(c: &Checkpoint, want: &Want) -> Vec<(u64, u64)> {
     bytes.into_iter().map(|b| (t.begin + b, 1)).collect()
 }
 
+/// The limits of one file: what its store declares wins.
+fn of_file(files: &[FileTraits], limits: &Limits, file: u32) -> Limits {
+    let FileTraits { extent, gap, .. } = &files[file as usize];
+    Limits { extent: extent.unwrap_or(limits.extent), gap: gap.unwrap_or(limits.gap), ..*limits }
+}
+
 fn unit(files: &[FileTraits], limits: &Limits, e: &Extent) -> u64 {
     match files[e.file as usize].direct_align {
         Some(a) if a > PAGE && a <= limits.extent && e.route != Route::Mapped => a,
@@ -111,6 +117,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         layout.blocks.iter().map(|b| vec![(u64::MAX, false); b.nbytes.div_ceil(PAGE) as usize]).collect();
 
     for e in &schedule.extents {
+        let limits = &of_file(files, limits, e.file);
         let unit = unit(files, limits, e);
         assert!(e.len > 0 && e.len <= most(limits, e).max(unit), "{e:?}");
         assert!(e.need <= e.len && e.offset + e.need <= sizes[e.file as usize], "{e:?}");
@@ -347,7 +354,9 @@ fn case() -> impl Strategy<Value = Case> {
     });
     let align = prop::sample::select(vec![Some(512), Some(512), Some(4096), Some(16384), None]);
     let route = || prop::sample::select(vec![Route::Direct, Route::Buffered, Route::Direct]);
-    let traits = (0..3u32, align, resident, any::<bool>(), route(), route());
+    let extent = prop::option::weighted(0.3, prop::sample::select(vec![4096u64, 8192, 16384]));
+    let gap = prop::option::weighted(0.3, prop::sample::select(vec![0u64, 4096, 65536]));
+    let traits = (0..3u32, align, resident, any::<bool>(), route(), route(), (extent, gap));
     let limits = (
         prop::sample::select(vec![4096u64, 8192, 20480, 1 << 16, 1 << 18]),
         prop::sample::select(vec![0u64, 1, 100, 4096, 16384]),
@@ -374,10 +383,11 @@ fn case() -> impl Strategy<Value = Case> {
             wants,
             traits: traits
                 .into_iter()
-                .map(|(storage, direct_align, resident, mapped, cold, warm)| {
+                .map(|(storage, direct_align, resident, mapped, cold, warm, (extent, gap))| {
+                    let extent = extent.map(|bytes| bytes.min(limits.0));
                     // Only files for the CPU are mapped.
                     let way = Way { mapped: mapped && target == 0, cold, warm, ..Way::default() };
-                    FileTraits { storage, direct_align, resident, way, ..FileTraits::default() }
+                    FileTraits { storage, direct_align, resident, way, extent, gap, ..FileTraits::default() }
                 })
                 .collect(),
             limits: Limits {

@@ -183,6 +183,50 @@ fn slices_and_streams_fetch_what_they_want_and_no_more() {
 }
 
 #[test]
+fn a_store_declares_how_long_its_reads_are_and_which_gaps_they_bridge() {
+    let reads_of = |declared: Option<u64>, wants: &dyn Fn(u32) -> Vec<Want>| {
+        let model = Model::new(|server| (server.extent, server.gap) = (declared, declared.map(|bytes| bytes / 4)));
+        let checkpoint = model.open();
+        let mut request = model.request(wants(checkpoint.find("b").unwrap().index), false);
+        (request.options.extent, request.options.staging) = (1024 * KIB, 4096 * KIB);
+        let load = Load::start(request).unwrap();
+        load.wait(None).unwrap();
+        model.check(&load);
+        (model.server.reads.load(Ordering::Relaxed), load.report().gap_bytes)
+    };
+    // 40 KiB apart: more than the gap of the options, less than that of the store.
+    let apart = |b| vec![Want::part(b, [0..100 * KIB]), Want::part(b, [140 * KIB..200 * KIB])];
+    assert_eq!(reads_of(Some(256 * KIB), &apart), (1, 40 * KIB));
+    assert_eq!(reads_of(None, &apart), (2, 0));
+    // 3,000 KiB and five bytes, cut at pages.
+    let whole = |b| vec![Want::whole(b)];
+    assert!((12..=13).contains(&reads_of(Some(256 * KIB), &whole).0));
+    assert!((3..=4).contains(&reads_of(None, &whole).0));
+    // The options are the most, and 256 KiB the least.
+    assert!((3..=4).contains(&reads_of(Some(64 * 1024 * KIB), &whole).0));
+    assert!((12..=13).contains(&reads_of(Some(1), &whole).0));
+}
+
+#[test]
+fn a_store_whose_reads_are_pinned_is_not_asked_afterwards() {
+    for pins_reads in [false, true] {
+        let model = Model::new(|server| server.pins_reads = pins_reads);
+        let request = model.request(Want::all(&model.open()), false);
+        let load = Load::start(request).unwrap();
+        load.wait(None).unwrap();
+        model.check(&load);
+        assert_eq!(model.server.verified.load(Ordering::Relaxed) == 0, pins_reads);
+    }
+    // Its reads notice what the question would have.
+    let model = Model::new(|server| server.pins_reads = true);
+    let request = model.request(Want::all(&model.open()), false);
+    let name = model.address("/model-1.safetensors");
+    model.contents.lock().unwrap().get_mut(&name).unwrap().1 = "two".into();
+    let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
+    assert_eq!((e.kind(), e.path().and_then(|p| p.to_str())), (ErrorKind::Changed, Some(&*name)), "{e}");
+}
+
+#[test]
 fn an_object_that_changes_is_an_error_and_no_mixture() {
     let model = Model::new(|_| ());
     let request = model.request(Want::all(&model.open()), false);
@@ -213,12 +257,12 @@ fn faults_of_the_store_are_typed_errors_with_address_and_range() {
 
 #[test]
 fn a_store_that_does_not_answer_a_question_ends_the_load() {
-    let model = Model::new(|server| server.verify_takes = Duration::from_secs(5));
+    let model = Model::new(|server| server.verify_takes = Duration::from_secs(60));
     let mut request = model.request(Want::all(&model.open()), false);
     request.options.stall_timeout = Duration::from_millis(300);
     let begun = Instant::now();
     let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
-    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(40), "{:?}", begun.elapsed());
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
     assert!(e.path().unwrap().to_str().unwrap().starts_with(&model.address("/")), "{e}");
 }
@@ -263,14 +307,14 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
         assert!(found.find("a.3").is_some(), "{sources:?}");
     }
     // An open can be given up, and a store that hangs ends it.
-    let slow = Model::new(|server| server.latency = Duration::from_secs(3));
+    let slow = Model::new(|server| server.latency = Duration::from_secs(60));
     let sources = || vec![slow.address("").into()];
     let begun = Instant::now();
     let e = Checkpoint::open_cancellable(sources(), Duration::from_millis(200), || true).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
     let e = Checkpoint::open_cancellable(sources(), Duration::from_secs(60), || false).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
-    assert!(begun.elapsed() < Duration::from_millis(2500));
+    assert!(begun.elapsed() < Duration::from_secs(40));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);
 }
 

@@ -1,19 +1,30 @@
 //! Core errors to Python exceptions.
 
-use penstock::Error;
+use penstock::error::{Error, Value};
 use pyo3::prelude::*;
+use pyo3::IntoPyObjectExt;
+use std::error::Error as _;
 
 /// The exception that `penstock._errors` makes from a core error.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let mut message = error.message().to_owned();
+    let mut cause = error.source();
+    while let Some(e) = cause {
+        message = format!("{message}: {e}");
+        cause = e.source();
+    }
+    let values = error.values().map(|(expected, found)| (spelled(py, expected), spelled(py, found)));
     let made = py.import("penstock._errors").and_then(|m| {
         m.call_method1(
             "from_core",
             (
                 format!("{:?}", error.kind()),
-                error.message(),
+                message,
                 error.path().map(|p| p.as_os_str()),
                 error.byte_range().map(|r| (r.start, r.end)),
                 error.errno(),
+                error.tensor(),
+                values,
             ),
         )
     });
@@ -21,6 +32,15 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Ok(exception) => PyErr::from_value(exception),
         Err(e) => e,
     }
+}
+
+/// A number as an `int`, a text as a `str`.
+fn spelled(py: Python<'_>, value: &Value) -> Py<PyAny> {
+    match value {
+        Value::Number(number) => number.into_py_any(py),
+        Value::Text(text) => text.into_py_any(py),
+    }
+    .unwrap_or_else(|_| py.None())
 }
 
 /// Runs `f` without the GIL. `f` can ask, now and then, whether to continue: the answer is no after Ctrl-C.

@@ -408,7 +408,8 @@ impl<S> Engine<S> {
             }
             Ok(n) if n < need && !mutated!(self, AcceptShortRead) => {
                 Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {need} bytes and no error"))
-                    .range(offset..offset + need))
+                    .range(offset..offset + need)
+                    .with_values(need, n))
             }
             other => other,
         };

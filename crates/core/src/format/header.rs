@@ -61,16 +61,21 @@ pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &Seeded) ->
     let parsed = json.deserialize_map(Top(&mut state)).and_then(|()| json.end());
     if let Err(e) = parsed {
         let at = 8 + offset_of(text, e.line(), e.column());
-        let of = match &state.inside {
-            Some(Inside::Tensor((start, len))) => {
-                format!("tensor {}: ", quoted(&state.header.names[*start as usize..(*start + *len) as usize]))
-            }
-            Some(Inside::Metadata) => "__metadata__: ".to_owned(),
-            None => String::new(),
+        let tensor = match &state.inside {
+            Some(Inside::Tensor((start, len))) => Some(&state.header.names[*start as usize..(*start + *len) as usize]),
+            _ => None,
         };
-        return Err(
-            Error::new(ErrorKind::Header, format!("malformed header: {of}{}", without_position(&e))).range(at..at + 1)
-        );
+        let of = match (&state.inside, tensor) {
+            (_, Some(name)) => format!("tensor {}: ", quoted(name)),
+            (Some(Inside::Metadata), _) => "__metadata__: ".to_owned(),
+            _ => String::new(),
+        };
+        let text = format!("malformed header: {of}{}", without_position(&e));
+        let error = Error::new(ErrorKind::Header, text).range(at..at + 1);
+        return Err(match tensor {
+            Some(name) => error.of_tensor(name),
+            None => error,
+        });
     }
     let mut header = state.header;
     check(&mut header, data_start, size)?;
@@ -88,17 +93,18 @@ fn check(h: &mut Header, data_start: u64, size: u64) -> Result<()> {
         h.entries = order.iter().map(|&i| h.entries[i as usize]).collect();
         h.hashes = order.iter().map(|&i| h.hashes[i as usize]).collect();
     }
-    let name = |e: &Entry| quoted(&h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize]);
-    let fail = |text: String| Err(Error::new(ErrorKind::Header, text));
+    let plain = |e: &Entry| &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
+    let name = |e: &Entry| quoted(plain(e));
+    let wrong = |e: &Entry, text: String| Error::new(ErrorKind::Header, text).of_tensor(plain(e));
     let mut at = 0;
     let mut previous: Option<&Entry> = None;
     for e in &h.entries {
         if e.begin > e.end {
-            return fail(format!("tensor {} begins at {}, after its end at {}", name(e), e.begin, e.end));
+            return Err(wrong(e, format!("tensor {} begins at {}, after its end at {}", name(e), e.begin, e.end)));
         }
         if e.begin != at {
             let before = previous.map_or("the start of the data section".to_owned(), |p| format!("tensor {}", name(p)));
-            return fail(if e.begin < at {
+            let text = if e.begin < at {
                 format!(
                     "tensor {} at data offsets {}..{} overlaps {before}, which ends at {at}",
                     name(e),
@@ -107,26 +113,27 @@ fn check(h: &mut Header, data_start: u64, size: u64) -> Result<()> {
                 )
             } else {
                 format!("hole: {} bytes between {before} and tensor {} belong to no tensor", e.begin - at, name(e))
-            });
+            };
+            return Err(wrong(e, text).with_values(at, e.begin));
         }
         let shape = &h.shapes[e.shape.0 as usize..e.shape.0 as usize + usize::from(e.shape.1)];
         let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
         let Some(bits) = elements.and_then(|n| n.checked_mul(e.dtype.bits())) else {
-            return fail(format!("tensor {}: the size of {} x {shape:?} overflows 64 bits", name(e), e.dtype));
+            return Err(wrong(e, format!("tensor {}: the size of {} x {shape:?} overflows 64 bits", name(e), e.dtype)));
         };
         if bits % 8 != 0 {
-            return fail(format!("tensor {}: {} x {shape:?} does not fill whole bytes", name(e), e.dtype));
+            return Err(wrong(e, format!("tensor {}: {} x {shape:?} does not fill whole bytes", name(e), e.dtype)));
         }
         if bits / 8 != e.end - e.begin {
-            return fail(format!(
-                "tensor {}: {} x {shape:?} takes {} bytes, but its data offsets {}..{} span {}",
+            let (needs, has) = (bits / 8, e.end - e.begin);
+            let text = format!(
+                "tensor {}: {} x {shape:?} takes {needs} bytes, but its data offsets {}..{} span {has}",
                 name(e),
                 e.dtype,
-                bits / 8,
                 e.begin,
-                e.end,
-                e.end - e.begin
-            ));
+                e.end
+            );
+            return Err(wrong(e, text).with_values(needs, has));
         }
         at = e.end;
         previous = Some(e);
@@ -140,14 +147,16 @@ fn check(h: &mut Header, data_start: u64, size: u64) -> Result<()> {
                 at - held
             ),
         )
-        .range(size..data_start.saturating_add(at)));
+        .range(size..data_start.saturating_add(at))
+        .with_values(data_start.saturating_add(at), size));
     }
     if at < held {
         return Err(Error::new(
             ErrorKind::Header,
             format!("the last {} bytes of the file belong to no tensor: the header does not cover it", held - at),
         )
-        .range(data_start + at..size));
+        .range(data_start + at..size)
+        .with_values(data_start + at, size));
     }
     for e in &mut h.entries {
         e.begin += data_start;

@@ -95,7 +95,9 @@ pub(super) fn indexed(
                     index.files[other as usize].display()
                 ),
             )
-            .at(path));
+            .at(path)
+            .of_tensor(name(e))
+            .with_values(index.files[other as usize].display().to_string(), file.display().to_string()));
         }
         let unmapped: Vec<&Entry> =
             h.entries.iter().zip(&mapped).filter(|(_, m)| m.is_none()).map(|(e, _)| e).collect();
@@ -219,7 +221,8 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
                         a.path.display()
                     ),
                 )
-                .at(&b.path));
+                .at(&b.path)
+                .of_tensor(name));
             }
         }
     }

@@ -83,7 +83,8 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
             ErrorKind::Truncated,
             format!("the file is {size} bytes long, too short for a header: unfinished download?"),
         )
-        .range(size..8));
+        .range(size..8)
+        .with_values(8u64, size));
     };
     if length > MAX_HEADER {
         return Err(recognise(bytes).unwrap_or_else(|| {
@@ -115,7 +116,8 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
                 length - size.saturating_sub(8)
             ),
         )
-        .range(size..8 + length));
+        .range(size..8 + length)
+        .with_values(8 + length, size));
     }
     Ok(length)
 }

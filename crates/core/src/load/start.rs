@@ -172,7 +172,7 @@ fn begin(
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
-    let mut ring = Ring::process().join(options.extent, options.staging)?;
+    let mut ring = Ring::process().join(plan.slab, options.staging)?;
     if let Some(device) = &mut device {
         device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(|e| e.len).sum());
     }

@@ -163,12 +163,13 @@ impl Layout {
         for (want, tensor) in tensors.iter().enumerate() {
             let nbytes = self.places[want].nbytes;
             let info = checkpoint.tensor(wants[want].tensor);
-            let named = |e: Error| Error::new(e.kind(), format!("tensor {}: {e}", quoted(info.name)));
+            let named =
+                |e: Error| e.reworded(|text| format!("tensor {}: {text}", quoted(info.name))).of_tensor(info.name);
             let strides = tensor.strides(&wants[want], &info).map_err(named)?;
             if let Some(strides) = strides {
                 if !strided {
                     let text = format!("tensor {}: destinations on a GPU have to be contiguous", quoted(info.name));
-                    return Err(Error::new(ErrorKind::Unsupported, text));
+                    return Err(Error::new(ErrorKind::Unsupported, text).of_tensor(info.name));
                 }
                 self.blocks[self.places[want].block as usize].nbytes = strides.span();
                 self.strides.resize(self.places.len(), None);
@@ -177,7 +178,9 @@ impl Layout {
                 return Err(Error::new(
                     ErrorKind::Mismatch,
                     format!("a destination of {} bytes for {nbytes} wanted bytes", tensor.nbytes),
-                ));
+                )
+                .of_tensor(info.name)
+                .with_values(nbytes, tensor.nbytes));
             }
         }
         self.check_size()

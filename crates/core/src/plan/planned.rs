@@ -8,7 +8,7 @@ use super::schedule::{FileTraits, Limits, Schedule};
 use super::survey::Survey;
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::options::{Io, PAGE};
+use crate::options::{Io, LEAST_EXTENT, PAGE};
 use crate::stats::Report;
 use crate::store::Storage;
 use crate::way::Routing;
@@ -18,6 +18,8 @@ pub(crate) struct Planned {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
     pub(crate) routing: Routing,
+    /// Bytes of a slab: the longest extent of all files.
+    pub(crate) slab: u64,
     /// What is known before the load.
     pub(crate) report: Report,
 }
@@ -68,6 +70,7 @@ impl Planned {
             nbytes: layout.places.iter().map(|p| p.nbytes).sum(),
             ..Report::default()
         };
+        let mut slab = None;
         let traits = survey.files.into_iter().zip(&routing.ways).map(|(surveyed, way)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
             report.resident_bytes += surveyed.warm();
@@ -75,12 +78,17 @@ impl Planned {
             // touch must not have to read the disk.
             let resident = if way.mapped && surveyed.sampled { Vec::new() } else { surveyed.resident };
             let storage = surveyed.facts.storage as u32;
+            // Stores know what their requests cost.
+            let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
+            slab = slab.max(extent.or(Some(options.extent)));
             FileTraits {
                 storage,
                 direct_align: surveyed.facts.direct_align,
                 resident,
                 way: *way,
                 staging: surveyed.facts.staging,
+                extent,
+                gap: surveyed.facts.gap.map(|bytes| bytes.max(options.gap)),
             }
         });
         let traits: Vec<FileTraits> = traits.collect();
@@ -98,7 +106,8 @@ impl Planned {
             report.slack_bytes += e.slack.saturating_sub(past_end);
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
-        Ok(Planned { layout, schedule, routing, report })
+        let slab = slab.unwrap_or(options.extent);
+        Ok(Planned { layout, schedule, routing, slab, report })
     }
 }
 

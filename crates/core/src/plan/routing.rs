@@ -50,7 +50,9 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let private = is_private(options, into);
     let past = reads_past_the_cache(options.io);
     let found = || survey.files.iter().flatten();
-    let sum = |of: &dyn Fn(&Surveyed) -> u64| found().map(of).fold(0, u64::saturating_add);
+    // What no file system holds has no part in what becomes of the page cache.
+    let cacheable = || found().filter(|s| s.facts.kind != FsKind::Remote);
+    let sum = |of: &dyn Fn(&Surveyed) -> u64| cacheable().map(of).fold(0, u64::saturating_add);
     let is_mapped = |s: &Surveyed| {
         !private
             && s.facts.mappable
@@ -65,8 +67,12 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let cold = sum(&Surveyed::missing).min(wanted);
     // An upper bound of the cold bytes that are copied.
     let copied = sum(&|s| s.missing().min(if is_mapped(s) { s.moved } else { s.wanted }));
-    let (keep, reason) = keep_in_cache(options, cold, copied, machine);
-    let sampled = found().any(|s| s.sampled);
+    let remote = cacheable().next().is_none() && found().next().is_some();
+    let (keep, reason) = match remote {
+        true => (false, "nothing of it comes from a file system".into()),
+        false => keep_in_cache(options, cold, copied, machine),
+    };
+    let sampled = cacheable().any(|s| s.sampled);
 
     // Existing tensors on the CPU: their pages are in use already, so a copy out of the page cache costs no more than
     // O_DIRECT. New memory: it depends on the storage.
@@ -75,7 +81,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
 
     let what = match () {
-        () if !keep && (cold > 0 || past) => Cold::Bypass,
+        () if remote || !keep && (cold > 0 || past) => Cold::Bypass,
         () if cold == 0 && !sampled => Cold::None,
         () if tries => Cold::Try,
         () => Cold::Keep,

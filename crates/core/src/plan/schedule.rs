@@ -31,6 +31,20 @@ pub struct FileTraits {
     pub way: Way,
     /// When the slabs of its extents are taken.
     pub staging: TakesSlab,
+    /// Most bytes of one extent of it, at most [`Limits::extent`], which holds where this is `None`.
+    pub extent: Option<u64>,
+    /// The gap of this file; [`Limits::gap`] holds where this is `None`.
+    pub gap: Option<u64>,
+}
+
+impl FileTraits {
+    fn extent(&self, limits: &Limits) -> u64 {
+        self.extent.unwrap_or(limits.extent)
+    }
+
+    fn gap(&self, limits: &Limits) -> u64 {
+        self.gap.unwrap_or(limits.gap)
+    }
 }
 
 /// Limits of a schedule, from the options and the machine.
@@ -121,7 +135,7 @@ impl Schedule {
             layout,
             schedule: Schedule {
                 extents_of_want: vec![0; count],
-                stretches: stretches(layout, files, limits.gap),
+                stretches: stretches(layout, files, limits),
                 ..Schedule::default()
             },
             last_extent: vec![u32::MAX; count],
@@ -277,7 +291,7 @@ pub struct RouteTotals {
 }
 
 /// See [`Schedule::stretches`].
-fn stretches(layout: &Layout, files: &[FileTraits], gap: u64) -> Vec<u32> {
+fn stretches(layout: &Layout, files: &[FileTraits], limits: &Limits) -> Vec<u32> {
     let mut first: Vec<u32> = (0..layout.blocks.len() as u32).collect();
     let mut mirrors: Vec<(u32, u64, u64, u32)> = Vec::new();
     for (number, block) in (0..).zip(&layout.blocks) {
@@ -288,7 +302,8 @@ fn stretches(layout: &Layout, files: &[FileTraits], gap: u64) -> Vec<u32> {
     mirrors.sort_unstable();
     for pair in mirrors.windows(2) {
         let ((file, _, end, before), (other, start, _, block)) = (pair[0], pair[1]);
-        if file == other && (files[file as usize].way.mapped || start.saturating_sub(end) <= gap) {
+        let traits = &files[file as usize];
+        if file == other && (traits.way.mapped || start.saturating_sub(end) <= traits.gap(limits)) {
             first[block as usize] = first[before as usize];
         }
     }
@@ -333,13 +348,14 @@ struct Rules {
 impl Rules {
     fn mapped(file: u32, traits: &FileTraits, limits: &Limits, span: Range<u64>) -> Rules {
         let all_resident = traits.resident.iter().any(|r| r.start <= span.start && r.end >= span.end);
-        let extent = if all_resident { limits.extent.max(RESIDENT_MAPPED) } else { limits.extent };
+        let extent = traits.extent(limits);
+        let extent = if all_resident { extent.max(RESIDENT_MAPPED) } else { extent };
         Rules {
             file,
             unit: PAGE,
             step: if extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE },
             extent: (extent / PAGE * PAGE).max(PAGE),
-            gap: limits.gap,
+            gap: traits.gap(limits),
             direct_in_place: limits.direct_in_place,
             window: limits.window,
             cold: Route::Mapped,
@@ -353,9 +369,10 @@ impl Rules {
     }
 
     fn read(file: u32, traits: &FileTraits, limits: &Limits, size: u64) -> Rules {
+        let most = traits.extent(limits);
         let direct = match traits.direct_align {
             Some(align) if align != 0 && PAGE % align == 0 => Some(PAGE),
-            Some(align) if align % PAGE == 0 && align != 0 && align <= limits.extent => Some(align),
+            Some(align) if align % PAGE == 0 && align != 0 && align <= most => Some(align),
             _ => None,
         };
         let route = |wanted: Route| match (wanted, direct) {
@@ -379,8 +396,8 @@ impl Rules {
             }
             resident.retain(|r| r.end - r.start >= RESIDENT);
         }
-        let extent = (limits.extent / unit * unit).max(unit);
-        let (gap, scatter) = (limits.gap, limits.scatter);
+        let extent = (most / unit * unit).max(unit);
+        let (gap, scatter) = (traits.gap(limits), limits.scatter);
         let all_resident = false;
         Rules {
             file,

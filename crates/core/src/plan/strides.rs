@@ -36,7 +36,9 @@ impl Foreign {
         let Some(strides) = &self.strides else { return Ok(None) };
         let mut shape = want.shape(info);
         if strides.len() != shape.len() {
-            return mismatch(format!("a destination of {} dimensions for a want of {}", strides.len(), shape.len()));
+            let (expected, found) = (shape.len() as u64, strides.len() as u64);
+            let text = format!("a destination of {found} dimensions for a want of {expected}");
+            return Err(Error::new(ErrorKind::Mismatch, text).with_values(expected, found));
         }
         if shape.contains(&0) {
             return Ok(None);

@@ -92,30 +92,24 @@ impl Runs {
         let Some(region) = &want.region else {
             return Ok(Runs { start: info.begin, len: info.nbytes(), axes: Vec::new() });
         };
-        let fail = |why: String| {
+        let wrong = |why: String| {
             let path = &checkpoint.files()[info.file as usize].path;
-            Err(Error::new(
-                ErrorKind::Slice,
-                format!(
-                    "slice {} of tensor {} ({} x {:?}): {why}",
-                    spelled(region),
-                    quoted(info.name),
-                    info.dtype,
-                    info.shape
-                ),
-            )
-            .at(path)
-            .range(info.begin..info.end))
+            let (of, dtype, shape) = (quoted(info.name), info.dtype, info.shape);
+            let text = format!("slice {} of tensor {of} ({dtype} x {shape:?}): {why}", spelled(region));
+            Error::new(ErrorKind::Slice, text).at(path).range(info.begin..info.end).of_tensor(info.name)
         };
         if region.len() != info.shape.len() {
-            return fail(format!("it has {} dimensions, the tensor {}", region.len(), info.shape.len()));
+            let (found, expected) = (region.len() as u64, info.shape.len() as u64);
+            return Err(wrong(format!("it has {found} dimensions, the tensor {expected}")).with_values(expected, found));
         }
         for (axis, (r, &extent)) in region.iter().zip(info.shape).enumerate() {
             if r.start > r.end || r.end > extent {
-                return fail(format!("{}..{} is not within 0..{extent} in dimension {axis}", r.start, r.end));
+                let (expected, found) = (format!("0..{extent}"), format!("{}..{}", r.start, r.end));
+                let text = format!("{found} is not within {expected} in dimension {axis}");
+                return Err(wrong(text).with_values(expected, found));
             }
             if r.step == 0 {
-                return fail(format!("its step is 0 in dimension {axis}"));
+                return Err(wrong(format!("its step is 0 in dimension {axis}")));
             }
         }
         if region.iter().any(|r| r.start == r.end) {
@@ -147,7 +141,9 @@ impl Runs {
             stride *= extent;
         }
         if start % 8 != 0 || len % 8 != 0 || axes.iter().any(|a| a.1 % 8 != 0) {
-            return fail(format!("its elements have {bits} bits each, and it does not begin and end at whole bytes"));
+            return Err(wrong(format!(
+                "its elements have {bits} bits each, and it does not begin and end at whole bytes"
+            )));
         }
         axes.reverse();
         axes.iter_mut().for_each(|a| a.1 /= 8);
@@ -280,7 +276,7 @@ pub fn names_matching<S: AsRef<str>>(checkpoint: &Checkpoint, patterns: &[S]) ->
     if unknown.len() > SHOWN {
         text.push_str(&format!("; and {} more", unknown.len() - SHOWN));
     }
-    let mut error = Error::new(ErrorKind::UnknownTensor, text);
+    let mut error = Error::new(ErrorKind::UnknownTensor, text).of_tensor(unknown[0]);
     if let Some(file) = checkpoint.files().first() {
         error = error.at(&file.path);
     }

@@ -251,7 +251,7 @@ impl Read {
              download or by a program that writes it again",
             self.offset + got
         );
-        Err(Error::new(ErrorKind::Truncated, text))
+        Err(Error::new(ErrorKind::Truncated, text).with_values(self.offset + self.need, self.offset + got))
     }
 }
 

@@ -16,16 +16,18 @@ pub enum FsKind {
     Memory,
     /// A disk of this machine (overlay counts as local: its layers nearly always are).
     Local,
-    /// Remote storage, another process (FUSE), or unknown: may stall, and is never mapped.
+    /// A file system on remote storage, of another process (FUSE), or unknown: may stall, and is never mapped.
     Network,
+    /// No file system: a store that a scheme names. None of its bytes is in the page cache of this machine.
+    Remote,
 }
 
 /// What the file system of a shard file allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// The kind of storage that the file system is on. Files of stores that a scheme names are `Network`.
+    /// The kind of storage.
     pub kind: FsKind,
-    /// Its name, such as "ext4"; "unknown" if its magic number is unknown.
+    /// The name of the file system, such as "ext4"; "unknown" if its magic number is unknown. For others the store's name.
     pub fs: &'static str,
     /// Device number of the storage: files with different numbers can be read side by side.
     pub storage: u64,
@@ -39,6 +41,12 @@ pub struct Facts {
     pub parallelism: Option<usize>,
     /// When memory for bytes that need staging is taken: when they are asked for, or when the first of them is there.
     pub staging: TakesSlab,
+    /// The longest read that the store wants, in bytes: 256 KiB or more. `None`: what the options say, which is the most in
+    /// any case.
+    pub extent: Option<u64>,
+    /// Extra bytes between two wanted runs that cost less than another read, up to this many. `None`: what the options say,
+    /// which is the least in any case.
+    pub gap: Option<u64>,
 }
 
 pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
@@ -64,7 +72,8 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
         known_disks::remember(stat.identity.dev);
     }
     let (storage, staging) = (stat.identity.dev, TakesSlab::AtRequest);
-    Ok(Facts { kind, fs, storage, direct_align, mappable, parallelism: None, staging })
+    let (parallelism, extent, gap) = (None, None, None);
+    Ok(Facts { kind, fs, storage, direct_align, mappable, parallelism, staging, extent, gap })
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers like FUSE.

@@ -93,6 +93,12 @@ pub trait Objects: Send + Sync + Debug {
     /// An error of kind `Changed` if the file is no longer what it was when its header was read.
     fn verify(&self, file: u32) -> Result<()>;
 
+    /// Whether each read makes sure by itself that it brings bytes of the object's version, or an error. Then nothing is
+    /// compared afterwards: `verify` is not called.
+    fn pins_reads(&self) -> bool {
+        false
+    }
+
     /// Whether asking about the files may take longer than a caller should wait without looking at signals.
     fn may_hang(&self) -> bool {
         true

@@ -1,9 +1,9 @@
 //! Telling two versions of a file apart.
 
 use crate::error::{Error, ErrorKind, Result};
-use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
+use std::{fmt, io};
 
 /// Tells two versions of a file apart: device, inode, size and modification time, as the kernel reports them.
 ///
@@ -86,7 +86,15 @@ impl Identity {
             format!(
                 "the file changed after the checkpoint was opened: {what}; open the checkpoint again when no program writes to it"
             ),
-        ))
+        )
+        .with_values(self.to_string(), now.to_string()))
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Identity { dev, ino, size, mtime_ns, .. } = self;
+        write!(f, "{size} bytes, written {mtime_ns} ns after the epoch, device {dev}, inode {ino}")
     }
 }
 

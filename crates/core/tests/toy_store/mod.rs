@@ -44,6 +44,13 @@ pub(crate) struct Server {
     pub(crate) fault: Fault,
     /// `verify` takes this long from the first read on.
     pub(crate) verify_takes: Duration,
+    /// Whether the store says that its reads are pinned to the version (they are).
+    pub(crate) pins_reads: bool,
+    /// What the store declares of its reads.
+    pub(crate) extent: Option<u64>,
+    pub(crate) gap: Option<u64>,
+    /// Calls of `verify`.
+    pub(crate) verified: AtomicU64,
     /// Bytes of bodies that were sent for loads, and reads.
     pub(crate) served: AtomicU64,
     pub(crate) reads: AtomicU64,
@@ -75,6 +82,10 @@ impl Server {
             staging: TakesSlab::AtArrival,
             fault: Fault::None,
             verify_takes: Duration::ZERO,
+            pins_reads: false,
+            extent: None,
+            gap: None,
+            verified: AtomicU64::new(0),
             served: AtomicU64::new(0),
             reads: AtomicU64::new(0),
         }
@@ -149,17 +160,24 @@ impl Objects for ToyObjects {
 
     fn facts(&self, _file: u32) -> Result<Facts> {
         Ok(Facts {
-            kind: FsKind::Network,
+            kind: FsKind::Remote,
             fs: "toy",
             storage: 7,
             direct_align: None,
             mappable: false,
             parallelism: Some(8),
             staging: self.server.staging,
+            extent: self.server.extent,
+            gap: self.server.gap,
         })
     }
 
+    fn pins_reads(&self) -> bool {
+        self.server.pins_reads
+    }
+
     fn verify(&self, file: u32) -> Result<()> {
+        self.server.verified.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(self.server.verify_takes);
         self.server.pinned(self.object(file)).map(drop)
     }

@@ -52,10 +52,11 @@ const NO_DIRECT: File = File { direct: false, ..DISK };
 const TMPFS: File = File { on: FsKind::Memory, direct: false, ..WARM };
 const NFS: File = File { on: FsKind::Network, ..DISK };
 const WARM_NFS: File = File { on: FsKind::Network, ..WARM };
+const BUCKET: File = File { on: FsKind::Remote, direct: false, ..DISK };
 
 fn survey(files: &[File]) -> Survey {
     let surveyed = |f: &File| {
-        let (fs, mappable) = ("", f.on != FsKind::Network);
+        let (fs, mappable) = ("", matches!(f.on, FsKind::Local | FsKind::Memory));
         let wanted = f.nbytes / 4 * f.wanted;
         Surveyed {
             facts: Facts {
@@ -66,6 +67,8 @@ fn survey(files: &[File]) -> Survey {
                 mappable,
                 parallelism: f.parallelism,
                 staging: TakesSlab::AtRequest,
+                extent: None,
+                gap: None,
             },
             span: 0..f.nbytes,
             wanted,
@@ -141,6 +144,11 @@ fn every_way_is_as_the_table_says() {
         (&[NFS],           NewMemory, &io(Io::Direct), "Bypass: direct leaving nothing"),
         (&[NFS],           Gpu,       &none,   "Keep: buffered"),
         (&[DISK, NFS],     NewMemory, &none,   "Keep: mapped, buffered exactly; buffered"),
+        // Stores that a scheme names have no part in what becomes of the page cache.
+        (&[BUCKET],        NewMemory, &none,   "Bypass: buffered leaving nothing"),
+        (&[BUCKET],        Gpu,       &keep,   "Bypass: buffered leaving nothing"),
+        (&[BUCKET, WARM],  NewMemory, &none,   "None: buffered; mapped, buffered"),
+        (&[BUCKET, DISK],  NewMemory, &none,   "Keep: buffered; mapped, buffered exactly"),
         // Private copies: the pace of the storage decides, if it is worth it.
         (&[DISK],          NewMemory, &copy,   "Try: cold direct by huge pages"),
         (&[SMALL],         NewMemory, &copy,   "Keep: buffered by huge pages"),
@@ -193,6 +201,7 @@ fn threads_and_depth_follow_what_the_threads_wait_for() {
     // Nothing waits for a disk: as many as there are cores.
     assert_eq!(of(&[WARM], &none), (CORES, LEAST_DEPTH, BUFFERED_DEPTH));
     // A store that says how many reads it wants.
+    assert_eq!(of(&[File { parallelism: Some(100), ..BUCKET }], &none), (LEAST_THREADS, 100, BUFFERED_DEPTH));
     assert_eq!(of(&[File { parallelism: Some(100), ..NFS }], &none), (NETWORK_THREADS, 100, BUFFERED_DEPTH));
     assert_eq!(of(&[WARM], &Options { threads: 9, depth: 3, ..none }), (9, 3, 3));
     assert_eq!(decide(&[WARM], Goal::NewMemory, &Options::default()).threads, 1);
@@ -212,7 +221,8 @@ fn the_machine_is_asked_only_where_its_answer_matters() {
 }
 
 fn any_file() -> impl Strategy<Value = File> {
-    let on = prop::sample::select(vec![FsKind::Local, FsKind::Local, FsKind::Memory, FsKind::Network]);
+    let on = vec![FsKind::Local, FsKind::Local, FsKind::Memory, FsKind::Network, FsKind::Remote];
+    let on = prop::sample::select(on);
     let sizes = prop::sample::select(vec![0, 4096, 8 * MIB, 256 * MIB, 4 * MEMORY]);
     (on, 0..5u64, 0..5u64, 0..5u64, any::<[bool; 3]>(), sizes).prop_map(
         |(on, resident, moved, wanted, [cut, sampled, direct], nbytes)| File {
@@ -251,7 +261,7 @@ proptest! {
         prop_assert_eq!(routing.ways.len(), files.len());
         for (file, way) in files.iter().zip(&routing.ways) {
             let past = reads_past_the_cache(options.io);
-            prop_assert!(!way.mapped || file.on != FsKind::Network);
+            prop_assert!(!way.mapped || matches!(file.on, FsKind::Local | FsKind::Memory));
             prop_assert!(!way.mapped || !is_private(&options, into));
             prop_assert!(way.mapped || !way.in_part);
             let direct = (way.cold == Route::Direct) | (way.warm == Route::Direct);
@@ -264,7 +274,8 @@ proptest! {
         }
         let keeps = matches!(routing.cold, Cold::Keep | Cold::Try);
         prop_assert!(options.cache != Cache::Bypass || !keeps || files.iter().any(|f| f.sampled));
-        prop_assert!(options.cache != Cache::Keep || routing.cold != Cold::Bypass);
+        let remote = files.iter().all(|f| f.on == FsKind::Remote);
+        prop_assert!(options.cache != Cache::Keep || routing.cold != Cold::Bypass || remote);
         prop_assert!(!routing.here || routing.cold == Cold::None && routing.ways.iter().all(|way| way.mapped));
     }
 }
