@@ -34,7 +34,7 @@ impl fmt::Display for Refusal {
 
 /// One line of `/proc/self/maps`.
 #[derive(Debug, PartialEq, Eq)]
-struct Mapping {
+struct MapsLine {
     at: Range<u64>,
     writable: bool,
     /// Whether there is a file behind it.
@@ -133,19 +133,19 @@ fn text() -> io::Result<Vec<u8>> {
 }
 
 /// The mappings in the kernel's list, which are in ascending order.
-fn parse(text: &[u8]) -> Vec<Mapping> {
+fn parse(text: &[u8]) -> Vec<MapsLine> {
     text.split(|&b| b == b'\n').filter_map(line).collect()
 }
 
 /// One line: `7f1c2a000000-7f1c2a021000 rw-p 00000000 103:02 1234   /path`.
-fn line(line: &[u8]) -> Option<Mapping> {
+fn line(line: &[u8]) -> Option<MapsLine> {
     let mut words = line.split(|&b| b == b' ').filter(|word| !word.is_empty());
     let mut next = || std::str::from_utf8(words.next()?).ok();
     let (start, end) = next()?.split_once('-')?;
     let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
     let rights = next()?;
     let (_offset, _device, inode) = (next()?, next()?, next()?);
-    Some(Mapping { at: start..end, writable: rights.as_bytes().get(1) == Some(&b'w'), file: inode != "0" })
+    Some(MapsLine { at: start..end, writable: rights.as_bytes().get(1) == Some(&b'w'), file: inode != "0" })
 }
 
 #[cfg(test)]
@@ -162,9 +162,9 @@ mod tests {
         assert_eq!(
             parse(text),
             [
-                Mapping { at: 0x40_0000..0x45_2000, writable: false, file: true },
-                Mapping { at: 0x7f00_a000..0x7f00_c000, writable: true, file: false },
-                Mapping { at: 0x7f00_c000..0x7f00_d000, writable: true, file: true },
+                MapsLine { at: 0x40_0000..0x45_2000, writable: false, file: true },
+                MapsLine { at: 0x7f00_a000..0x7f00_c000, writable: true, file: false },
+                MapsLine { at: 0x7f00_c000..0x7f00_d000, writable: true, file: true },
             ]
         );
     }

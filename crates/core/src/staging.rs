@@ -149,11 +149,11 @@ pub struct Staging {
 /// All slabs of a process.
 pub struct Ring {
     pid: u32,
-    state: Mutex<State>,
+    state: Mutex<RingState>,
 }
 
 #[derive(Default)]
-struct State {
+struct RingState {
     staging: Staging,
     /// The one given back last comes last.
     idle: Vec<Arc<Slab>>,
@@ -192,7 +192,7 @@ struct Member {
     growing: bool,
 }
 
-impl State {
+impl RingState {
     fn member(&mut self, id: u64) -> Option<&mut Member> {
         self.shares.iter_mut().find(|m| m.id == id)
     }
@@ -279,7 +279,7 @@ impl Ring {
         Self { pid: std::process::id(), state: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RingState> {
         lock(&self.state)
     }
 
@@ -476,7 +476,7 @@ impl Share {
     }
 
     /// The idle slab to take, if there is one.
-    fn idle(&self, state: &State) -> Option<usize> {
+    fn idle(&self, state: &RingState) -> Option<usize> {
         let Some(pinned) = self.pinned else {
             // Registered ones are left to loads that need them, as long as there are others.
             let fits = |s: &Arc<Slab>| s.len() as u64 == self.slab;
@@ -505,7 +505,7 @@ impl Share {
     }
 
     /// Whether a registered slab will come, or come back: so that no other is made or taken.
-    fn waits_for_registered(&self, state: &State, pinned: Pinned) -> bool {
+    fn waits_for_registered(&self, state: &RingState, pinned: Pinned) -> bool {
         state.shares.iter().any(|m| m.id == self.id && m.growing)
             || state.pool(pinned.driver, |len| self.serves(len)) >= pinned.enough
     }
@@ -525,7 +525,7 @@ impl Share {
         Growth { ring, share, slab, limit, pinned, stops }
     }
 
-    fn lease(&self, state: &mut State, slab: Arc<Slab>) -> Lease {
+    fn lease(&self, state: &mut RingState, slab: Arc<Slab>) -> Lease {
         let len = slab.len() as u64;
         state.staging.in_use += len;
         if let Some(member) = state.member(self.id) {
@@ -538,7 +538,7 @@ impl Share {
         Lease { ring: self.ring, slab: Some(slab) }
     }
 
-    fn refuse(&self, state: &mut State) -> Option<Lease> {
+    fn refuse(&self, state: &mut RingState) -> Option<Lease> {
         if let Some(member) = state.member(self.id) {
             (member.waiting, member.refused) = (true, Some(Instant::now()));
         }
@@ -612,7 +612,7 @@ impl Growth {
         self.ring.pid == std::process::id() && self.is_wanted_in(&self.ring.lock())
     }
 
-    fn is_wanted_in(&self, state: &State) -> bool {
+    fn is_wanted_in(&self, state: &RingState) -> bool {
         let serves = |len| len == self.slab || (len > self.slab && 2 * len <= self.limit);
         self.stops == state.stops && state.pool(self.pinned.driver, serves) < self.pinned.enough
     }

@@ -12,7 +12,7 @@ use penstock::memory::Keep;
 use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::want::Want;
-use penstock::source::{Destination, Done, Event, Read, Source};
+use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::wake::Wake;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -37,7 +37,7 @@ struct Late {
     arrived: HashMap<Ticket, Read>,
     /// Given a place, when `inner` had no room.
     back: Vec<Read>,
-    given_up: Vec<Event>,
+    given_up: Vec<Progress>,
     bell: Arc<Wake>,
     /// Most requests at once that had no place.
     most: Arc<AtomicUsize>,
@@ -89,7 +89,7 @@ impl Source for Late {
         self.inner.flush()
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.bell.quiet();
         events.append(&mut self.given_up);
         self.inner.poll(events)?;
@@ -99,7 +99,7 @@ impl Source for Late {
         let now = Instant::now();
         while let Some(i) = self.requested.iter().position(|r| r.0 <= now) {
             let (_, read) = self.requested.swap_remove(i);
-            events.push(Event::Arrived(read.ticket));
+            events.push(Progress::Arrived(read.ticket));
             self.arrived.insert(read.ticket, read);
         }
         Ok(())
@@ -119,7 +119,7 @@ impl Source for Late {
         let requested = std::mem::take(&mut self.requested).into_iter().map(|r| r.1);
         for read in requested.chain(std::mem::take(&mut self.arrived).into_values()) {
             let result = Err(Error::new(ErrorKind::Cancelled, "given up"));
-            self.given_up.push(Event::Done(Done { ticket: read.ticket, result, route: Route::Buffered }));
+            self.given_up.push(Progress::Done(Done { ticket: read.ticket, result, route: Route::Buffered }));
         }
         self.bell.ring();
     }

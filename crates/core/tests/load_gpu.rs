@@ -9,7 +9,7 @@ mod checkpoints;
 mod device;
 
 use device::{Gpu, Kind, PATIENCE};
-use penstock::device::api::{Context, Event, Stream, Vendor, LIBRARY_VARIABLE};
+use penstock::device::api::{Context, DriverEvent, Stream, Vendor, LIBRARY_VARIABLE};
 use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage};
 use penstock::device::{Batch, Copied, Device, Fence};
 use penstock::extent::Ticket;
@@ -90,7 +90,7 @@ struct Framework<'a> {
     context: Context,
     stream: usize,
     consumer: usize,
-    events: Vec<Event>,
+    events: Vec<DriverEvent>,
 }
 
 impl<'a> Framework<'a> {

@@ -14,7 +14,7 @@ use penstock::options::{Io, Options};
 use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::strides::Foreign;
 use penstock::plan::want::Want;
-use penstock::source::{Event, Read, Release, Source, Throttle, Throttling};
+use penstock::source::{Progress, Read, Release, Source, Throttle, Throttling};
 use std::fs;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -172,7 +172,7 @@ impl Source for Counted {
         self.inner.flush()
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.inner.poll(events)
     }
 

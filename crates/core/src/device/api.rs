@@ -48,7 +48,7 @@ pub struct Stream(pub usize);
 /// An event handle of the driver: `CUevent`, `hipEvent_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
-pub struct Event(pub usize);
+pub struct DriverEvent(pub usize);
 
 /// Properties of a device that can be queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -994,7 +994,7 @@ impl Api {
     ///
     /// # Errors
     /// `Device`.
-    pub unsafe fn stream_wait(&self, stream: Stream, event: Event) -> Result<()> {
+    pub unsafe fn stream_wait(&self, stream: Stream, event: DriverEvent) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_stream_wait(stream.0, event.0, 0) }
             .map_err(|f| self.error(f, "make a stream wait for an event"))
@@ -1040,11 +1040,11 @@ impl Api {
     ///
     /// # Errors
     /// `OutOfMemory`, `Device`.
-    pub fn create_event(&self) -> Result<Event> {
+    pub fn create_event(&self) -> Result<DriverEvent> {
         let mut event = 0;
         // SAFETY: a valid out parameter.
         unsafe { self.raw_event_create(&mut event, EVENT_FLAGS) }.map_err(|f| self.error(f, "make an event"))?;
-        Ok(Event(event))
+        Ok(DriverEvent(event))
     }
 
     /// Records `event` after everything that is queued on `stream` so far.
@@ -1054,7 +1054,7 @@ impl Api {
     ///
     /// # Errors
     /// `Device`.
-    pub unsafe fn record(&self, event: Event, stream: Stream) -> Result<()> {
+    pub unsafe fn record(&self, event: DriverEvent, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_event_record(event.0, stream.0) }.map_err(|f| self.error(f, "record an event"))
     }
@@ -1066,7 +1066,7 @@ impl Api {
     ///
     /// # Errors
     /// `Device`, also for errors in anything queued before.
-    pub unsafe fn is_reached(&self, event: Event) -> Result<bool> {
+    pub unsafe fn is_reached(&self, event: DriverEvent) -> Result<bool> {
         // SAFETY: the caller's promise.
         match unsafe { self.raw_event_query(event.0) } {
             Ok(()) => Ok(true),
@@ -1082,7 +1082,7 @@ impl Api {
     ///
     /// # Errors
     /// As [`is_reached`](Self::is_reached).
-    pub unsafe fn synchronize_event(&self, event: Event) -> Result<()> {
+    pub unsafe fn synchronize_event(&self, event: DriverEvent) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_event_synchronize(event.0) }.map_err(|f| self.error(f, "wait for an event"))
     }
@@ -1094,7 +1094,7 @@ impl Api {
     ///
     /// # Errors
     /// `Device`.
-    pub unsafe fn destroy_event(&self, event: Event) -> Result<()> {
+    pub unsafe fn destroy_event(&self, event: DriverEvent) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_event_destroy(event.0) }.map_err(|f| self.error(f, "give an event back"))
     }

@@ -23,15 +23,15 @@ const INLINE_COPIES: u64 = 64;
 /// Copies to CPU memory. Worker threads start when there is work for them and end when the device is dropped. Batches
 /// that no worker has begun by then are forgotten.
 pub struct CpuDevice {
-    shared: Arc<Shared>,
+    shared: Arc<CpuShared>,
     workers: Vec<JoinHandle<()>>,
     limit: usize,
     in_flight: usize,
     pid: u32,
 }
 
-struct Shared {
-    queue: Mutex<Queue>,
+struct CpuShared {
+    queue: Mutex<CpuQueue>,
     work: Condvar,
     wake: Wake,
     /// Where copies are recorded, if anywhere.
@@ -39,7 +39,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct Queue {
+struct CpuQueue {
     waiting: VecDeque<Batch>,
     done: Vec<Copied>,
     /// Sleeping workers. One of them is on its way to each batch in `waiting`, as long as there are enough of them.
@@ -47,8 +47,8 @@ struct Queue {
     closed: bool,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+impl CpuShared {
+    fn lock(&self) -> MutexGuard<'_, CpuQueue> {
         lock(&self.queue)
     }
 
@@ -79,7 +79,7 @@ impl CpuDevice {
     /// A device with at most `workers` threads (at least one).
     pub fn new(workers: usize) -> Result<Self> {
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(CpuShared {
                 queue: Mutex::default(),
                 work: Condvar::new(),
                 wake: Wake::new()?,
@@ -188,7 +188,7 @@ impl Drop for CpuDevice {
 }
 
 /// The body of a worker.
-fn serve(shared: &Shared, number: u32) {
+fn serve(shared: &CpuShared, number: u32) {
     let mut queue = shared.lock();
     loop {
         if queue.closed {

@@ -11,7 +11,7 @@
 //! begins. The driver is asked where an allocation ends. If it cannot tell, each tensor gets its own transfer.
 
 use super::api::{Api, Stream};
-use super::gpu::{register_in, SharedContext};
+use super::gpu::{register_in, Many, SharedContext};
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::HUGE_PAGE;
 use crate::staging::{Lease, Ring, Slab};
@@ -26,7 +26,7 @@ const SMALL: u64 = 32 << 10;
 const NEAR: u64 = 511;
 /// Size of the scratch buffer, and the longest transfer into it.
 const SCRATCH: u64 = HUGE_PAGE;
-/// Transfers begin at multiples of this in the scratch buffer.
+/// Downloads begin at multiples of this in the scratch buffer.
 const ALIGNED: u64 = 256;
 /// Longer transfers go to the driver one by one: the link takes longer for them than the call.
 const BATCHED: usize = 256 << 10;
@@ -50,21 +50,21 @@ impl Range {
 
 /// One transfer.
 #[derive(Debug, PartialEq, Eq)]
-enum Transfer {
+enum Download {
     /// To its place.
     Straight(Range),
-    /// Into the scratch buffer: device memory from `from`, which contains these of [`Transfers::parts`].
+    /// Into the scratch buffer: device memory from `from`, which contains these of [`Downloads::parts`].
     Scattered { from: u64, len: u64, parts: ops::Range<usize> },
 }
 
 #[derive(Debug, Default)]
-struct Transfers {
-    transfers: Vec<Transfer>,
+struct Downloads {
+    transfers: Vec<Download>,
     parts: Vec<Range>,
 }
 
 /// Plans the copies of `ranges`. `together` says whether a range of device memory lies in one allocation.
-fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> Transfers {
+fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> Downloads {
     let mut sorted: Vec<Range> = ranges.to_vec();
     sorted.sort_unstable_by_key(|range| (range.from, range.to));
     let mut joined: Vec<Range> = Vec::with_capacity(sorted.len());
@@ -78,7 +78,7 @@ fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> 
             _ => joined.push(range),
         }
     }
-    let mut plan = Transfers::default();
+    let mut plan = Downloads::default();
     let mut rest = &joined[..];
     while let Some(first) = rest.first() {
         let (mut n, mut end) = (1, first.end());
@@ -93,11 +93,11 @@ fn plan(ranges: &[Range], mut together: impl FnMut(ops::Range<u64>) -> bool) -> 
             }
         }
         if n == 1 {
-            plan.transfers.push(Transfer::Straight(*first));
+            plan.transfers.push(Download::Straight(*first));
         } else {
             let parts = plan.parts.len()..plan.parts.len() + n;
             plan.parts.extend_from_slice(&rest[..n]);
-            plan.transfers.push(Transfer::Scattered { from: first.from, len: end - first.from, parts });
+            plan.transfers.push(Download::Scattered { from: first.from, len: end - first.from, parts });
         }
         rest = &rest[n..];
     }
@@ -110,22 +110,6 @@ struct Landed {
     /// The device memory that it is a copy of.
     from: u64,
     parts: ops::Range<usize>,
-}
-
-/// Copies that go to the driver in one call.
-#[derive(Default)]
-struct Many {
-    to: Vec<u64>,
-    from: Vec<u64>,
-    bytes: Vec<usize>,
-}
-
-impl Many {
-    fn add(&mut self, to: *mut u8, from: u64, bytes: usize) {
-        self.to.push(to as u64);
-        self.from.push(from);
-        self.bytes.push(bytes);
-    }
 }
 
 /// Copies from an accelerator into slabs, made by the thread that waits for them.
@@ -194,14 +178,14 @@ impl Fetch {
 
     /// Queues transfers until the scratch buffer is full. Returns their number, and those that go to the scratch
     /// buffer.
-    fn copy_some(&mut self, api: &Api, slab: &Lease, transfers: &[Transfer]) -> Result<(usize, Vec<Landed>)> {
+    fn copy_some(&mut self, api: &Api, slab: &Lease, transfers: &[Download]) -> Result<(usize, Vec<Landed>)> {
         let (mut many, mut landed, mut used) = (Many::default(), Vec::new(), 0);
         let mut done = 0;
         for transfer in transfers {
             let (to, from, len) = match transfer {
                 // SAFETY: in the slab, as `fetch` has asserted of every range.
-                Transfer::Straight(range) => (unsafe { slab.address().add(range.to) }, range.from, range.len),
-                Transfer::Scattered { from, len, parts } => {
+                Download::Straight(range) => (unsafe { slab.address().add(range.to) }, range.from, range.len),
+                Download::Scattered { from, len, parts } => {
                     if used + len > SCRATCH {
                         break;
                     }
@@ -214,7 +198,7 @@ impl Fetch {
                 }
             };
             if len <= BATCHED {
-                many.add(to, from, len);
+                many.add(from, to as u64, len);
             } else {
                 // SAFETY: to the slab, which is on lease to this thread, or to scratch memory of its own; out of memory that
                 // the save keeps alive. `fetch` waits for the end, whatever happens here.
@@ -279,9 +263,9 @@ mod tests {
     /// What is planned, where the device's memory is one allocation of 1 GiB.
     fn shape(ranges: &[(u64, usize, usize)]) -> String {
         let ranges: Vec<Range> = ranges.iter().map(|&(from, to, len)| Range { from, to, len }).collect();
-        let one = |transfer: &Transfer| match transfer {
-            Transfer::Straight(range) => format!("straight {}", range.len),
-            Transfer::Scattered { len, parts, .. } => format!("scattered {len} to {}", parts.len()),
+        let one = |transfer: &Download| match transfer {
+            Download::Straight(range) => format!("straight {}", range.len),
+            Download::Scattered { len, parts, .. } => format!("scattered {len} to {}", parts.len()),
         };
         plan(&ranges, |wanted| wanted.end <= 1 << 30).transfers.iter().map(one).collect::<Vec<_>>().join(", ")
     }
@@ -337,10 +321,10 @@ mod tests {
             let plan = plan(&ranges, |_| true);
             for transfer in &plan.transfers {
                 match transfer {
-                    Transfer::Straight(r) => {
+                    Download::Straight(r) => {
                         slab[r.to..r.to + r.len].copy_from_slice(&device[r.from as usize..][..r.len]);
                     }
-                    Transfer::Scattered { from, len, parts } => {
+                    Download::Scattered { from, len, parts } => {
                         prop_assert!(*len <= SCRATCH);
                         let landed = &device[*from as usize..][..*len as usize];
                         for r in &plan.parts[parts.clone()] {

@@ -16,7 +16,7 @@
 //! flight. If they do not end ([`PATIENCE`]), its threads and the slabs and blocks they hold are left behind for good,
 //! because the accelerator may still touch them.
 
-use super::api::{Api, Context, Current, Event, Rows, Stream};
+use super::api::{Api, Context, Current, DriverEvent, Rows, Stream};
 use super::join::{self, Transfer};
 use super::{Batch, Copied, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
@@ -267,32 +267,32 @@ impl Default for Sabotage {
 
 /// Copies to the memory of one accelerator.
 pub struct GpuDevice {
-    shared: Arc<Shared>,
+    shared: Arc<GpuShared>,
     api: Arc<Api>,
     registers: bool,
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
     in_flight: usize,
     patience: Duration,
     pid: u32,
 }
 
-enum Order {
+enum Command {
     Wait(Fence),
     Grow(Growth),
     Copy(Batch),
 }
 
 /// What caller, device thread and waiter thread share.
-struct Shared {
+struct GpuShared {
     wake: Wake,
-    state: Mutex<State>,
+    state: Mutex<GpuState>,
     /// The device thread has nothing of the driver's left.
     ended: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct GpuState {
     done: Vec<Copied>,
     /// Addresses of the slabs that the driver may be reading.
     running: HashMap<Ticket, usize>,
@@ -304,8 +304,8 @@ struct State {
     ended: bool,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl GpuShared {
+    fn lock(&self) -> MutexGuard<'_, GpuState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -360,7 +360,7 @@ impl GpuDevice {
 
     fn with(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
         refuse_a_forked_child()?;
-        let shared = Arc::new(Shared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
+        let shared = Arc::new(GpuShared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
         let (orders, inbox) = channel();
         let (patience, registers) = (sabotage.patience, !sabotage.skip_registration);
         let (theirs, their_api) = (shared.clone(), api.clone());
@@ -393,7 +393,7 @@ impl GpuDevice {
         ))
     }
 
-    fn order(&self, order: Order) -> Result<()> {
+    fn order(&self, order: Command) -> Result<()> {
         let gone = || Error::new(ErrorKind::Internal, "the GPU's thread ended early");
         self.orders.as_ref().ok_or_else(gone)?.send(order).map_err(|_| gone())
     }
@@ -410,13 +410,13 @@ impl Device for GpuDevice {
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
         if self.registers && nbytes > 0 {
             // If the thread has ended, the growth is dropped, and the load continues until it sees the error.
-            let _ = self.order(Order::Grow(share.pin(self.api.driver_number(), nbytes)));
+            let _ = self.order(Command::Grow(share.pin(self.api.driver_number(), nbytes)));
         }
     }
 
     fn wait_for(&mut self, fence: Fence) -> Result<()> {
         self.same_process()?;
-        self.order(Order::Wait(fence))
+        self.order(Command::Wait(fence))
     }
 
     fn copy(&mut self, batch: Batch) -> Result<()> {
@@ -424,7 +424,7 @@ impl Device for GpuDevice {
         if !batch.strided.is_empty() {
             return Err(Error::new(ErrorKind::Internal, "copies into strided memory of a GPU"));
         }
-        self.order(Order::Copy(batch))?;
+        self.order(Command::Copy(batch))?;
         self.in_flight += 1;
         Ok(())
     }
@@ -483,9 +483,9 @@ impl Drop for GpuDevice {
 }
 
 /// The body of the device thread.
-fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Order>, sabotage: &Sabotage) {
+fn serve(shared: &Arc<GpuShared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Command>, sabotage: &Sabotage) {
     let opened = SharedContext::retain(api, ordinal);
-    let result = opened.and_then(|context| Queue::serve(shared, &context, inbox, sabotage));
+    let result = opened.and_then(|context| GpuQueue::serve(shared, &context, inbox, sabotage));
     if let Err(error) = &result {
         // It ended before it took orders.
         refuse_orders(shared, inbox, error);
@@ -493,11 +493,11 @@ fn serve(shared: &Arc<Shared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Or
 }
 
 /// Answers every order with this error until the device is dropped.
-fn refuse_orders(shared: &Shared, inbox: &Receiver<Order>, error: &Error) {
+fn refuse_orders(shared: &GpuShared, inbox: &Receiver<Command>, error: &Error) {
     shared.fail(error);
     take_orders(shared, inbox, |order| match order {
-        Order::Copy(_) => Err(error.clone()),
-        Order::Wait(_) | Order::Grow(_) => Ok(()),
+        Command::Copy(_) => Err(error.clone()),
+        Command::Wait(_) | Command::Grow(_) => Ok(()),
     });
 }
 
@@ -513,7 +513,7 @@ fn panicked(panic: &(dyn Any + Send)) -> Error {
 }
 
 /// Takes orders until the device is dropped. After the first failure, and after the drop, none is carried out.
-fn take_orders(shared: &Shared, inbox: &Receiver<Order>, mut carry_out: impl FnMut(Order) -> Result<()>) {
+fn take_orders(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: impl FnMut(Command) -> Result<()>) {
     for order in inbox {
         let (closed, failed) = {
             let state = shared.lock();
@@ -521,9 +521,9 @@ fn take_orders(shared: &Shared, inbox: &Receiver<Order>, mut carry_out: impl FnM
         };
         match (order, failed) {
             _ if closed => {}
-            (Order::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
+            (Command::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
             // When the growth is dropped, the load continues until it sees the error.
-            (Order::Wait(_) | Order::Grow(_), Some(_)) => {}
+            (Command::Wait(_) | Command::Grow(_), Some(_)) => {}
             (order, None) => {
                 if let Err(error) = carry_out(order) {
                     shared.fail(&error);
@@ -536,13 +536,13 @@ fn take_orders(shared: &Shared, inbox: &Receiver<Order>, mut carry_out: impl FnM
 /// A batch that the driver works on, or did until it failed with the error.
 struct Submitted {
     batch: Batch,
-    event: Event,
+    event: DriverEvent,
     failed: Option<Error>,
 }
 
 /// Everything that a device has of the driver. It lives on the device thread, where its context is current.
-struct Queue<'a> {
-    shared: &'a Arc<Shared>,
+struct GpuQueue<'a> {
+    shared: &'a Arc<GpuShared>,
     context: &'a Arc<SharedContext>,
     api: &'a Api,
     stream: Stream,
@@ -556,15 +556,15 @@ struct Queue<'a> {
 
 /// Events not in use.
 #[derive(Default)]
-struct Events(Mutex<Vec<Event>>);
+struct Events(Mutex<Vec<DriverEvent>>);
 
 impl Events {
-    fn take(&self, api: &Api) -> Result<Event> {
+    fn take(&self, api: &Api) -> Result<DriverEvent> {
         let free = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
         free.map_or_else(|| api.create_event(), Ok)
     }
 
-    fn give_back(&self, event: Event) {
+    fn give_back(&self, event: DriverEvent) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(event);
     }
 }
@@ -573,16 +573,16 @@ impl Events {
 struct Scratch {
     slab: Slab,
     /// Recorded behind the last transfer out of each half.
-    busy: [Option<Event>; 2],
+    busy: [Option<DriverEvent>; 2],
     half: usize,
     used: u64,
 }
 
-impl<'a> Queue<'a> {
+impl<'a> GpuQueue<'a> {
     fn serve(
-        shared: &'a Arc<Shared>,
+        shared: &'a Arc<GpuShared>,
         context: &'a Arc<SharedContext>,
-        inbox: &Receiver<Order>,
+        inbox: &Receiver<Command>,
         sabotage: &'a Sabotage,
     ) -> Result<()> {
         let api = context.context.enter()?;
@@ -603,16 +603,16 @@ impl<'a> Queue<'a> {
             }
         };
         let mut queue =
-            Queue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
+            GpuQueue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
         take_orders(shared, inbox, |order| match order {
-            Order::Wait(fence) => caught(|| queue.wait_for(fence)),
-            Order::Grow(growth) => caught(|| {
+            Command::Wait(fence) => caught(|| queue.wait_for(fence)),
+            Command::Grow(growth) => caught(|| {
                 grow(shared, context, growth);
                 Ok(())
             }),
-            Order::Copy(batch) => queue.submit_caught(batch),
+            Command::Copy(batch) => queue.submit_caught(batch),
         });
-        let Queue { waiter, events, scratch, .. } = queue;
+        let GpuQueue { waiter, events, scratch, .. } = queue;
         drop(waiter);
         // A waiter that panicked has nothing left to report.
         let _ = thread.join();
@@ -641,7 +641,7 @@ impl<'a> Queue<'a> {
             return Ok(());
         }
         // SAFETY: the event is live until the load has ended, as `Fence` says.
-        unsafe { self.api.stream_wait(self.stream, Event(fence.0 as usize)) }
+        unsafe { self.api.stream_wait(self.stream, DriverEvent(fence.0 as usize)) }
     }
 
     fn submit_caught(&mut self, batch: Batch) -> Result<()> {
@@ -729,7 +729,9 @@ impl<'a> Queue<'a> {
         let mut many = Many::default();
         for transfer in &plan.transfers {
             match transfer {
-                Transfer::Straight { from, to, len } if *len <= BATCHED && together => many.add(*from, *to, *len),
+                Transfer::Straight { from, to, len } if *len <= BATCHED && together => {
+                    many.add(*from as u64, *to, *len as usize);
+                }
                 // SAFETY: the batch's maker vouches for both sides, `keep` holds them until the event has passed, and
                 // nobody writes the slab before the ticket is back (invariant 2).
                 Transfer::Straight { from, to, len } => unsafe {
@@ -829,23 +831,23 @@ impl<'a> Queue<'a> {
 
 /// Small transfers that are submitted together.
 #[derive(Default)]
-struct Many {
-    to: Vec<u64>,
-    from: Vec<u64>,
-    bytes: Vec<usize>,
+pub(super) struct Many {
+    pub(super) to: Vec<u64>,
+    pub(super) from: Vec<u64>,
+    pub(super) bytes: Vec<usize>,
 }
 
 impl Many {
-    fn add(&mut self, from: *const u8, to: u64, len: u64) {
+    pub(super) fn add(&mut self, from: u64, to: u64, bytes: usize) {
         self.to.push(to);
-        self.from.push(from as u64);
-        self.bytes.push(len as usize);
+        self.from.push(from);
+        self.bytes.push(bytes);
     }
 }
 
 /// Starts the pinning thread, if the pool has to grow. Where it cannot be started the load goes on with plain slabs, which
 /// the device thread registers.
-fn grow(shared: &Arc<Shared>, context: &Arc<SharedContext>, growth: Growth) {
+fn grow(shared: &Arc<GpuShared>, context: &Arc<SharedContext>, growth: Growth) {
     if !growth.is_wanted() {
         return;
     }
@@ -905,7 +907,7 @@ pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) 
 
 /// The body of the waiter thread.
 fn await_events(
-    shared: &Shared,
+    shared: &GpuShared,
     context: &SharedContext,
     submitted: &Receiver<Submitted>,
     events: &Events,

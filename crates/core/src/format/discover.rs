@@ -26,8 +26,8 @@ pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<F
         [one] => {
             let Some(names) = local_names(one, watch)? else { return Ok(Found::Files(vec![one.to_path_buf()])) };
             Ok(match choose(one, names)? {
-                Chosen::Index(name) => Found::Index(one.join(name)),
-                Chosen::Files(names) => Found::Files(names.iter().map(|name| one.join(name)).collect()),
+                ToOpen::Index(name) => Found::Index(one.join(name)),
+                ToOpen::Files(names) => Found::Files(names.iter().map(|name| one.join(name)).collect()),
             })
         }
         many => Ok(Found::Files(in_order(many.iter().map(|p| p.to_path_buf()).collect())?)),
@@ -68,7 +68,7 @@ fn has_variant(name: &str) -> bool {
 }
 
 /// What is opened of the things in one place.
-pub(super) enum Chosen {
+pub(super) enum ToOpen {
     /// This index, and the files that it names.
     Index(OsString),
     /// These files, in natural order.
@@ -76,7 +76,7 @@ pub(super) enum Chosen {
 }
 
 /// Which of the names in the directory `dir`, or under an address, are opened.
-pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<Chosen> {
+pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<ToOpen> {
     names.sort_by(|a, b| natural(a, b));
     let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
     if !indexes.is_empty() {
@@ -92,14 +92,14 @@ pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<Chosen> {
                 .at(dir));
             }
         };
-        return Ok(Chosen::Index(chosen.into()));
+        return Ok(ToOpen::Index(chosen.into()));
     }
     let files: Vec<OsString> =
         names.iter().filter(|n| Path::new(n).extension() == Some(OsStr::new("safetensors"))).cloned().collect();
     if files.is_empty() {
         return Err(nothing_in(dir, &names));
     }
-    Ok(Chosen::Files(files))
+    Ok(ToOpen::Files(files))
 }
 
 /// The error for a directory without safetensors files: it says what is there instead.

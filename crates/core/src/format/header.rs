@@ -44,7 +44,7 @@ pub(super) fn parse(json: &[u8], data_start: u64, size: u64, hasher: &Seeded) ->
     })?;
     // A tensor takes about 100 bytes of header. A guess that is too small only costs a rehash.
     let guess = text.len() / 96;
-    let mut state = State {
+    let mut state = HeaderParser {
         header: Header {
             names: String::with_capacity(text.len() / 3),
             shapes: Vec::with_capacity(guess * 2),
@@ -203,7 +203,7 @@ enum Inside {
     Metadata,
 }
 
-struct State<'h> {
+struct HeaderParser<'h> {
     header: Header,
     by_name: HashTable<u32>,
     hasher: &'h Seeded,
@@ -212,7 +212,7 @@ struct State<'h> {
     inside: Option<Inside>,
 }
 
-impl State<'_> {
+impl HeaderParser<'_> {
     fn key<E: de::Error>(&mut self, key: &str) -> Result<Key, E> {
         if key == "__metadata__" {
             if std::mem::replace(&mut self.has_metadata, true) {
@@ -246,7 +246,7 @@ enum Key {
     Tensor((u32, u32)),
 }
 
-struct Top<'a, 'h>(&'a mut State<'h>);
+struct Top<'a, 'h>(&'a mut HeaderParser<'h>);
 
 impl<'de> Visitor<'de> for Top<'_, '_> {
     type Value = ();
@@ -271,7 +271,7 @@ impl<'de> Visitor<'de> for Top<'_, '_> {
     }
 }
 
-struct KeySeed<'a, 'h>(&'a mut State<'h>);
+struct KeySeed<'a, 'h>(&'a mut HeaderParser<'h>);
 
 impl<'de> DeserializeSeed<'de> for KeySeed<'_, '_> {
     type Value = Key;

@@ -75,8 +75,8 @@ impl Index {
             let at = e.valid_up_to() as u64;
             Error::new(ErrorKind::Index, "the index is not valid UTF-8").range(at..at + 1)
         })?;
-        let files = Files { spelled: HashTable::new(), distinct: HashTable::new(), hasher };
-        let mut state = State { index: Index::default(), files, hasher, watch, has_map: false };
+        let files = FileNumbers { spelled: HashTable::new(), distinct: HashTable::new(), hasher };
+        let mut state = IndexParser { index: Index::default(), files, hasher, watch, has_map: false };
         let mut json = serde_json::Deserializer::from_str(text);
         json.deserialize_map(Top(&mut state)).and_then(|()| json.end()).map_err(|e| {
             let at = offset_of(text, e.line(), e.column());
@@ -146,7 +146,7 @@ fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
 }
 
 /// Finds the numbers of files by their names: two look-ups for each entry of the index, however many files it names.
-struct Files<'h> {
+struct FileNumbers<'h> {
     /// The text of the entry, by its hash, and the file that it stands for: `a` and `./a` are one file.
     spelled: HashTable<(Box<str>, u32)>,
     /// Numbers of the files, by the hash of their paths.
@@ -154,7 +154,7 @@ struct Files<'h> {
     hasher: &'h Seeded,
 }
 
-impl Files<'_> {
+impl FileNumbers<'_> {
     /// The number in `files` of the file that `name` stands for. A new file is added there.
     fn number(&mut self, name: &str, files: &mut Vec<PathBuf>) -> Result<u32, &'static str> {
         let hasher = self.hasher;
@@ -191,15 +191,15 @@ fn compared(outcome: bool) -> bool {
     outcome
 }
 
-struct State<'h> {
+struct IndexParser<'h> {
     index: Index,
-    files: Files<'h>,
+    files: FileNumbers<'h>,
     hasher: &'h Seeded,
     watch: &'h Watch,
     has_map: bool,
 }
 
-impl State<'_> {
+impl IndexParser<'_> {
     fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
         if self.watch.is_given_up() {
             return Err(E::custom("the caller no longer waits for it"));
@@ -228,7 +228,7 @@ impl State<'_> {
     }
 }
 
-struct Top<'a, 'h>(&'a mut State<'h>);
+struct Top<'a, 'h>(&'a mut IndexParser<'h>);
 
 impl<'de> Visitor<'de> for Top<'_, '_> {
     type Value = ();
@@ -252,7 +252,7 @@ impl<'de> Visitor<'de> for Top<'_, '_> {
     }
 }
 
-struct WeightMap<'a, 'h>(&'a mut State<'h>);
+struct WeightMap<'a, 'h>(&'a mut IndexParser<'h>);
 
 impl<'de> DeserializeSeed<'de> for WeightMap<'_, '_> {
     type Value = ();

@@ -5,7 +5,7 @@ use super::discover::{self, Found};
 use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
-use super::stored::{self, Place};
+use super::stored::{self, Stored};
 use crate::aside::{aside, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{is_gone, is_link, leads_to_known_disk, store_for, Location, Watch};
@@ -52,7 +52,7 @@ impl Checkpoint {
             return open_aside(move |watch| stored::open(places, watch), stall, go_on);
         }
         here(move || {
-            let mut stage = Stage::Named(sources);
+            let mut stage = Step::Named(sources);
             let watch = Watch::here();
             match open_here(&mut stage, &watch) {
                 Err(_) if watch.was_too_much() => open_aside(move |watch| stage.finish(watch), stall, go_on),
@@ -72,28 +72,28 @@ impl Checkpoint {
 }
 
 /// These sources, each with its store (`None`: a path), if there is an address of a scheme with a store among them.
-fn addresses<P: AsRef<Path>>(sources: &[P]) -> Option<Vec<Place>> {
+fn addresses<P: AsRef<Path>>(sources: &[P]) -> Option<Vec<Stored>> {
     let place = |source: &P| match Location::address(source.as_ref(), store_for) {
         Some((location, store)) => (location, Some(store)),
         None => (Location::Path(source.as_ref().to_path_buf()), None),
     };
-    let places: Vec<Place> = sources.iter().map(place).collect();
+    let places: Vec<Stored> = sources.iter().map(place).collect();
     places.iter().any(|(_, store)| store.is_some()).then_some(places)
 }
 
 /// The stage of an open.
-enum Stage {
+enum Step {
     Named(Vec<PathBuf>),
     Found(Found),
     Unread(Unread),
 }
 
-impl Stage {
+impl Step {
     fn finish(self, watch: &Watch) -> Result<Checkpoint> {
         let found = match self {
-            Stage::Named(sources) => discover::discover(&sources, watch)?,
-            Stage::Found(found) => found,
-            Stage::Unread(unread) => return unread.read(watch),
+            Step::Named(sources) => discover::discover(&sources, watch)?,
+            Step::Found(found) => found,
+            Step::Unread(unread) => return unread.read(watch),
         };
         Unread::new(found, watch)?.read(watch)
     }
@@ -101,18 +101,18 @@ impl Stage {
 
 /// On this thread, as long as everything is small, in memory, and known to be on disks. Otherwise the error is the
 /// watch's [`too_much`](Watch::too_much), and `stage` says how far this thread came.
-fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
+fn open_here(stage: &mut Step, watch: &Watch) -> Result<Checkpoint> {
     let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
-    let Stage::Named(sources) = stage else { return Err(watch.too_much()) };
+    let Step::Named(sources) = stage else { return Err(watch.too_much()) };
     let sources = std::mem::take(sources);
     if !known(&sources) {
-        *stage = Stage::Named(sources);
+        *stage = Step::Named(sources);
         return Err(watch.too_much());
     }
     let found = match discover::discover(&sources, watch) {
         Ok(found) => found,
         Err(e) => {
-            *stage = Stage::Named(sources);
+            *stage = Step::Named(sources);
             return Err(e);
         }
     };
@@ -124,17 +124,17 @@ fn open_here(stage: &mut Stage, watch: &Watch) -> Result<Checkpoint> {
     let unread = match unread {
         Ok(unread) => unread,
         Err(e) => {
-            *stage = Stage::Found(found);
+            *stage = Step::Found(found);
             return Err(e);
         }
     };
     if unread.files != sources && !known(&unread.files) {
-        *stage = Stage::Unread(unread);
+        *stage = Step::Unread(unread);
         return Err(watch.too_much());
     }
     match unread.headers(watch) {
         Err(e) if watch.was_too_much() => {
-            *stage = Stage::Unread(unread);
+            *stage = Step::Unread(unread);
             Err(e)
         }
         shards => unread.joined(shards, watch),

@@ -1,7 +1,7 @@
 //! Opening a checkpoint in a store: which objects its address stands for, and their headers, several at a time.
 
 use super::checkpoint::{Checkpoint, Seeded};
-use super::discover::{self, Chosen};
+use super::discover::{self, ToOpen};
 use super::index::{Index, MAX_INDEX};
 use super::join::{indexed, merge, read_all};
 use super::shard::{self, Shard, FIRST_READ};
@@ -12,11 +12,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Where something is, and the store that has it; `None`: a file of this machine.
-pub(super) type Place = (Location, Option<Arc<dyn Store>>);
+pub(super) type Stored = (Location, Option<Arc<dyn Store>>);
 
 /// Opens what these places stand for: one address (of an object, an index, or all under it), or a list of objects and
 /// files, in any stores.
-pub(super) fn open(mut places: Vec<Place>, watch: &Watch) -> Result<Checkpoint> {
+pub(super) fn open(mut places: Vec<Stored>, watch: &Watch) -> Result<Checkpoint> {
     let hasher = Seeded::default();
     if let [(at, Some(store))] = &places[..] {
         let (files, index) = found(&**store, at, watch)?;
@@ -64,8 +64,8 @@ fn found(store: &dyn Store, at: &Location, watch: &Watch) -> Result<(Vec<Locatio
     let found: Vec<(OsString, Location)> = listed.into_iter().filter_map(direct).collect();
     let of = |name: &OsString| found.iter().find(|(known, _)| known == name).map(|(_, location)| location.clone());
     match discover::choose(at.as_path(), found.iter().map(|(name, _)| name.clone()).collect())? {
-        Chosen::Index(name) => Ok((Vec::new(), of(&name))),
-        Chosen::Files(names) => Ok((names.iter().filter_map(of).collect(), None)),
+        ToOpen::Index(name) => Ok((Vec::new(), of(&name))),
+        ToOpen::Files(names) => Ok((names.iter().filter_map(of).collect(), None)),
     }
 }
 

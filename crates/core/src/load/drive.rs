@@ -263,7 +263,7 @@ impl Driver {
     }
 
     /// Tells the engine what source and device have done.
-    fn listen(&mut self, clock: Clock, events: &mut Vec<source::Event>, copied: &mut Vec<Copied>) {
+    fn listen(&mut self, clock: Clock, events: &mut Vec<source::Progress>, copied: &mut Vec<Copied>) {
         if let Err(e) = self.source.poll(events) {
             self.engine.on(clock.now(), Event::Failed(e));
         }
@@ -278,8 +278,8 @@ impl Driver {
         let now = clock.now();
         for event in events.drain(..) {
             let Done { ticket, result, route } = match event {
-                source::Event::Done(done) => done,
-                source::Event::Arrived(ticket) => {
+                source::Progress::Done(done) => done,
+                source::Progress::Arrived(ticket) => {
                     self.engine.on(now, Event::Arrived(ticket));
                     continue;
                 }

@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
+use crate::stats::RouteTotals;
 use crate::way::{Through, Way};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -279,15 +280,6 @@ pub struct Totals {
     pub slack: u64,
     /// Extra bytes between wanted ones that are read, not skipped.
     pub gap: u64,
-}
-
-/// What travels by one route.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RouteTotals {
-    /// Number of extents.
-    pub extents: u64,
-    /// Bytes of the extents, slack and gaps included.
-    pub bytes: u64,
 }
 
 /// See [`Schedule::stretches`].

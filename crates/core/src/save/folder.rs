@@ -17,13 +17,13 @@ pub(super) struct Folder {
     /// Directories in which new directories were made.
     with_new_names: Vec<PathBuf>,
     /// Files of an earlier save with the same name that were there when this save began.
-    earlier: Vec<(PathBuf, Identity)>,
+    earlier: Vec<(PathBuf, Stamp)>,
 }
 
 /// Tells a file from another one that gets its name later: device, inode, and when it was written.
-type Identity = (u64, u64, i64, i64);
+type Stamp = (u64, u64, i64, i64);
 
-fn identity(found: &Metadata) -> Identity {
+fn identity(found: &Metadata) -> Stamp {
     (found.dev(), found.ino(), found.mtime(), found.mtime_nsec())
 }
 

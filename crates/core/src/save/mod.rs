@@ -161,7 +161,7 @@ enum Origin {
 }
 
 /// The save's place in the ring of slabs, until the crew has nothing more to write.
-struct Staging {
+struct RingPlace {
     share: Mutex<Option<Share>>,
 }
 
@@ -171,10 +171,10 @@ struct Late {
     nbytes: u64,
     /// Pieces of it that are not written yet.
     left: usize,
-    stage: Stage,
+    stage: Phase,
 }
 
-enum Stage {
+enum Phase {
     /// Not wanted yet, or written.
     Away,
     Wanted(Made),
@@ -218,12 +218,12 @@ struct Work {
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
     /// Where chunks are written out of slabs.
-    staging: Option<Staging>,
+    staging: Option<RingPlace>,
     sync: bool,
     next: AtomicUsize,
     cancelled: AtomicBool,
     began: Instant,
-    state: Mutex<State>,
+    state: Mutex<SaveState>,
     changed: Condvar,
 }
 
@@ -236,7 +236,7 @@ struct Sink {
     refused: AtomicBool,
 }
 
-struct State {
+struct SaveState {
     written: u64,
     working: usize,
     /// When a chunk was last written, or when a slab for one came after a wait.
@@ -293,10 +293,10 @@ impl Save {
         if staged {
             let share = Ring::process().join(options.extent, options.staging)?;
             crew = crew.min((options.staging / share.slab_bytes()).max(LEAST_SLABS) as usize);
-            staging = Some(Staging { share: Mutex::new(Some(share)) });
+            staging = Some(RingPlace { share: Mutex::new(Some(share)) });
         }
         report.threads = crew;
-        let state = State {
+        let state = SaveState {
             written: 0,
             working: crew,
             moved: began,
@@ -406,8 +406,8 @@ impl Save {
         let late = state.wanted.front().copied().map(|number| &mut state.late[number])?;
         let (tensor, nbytes) = (late.tensor, late.nbytes as usize);
         match &mut late.stage {
-            Stage::Wanted(made) => Some(Wanted { tensor, at: made.at(), nbytes }),
-            Stage::Away | Stage::There(_) => None,
+            Phase::Wanted(made) => Some(Wanted { tensor, at: made.at(), nbytes }),
+            Phase::Away | Phase::There(_) => None,
         }
     }
 
@@ -419,8 +419,8 @@ impl Save {
         let mut state = lock(&self.work.state);
         if let Some(number) = state.wanted.pop_front() {
             let stage = &mut state.late[number].stage;
-            if let Stage::Wanted(made) = std::mem::replace(stage, Stage::Away) {
-                *stage = Stage::There(made);
+            if let Phase::Wanted(made) = std::mem::replace(stage, Phase::Away) {
+                *stage = Phase::There(made);
             }
         }
         // The time was not spent by the storage.
@@ -596,7 +596,7 @@ impl Work {
 
     /// A slab for one chunk; `None` if the save was given up meanwhile. One thread of the crew waits for the ring,
     /// which notifies once per load. The others wait for that thread.
-    fn slab<'a>(&'a self, staging: &Staging) -> Result<Option<Slab<'a>>> {
+    fn slab<'a>(&'a self, staging: &RingPlace) -> Result<Option<ChunkSlab<'a>>> {
         let place = lock(&staging.share);
         let Some(share) = &*place else { return Ok(None) };
         let mut waited = false;
@@ -622,7 +622,7 @@ impl Work {
             // The time was not spent by the storage.
             state.moved = Instant::now();
         }
-        Ok(Some(Slab { lease, work: self }))
+        Ok(Some(ChunkSlab { lease, work: self }))
     }
 
     /// The pieces, with the addresses of the late tensors; `None` if the save was given up meanwhile.
@@ -649,10 +649,10 @@ impl Work {
             }
             let late = &mut state.late[number];
             match &mut late.stage {
-                Stage::There(made) => return Ok(Some(made.at() as u64)),
-                Stage::Wanted(_) => {}
-                Stage::Away => {
-                    late.stage = Stage::Wanted(Made::new(late.nbytes)?);
+                Phase::There(made) => return Ok(Some(made.at() as u64)),
+                Phase::Wanted(_) => {}
+                Phase::Away => {
+                    late.stage = Phase::Wanted(Made::new(late.nbytes)?);
                     state.wanted.push_back(number);
                     self.changed.notify_all();
                 }
@@ -669,7 +669,7 @@ impl Work {
                 let late = &mut state.late[number];
                 late.left -= 1;
                 if late.left == 0 {
-                    let dropped = std::mem::replace(&mut late.stage, Stage::Away);
+                    let dropped = std::mem::replace(&mut late.stage, Phase::Away);
                     drop(state);
                     drop(dropped);
                 }
@@ -818,12 +818,12 @@ impl Work {
 }
 
 /// The lease of a slab for one chunk.
-struct Slab<'a> {
+struct ChunkSlab<'a> {
     lease: Lease,
     work: &'a Work,
 }
 
-impl Drop for Slab<'_> {
+impl Drop for ChunkSlab<'_> {
     fn drop(&mut self) {
         lock(&self.work.state).slabs -= 1;
     }
@@ -905,7 +905,7 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
                 At::Host(address) => Origin::Host(address),
                 At::Gpu(ordinal, address) => Origin::Gpu(ordinal, address),
                 At::Late => {
-                    late.push(Late { tensor, nbytes, left: 0, stage: Stage::Away });
+                    late.push(Late { tensor, nbytes, left: 0, stage: Phase::Away });
                     Origin::Late(late.len() - 1, 0)
                 }
             };

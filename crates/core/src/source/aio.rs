@@ -2,9 +2,9 @@
 //!
 //! It is asynchronous only with O_DIRECT, and it is used only for that.
 
-use super::flight::{quarantine, Flight, Next};
+use super::flight::{quarantine, AfterRead, Flight};
 use super::threads::refuses_direct;
-use super::{readable, Event, Outcome, Read, Source, GRACE};
+use super::{readable, Outcome, Progress, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Files;
 use crate::wake::Wake;
@@ -258,11 +258,11 @@ impl Aio {
             for event in &events[..n as usize] {
                 let Some((flight, _fd)) = self.take(event.data as usize) else { continue };
                 match flight.answer(event.res, &self.files) {
-                    Next::Again(flight) if self.cancelled => {
+                    AfterRead::Again(flight) if self.cancelled => {
                         self.over.push(Outcome::Done(flight.read.cancelled(&self.files)));
                     }
-                    Next::Again(flight) => self.waiting.push_back(flight),
-                    Next::Over(outcome) => self.over.push(outcome),
+                    AfterRead::Again(flight) => self.waiting.push_back(flight),
+                    AfterRead::Over(outcome) => self.over.push(outcome),
                 }
             }
             if (n as usize) < events.len() {
@@ -345,10 +345,10 @@ impl Source for Aio {
         Ok(())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.files))));
+        events.extend(out.into_iter().map(|o| Progress::Done(o.into_done(&self.files))));
         Ok(())
     }
 

@@ -21,7 +21,7 @@ pub(super) struct Flight {
     pub(super) read: Read,
     at: *mut u8,
     /// A scattered read: the places that are not full yet, and where the bytes go that are not wanted.
-    places: Option<(Vec<libc::iovec>, Arc<Scratch>)>,
+    places: Option<(Vec<libc::iovec>, Arc<Waste>)>,
     /// The read uses O_DIRECT, which can continue only at a page.
     direct: bool,
     got: u64,
@@ -32,24 +32,24 @@ pub(super) struct Flight {
 unsafe impl Send for Flight {}
 
 /// Memory for bytes that are not wanted. Several reads may write to it at once, and nothing reads it.
-pub(super) struct Scratch(Box<[UnsafeCell<u8>]>);
+pub(super) struct Waste(Box<[UnsafeCell<u8>]>);
 
 // SAFETY: only the kernel writes to it, and what it writes is never looked at.
-unsafe impl Sync for Scratch {}
+unsafe impl Sync for Waste {}
 // SAFETY: plain bytes.
-unsafe impl Send for Scratch {}
+unsafe impl Send for Waste {}
 
-impl Scratch {
+impl Waste {
     /// Gaps between wanted runs are rarely longer, and this stays in the processor's cache.
     const LEN: usize = 64 << 10;
 
-    pub(super) fn new() -> Arc<Scratch> {
-        Arc::new(Scratch((0..Self::LEN).map(|_| UnsafeCell::new(0)).collect()))
+    pub(super) fn new() -> Arc<Waste> {
+        Arc::new(Waste((0..Self::LEN).map(|_| UnsafeCell::new(0)).collect()))
     }
 }
 
 /// What comes next for a flight.
-pub(super) enum Next {
+pub(super) enum AfterRead {
     Again(Flight),
     Over(Outcome),
 }
@@ -73,7 +73,7 @@ impl Flight {
     }
 
     /// A read through the page cache.
-    pub(super) fn buffered(read: Read, scratch: &Arc<Scratch>, files: &Files) -> Result<Flight, Outcome> {
+    pub(super) fn buffered(read: Read, scratch: &Arc<Waste>, files: &Files) -> Result<Flight, Outcome> {
         let (at, places) = match &read.into {
             Destination::Memory(at) => (*at, None),
             Destination::Scatter(to) => (std::ptr::null_mut(), Some((aimed(to, scratch), scratch.clone()))),
@@ -141,17 +141,17 @@ impl Flight {
     }
 
     /// What the kernel's answer to [`call`](Self::call) means: bytes, or a negative errno.
-    pub(super) fn answer(mut self, answer: i64, files: &Files) -> Next {
-        let over = |read: Read, result| Next::Over(Outcome::Done(read.done(files, result)));
+    pub(super) fn answer(mut self, answer: i64, files: &Files) -> AfterRead {
+        let over = |read: Read, result| AfterRead::Over(Outcome::Done(read.done(files, result)));
         if answer < 0 {
             let cause = io::Error::from_raw_os_error(-answer as i32);
             return match cause.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) if self.tries < MOST_TRIES => {
                     self.tries += 1;
-                    Next::Again(self)
+                    AfterRead::Again(self)
                 }
-                Some(libc::ECANCELED) => Next::Over(Outcome::Done(self.read.cancelled(files))),
-                errno if refuses_direct(errno) => Next::Over(Outcome::Refused { read: self.read, cause }),
+                Some(libc::ECANCELED) => AfterRead::Over(Outcome::Done(self.read.cancelled(files))),
+                errno if refuses_direct(errno) => AfterRead::Over(Outcome::Refused { read: self.read, cause }),
                 _ => over(self.read, Err(Error::io("read", &cause))),
             };
         }
@@ -169,19 +169,19 @@ impl Flight {
         if self.direct && whole > before {
             self.got = whole;
         }
-        Next::Again(self)
+        AfterRead::Again(self)
     }
 }
 
 /// The places of a scattered read. Bytes that are not wanted go to the scratch memory.
-fn aimed(to: &[(*mut u8, usize)], scratch: &Scratch) -> Vec<libc::iovec> {
+fn aimed(to: &[(*mut u8, usize)], scratch: &Waste) -> Vec<libc::iovec> {
     let mut places = Vec::with_capacity(to.len());
     for &(at, mut len) in to {
         if !at.is_null() && len > 0 {
             places.push(libc::iovec { iov_base: at.cast(), iov_len: len });
         } else {
             while len > 0 {
-                let step = len.min(Scratch::LEN);
+                let step = len.min(Waste::LEN);
                 places.push(libc::iovec { iov_base: scratch.0.as_ptr().cast_mut().cast(), iov_len: step });
                 len -= step;
             }

@@ -31,7 +31,7 @@
 //! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`](crate::store::Files).
 //!
 //! A source whose bytes come late is sent reads without a place to land ([`Destination::OnArrival`]). It reports
-//! [`Event::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
+//! [`Progress::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
 //! [`Source::land`] has given it a place. A read that fails needs no arrival. No source in this crate does that yet.
 //!
 //! Three rules hold for every source. The conformance suite checks each source for them:
@@ -105,7 +105,7 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
-    /// Not known yet. [`Source::land`] gives it after the source has reported [`Event::Arrived`].
+    /// Not known yet. [`Source::land`] gives it after the source has reported [`Progress::Arrived`].
     OnArrival,
     /// A mapping of the file.
     Mapping {
@@ -140,7 +140,7 @@ pub struct Done {
 
 /// What a source reports.
 #[derive(Debug)]
-pub enum Event {
+pub enum Progress {
     /// The first byte of a read that was sent without a place to land is there. The source waits for [`Source::land`].
     Arrived(Ticket),
     /// A read has ended, well or not.
@@ -156,7 +156,7 @@ pub trait Source: Send {
     fn flush(&mut self) -> Result<()>;
 
     /// Appends what happened since the last call to `events`, without waiting.
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()>;
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()>;
 
     /// Gives a read that has arrived its place, and what keeps that memory alive. The source then receives the rest, and
     /// the ticket comes back through `poll`.

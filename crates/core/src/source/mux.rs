@@ -1,6 +1,6 @@
 //! The sources of a load whose files are in several stores, as one.
 
-use super::{epoll, watch, Destination, Event, Read, Source, Touches};
+use super::{epoll, watch, Destination, Progress, Read, Source, Touches};
 use crate::error::Result;
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
@@ -23,7 +23,7 @@ pub(crate) struct Mux {
     /// The source of each read in flight.
     of_ticket: HashMap<Ticket, usize>,
     /// Reads that were given up while they waited.
-    given_up: Vec<Event>,
+    given_up: Vec<Progress>,
     wake: OwnedFd,
 }
 
@@ -69,7 +69,7 @@ impl Source for Mux {
         self.sources.iter_mut().try_for_each(|source| source.flush())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let before = events.len();
         events.append(&mut self.given_up);
         // One that fails does not keep the others from being heard.
@@ -78,7 +78,7 @@ impl Source for Mux {
             outcome = outcome.and(source.poll(events));
         }
         for event in &events[before..] {
-            if let Event::Done(done) = event {
+            if let Progress::Done(done) = event {
                 self.of_ticket.remove(&done.ticket);
             }
         }
@@ -97,7 +97,7 @@ impl Source for Mux {
 
     fn cancel(&mut self) {
         for read in self.waiting.iter_mut().flat_map(|waiting| waiting.drain(..)) {
-            self.given_up.push(Event::Done(read.given_up()));
+            self.given_up.push(Progress::Done(read.given_up()));
         }
         self.sources.iter_mut().for_each(|source| source.cancel());
     }

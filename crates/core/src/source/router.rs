@@ -12,8 +12,8 @@
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
-use super::threads::{How, Late};
-use super::{epoll, watch, Aio, Done, Event, Outcome, Read, Source, Threads, Touches, Uring};
+use super::threads::{How, ReadAhead};
+use super::{epoll, watch, Aio, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -38,7 +38,7 @@ pub struct Router {
     direct: Direct,
     begun: bool,
     /// io_uring, for those reads through the page cache that go this way.
-    buffered: Buffered,
+    buffered: BufferedBy,
     io: Io,
     /// Files on a network go to the asynchronous interface too: the caller named it.
     insists: bool,
@@ -62,7 +62,7 @@ enum Direct {
 }
 
 #[derive(Debug)]
-enum Buffered {
+enum BufferedBy {
     /// Not wanted, or refused.
     None,
     /// Set up when the first read comes.
@@ -72,11 +72,11 @@ enum Buffered {
     Leaving(Box<Uring>),
 }
 
-impl Buffered {
+impl BufferedBy {
     fn uring(&mut self) -> Option<&mut Uring> {
         match self {
-            Buffered::There(uring) | Buffered::Leaving(uring) => Some(uring),
-            Buffered::None | Buffered::Later => None,
+            BufferedBy::There(uring) | BufferedBy::Leaving(uring) => Some(uring),
+            BufferedBy::None | BufferedBy::Later => None,
         }
     }
 }
@@ -108,7 +108,7 @@ impl Router {
             threads: Threads::obeying(files.clone(), routing, QUEUE.max(routing.depth), timeline)?,
             direct: Direct::Threads,
             begun: false,
-            buffered: if io == Io::UringBuffered { Buffered::Later } else { Buffered::None },
+            buffered: if io == Io::UringBuffered { BufferedBy::Later } else { BufferedBy::None },
             io,
             insists: matches!(io, Io::Uring | Io::Aio),
             refused: vec![false; files.len()],
@@ -134,7 +134,7 @@ impl Router {
     }
 
     /// What reads ranges of the files into the page cache when all is done.
-    pub(super) fn late(&self) -> Late {
+    pub(super) fn late(&self) -> ReadAhead {
         self.threads.late()
     }
 
@@ -167,14 +167,14 @@ impl Router {
             Ok(mut uring) => {
                 let exact: Vec<_> = self.routing.ways.iter().map(|way| way.through == Through::Exact).collect();
                 uring.read_exactly(&exact);
-                self.buffered = Buffered::There(Box::new(uring));
+                self.buffered = BufferedBy::There(Box::new(uring));
             }
             Err(e) => self.instead_of_buffered(&e),
         }
     }
 
     fn instead_of_buffered(&mut self, cause: &Error) {
-        self.buffered = Buffered::None;
+        self.buffered = BufferedBy::None;
         self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
     }
 
@@ -223,8 +223,8 @@ impl Router {
     /// What reads through the page cache.
     fn through(&self) -> By {
         match self.buffered {
-            Buffered::None | Buffered::Leaving(_) => By::Pool(How::Buffered),
-            Buffered::Later | Buffered::There(_) => By::Uring,
+            BufferedBy::None | BufferedBy::Leaving(_) => By::Pool(How::Buffered),
+            BufferedBy::Later | BufferedBy::There(_) => By::Uring,
         }
     }
 
@@ -234,7 +234,7 @@ impl Router {
 
     /// Sends a read by its current way; gives it back if that way is full.
     fn send(&mut self, mut read: Read) -> Result<(), Read> {
-        if matches!((self.by(&read), &self.buffered), (By::Uring, Buffered::Later)) {
+        if matches!((self.by(&read), &self.buffered), (By::Uring, BufferedBy::Later)) {
             self.begin_buffered();
         }
         let route = read.route;
@@ -244,7 +244,7 @@ impl Router {
         }
         let sent = match (by, &mut self.direct, &mut self.buffered) {
             (By::Pool(how), ..) => self.threads.submit_as(read, how),
-            (By::Uring, _, Buffered::There(uring)) => uring.submit(read),
+            (By::Uring, _, BufferedBy::There(uring)) => uring.submit(read),
             (By::Uring, ..) => self.threads.submit_as(read, How::Buffered),
             (By::Direct, Direct::Uring(uring), _) => uring.submit(read),
             (By::Direct, Direct::Aio(aio), _) => aio.submit(read),
@@ -318,16 +318,16 @@ impl Router {
                 done => left.push(done),
             }
         }
-        self.buffered = match (std::mem::replace(&mut self.buffered, Buffered::None), refused) {
-            (Buffered::There(uring), Some(cause)) => {
+        self.buffered = match (std::mem::replace(&mut self.buffered, BufferedBy::None), refused) {
+            (BufferedBy::There(uring), Some(cause)) => {
                 self.instead_of_buffered(&Error::io("read with io_uring", &cause));
                 if idle {
-                    Buffered::None
+                    BufferedBy::None
                 } else {
-                    Buffered::Leaving(uring)
+                    BufferedBy::Leaving(uring)
                 }
             }
-            (Buffered::Leaving(_), _) if idle => Buffered::None,
+            (BufferedBy::Leaving(_), _) if idle => BufferedBy::None,
             (ring, _) => ring,
         };
         left
@@ -372,14 +372,14 @@ impl Source for Router {
         Ok(())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
-        events.extend(self.over.drain(..).map(Event::Done));
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+        events.extend(self.over.drain(..).map(Progress::Done));
         let mut out = self.drain_direct();
         out.append(&mut self.drain_buffered());
         self.threads.drain(&mut out);
         for outcome in out {
             match outcome {
-                Outcome::Done(done) => events.push(Event::Done(done)),
+                Outcome::Done(done) => events.push(Progress::Done(done)),
                 Outcome::Refused { read, cause } => self.refuse_direct(read, &cause),
             }
         }
@@ -413,8 +413,8 @@ impl Source for Router {
             Direct::Threads => 0,
         };
         let ring = match &self.buffered {
-            Buffered::There(uring) | Buffered::Leaving(uring) => uring.in_flight(),
-            Buffered::None | Buffered::Later => 0,
+            BufferedBy::There(uring) | BufferedBy::Leaving(uring) => uring.in_flight(),
+            BufferedBy::None | BufferedBy::Later => 0,
         };
         direct + ring + self.threads.in_flight() + self.back.len() + self.over.len()
     }

@@ -7,7 +7,7 @@
 
 use super::fill::{fetch, Fill};
 use super::touch::{Left, Touch, Touches, Untouched};
-use super::{no_place, Destination, Event, Outcome, Read, Source, GRACE, QUARANTINED};
+use super::{no_place, Destination, Outcome, Progress, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -37,7 +37,7 @@ const STACK: usize = 128 << 10;
 /// Reads by a pool of threads.
 #[derive(Debug)]
 pub struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     handles: Vec<JoinHandle<()>>,
     most_threads: usize,
     depth: usize,
@@ -51,9 +51,9 @@ pub struct Threads {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct PoolShared {
     files: Arc<Files>,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     /// A read was queued, or the pool closes.
     work: Condvar,
     /// A read has finished or a thread has ended.
@@ -72,7 +72,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     queue: VecDeque<(Read, How)>,
     /// What is to be read into the page cache at the end.
     last: Vec<(u32, Range<u64>)>,
@@ -94,9 +94,9 @@ struct State {
     abandoned: bool,
 }
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for PoolState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State")
+        f.debug_struct("PoolState")
             .field("queued", &self.queue.len())
             .field("reading", &self.reading)
             .finish_non_exhaustive()
@@ -127,7 +127,7 @@ impl Threads {
         depth: usize,
         timeline: Option<&Arc<Timeline>>,
     ) -> Result<Threads> {
-        let shared = Shared {
+        let shared = PoolShared {
             state: Mutex::default(),
             work: Condvar::new(),
             finished: Condvar::new(),
@@ -152,8 +152,8 @@ impl Threads {
     }
 
     /// What reads ranges into the page cache when all is done.
-    pub(super) fn late(&self) -> Late {
-        Late(self.shared.clone())
+    pub(super) fn late(&self) -> ReadAhead {
+        ReadAhead(self.shared.clone())
     }
 
     /// Threads started so far.
@@ -220,9 +220,9 @@ impl Threads {
 
 /// Has ranges of files read into the page cache when all reads of a pool are done, without waiting for them.
 #[derive(Debug)]
-pub(super) struct Late(Arc<Shared>);
+pub(super) struct ReadAhead(Arc<PoolShared>);
 
-impl Late {
+impl ReadAhead {
     pub(super) fn fetch(&self, ranges: impl IntoIterator<Item = (u32, Range<u64>)>) {
         lock(&self.0.state).last.extend(ranges);
     }
@@ -242,10 +242,10 @@ impl Source for Threads {
         Ok(())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.shared.files))));
+        events.extend(out.into_iter().map(|o| Progress::Done(o.into_done(&self.shared.files))));
         Ok(())
     }
 
@@ -314,8 +314,8 @@ impl Drop for Threads {
     }
 }
 
-impl Shared {
-    fn finish(&self, state: &mut State, outcome: Outcome) {
+impl PoolShared {
+    fn finish(&self, state: &mut PoolState, outcome: Outcome) {
         state.done.push(outcome);
         if !std::mem::replace(&mut state.raised, true) {
             self.wake.ring();
@@ -772,9 +772,9 @@ mod models {
                 pool.shared.wake.wait(-1);
             }
         }
-        let ticket = |event: &Event| match event {
-            Event::Arrived(ticket) => ticket.0,
-            Event::Done(done) => done.ticket.0,
+        let ticket = |event: &Progress| match event {
+            Progress::Arrived(ticket) => ticket.0,
+            Progress::Done(done) => done.ticket.0,
         };
         let mut tickets: Vec<u64> = done.iter().map(ticket).collect();
         tickets.sort_unstable();

@@ -1,6 +1,6 @@
 //! A source that is made slower or made to fail, to test the rest. For tests only: no option leads here.
 
-use super::{epoll, watch, Destination, Done, Event, Read, Source, Touches};
+use super::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
 use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use crate::memory::Keep;
@@ -157,11 +157,11 @@ impl Source for Throttle {
         self.inner.flush()
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let mut happened = Vec::new();
         self.inner.poll(&mut happened)?;
         for event in happened {
-            let Event::Done(d) = event else {
+            let Progress::Done(d) = event else {
                 events.push(event);
                 continue;
             };
@@ -185,7 +185,7 @@ impl Source for Throttle {
         let mut i = 0;
         while i < self.held.len() {
             if self.held[i].0 <= now {
-                events.push(Event::Done(self.held.swap_remove(i).1));
+                events.push(Progress::Done(self.held.swap_remove(i).1));
             } else {
                 i += 1;
             }

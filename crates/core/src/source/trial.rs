@@ -11,8 +11,8 @@
 //! nothing of it.
 
 use super::router::Router;
-use super::threads::Late;
-use super::{Done, Event, Read, Source, Touches};
+use super::threads::ReadAhead;
+use super::{Done, Progress, Read, Source, Touches};
 use crate::error::Result;
 use crate::extent::{Route, Ticket};
 use crate::fallback::Fallback;
@@ -56,7 +56,7 @@ pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 #[derive(Debug)]
 pub(crate) struct Trial {
     inner: Router,
-    late: Late,
+    late: ReadAhead,
     pace: Pace,
     chosen: Chosen,
 }
@@ -89,12 +89,12 @@ impl Source for Trial {
         self.inner.flush()
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let before = events.len();
         self.inner.poll(events)?;
         let done = events[before..].iter().filter_map(|event| match event {
-            Event::Done(done) => Some(done),
-            Event::Arrived(_) => None,
+            Progress::Done(done) => Some(done),
+            Progress::Arrived(_) => None,
         });
         self.pace.back(done, Instant::now());
         if std::mem::take(&mut self.pace.news) {

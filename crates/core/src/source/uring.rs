@@ -8,9 +8,9 @@
 //! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. What was refused goes
 //! back to the router, as soon as the kernel can no longer write to its memory.
 
-use super::flight::{quarantine, Flight, Next, Scratch};
+use super::flight::{quarantine, AfterRead, Flight, Waste};
 use super::threads::refuses_direct;
-use super::{readable, Event, Outcome, Read, Source, GRACE};
+use super::{readable, Outcome, Progress, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::store::Files;
@@ -69,7 +69,7 @@ pub struct Uring {
 /// What reads through the page cache need.
 struct Buffered {
     /// Where bytes go that are not wanted.
-    scratch: Arc<Scratch>,
+    scratch: Arc<Waste>,
     /// For each file: whether only the requested bytes may be brought in; empty: for no file.
     exact: Vec<bool>,
 }
@@ -100,7 +100,7 @@ impl Uring {
     /// A ring for `depth` reads at a time through the page cache.
     pub fn buffered(files: Arc<Files>, depth: usize) -> Result<Uring> {
         let mut uring = Self::with_modes(files, depth, &ALL_MODES)?;
-        uring.buffered = Some(Buffered { scratch: Scratch::new(), exact: Vec::new() });
+        uring.buffered = Some(Buffered { scratch: Waste::new(), exact: Vec::new() });
         Ok(uring)
     }
 
@@ -370,11 +370,11 @@ impl Uring {
                     continue;
                 }
                 match flight.answer(i64::from(answer), &self.files) {
-                    Next::Again(flight) if self.cancelled => {
+                    AfterRead::Again(flight) if self.cancelled => {
                         self.over.push(Outcome::Done(flight.read.cancelled(&self.files)));
                     }
-                    Next::Again(flight) => self.waiting.push_back(flight),
-                    Next::Over(outcome) => self.over.push(outcome),
+                    AfterRead::Again(flight) => self.waiting.push_back(flight),
+                    AfterRead::Over(outcome) => self.over.push(outcome),
                 }
             }
             if !more {
@@ -495,10 +495,10 @@ impl Source for Uring {
         Ok(())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let mut out = Vec::new();
         self.drain(&mut out);
-        events.extend(out.into_iter().map(|o| Event::Done(o.into_done(&self.files))));
+        events.extend(out.into_iter().map(|o| Progress::Done(o.into_done(&self.files))));
         Ok(())
     }
 
@@ -590,7 +590,7 @@ mod tests {
             let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
             // A machine without io_uring, or without this mode
             let Ok(mut uring) = Uring::with_modes(files, 2, &[mode]) else { continue };
-            uring.buffered = Some(Buffered { scratch: Scratch::new(), exact: Vec::new() });
+            uring.buffered = Some(Buffered { scratch: Waste::new(), exact: Vec::new() });
             uring.flag_stays = true;
             let mut memory: Vec<Box<[u8; NBYTES]>> = (0..READS).map(|_| Box::new([0; NBYTES])).collect();
             let (mut next, mut done) = (0, Vec::new());
@@ -619,7 +619,7 @@ mod tests {
                     assert!(readable(uring.wake(), std::time::Duration::from_secs(30)), "nobody was woken");
                 }
             }
-            let well = |event: &Event| matches!(event, Event::Done(done) if done.result.is_ok());
+            let well = |event: &Progress| matches!(event, Progress::Done(done) if done.result.is_ok());
             assert!(done.iter().all(well), "{done:?}");
             assert_eq!(memory.iter().flat_map(|part| part.iter().copied()).collect::<Vec<_>>(), content);
         }

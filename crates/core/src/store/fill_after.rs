@@ -70,7 +70,7 @@ pub struct FillStatus {
 
 /// The filling of the page cache after one load: to ask about it, wait for it and stop it.
 #[derive(Clone)]
-pub struct CacheFill(Arc<Fill>);
+pub struct CacheFill(Arc<FillJob>);
 
 impl std::fmt::Debug for CacheFill {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -78,7 +78,7 @@ impl std::fmt::Debug for CacheFill {
     }
 }
 
-struct Fill {
+struct FillJob {
     pid: u32,
     files: Files,
     /// The bytes that are filled; sorted by file and offset.
@@ -89,11 +89,11 @@ struct Fill {
     /// Bytes of the ranges, in their order, that are done.
     nbytes: AtomicU64,
     over: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<FillProgress>,
     changed: Condvar,
 }
 
-struct State {
+struct FillProgress {
     begun: Instant,
     /// How it ended, and how long it took.
     end: Option<(FillState, String, Duration)>,
@@ -120,7 +120,7 @@ impl CacheFill {
         merged.retain(|(_, range)| range.start < range.end);
         let total = merged.iter().map(|(_, range)| range.end - range.start).sum();
         (total > 0).then(|| {
-            CacheFill(Arc::new(Fill {
+            CacheFill(Arc::new(FillJob {
                 pid: std::process::id(),
                 files,
                 ranges: merged,
@@ -128,7 +128,7 @@ impl CacheFill {
                 total,
                 nbytes: AtomicU64::new(0),
                 over: AtomicBool::new(false),
-                state: Mutex::new(State { begun: Instant::now(), end: None }),
+                state: Mutex::new(FillProgress { begun: Instant::now(), end: None }),
                 changed: Condvar::new(),
             }))
         })
@@ -265,15 +265,15 @@ struct Fills {
 #[derive(Default)]
 struct Queue {
     /// The first one is being filled, if there is a thread.
-    queue: VecDeque<Arc<Fill>>,
+    queue: VecDeque<Arc<FillJob>>,
     /// The fill that the thread works on.
-    current: Option<Arc<Fill>>,
+    current: Option<Arc<FillJob>>,
     users: usize,
     thread: bool,
 }
 
 impl Queue {
-    fn busy_with(&self, fill: &Arc<Fill>) -> bool {
+    fn busy_with(&self, fill: &Arc<FillJob>) -> bool {
         self.current.as_ref().is_some_and(|current| Arc::ptr_eq(current, fill))
     }
 }
@@ -366,7 +366,7 @@ impl Fills {
     }
 }
 
-impl Fill {
+impl FillJob {
     /// Records how it ended, unless that is recorded already.
     fn end(&self, how: FillState, reason: String) {
         self.over.store(true, Ordering::Relaxed);

@@ -19,11 +19,11 @@ pub(crate) struct Watch {
     left: Option<AtomicU64>,
     too_much: AtomicBool,
     given_up: AtomicBool,
-    asked: Mutex<Asked>,
+    asked: Mutex<Question>,
 }
 
 #[derive(Debug, Default)]
-struct Asked {
+struct Question {
     answers: u64,
     /// The paths that threads wait for, the longest wait first.
     waiting: Vec<(u64, PathBuf)>,

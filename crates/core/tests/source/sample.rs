@@ -1,7 +1,7 @@
 //! A file with known bytes, memory to read it into, and how to wait.
 
 use penstock::extent::{Route, Ticket};
-use penstock::source::{Destination, Done, Event, Read, Source};
+use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::Files;
 use std::any::Any;
 use std::fs;
@@ -185,8 +185,8 @@ pub(crate) fn poll(source: &mut dyn Source, done: &mut Vec<Done>) {
     let mut events = Vec::new();
     source.poll(&mut events).unwrap();
     done.extend(events.into_iter().map(|event| match event {
-        Event::Done(done) => done,
-        Event::Arrived(ticket) => panic!("{ticket:?} arrived, but it has a place"),
+        Progress::Done(done) => done,
+        Progress::Arrived(ticket) => panic!("{ticket:?} arrived, but it has a place"),
     }));
 }
 

@@ -5,7 +5,7 @@
 use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{TakesSlab, Ticket};
 use penstock::options::Io;
-use penstock::source::{Destination, Done, Event, Read, Source};
+use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::{Facts, FsKind, Head, Location, Object, Objects, Store, Version};
 use penstock::wake::Wake;
 use penstock::way::Routing;
@@ -210,7 +210,7 @@ struct State {
     arrived: Vec<(u64, Read)>,
     /// Reads that have been given a place.
     landed: Vec<(u64, Read)>,
-    events: Vec<Event>,
+    events: Vec<Progress>,
     closing: bool,
 }
 
@@ -241,7 +241,7 @@ impl Shared {
                 Some(due) if due <= now => {
                     let (_, number, read) = state.asked.remove(0);
                     if matches!(read.into, Destination::OnArrival) {
-                        state.events.push(Event::Arrived(read.ticket));
+                        state.events.push(Progress::Arrived(read.ticket));
                         state.arrived.push((number, read));
                         self.wake.ring();
                         state
@@ -264,7 +264,7 @@ impl Shared {
         // Nobody may learn that it is done while its memory is held.
         drop(read);
         let mut state = self.state.lock().unwrap();
-        state.events.push(Event::Done(Done { ticket, result, route }));
+        state.events.push(Progress::Done(Done { ticket, result, route }));
         self.wake.ring();
     }
 
@@ -321,10 +321,10 @@ impl Source for ToySource {
         Ok(())
     }
 
-    fn poll(&mut self, events: &mut Vec<Event>) -> Result<()> {
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.shared.wake.quiet();
         let mut state = self.shared.state.lock().unwrap();
-        self.in_flight -= state.events.iter().filter(|event| matches!(event, Event::Done(_))).count();
+        self.in_flight -= state.events.iter().filter(|event| matches!(event, Progress::Done(_))).count();
         events.append(&mut state.events);
         Ok(())
     }
@@ -347,7 +347,7 @@ impl Source for ToySource {
             let (ticket, route) = (read.ticket, read.route);
             drop(read);
             let result = Err(Error::new(ErrorKind::Cancelled, "it was given up"));
-            state.events.push(Event::Done(Done { ticket, result, route }));
+            state.events.push(Progress::Done(Done { ticket, result, route }));
         }
         self.shared.wake.ring();
     }
