@@ -1,7 +1,7 @@
 """Python's own calls to file systems that may hang, made on a thread that can be left behind.
 
 A call into a network mount whose server is gone returns when the server is back, and until then no signal handler runs
-on its thread. The core does its own calls in the same way (``aside.rs``).
+on its thread. The core does its own calls in the same way (``detached.rs``).
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-mod aside;
 pub mod ceiling;
+mod detached;
 pub mod device;
 mod engine;
 pub mod error;

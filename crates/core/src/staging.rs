@@ -347,7 +347,7 @@ impl Ring {
         state.staging.mapped -= bytes;
         let waiters = state.waiters();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
     }
 
     /// See [`Lease::quarantine`].
@@ -375,7 +375,7 @@ impl Ring {
         }
         let waiters = state.waiters();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
     }
 
     fn release(&self, slab: Arc<Slab>) {
@@ -398,7 +398,7 @@ impl Ring {
         let surplus = state.surplus();
         let waiters = state.waiters();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
         self.free(surplus);
     }
 }
@@ -459,7 +459,7 @@ impl Share {
                         // Where others hold slabs the load goes on with what there is, and asks again when one comes back.
                         let outcome = if state.staging.in_use > 0 { Ok(self.refuse(&mut state)) } else { Err(cause) };
                         drop(state);
-                        waiters.iter().for_each(|w| w.ring());
+                        waiters.iter().for_each(|w| w.notify());
                         outcome
                     }
                 };
@@ -551,8 +551,8 @@ impl Share {
     }
 
     /// Makes the descriptor unreadable until the next ring.
-    pub fn quiet(&self) {
-        self.wake.quiet();
+    pub fn clear(&self) {
+        self.wake.clear();
     }
 
     /// Waits until it is worth asking again, at most `time`.
@@ -585,7 +585,7 @@ impl Drop for Share {
         let waiters = state.waiters();
         let surplus = state.surplus();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
         self.ring.free(surplus);
     }
 }
@@ -664,7 +664,7 @@ impl Growth {
         let surplus = state.surplus();
         let waiters = state.waiters();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
         self.ring.free(surplus);
     }
 }
@@ -680,7 +680,7 @@ impl Drop for Growth {
         }
         let waiters = state.waiters();
         drop(state);
-        waiters.iter().for_each(|w| w.ring());
+        waiters.iter().for_each(|w| w.notify());
     }
 }
 
@@ -777,7 +777,7 @@ mod tests {
         );
         held.pop();
         assert!(share.wake.wait(0));
-        share.quiet();
+        share.clear();
         acquire(&share);
         assert!(!share.wake.wait(0), "one ring for one refusal");
     }
@@ -947,7 +947,7 @@ mod tests {
         assert_eq!(grow(&growth, 100), 5, "half of the limit is enough");
         drop(growth);
         let rest: Vec<_> = (0..5).map(|_| acquire(&share)).collect();
-        share.quiet();
+        share.clear();
         assert!(refused(&share), "there is room for more, and it waits for one that comes back");
         drop(held);
         assert!(share.wake.wait(0));
@@ -1061,7 +1061,7 @@ mod tests {
                     let mut held: Vec<Lease> = Vec::new();
                     for round in 0..rounds {
                         let lease = loop {
-                            share.quiet();
+                            share.clear();
                             if let Some(lease) = share.try_acquire().unwrap() {
                                 break lease;
                             }
@@ -1156,7 +1156,7 @@ mod models {
     /// A slab, waited for as the engine does: quiet, ask, sleep.
     fn acquire(share: &Share) -> Lease {
         loop {
-            share.quiet();
+            share.clear();
             if let Some(lease) = share.try_acquire().unwrap() {
                 return lease;
             }

@@ -49,7 +49,7 @@ impl Waits {
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     waits: Waits,
-    /// Time with both legs in flight that is not charged yet.
+    /// Time with reads and copies in flight that is not charged yet.
     undecided: Duration,
     /// Time since then with nothing left to read and copies in flight.
     drained: Duration,

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// An eventfd: readable from [`ring`](Self::ring) (notify) until [`quiet`](Self::quiet) (clear).
+/// An eventfd: readable from [`notify`](Self::notify) until [`clear`](Self::clear).
 ///
 /// With this pattern no wake-up is lost: the waker first makes its news visible, then notifies; the woken thread first
 /// clears, then looks for news.
@@ -30,15 +30,15 @@ impl Wake {
 
     /// Notifies: makes the descriptor readable. The write fails only if the counter is at its maximum, and then the
     /// descriptor is readable.
-    pub fn ring(&self) {
+    pub fn notify(&self) {
         // SAFETY: eight readable bytes, as eventfd(2) asks.
         unsafe { libc::write(self.fd(), (&raw const ONE).cast(), 8) };
     }
 
     /// Clears: makes the descriptor unreadable until the next notification.
-    pub fn quiet(&self) {
+    pub fn clear(&self) {
         let mut count = 0u64;
-        // SAFETY: eight writable bytes, as eventfd(2) asks. EAGAIN means that it was quiet already.
+        // SAFETY: eight writable bytes, as eventfd(2) asks. EAGAIN means that it was clear already.
         unsafe { libc::read(self.fd(), (&raw mut count).cast(), 8) };
     }
 
@@ -57,14 +57,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_readable_from_ring_to_quiet() {
+    fn it_is_readable_from_notify_to_clear() {
         let wake = Wake::new().unwrap();
         assert!(!wake.wait(0));
-        wake.quiet();
-        wake.ring();
-        wake.ring();
+        wake.clear();
+        wake.notify();
+        wake.notify();
         assert!(wake.wait(0) && wake.wait(0));
-        wake.quiet();
+        wake.clear();
         assert!(!wake.wait(0));
     }
 }

@@ -76,7 +76,7 @@ impl Source for Late {
             let bell = self.bell.clone();
             std::thread::spawn(move || {
                 std::thread::sleep(latency);
-                bell.ring();
+                bell.notify();
             });
         }
         let never = Duration::from_secs(3600);
@@ -90,7 +90,7 @@ impl Source for Late {
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
-        self.bell.quiet();
+        self.bell.clear();
         events.append(&mut self.given_up);
         self.inner.poll(events)?;
         for read in std::mem::take(&mut self.back) {
@@ -121,7 +121,7 @@ impl Source for Late {
             let result = Err(Error::new(ErrorKind::Cancelled, "given up"));
             self.given_up.push(Progress::Done(Done { ticket: read.ticket, result, route: Route::Buffered }));
         }
-        self.bell.ring();
+        self.bell.notify();
     }
 
     fn wake(&self) -> RawFd {

@@ -70,7 +70,7 @@ impl CpuShared {
         drop(queue);
         // If it was not empty, the thread that filled it has notified or is about to, and the poll is still to come.
         if first {
-            self.wake.ring();
+            self.wake.notify();
         }
     }
 }
@@ -150,7 +150,7 @@ impl Device for CpuDevice {
 
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
         self.same_process()?;
-        self.shared.wake.quiet();
+        self.shared.wake.clear();
         let mut queue = self.shared.lock();
         self.in_flight -= queue.done.len();
         done.append(&mut queue.done);

@@ -337,7 +337,7 @@ impl GpuShared {
         drop(state);
         // If it was not empty, the thread that filled it has notified or is about to, and the poll is still to come.
         if first {
-            self.wake.ring();
+            self.wake.notify();
         }
     }
 }
@@ -431,7 +431,7 @@ impl Device for GpuDevice {
 
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
         self.same_process()?;
-        self.shared.wake.quiet();
+        self.shared.wake.clear();
         let mut state = self.shared.lock();
         self.in_flight -= state.done.len();
         done.append(&mut state.done);

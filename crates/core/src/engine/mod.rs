@@ -1,4 +1,4 @@
-//! The engine: a state machine that moves extents from *granted* over the first and the second leg to *ready*.
+//! The engine: a state machine that moves extents from *granted* over reading and copying to *ready*.
 //!
 //! It does no I/O, holds no lock and has no clock: the time is an argument. Its driver tells it that it is awake
 //! ([`turn`](Engine::turn)) and what happened ([`on`](Engine::on)), asks for actions and carries them out
@@ -7,16 +7,15 @@
 //! every byte arrives exactly once, that no slab is reused early, and that every load ends, whatever completes, fails or
 //! stalls in any order.
 //!
-//! The first leg (a read) brings an extent from the source. If the extent does not land in place, the second leg (a
-//! copy) takes it from its slab to the blocks. A store that answers late gets its request first and a slab when the
-//! first byte has arrived ([`TakesSlab`]).
+//! A read brings an extent from the source. If the extent does not land in place, a copy takes it from its slab to the
+//! blocks. A store that answers late gets its request first and a slab when the first byte has arrived ([`TakesSlab`]).
 //!
 //! ```text
-//!            slab, blocks granted              first leg ends           second leg ends
-//!   waiting ─────────────────────────▶ first ─────────────┬─▶ second ───────────────────▶ arrived
+//!            slab, blocks granted              read ends                copy ends
+//!   waiting ─────────────────────────▶ reading ───────────┬─▶ copying ──────────────────▶ arrived
 //!      │                                 ▲                └─▶ arrived   (landed in place)
 //!      │ blocks granted                  │ slab
-//!      └─────────────────▶ requested ──▶ come   (slab on arrival)
+//!      └─────────────────▶ requested ──▶ answered   (slab on arrival)
 //!                              first byte
 //! ```
 //! A want is ready when every piece of it has arrived.
@@ -58,20 +57,20 @@ pub(crate) struct Engine<S> {
     granted: Vec<bool>,
     /// Extents before this one have all their blocks granted.
     all_granted_before: usize,
-    /// Extents whose first leg has ended, and whose second has to start.
+    /// Extents whose read has ended, and whose second has to start.
     landed: VecDeque<u32>,
     /// Requests that have arrived and have no slab yet, in the order of their arrival.
     arrivals: VecDeque<u32>,
-    /// A first leg for which the source had no room.
+    /// A read for which the source had no room.
     held_back: Option<u32>,
     /// Whether the source may have room: it was polled since it had none.
     room: bool,
-    /// A first leg was given to the driver, which has not said that there is no room.
+    /// A read was given to the driver, which has not said that there is no room.
     offered: bool,
-    /// First legs in flight that take slabs at request, and those that take them at arrival.
+    /// Reads in flight that take slabs at request, and those that take them at arrival.
     reads: usize,
     requests: usize,
-    second_in_flight: usize,
+    copies_in_flight: usize,
     /// Pieces still to arrive, per want.
     missing: Vec<u32>,
     /// Wants that are not ready, per block.
@@ -134,7 +133,7 @@ impl<S> Engine<S> {
             offered: false,
             reads: 0,
             requests: 0,
-            second_in_flight: 0,
+            copies_in_flight: 0,
             missing,
             unready: layout.wants_per_block(),
             touched: vec![false; layout.places.len()],
@@ -197,15 +196,15 @@ impl<S> Engine<S> {
                 (self.room, self.offered) = (false, false);
             }
             Event::Arrived(ticket) => self.arrived(now, ticket),
-            Event::FirstDone(ticket, result) => self.first_done(now, ticket, result),
-            Event::SecondDone(ticket, result) => self.second_done(now, ticket, result),
+            Event::ReadDone(ticket, result) => self.read_done(now, ticket, result),
+            Event::CopyDone(ticket, result) => self.copy_done(now, ticket, result),
             Event::Failed(error) => self.fail(now, error),
             Event::Revoked(error) if mutated!(self, IgnoreLateRevocation) => self.fail(now, error),
             Event::Revoked(error) => self.set_failure(now, error),
         }
     }
 
-    /// The next action, or `None` until something happens or the [`deadline`](Self::deadline) passes. Second legs come
+    /// The next action, or `None` until something happens or the [`deadline`](Self::deadline) passes. Copies come
     /// first: they free slabs.
     pub(crate) fn next(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         if std::mem::take(&mut self.offered) {
@@ -231,14 +230,14 @@ impl<S> Engine<S> {
     /// The next step of a load that goes well.
     fn go_on(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         if let Some(extent) = self.landed.pop_front() {
-            self.stages[extent as usize] = Stage::Second;
-            self.second_in_flight += 1;
+            self.stages[extent as usize] = Stage::Copying;
+            self.copies_in_flight += 1;
             self.started(now);
             self.touch(extent);
-            if mutated!(self, SecondLegTwice) && extent % 3 == 0 && self.landed.len() < 2 {
+            if mutated!(self, CopyTwice) && extent % 3 == 0 && self.landed.len() < 2 {
                 self.landed.push_back(extent);
             }
-            return Some(Action::Second { extent });
+            return Some(Action::Copy { extent });
         }
         if mutated!(self, ReadsTakeSlabsOfArrivals) && self.held_back.is_none() {
             if let Some(action) = self.start(now, ring) {
@@ -259,7 +258,7 @@ impl<S> Engine<S> {
                     self.held_back = None;
                 }
                 (self.room, self.offered) = (false, true);
-                return Some(Action::First { extent });
+                return Some(Action::Read { extent });
             }
             if !mutated!(self, OvertakeHeldBack) {
                 return None;
@@ -290,7 +289,7 @@ impl<S> Engine<S> {
         } else {
             self.arrivals.pop_front();
         }
-        self.stages[i] = Stage::First;
+        self.stages[i] = Stage::Reading;
         self.started(now);
         Some(Action::Land { extent })
     }
@@ -312,8 +311,8 @@ impl<S> Engine<S> {
             self.slabs[self.cursor] = Some(self.slab_from(now, ring)?);
         }
         self.ahead += wanted;
-        *self.legs(staging) += 1;
-        self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::First };
+        *self.reads_of(staging) += 1;
+        self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::Reading };
         self.offered = true;
         if landing != Landing::Slab {
             self.touch(extent);
@@ -324,7 +323,7 @@ impl<S> Engine<S> {
         if !(mutated!(self, StartExtentTwice) && self.cursor % 5 == 4) {
             self.cursor += 1;
         }
-        Some(Action::First { extent })
+        Some(Action::Read { extent })
     }
 
     /// A slab, if there is one. The ring is asked once a turn: its answer costs a system call.
@@ -353,13 +352,13 @@ impl<S> Engine<S> {
         if let Some(extent) = self.held_back.filter(|_| !mutated!(self, NeverWithdrawHeldBack)) {
             self.held_back = None;
             if mutated!(self, SendHeldBackAfterFailure) {
-                return Some(Action::First { extent });
+                return Some(Action::Read { extent });
             }
-            *self.legs(self.schedule.extents[extent as usize].staging) -= 1;
+            *self.reads_of(self.schedule.extents[extent as usize].staging) -= 1;
             self.drop_extent(extent as usize);
             return Some(Action::Withdraw { extent });
         }
-        if self.first_in_flight() + self.second_in_flight == 0 {
+        if self.reads_in_flight() + self.copies_in_flight == 0 {
             return None;
         }
         if !self.source_told && !mutated!(self, SourceIsNotTold) {
@@ -377,28 +376,28 @@ impl<S> Engine<S> {
     fn arrived(&mut self, now: Nanos, ticket: Ticket) {
         let early = mutated!(self, LandBeforeArrival);
         let again = mutated!(self, QueueArrivalTwice);
-        let awaited = |stage| stage == Stage::Requested || early || (again && stage == Stage::First);
+        let awaited = |stage| stage == Stage::Requested || early || (again && stage == Stage::Reading);
         let Some(i) = self.expect(now, ticket, awaited) else { return };
         self.moved(now);
         if early {
             return;
         }
         if !again {
-            self.stages[i] = Stage::Come;
+            self.stages[i] = Stage::Answered;
         }
         if self.failure.is_none() || mutated!(self, LandAfterFailure) {
             self.arrivals.push_back(i as u32);
         }
     }
 
-    fn first_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>) {
-        let Some(i) = self.expect(now, ticket, Stage::is_first_leg) else { return };
+    fn read_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>) {
+        let Some(i) = self.expect(now, ticket, Stage::is_read) else { return };
         let e = &self.schedule.extents[i];
         let (offset, need, landing, staging) = (e.offset, e.need, e.landing, e.staging);
-        *self.legs(staging) -= 1;
+        *self.reads_of(staging) -= 1;
         self.moved(now);
-        let has_landed = self.stages[i] == Stage::First || mutated!(self, DoneBeforeLanded);
-        if self.stages[i] == Stage::Come {
+        let has_landed = self.stages[i] == Stage::Reading || mutated!(self, DoneBeforeLanded);
+        if self.stages[i] == Stage::Answered {
             self.arrivals.retain(|&extent| extent as usize != i);
         }
         let result = match result {
@@ -414,14 +413,14 @@ impl<S> Engine<S> {
             other => other,
         };
         match result {
-            Err(error) if !mutated!(self, SwallowFirstLegError) => {
+            Err(error) if !mutated!(self, SwallowReadError) => {
                 self.drop_extent(i);
                 self.set_failure(now, error);
             }
             _ if self.failure.is_some() => self.drop_extent(i),
-            _ if landing == Landing::Slab && !mutated!(self, SkipSecondLeg) => {
+            _ if landing == Landing::Slab && !mutated!(self, SkipCopy) => {
                 self.stages[i] = Stage::Landed;
-                if mutated!(self, ReleaseSlabBeforeSecondLeg) {
+                if mutated!(self, ReleaseSlabBeforeCopy) {
                     self.slabs[i] = None;
                 }
                 self.landed.push_back(i as u32);
@@ -430,12 +429,12 @@ impl<S> Engine<S> {
         }
     }
 
-    fn second_done(&mut self, now: Nanos, ticket: Ticket, result: Result<(), Error>) {
-        let Some(i) = self.expect(now, ticket, |stage| stage == Stage::Second) else { return };
-        self.second_in_flight -= 1;
+    fn copy_done(&mut self, now: Nanos, ticket: Ticket, result: Result<(), Error>) {
+        let Some(i) = self.expect(now, ticket, |stage| stage == Stage::Copying) else { return };
+        self.copies_in_flight -= 1;
         self.moved(now);
         match result {
-            Err(error) if !mutated!(self, SwallowSecondLegError) => {
+            Err(error) if !mutated!(self, SwallowCopyError) => {
                 self.drop_extent(i);
                 self.set_failure(now, error);
             }
@@ -521,8 +520,8 @@ impl<S> Engine<S> {
             format!(
                 "nothing moved for {:.1} s with {} reads and {} copies in flight: {what} (stall_timeout raises the limit)",
                 self.deadlines.stall() as f64 / 1e9,
-                self.first_in_flight(),
-                self.second_in_flight(),
+                self.reads_in_flight(),
+                self.copies_in_flight(),
             ),
         );
         self.fail(now, error);
@@ -531,7 +530,7 @@ impl<S> Engine<S> {
     /// Gives up on what is in flight: a read or copy that hangs may touch its slab at any later time.
     fn abandon(&mut self) {
         self.abandoned = true;
-        (self.reads, self.requests, self.second_in_flight) = (0, 0, 0);
+        (self.reads, self.requests, self.copies_in_flight) = (0, 0, 0);
         for (stage, slab) in self.stages.iter_mut().zip(&mut self.slabs) {
             if stage.is_in_flight() {
                 *stage = Stage::Dropped;
@@ -561,7 +560,7 @@ impl<S> Engine<S> {
 
     /// How the load ended; `None` while it goes on or something is still in flight.
     pub(crate) fn outcome(&self) -> Option<Result<(), Error>> {
-        let drained = self.first_in_flight() + self.second_in_flight == 0 || mutated!(self, EndBeforeDrained);
+        let drained = self.reads_in_flight() + self.copies_in_flight == 0 || mutated!(self, EndBeforeDrained);
         match &self.failure {
             Some(error) if drained => Some(Err(error.clone())),
             None if self.has_arrived() => Some(Ok(())),
@@ -590,23 +589,27 @@ impl<S> Engine<S> {
             return Wait::Nothing;
         }
         if self.starved_of_slabs {
-            // All slabs hold bytes that wait for the device or are being read: the leg with more of them is the slower.
+            // All slabs hold bytes that wait for the device or are being read: the step with more of them is the slower.
             // Requests that wait for a slab themselves bring nothing.
-            return match (self.first_in_flight().saturating_sub(self.arrivals.len()), self.second_in_flight) {
+            return match (self.reads_in_flight().saturating_sub(self.arrivals.len()), self.copies_in_flight) {
                 (0, 0) => Wait::Slabs,
-                (first, second) if second >= first => Wait::Device,
+                (reads, copies) if copies >= reads => Wait::Device,
                 _ => Wait::Source,
             };
         }
         if self.failure.is_none() && self.schedule.extents.get(self.cursor).is_some_and(|e| self.has_depth(e.staging)) {
             if !self.window_admits(self.cursor) {
-                return if self.next_is_ready() { Wait::Consumer } else { self.leg() };
+                return if self.next_is_ready() { Wait::Consumer } else { self.what_moves() };
             }
             if self.missing_grant(self.cursor).is_some() {
-                return if self.first_in_flight() + self.second_in_flight == 0 { Wait::Allocation } else { self.leg() };
+                return if self.reads_in_flight() + self.copies_in_flight == 0 {
+                    Wait::Allocation
+                } else {
+                    self.what_moves()
+                };
             }
         }
-        self.leg()
+        self.what_moves()
     }
 
     /// Whether the last turn asked for a slab in vain, and it would be worth asking again.
@@ -629,14 +632,14 @@ impl<S> Engine<S> {
         self.bytes_arrived
     }
 
-    /// First legs in flight: sent, and not ended.
-    pub(crate) fn first_in_flight(&self) -> usize {
+    /// Reads in flight: sent, and not ended.
+    pub(crate) fn reads_in_flight(&self) -> usize {
         self.reads + self.requests
     }
 
-    /// Second legs in flight.
-    pub(crate) fn second_in_flight(&self) -> usize {
-        self.second_in_flight
+    /// Copies in flight.
+    pub(crate) fn copies_in_flight(&self) -> usize {
+        self.copies_in_flight
     }
 
     /// Blocks, in hand-out order, that the next extents need and that are not granted, as far as the window reaches.
@@ -671,10 +674,10 @@ impl<S> Engine<S> {
         }
     }
 
-    fn leg(&self) -> Wait {
-        if self.first_in_flight() > 0 {
+    fn what_moves(&self) -> Wait {
+        if self.reads_in_flight() > 0 {
             Wait::Source
-        } else if self.second_in_flight > 0 {
+        } else if self.copies_in_flight > 0 {
             Wait::Device
         } else {
             Wait::Consumer
@@ -690,25 +693,25 @@ impl<S> Engine<S> {
     /// Whether everything has arrived.
     fn has_arrived(&self) -> bool {
         self.cursor == self.stages.len()
-            && self.first_in_flight() + self.second_in_flight == 0
+            && self.reads_in_flight() + self.copies_in_flight == 0
             && self.landed.is_empty()
             && self.failure.is_none()
     }
 
     /// Whether the load has ended, one way or the other.
     fn has_ended(&self) -> bool {
-        self.has_arrived() || (self.failure.is_some() && self.first_in_flight() + self.second_in_flight == 0)
+        self.has_arrived() || (self.failure.is_some() && self.reads_in_flight() + self.copies_in_flight == 0)
     }
 
-    /// First legs in flight of one kind.
-    fn legs(&mut self, staging: TakesSlab) -> &mut usize {
+    /// Reads in flight of one kind.
+    fn reads_of(&mut self, staging: TakesSlab) -> &mut usize {
         match staging {
             TakesSlab::AtRequest => &mut self.reads,
             TakesSlab::AtArrival => &mut self.requests,
         }
     }
 
-    /// Whether one more first leg of that kind may be in flight.
+    /// Whether one more read of that kind may be in flight.
     fn has_depth(&self, staging: TakesSlab) -> bool {
         match staging {
             TakesSlab::AtRequest => self.reads < self.bounds.depth || mutated!(self, IgnoreDepth),
@@ -716,7 +719,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// A leg has started. A read that the source has no room for has not: a source that never has room hangs.
+    /// A read or a copy has started. A read that the source has no room for has not: a source that never has room hangs.
     fn started(&mut self, now: Nanos) {
         if !mutated!(self, StallForgetsStarts) {
             self.deadlines.moved(now);
@@ -724,7 +727,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// A leg has ended, or a request has arrived.
+    /// A read or a copy has ended, or a request has arrived.
     fn moved(&mut self, now: Nanos) {
         if mutated!(self, DrainAnewWithEveryCompletion) && self.failure.is_some() {
             self.deadlines = Deadlines::new(self.bounds.stall);
@@ -802,8 +805,8 @@ impl<S> Engine<S> {
             Some(_) if mutated!(self, AcceptDoubleCompletion) => {
                 // So that the counters do not fail first.
                 let staging = self.schedule.extents[i].staging;
-                *self.legs(staging) += usize::from(awaited(Stage::First));
-                self.second_in_flight += usize::from(awaited(Stage::Second));
+                *self.reads_of(staging) += usize::from(awaited(Stage::Reading));
+                self.copies_in_flight += usize::from(awaited(Stage::Copying));
                 Some(i)
             }
             _ => {

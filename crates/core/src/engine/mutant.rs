@@ -19,9 +19,9 @@ listed! {
     /// One mistake. One that no `mutated!` commits is one that the simulator does not catch.
     enum Mutant {
         // Legs and slabs.
-        ReleaseSlabBeforeSecondLeg,
-        SkipSecondLeg,
-        SecondLegTwice,
+        ReleaseSlabBeforeCopy,
+        SkipCopy,
+        CopyTwice,
         StartExtentTwice,
         StartBeforeGrant,
         ForgetWantedBlock,
@@ -35,8 +35,8 @@ listed! {
         HaltAtLargeTensor,
         NeverShrinkWindow,
         // Failure and the drain that follows it.
-        SwallowFirstLegError,
-        SwallowSecondLegError,
+        SwallowReadError,
+        SwallowCopyError,
         SwallowSlabError,
         GoOnAfterSlabError,
         ContinueAfterFailure,

@@ -235,22 +235,22 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         engine.turn(nanos(now));
         for (_, extent) in ended(&mut reads, now) {
             let len = schedule.extents[extent as usize].len;
-            engine.on(nanos(now), Event::FirstDone(Ticket(extent.into()), Ok(len)));
+            engine.on(nanos(now), Event::ReadDone(Ticket(extent.into()), Ok(len)));
         }
         for (_, extent) in ended(&mut copies, now) {
-            engine.on(nanos(now), Event::SecondDone(Ticket(extent.into()), Ok(())));
+            engine.on(nanos(now), Event::CopyDone(Ticket(extent.into()), Ok(())));
         }
         clock.set(now);
         while let Some(action) = engine.next(nanos(now), &mut pool) {
             now += ACTION;
             clock.set(now);
             match action {
-                Action::First { extent } => {
+                Action::Read { extent } => {
                     let e = &schedule.extents[extent as usize];
                     reads.push((volumes[e.file as usize].carry(now, e.len), extent));
                 }
                 // Through the device's own thread; another thread sees the end.
-                Action::Second { extent } => {
+                Action::Copy { extent } => {
                     if registers > 0 {
                         registers -= 1;
                         device.free_at = device.free_at.max(now) + REGISTER;
@@ -270,7 +270,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         assert!(next.is_finite(), "nothing is in flight and the load has not ended");
         let woken = next.max(now) + if next > now { WAKE } else { 0.0 };
         let slept = Duration::from_secs_f64(woken - now);
-        tally.add(engine.waits_for(), engine.first_in_flight(), engine.second_in_flight(), slept);
+        tally.add(engine.waits_for(), engine.reads_in_flight(), engine.copies_in_flight(), slept);
         now = woken;
     }
     let mut report = Report { waits: tally.waits(), ..Report::default() };
@@ -283,13 +283,13 @@ fn nanos(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
 
-/// When the leg of each extent ends.
+/// When the read or copy of each extent ends.
 type InFlight = Vec<(f64, u32)>;
 
 /// Removes what has ended by now.
-fn ended(legs: &mut InFlight, now: f64) -> InFlight {
-    let (done, rest) = std::mem::take(legs).into_iter().partition(|leg| leg.0 <= now);
-    *legs = rest;
+fn ended(flights: &mut InFlight, now: f64) -> InFlight {
+    let (done, rest) = std::mem::take(flights).into_iter().partition(|flight| flight.0 <= now);
+    *flights = rest;
     done
 }
 
@@ -355,7 +355,7 @@ fn volumes_side_by_side_give_the_sum_of_their_rates() {
     }
 }
 
-/// The result of the tests above if depth or staging were too small: a load that waits for one leg before it starts the
+/// The result of the tests above if depth or staging were too small: a load that waits for one step before it starts the
 /// other reaches half of two equal sides, and a load that reads one extent at a time pays every latency in full.
 #[test]
 fn a_depth_or_a_ring_that_is_too_small_would_be_seen() {

@@ -21,14 +21,14 @@ pub(crate) enum Event {
     Taken(u32),
     /// The owner wants the load to end early.
     Cancelled,
-    /// The source had no room for the first leg that the last action started. Nothing of it was sent.
+    /// The source had no room for the read that the last action started. Nothing of it was sent.
     NoRoom(Ticket),
     /// The first byte of a request that was sent without a slab is there.
     Arrived(Ticket),
-    /// A first leg ended: `Ok(bytes)` that arrived, or why not.
-    FirstDone(Ticket, Result<u64, Error>),
-    /// A second leg ended.
-    SecondDone(Ticket, Result<(), Error>),
+    /// A read ended: `Ok(bytes)` that arrived, or why not.
+    ReadDone(Ticket, Result<u64, Error>),
+    /// A copy ended.
+    CopyDone(Ticket, Result<(), Error>),
     /// Something else went wrong. It does not matter if everything has arrived.
     Failed(Error),
     /// What has arrived is not what it should be: the load fails even if everything has arrived.
@@ -38,13 +38,13 @@ pub(crate) enum Event {
 /// What the driver is to do next.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Start the first leg of this extent, whose number is its ticket. If it was held back before
+    /// Start the read of this extent, whose number is its ticket. If it was held back before
     /// ([`Event::NoRoom`]), give it to the source again.
-    First { extent: u32 },
+    Read { extent: u32 },
     /// The request for this extent has arrived and holds a slab now: tell the source where it lands.
     Land { extent: u32 },
-    /// Start the second leg of this extent, out of the slab that it holds.
-    Second { extent: u32 },
+    /// Start the copy of this extent, out of the slab that it holds.
+    Copy { extent: u32 },
     /// The load has failed, and the source never took this read: let go of it.
     Withdraw { extent: u32 },
     /// The load has failed: the source gives up what it has not started.
@@ -80,9 +80,9 @@ pub(crate) struct Bounds {
 /// Why the engine has nothing to do: what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Wait {
-    /// First legs in flight.
+    /// Reads in flight.
     Source,
-    /// Second legs in flight.
+    /// Copies in flight.
     Device,
     /// A free slab, while nothing of this load moves.
     Slabs,
@@ -119,10 +119,10 @@ pub(super) enum Stage {
     /// Sent without a slab; nothing of it has arrived.
     Requested,
     /// Its first byte has arrived. It waits for a slab.
-    Come,
-    First,
+    Answered,
+    Reading,
     Landed,
-    Second,
+    Copying,
     Arrived,
     /// Ended without arriving, after a failure.
     Dropped,
@@ -131,11 +131,11 @@ pub(super) enum Stage {
 impl Stage {
     /// A source or a device has its ticket.
     pub(super) fn is_in_flight(self) -> bool {
-        self.is_first_leg() || self == Stage::Second
+        self.is_read() || self == Stage::Copying
     }
 
     /// The source has its ticket.
-    pub(super) fn is_first_leg(self) -> bool {
-        matches!(self, Stage::Requested | Stage::Come | Stage::First)
+    pub(super) fn is_read(self) -> bool {
+        matches!(self, Stage::Requested | Stage::Answered | Stage::Reading)
     }
 }

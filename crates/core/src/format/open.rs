@@ -6,7 +6,7 @@ use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
 use super::stored::{self, Stored};
-use crate::aside::{aside, here};
+use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{is_gone, is_link, leads_to_known_disk, store_for, Location, Watch};
 use std::path::{Path, PathBuf};
@@ -49,13 +49,13 @@ impl Checkpoint {
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
     pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
         if let Some(places) = addresses(&sources) {
-            return open_aside(move |watch| stored::open(places, watch), stall, go_on);
+            return open_detached(move |watch| stored::open(places, watch), stall, go_on);
         }
         here(move || {
             let mut stage = Step::Named(sources);
             let watch = Watch::here();
             match open_here(&mut stage, &watch) {
-                Err(_) if watch.was_too_much() => open_aside(move |watch| stage.finish(watch), stall, go_on),
+                Err(_) if watch.was_too_much() => open_detached(move |watch| stage.finish(watch), stall, go_on),
                 result => result,
             }
         })
@@ -142,7 +142,7 @@ fn open_here(stage: &mut Step, watch: &Watch) -> Result<Checkpoint> {
 }
 
 /// On a thread that is left behind if the file system hangs, or if the caller is told to stop.
-fn open_aside(
+fn open_detached(
     open: impl FnOnce(&Watch) -> Result<Checkpoint> + Send + 'static,
     stall: Duration,
     go_on: impl FnMut() -> bool,
@@ -160,7 +160,7 @@ fn open_aside(
             |(answers, _)| answers,
         )
     };
-    aside(move || open(&at_work), Some(stall), progress, go_on).map_err(|e| {
+    detached(move || open(&at_work), Some(stall), progress, go_on).map_err(|e| {
         watch.give_up();
         match watch.asking() {
             Some((_, path)) if e.kind() == ErrorKind::Timeout => e.at(&path),

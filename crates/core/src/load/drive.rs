@@ -90,7 +90,7 @@ impl Slabs for Share {
     type Slab = Arc<Lease>;
     fn acquire(&mut self) -> Result<Option<Arc<Lease>>> {
         // Clear first, then look: a slab that becomes free after the look notifies again.
-        self.quiet();
+        self.clear();
         Ok(self.try_acquire()?.map(Arc::new))
     }
 }
@@ -294,7 +294,7 @@ impl Driver {
                 record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
             }
             let result = result.map_err(|e| self.located(e, ticket));
-            self.engine.on(now, Event::FirstDone(ticket, result));
+            self.engine.on(now, Event::ReadDone(ticket, result));
         }
         for Copied { ticket, result } in copied.drain(..) {
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
@@ -302,7 +302,7 @@ impl Driver {
                 record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
             }
             let result = result.map_err(|e| self.located(e, ticket));
-            self.engine.on(now, Event::SecondDone(ticket, result));
+            self.engine.on(now, Event::CopyDone(ticket, result));
         }
     }
 
@@ -397,15 +397,15 @@ impl Driver {
             let now = clock.now();
             while let Some(action) = self.engine.next(now, &mut self.ring) {
                 match action {
-                    Action::First { extent } => self.first(now, extent),
+                    Action::Read { extent } => self.send_read(now, extent),
                     Action::Land { extent } => {
                         if let Err(e) = self.land(extent) {
                             self.engine.on(now, Event::Failed(e));
                         }
                     }
-                    Action::Second { extent } => {
-                        if let Err(e) = self.second(extent) {
-                            self.engine.on(now, Event::SecondDone(ticket(extent), Err(e)));
+                    Action::Copy { extent } => {
+                        if let Err(e) = self.send_copy(extent) {
+                            self.engine.on(now, Event::CopyDone(ticket(extent), Err(e)));
                         }
                     }
                     Action::Withdraw { .. } => self.held_back = None,
@@ -433,7 +433,7 @@ impl Driver {
     }
 
     /// Starts a read, or gives the source the one that was held back.
-    fn first(&mut self, now: Nanos, extent: u32) {
+    fn send_read(&mut self, now: Nanos, extent: u32) {
         let read = match self.held_back.take() {
             Some(read) => read,
             None => match self.read(extent) {
@@ -441,7 +441,7 @@ impl Driver {
                     self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
                     read
                 }
-                Err(e) => return self.engine.on(now, Event::FirstDone(ticket(extent), Err(e))),
+                Err(e) => return self.engine.on(now, Event::ReadDone(ticket(extent), Err(e))),
             },
         };
         self.held_back = self.source.submit(read).err();
@@ -456,7 +456,7 @@ impl Driver {
         self.source.land(ticket(extent), into, slab)
     }
 
-    fn second(&mut self, extent: u32) -> Result<()> {
+    fn send_copy(&mut self, extent: u32) -> Result<()> {
         let batch = self.batch(extent)?;
         self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
         self.device.as_mut().ok_or_else(|| internal("a slab landing without a device"))?.copy(batch)
@@ -510,7 +510,7 @@ impl Driver {
         Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, strided, keep })
     }
 
-    /// The last leg of this extent is about to write to its blocks.
+    /// The last step of this extent is about to write to its blocks.
     fn prepare(&self, extent: u32) -> Result<()> {
         let addresses = self.addresses(extent);
         let mut written = addresses.written();
@@ -591,7 +591,7 @@ impl Driver {
         let left = self.engine.deadline().map(|d| Duration::from_nanos(d.saturating_sub(clock.at(before))));
         wait_readable(&fds, left);
         let now = Instant::now();
-        self.tally.add(waits_for, self.engine.first_in_flight(), self.engine.second_in_flight(), now - before);
+        self.tally.add(waits_for, self.engine.reads_in_flight(), self.engine.copies_in_flight(), now - before);
         if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
             let span = Span::new(Lane::Engine, format!("wait: {name}"), before, now);
             record.timeline.add(Span { kind: "wait", ..span });

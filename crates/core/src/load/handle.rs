@@ -83,7 +83,7 @@ impl Load {
             state.messages.push(Message::Grant(block, granted, fence));
         }
         drop(state);
-        self.shared.inbox.ring();
+        self.shared.inbox.notify();
         Ok(())
     }
 
@@ -99,7 +99,7 @@ impl Load {
             if !state.handed.is_empty() {
                 let handed = std::mem::take(&mut state.handed);
                 state.messages.extend(handed.into_iter().map(Message::Take));
-                self.shared.inbox.ring();
+                self.shared.inbox.notify();
             }
             match &state.outcome {
                 Some(Ok(())) => return Some(Ok(Next::End)),
@@ -138,7 +138,7 @@ impl Load {
             }
             state.messages.push(Message::Cancel);
             drop(state);
-            self.shared.inbox.ring();
+            self.shared.inbox.notify();
         })
     }
 

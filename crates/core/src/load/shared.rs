@@ -93,13 +93,13 @@ impl Shared {
 
     pub(super) fn tell(&self, message: Message) {
         self.lock().messages.push(message);
-        self.inbox.ring();
+        self.inbox.notify();
     }
 
     /// The state, with every message sent until now. A later message notifies the inbox again.
     pub(super) fn with_news(&self) -> MutexGuard<'_, State> {
         // Clear first, then look.
-        self.inbox.quiet();
+        self.inbox.clear();
         self.lock()
     }
 

@@ -3,7 +3,7 @@
 use super::drive::{Began, Driver, GpuBlocks, Record};
 use super::handle::Load;
 use super::shared::{somewhere, Shared};
-use crate::aside::here;
+use crate::detached::here;
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;

@@ -604,7 +604,7 @@ impl Work {
             if self.is_over() {
                 break Ok(None);
             }
-            share.quiet();
+            share.clear();
             match share.try_acquire() {
                 Ok(None) => {}
                 found => break found,

@@ -126,7 +126,7 @@ impl Aio {
     fn give(&mut self, outcome: Outcome) {
         self.over.push(outcome);
         self.uncounted += 1;
-        self.wake.ring();
+        self.wake.notify();
     }
 
     fn start(&mut self) {
@@ -306,7 +306,7 @@ impl Aio {
         }
         self.context = 0;
         self.uncounted += 1;
-        self.wake.ring();
+        self.wake.notify();
     }
 
     fn destroy(&mut self) {

@@ -211,7 +211,7 @@ impl Threads {
     pub(super) fn drain(&mut self, out: &mut Vec<Outcome>) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.raised) {
-            self.shared.wake.quiet();
+            self.shared.wake.clear();
         }
         self.in_flight -= state.done.len();
         out.append(&mut state.done);
@@ -318,7 +318,7 @@ impl PoolShared {
     fn finish(&self, state: &mut PoolState, outcome: Outcome) {
         state.done.push(outcome);
         if !std::mem::replace(&mut state.raised, true) {
-            self.wake.ring();
+            self.wake.notify();
         }
     }
 

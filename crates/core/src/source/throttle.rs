@@ -59,7 +59,7 @@ impl Release {
     /// Every read that hangs comes back now, and no later read hangs.
     pub fn release(&self) {
         self.released.store(true, Ordering::Release);
-        self.bell.ring();
+        self.bell.notify();
     }
 }
 
@@ -174,7 +174,7 @@ impl Source for Throttle {
             }
         }
         if self.release.released.load(Ordering::Acquire) {
-            self.release.bell.quiet();
+            self.release.bell.clear();
             self.how.hang = None;
             self.hung.clear();
             for d in std::mem::take(&mut self.hanging) {

@@ -191,7 +191,7 @@ impl Uring {
 
     fn give(&mut self, outcome: Outcome) {
         self.over.push(outcome);
-        self.wake.ring();
+        self.wake.notify();
     }
 
     /// Moves waiting reads to the kernel.
@@ -331,7 +331,7 @@ impl Uring {
         let mut last = false;
         loop {
             let deferred = self.mode != RingMode::Plain && self.enabled && self.has_deferred();
-            let Some(ring) = &mut self.ring else { return self.wake.quiet() };
+            let Some(ring) = &mut self.ring else { return self.wake.clear() };
             if deferred {
                 // SAFETY: no argument is passed. Only lets the kernel run what it has put off.
                 let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, GETEVENTS, None) };
@@ -347,7 +347,7 @@ impl Uring {
             // a notification. If the look before brought nothing, the flag may be one that stays. Then the last look has
             // come after `wake` was cleared, and it is not cleared again: what came since has notified it.
             if !last {
-                self.wake.quiet();
+                self.wake.clear();
             }
             let more = !last && (!ring.completion().is_empty() || self.has_deferred());
             last = answers.is_empty();
@@ -416,7 +416,7 @@ impl Uring {
             self.over.push(Outcome::Refused { read: flight.read, cause: again() });
         }
         self.pushed = 0;
-        self.wake.ring();
+        self.wake.notify();
     }
 
     /// Closes the ring; true when the kernel has released everything that was submitted to it.

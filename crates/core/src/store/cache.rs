@@ -5,7 +5,7 @@ use super::files::Files;
 use super::fill_after::{stop_fills_of, DiskUse};
 use super::pread::{read_fully, MOST_PER_CALL};
 use super::residency::Residency;
-use crate::aside::aside;
+use crate::detached::detached;
 use crate::error::{Error, Result};
 use crate::options::MIB;
 use crate::sync::{lock, Mutex};
@@ -104,7 +104,7 @@ fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Result<u64> {
 pub fn warm_while(path: &Path, threads: usize, stall: Duration, go_on: impl FnMut() -> bool) -> Result<u64> {
     let state = Arc::new(Warming::default());
     let (file, shared) = (path.to_path_buf(), Arc::clone(&state));
-    let found = aside(move || warm_telling(&file, threads, &shared), Some(stall), || state.read(), go_on);
+    let found = detached(move || warm_telling(&file, threads, &shared), Some(stall), || state.read(), go_on);
     // Where it was given up, its threads end with the reads that they are in.
     state.stop();
     found.map_err(|e| e.at(path))
@@ -114,7 +114,7 @@ pub fn warm_while(path: &Path, threads: usize, stall: Duration, go_on: impl FnMu
 /// any time, without an answer of the file system in between.
 pub fn evict_while(path: &Path, go_on: impl FnMut() -> bool) -> Result<u64> {
     let file = path.to_path_buf();
-    aside(move || evict(&file, None), None, || 0, go_on).map_err(|e| e.at(path))
+    detached(move || evict(&file, None), None, || 0, go_on).map_err(|e| e.at(path))
 }
 
 /// What of a file is in the page cache, and its size in bytes; given up as [`warm_while`] is.
@@ -124,5 +124,5 @@ pub fn residency_while(path: &Path, stall: Duration, go_on: impl FnMut() -> bool
         let files = Files::from_paths(&[&file])?;
         Ok((files.resident_ranges(0)?, files.size(0)))
     };
-    aside(work, Some(stall), || 0, go_on).map_err(|e| e.at(path))
+    detached(work, Some(stall), || 0, go_on).map_err(|e| e.at(path))
 }

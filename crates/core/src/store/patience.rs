@@ -1,7 +1,7 @@
 //! Work that asks a file system about files, and may hang.
 
 use super::storage::Storage;
-use crate::aside::aside;
+use crate::detached::detached;
 use crate::error::{ErrorKind, Result};
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub(crate) fn patiently<T: Send + 'static>(
             |(answers, _)| answers,
         )
     };
-    aside(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
+    detached(work, Some(stall), progress, go_on).map_err(|e| match files.asking() {
         Some((_, file)) if e.kind() == ErrorKind::Timeout => e.at(files.path(file)),
         _ => e,
     })

@@ -133,9 +133,9 @@ mod tests {
 
     #[test]
     fn only_the_callers_thread_has_a_budget() {
-        let (here, aside) = (Watch::here(), Watch::default());
+        let (here, detached) = (Watch::here(), Watch::default());
         assert!(here.afford(MOST_BYTES_HERE).is_ok() && !here.was_too_much());
         assert!(here.afford(1).is_err() && here.was_too_much());
-        assert!(aside.afford(u64::MAX).is_ok() && !aside.was_too_much());
+        assert!(detached.afford(u64::MAX).is_ok() && !detached.was_too_much());
     }
 }

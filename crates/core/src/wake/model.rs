@@ -5,7 +5,7 @@ use crate::sync::{lock, Condvar, Mutex};
 use std::os::fd::RawFd;
 use std::sync::PoisonError;
 
-/// A flag that is up from [`ring`](Self::ring) (notify) until [`quiet`](Self::quiet) (clear).
+/// A flag that is up from [`notify`](Self::notify) until [`clear`](Self::clear).
 #[derive(Debug)]
 pub struct Wake {
     rung: Mutex<bool>,
@@ -24,13 +24,13 @@ impl Wake {
     }
 
     /// Puts the flag up.
-    pub fn ring(&self) {
+    pub fn notify(&self) {
         *lock(&self.rung) = true;
         self.changed.notify_all();
     }
 
     /// Takes the flag down.
-    pub fn quiet(&self) {
+    pub fn clear(&self) {
         *lock(&self.rung) = false;
     }
 

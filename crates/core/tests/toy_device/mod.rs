@@ -43,13 +43,13 @@ impl Device for ToyDevice {
     fn copy(&mut self, batch: Batch) -> Result<()> {
         self.same_process()?;
         self.queue.push(batch);
-        self.wake.ring();
+        self.wake.notify();
         Ok(())
     }
 
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
         self.same_process()?;
-        self.wake.quiet();
+        self.wake.clear();
         if self.queue.is_empty() {
             return Ok(());
         }
@@ -66,7 +66,7 @@ impl Device for ToyDevice {
         drop(batch);
         done.push(Copied { ticket, result: Ok(()) });
         if !self.queue.is_empty() {
-            self.wake.ring();
+            self.wake.notify();
         }
         Ok(())
     }

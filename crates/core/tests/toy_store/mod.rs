@@ -243,7 +243,7 @@ impl Shared {
                     if matches!(read.into, Destination::OnArrival) {
                         state.events.push(Progress::Arrived(read.ticket));
                         state.arrived.push((number, read));
-                        self.wake.ring();
+                        self.wake.notify();
                         state
                     } else {
                         drop(state);
@@ -265,7 +265,7 @@ impl Shared {
         drop(read);
         let mut state = self.state.lock().unwrap();
         state.events.push(Progress::Done(Done { ticket, result, route }));
-        self.wake.ring();
+        self.wake.notify();
     }
 
     fn receive(&self, number: u64, read: &Read) -> Result<u64> {
@@ -322,7 +322,7 @@ impl Source for ToySource {
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
-        self.shared.wake.quiet();
+        self.shared.wake.clear();
         let mut state = self.shared.state.lock().unwrap();
         self.in_flight -= state.events.iter().filter(|event| matches!(event, Progress::Done(_))).count();
         events.append(&mut state.events);
@@ -349,7 +349,7 @@ impl Source for ToySource {
             let result = Err(Error::new(ErrorKind::Cancelled, "it was given up"));
             state.events.push(Progress::Done(Done { ticket, result, route }));
         }
-        self.shared.wake.ring();
+        self.shared.wake.notify();
     }
 
     fn wake(&self) -> RawFd {

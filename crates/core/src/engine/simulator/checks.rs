@@ -14,7 +14,7 @@ impl World {
         if !self.come.is_empty() && slab {
             return true;
         }
-        if self.first.iter().any(|f| f.at == At::Held) {
+        if self.reads.iter().any(|f| f.at == At::Held) {
             return false;
         }
         let Some(next) = self.started.iter().position(|s| !s) else { return false };
@@ -26,13 +26,13 @@ impl World {
     /// When the engine has nothing to do, something really holds up the next extent: depth, window, grant or slab.
     pub(super) fn nothing_idles(&self) -> Check {
         if self.wronged.is_some() {
-            let in_flight = self.first.len() + self.second.len();
+            let in_flight = self.reads.len() + self.copies.len();
             hold!(self.source_told || in_flight == 0, "the source was not told that the load has failed");
-            let held = self.first.iter().find(|f| f.at == At::Held);
+            let held = self.reads.iter().find(|f| f.at == At::Held);
             hold!(held.is_none(), "extent {:?} is held back by a load that has failed", held.map(|f| f.extent));
             return Ok(());
         }
-        if let Some(held) = self.first.iter().find(|f| f.at == At::Held) {
+        if let Some(held) = self.reads.iter().find(|f| f.at == At::Held) {
             hold!(self.refused == Some(self.turn), "extent {} is held back and not tried again", held.extent);
         }
         hold!(!self.can_start(), "the next extent or arrival could go on and does not");
@@ -55,7 +55,7 @@ impl World {
 
     pub(super) fn has_depth(&self, staging: TakesSlab) -> bool {
         let in_flight =
-            self.first.iter().filter(|f| self.schedule.extents[f.extent as usize].staging == staging).count();
+            self.reads.iter().filter(|f| self.schedule.extents[f.extent as usize].staging == staging).count();
         in_flight < if staging == TakesSlab::AtRequest { self.bounds.depth } else { self.bounds.requests }
     }
 
@@ -97,7 +97,7 @@ impl World {
 
     /// Whether the load, with nothing to do now, waits for a source, a device or slabs.
     pub(super) fn waits_for_what_may_hang(&self) -> bool {
-        let in_flight = self.first.len() + self.second.len();
+        let in_flight = self.reads.len() + self.copies.len();
         let Some(next) = self.started.iter().position(|s| !s) else { return true };
         let e = &self.schedule.extents[next];
         if !self.come.is_empty() || !self.has_depth(e.staging) {
@@ -179,7 +179,7 @@ impl World {
     }
 
     pub(super) fn ended(&mut self, outcome: Result<(), Error>) -> Check {
-        hold!(self.first.is_empty() && self.second.is_empty(), "ended with legs in flight");
+        hold!(self.reads.is_empty() && self.copies.is_empty(), "ended with reads or copies in flight");
         match outcome {
             Ok(()) => {
                 hold!(self.wronged.is_none(), "a load wronged by {:?} ended well", self.wronged);

@@ -23,15 +23,15 @@ macro_rules! hold {
 }
 
 mod checks;
-mod legs;
 mod memory;
 mod plan;
+mod steps;
 
 const MS: Nanos = 1_000_000;
 /// As `engine/deadline.rs` has it.
 const DRAIN: Nanos = 2000 * MS;
 
-/// What becomes of a leg.
+/// What becomes of a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Ends,
@@ -41,7 +41,7 @@ enum Fate {
     Hangs,
 }
 
-/// Where a first leg is.
+/// Where a read is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     /// The source had no room for it.
@@ -54,14 +54,14 @@ enum At {
     Landing,
 }
 
-struct First {
+struct ReadInFlight {
     extent: u32,
     into: Option<Destination>,
     at: At,
     fate: Fate,
 }
 
-struct Second {
+struct CopyInFlight {
     extent: u32,
     copies: Vec<Copy>,
     slab: usize,
@@ -71,10 +71,10 @@ struct Second {
 /// Something that can happen to the load.
 #[derive(Debug, Clone, Copy)]
 enum Happening {
-    /// The position of a leg in flight.
-    FirstEnds(usize),
+    /// The position of a number in flight.
+    ReadEnds(usize),
     Arrives(usize),
-    SecondEnds(usize),
+    CopyEnds(usize),
     Grant(u32),
     Take(usize),
     GoOnHandingOut,
@@ -96,8 +96,8 @@ struct World {
     granted: Vec<bool>,
     started: Vec<bool>,
     done: Vec<bool>,
-    first: Vec<First>,
-    second: Vec<Second>,
+    reads: Vec<ReadInFlight>,
+    copies: Vec<CopyInFlight>,
     /// Requests that have arrived and have no place, in order.
     come: VecDeque<u32>,
     bounds: Bounds,
@@ -200,8 +200,8 @@ impl World {
             granted: vec![false; layout.blocks.len()],
             started: vec![false; schedule.extents.len()],
             done: vec![false; schedule.extents.len()],
-            first: Vec::new(),
-            second: Vec::new(),
+            reads: Vec::new(),
+            copies: Vec::new(),
             come: VecDeque::new(),
             bounds,
             ahead: 0,
@@ -334,9 +334,9 @@ impl World {
         let asked = self.pool.borrow().fails;
         let mut oldest = None;
         loop {
-            let tries_again = self.first.iter().any(|f| f.at == At::Held) && self.refused != Some(self.turn);
+            let tries_again = self.reads.iter().any(|f| f.at == At::Held) && self.refused != Some(self.turn);
             if self.overdue && !tries_again && !self.can_start() {
-                let in_flight = self.first.iter().map(|f| f.extent).chain(self.second.iter().map(|s| s.extent));
+                let in_flight = self.reads.iter().map(|f| f.extent).chain(self.copies.iter().map(|s| s.extent));
                 oldest = Some(in_flight.min());
                 self.wrong(ErrorKind::Timeout);
             }
@@ -362,17 +362,17 @@ impl World {
         let mut can = Vec::new();
         let failed = self.wronged.is_some();
         let ends = |fate| fate == Fate::Ends || (fate == Fate::Late && failed);
-        for (i, first) in self.first.iter().enumerate().filter(|f| ends(f.1.fate)) {
+        for (i, first) in self.reads.iter().enumerate().filter(|f| ends(f.1.fate)) {
             match first.at {
                 At::Held => {}
-                At::Requested if self.source_told => can.extend([Happening::FirstEnds(i), Happening::Arrives(i)]),
+                At::Requested if self.source_told => can.extend([Happening::ReadEnds(i), Happening::Arrives(i)]),
                 At::Requested => can.push(Happening::Arrives(i)),
-                At::Come if self.source_told => can.push(Happening::FirstEnds(i)),
+                At::Come if self.source_told => can.push(Happening::ReadEnds(i)),
                 At::Come => {}
-                At::Landing => can.extend([Happening::FirstEnds(i); 2]),
+                At::Landing => can.extend([Happening::ReadEnds(i); 2]),
             }
         }
-        can.extend((0..self.second.len()).filter(|&i| ends(self.second[i].fate)).map(Happening::SecondEnds));
+        can.extend((0..self.copies.len()).filter(|&i| ends(self.copies[i].fate)).map(Happening::CopyEnds));
         let mut wanted = Vec::new();
         self.engine.wanted_blocks(&mut wanted);
         can.extend(wanted.into_iter().map(Happening::Grant));
@@ -385,7 +385,7 @@ impl World {
         if self.pool.borrow().withheld && !self.cruelty.hangs {
             can.push(Happening::GiveSlabsBack);
         }
-        if can.is_empty() && self.first.iter().any(|f| f.at == At::Held) && self.turn < self.cruelty.full_from {
+        if can.is_empty() && self.reads.iter().any(|f| f.at == At::Held) && self.turn < self.cruelty.full_from {
             // The source wakes the driver when it has room.
             can.push(Happening::GoOnHandingOut);
         }
@@ -394,20 +394,20 @@ impl World {
 
     fn happens(&mut self, happening: Happening) -> Check {
         match happening {
-            Happening::FirstEnds(leg) => return self.first_leg_ends(leg),
-            Happening::SecondEnds(leg) => return self.second_leg_ends(leg),
-            Happening::Arrives(leg) => {
-                let extent = self.first[leg].extent;
+            Happening::ReadEnds(number) => return self.read_ends(number),
+            Happening::CopyEnds(number) => return self.copy_ends(number),
+            Happening::Arrives(number) => {
+                let extent = self.reads[number].extent;
                 if self.wronged.is_some() {
                     // Nobody answers. It is given up like the others.
-                    self.first[leg].at = At::Come;
+                    self.reads[number].at = At::Come;
                     self.engine.on(self.now, Event::Arrived(ticket(extent)));
                     return Ok(());
                 }
                 if self.cruelty.trouble && self.rng.one_in(30) {
-                    return self.request_ends_before_it_lands(leg);
+                    return self.request_ends_before_it_lands(number);
                 }
-                self.first[leg].at = At::Come;
+                self.reads[number].at = At::Come;
                 self.come.push_back(extent);
                 self.engine.on(self.now, Event::Arrived(ticket(extent)));
                 self.moved = self.now;

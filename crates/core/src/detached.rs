@@ -15,7 +15,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Does `work` on a separate thread and waits for it. Gives up if `go_on` says no (kind `Cancelled`), or if for `stall`
 /// the work has not ended and `progress` has not changed (kind `Timeout`). Work that is given up keeps its thread and
 /// everything that it owns until it ends.
-pub(crate) fn aside<T: Send + 'static>(
+pub(crate) fn detached<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
     stall: Option<Duration>,
     mut progress: impl FnMut() -> u64,
@@ -84,8 +84,8 @@ mod tests {
             Ok(())
         };
         let stall = Some(Duration::from_millis(120));
-        assert_eq!(aside(hang, stall, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Timeout));
-        assert_eq!(aside(hang, None, || 0, || false).map_err(|e| e.kind()), Err(ErrorKind::Cancelled));
+        assert_eq!(detached(hang, stall, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Timeout));
+        assert_eq!(detached(hang, None, || 0, || false).map_err(|e| e.kind()), Err(ErrorKind::Cancelled));
         let mut moves = 0;
         let slow = || {
             std::thread::sleep(Duration::from_millis(400));
@@ -95,9 +95,9 @@ mod tests {
             moves += 1;
             moves
         };
-        assert_eq!(aside(slow, stall, progress, || true).map_err(|e| e.kind()), Ok(7));
+        assert_eq!(detached(slow, stall, progress, || true).map_err(|e| e.kind()), Ok(7));
         let broken = || -> Result<()> { panic!("on purpose") };
-        assert_eq!(aside(broken, None, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Internal));
+        assert_eq!(detached(broken, None, || 0, || true).map_err(|e| e.kind()), Err(ErrorKind::Internal));
         assert_eq!(here(broken).map_err(|e| e.kind()), Err(ErrorKind::Internal));
         assert_eq!(here(|| Ok(7)).map_err(|e| e.kind()), Ok(7));
     }

@@ -2,7 +2,7 @@
 
 use super::super::{Action, Event};
 use super::memory::{byte_of_file, POISON};
-use super::{simulated, ticket, At, Check, Fate, First, Misplaced, Second, World, DRAIN};
+use super::{simulated, ticket, At, Check, CopyInFlight, Fate, Misplaced, ReadInFlight, World, DRAIN};
 use crate::device::Copy;
 use crate::error::ErrorKind;
 use crate::extent::Landing;
@@ -13,9 +13,9 @@ impl World {
     pub(super) fn carry_out(&mut self, action: Action) -> Check {
         let failed = self.wronged.is_some();
         match action {
-            Action::First { extent } => {
+            Action::Read { extent } => {
                 hold!(!failed, "{action:?} after the load had failed");
-                if let Some(i) = self.first.iter().position(|f| f.extent == extent && f.at == At::Held) {
+                if let Some(i) = self.reads.iter().position(|f| f.extent == extent && f.at == At::Held) {
                     hold!(
                         self.refused != Some(self.turn),
                         "extent {extent} tried again, and the source was not polled"
@@ -28,11 +28,11 @@ impl World {
             Action::Land { extent } => {
                 hold!(!failed, "{action:?} after the load had failed");
                 hold!(self.come.pop_front() == Some(extent), "extent {extent} lands before it is its turn to");
-                let leg = self.first.iter().position(|f| f.extent == extent && f.at == At::Come);
-                let leg = leg.ok_or("a request lands that has not arrived")?;
+                let number = self.reads.iter().position(|f| f.extent == extent && f.at == At::Come);
+                let number = number.ok_or("a request lands that has not arrived")?;
                 let slab = self.slab(extent)?;
                 self.occupy(extent);
-                self.first[leg].into = Some(self.destination(extent, Some(slab))?);
+                self.reads[number].into = Some(self.destination(extent, Some(slab))?);
                 self.moves();
                 if self.cruelty.trouble && self.rng.one_in(60) {
                     // The source does not know it. It comes back when the source is told to give up.
@@ -40,12 +40,12 @@ impl World {
                     self.engine.on(self.now, Event::Failed(simulated(ErrorKind::Internal)));
                     return Ok(());
                 }
-                self.first[leg].at = At::Landing;
+                self.reads[number].at = At::Landing;
                 Ok(())
             }
-            Action::Second { extent } => {
+            Action::Copy { extent } => {
                 hold!(!failed, "{action:?} after the load had failed");
-                hold!(!self.second.iter().any(|s| s.extent == extent), "second leg of extent {extent} twice at once");
+                hold!(!self.copies.iter().any(|s| s.extent == extent), "copy of extent {extent} twice at once");
                 let at = self.slab(extent)?;
                 self.occupy(extent);
                 let slab = self.engine.slab(extent).map_or(0, |slab| slab.id);
@@ -56,14 +56,14 @@ impl World {
                     // The device does not take it.
                     self.pool.borrow_mut().in_use_by_leg.remove(&slab);
                     self.wrong(ErrorKind::Device);
-                    self.engine.on(self.now, Event::SecondDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+                    self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device))));
                     return Ok(());
                 }
-                self.second.push(Second { extent, copies, slab, fate });
+                self.copies.push(CopyInFlight { extent, copies, slab, fate });
                 Ok(())
             }
             Action::Withdraw { extent } => {
-                let held = self.first.iter().position(|f| f.extent == extent && f.at == At::Held);
+                let held = self.reads.iter().position(|f| f.extent == extent && f.at == At::Held);
                 hold!(failed && held.is_some(), "{action:?} of a read that is not held back");
                 self.leave(held.unwrap_or(0));
                 Ok(())
@@ -77,17 +77,17 @@ impl World {
         }
     }
 
-    /// A leg starts.
+    /// A number starts.
     pub(super) fn moves(&mut self) {
         self.moved = self.now;
         self.overdue = false;
     }
 
-    /// A new first leg.
+    /// A new read.
     pub(super) fn start(&mut self, extent: u32) -> Check {
         let e = self.extent(extent);
         hold!(!self.started[extent as usize], "extent {extent} started twice");
-        hold!(!self.first.iter().any(|f| f.at == At::Held), "extent {extent} overtakes one that is held back");
+        hold!(!self.reads.iter().any(|f| f.at == At::Held), "extent {extent} overtakes one that is held back");
         self.started[extent as usize] = true;
         hold!(self.is_granted(extent), "extent {extent} started before its blocks were granted");
         hold!(self.has_depth(e.staging), "extent {extent} passes the depth");
@@ -110,24 +110,24 @@ impl World {
             // There is no place for it, or it cannot be sent.
             self.moves();
             self.wrong(ErrorKind::Internal);
-            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Internal))));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Internal))));
             return Ok(());
         }
         let fate = self.fate();
-        self.first.push(First { extent, into: Some(into), at: At::Held, fate });
-        self.submit(self.first.len() - 1);
+        self.reads.push(ReadInFlight { extent, into: Some(into), at: At::Held, fate });
+        self.submit(self.reads.len() - 1);
         Ok(())
     }
 
     /// Gives the source a read, for which it may have no room.
-    pub(super) fn submit(&mut self, leg: usize) {
+    pub(super) fn submit(&mut self, number: usize) {
         let full = self.turn >= self.cruelty.full_from || (self.cruelty.tight && self.rng.one_in(3));
-        let extent = self.first[leg].extent;
+        let extent = self.reads[number].extent;
         if full {
             self.refused = Some(self.turn);
             self.engine.on(self.now, Event::NoRoom(ticket(extent)));
         }
-        self.first[leg].at = match self.first[leg].into {
+        self.reads[number].at = match self.reads[number].into {
             _ if full => At::Held,
             Some(Destination::OnArrival) => At::Requested,
             _ => At::Landing,
@@ -140,9 +140,9 @@ impl World {
 
     /// Where the slab is that an extent holds.
     pub(super) fn slab(&self, extent: u32) -> Result<*mut u8, String> {
-        let slab = self.engine.slab(extent).ok_or(format!("a leg of extent {extent} without a slab"))?;
+        let slab = self.engine.slab(extent).ok_or(format!("a number of extent {extent} without a slab"))?;
         let other = self.pool.borrow().in_use_by_leg.get(&slab.id).copied();
-        hold!(other.is_none(), "slab {} is in use by two legs", slab.id);
+        hold!(other.is_none(), "slab {} is in use twice", slab.id);
         Ok(slab.at())
     }
 
@@ -207,10 +207,10 @@ impl World {
         let Some((_, failed)) = self.wronged else { return Err("abandoned, and has not failed".into()) };
         hold!(self.source_told, "what is in flight is given up, and the source was not told");
         hold!(self.now >= failed + DRAIN.min(self.bounds.stall), "abandoned before the drain has passed");
-        let mut expected: Vec<usize> = self.second.iter().map(|s| s.slab).collect();
-        expected.extend(self.first.iter().filter_map(|f| self.engine_slab(f)));
+        let mut expected: Vec<usize> = self.copies.iter().map(|s| s.slab).collect();
+        expected.extend(self.reads.iter().filter_map(|f| self.engine_slab(f)));
         let extents: Vec<u32> =
-            self.first.iter().map(|f| f.extent).chain(self.second.iter().map(|s| s.extent)).collect();
+            self.reads.iter().map(|f| f.extent).chain(self.copies.iter().map(|s| s.extent)).collect();
         hold!(!extents.is_empty(), "abandoned with nothing in flight");
         let quarantined = self.engine.take_quarantined();
         let mut ids: Vec<usize> = quarantined.iter().map(|s| s.id).collect();
@@ -223,33 +223,33 @@ impl World {
         self.slabs -= ids.len();
         // Late echoes write to their own memory, and change nothing else.
         let arrived = self.engine.bytes_arrived();
-        for first in std::mem::take(&mut self.first) {
+        for first in std::mem::take(&mut self.reads) {
             if self.rng.one_in(2) {
                 self.land(first.extent, first.into.as_ref(), u64::MAX)?;
             }
             match first.at {
                 At::Requested if self.rng.one_in(2) => self.engine.on(self.now, Event::Arrived(ticket(first.extent))),
-                _ => self.engine.on(self.now, Event::FirstDone(ticket(first.extent), Ok(64))),
+                _ => self.engine.on(self.now, Event::ReadDone(ticket(first.extent), Ok(64))),
             }
         }
-        for second in std::mem::take(&mut self.second) {
-            self.engine.on(self.now, Event::SecondDone(ticket(second.extent), Ok(())));
+        for second in std::mem::take(&mut self.copies) {
+            self.engine.on(self.now, Event::CopyDone(ticket(second.extent), Ok(())));
         }
         hold!(self.engine.bytes_arrived() == arrived, "bytes of a load that was given up were counted");
         self.pool.borrow_mut().in_use_by_leg.retain(|id, _| !ids.contains(id));
         Ok(())
     }
 
-    /// The slab of a first leg in flight, by where it lands.
-    pub(super) fn engine_slab(&self, first: &First) -> Option<usize> {
+    /// The slab of a read in flight, by where it lands.
+    pub(super) fn engine_slab(&self, first: &ReadInFlight) -> Option<usize> {
         let Some(Destination::Memory(at)) = first.into else { return None };
         let pool = self.pool.borrow();
         pool.slabs.iter().position(|slab| slab.at() == at)
     }
 
-    /// A first leg is no longer in flight.
-    pub(super) fn leave(&mut self, leg: usize) -> First {
-        let first = self.first.swap_remove(leg);
+    /// A read is no longer in flight.
+    pub(super) fn leave(&mut self, number: usize) -> ReadInFlight {
+        let first = self.reads.swap_remove(number);
         self.come.retain(|&extent| extent != first.extent);
         if let Some(slab) = self.engine_slab(&first) {
             self.pool.borrow_mut().in_use_by_leg.remove(&slab);
@@ -258,8 +258,8 @@ impl World {
     }
 
     /// A request fails on its way. Or a source says that it is done, which nobody can believe.
-    pub(super) fn request_ends_before_it_lands(&mut self, leg: usize) -> Check {
-        let First { extent, .. } = self.leave(leg);
+    pub(super) fn request_ends_before_it_lands(&mut self, number: usize) -> Check {
+        let ReadInFlight { extent, .. } = self.leave(number);
         let result = match self.rng.below(3) {
             0 => {
                 self.wrong(ErrorKind::Internal);
@@ -270,19 +270,19 @@ impl World {
                 Err(simulated(ErrorKind::Io))
             }
         };
-        self.engine.on(self.now, Event::FirstDone(ticket(extent), result));
+        self.engine.on(self.now, Event::ReadDone(ticket(extent), result));
         self.moved = self.now;
         Ok(())
     }
 
-    pub(super) fn first_leg_ends(&mut self, leg: usize) -> Check {
-        if self.first[leg].at != At::Landing {
+    pub(super) fn read_ends(&mut self, number: usize) -> Check {
+        if self.reads[number].at != At::Landing {
             // The source was told to give it up.
-            let First { extent, .. } = self.leave(leg);
-            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Cancelled))));
+            let ReadInFlight { extent, .. } = self.leave(number);
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Cancelled))));
             return Ok(());
         }
-        let First { extent, into, .. } = self.leave(leg);
+        let ReadInFlight { extent, into, .. } = self.leave(number);
         let e = self.extent(extent);
         let there = e.len.min(self.case.sizes[e.file as usize] - e.offset);
         self.moved = self.now;
@@ -290,45 +290,45 @@ impl World {
             let some = self.rng.below(there);
             self.land(extent, into.as_ref(), some)?;
             self.wrong(ErrorKind::Io);
-            self.engine.on(self.now, Event::FirstDone(ticket(extent), Err(simulated(ErrorKind::Io))));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Io))));
             return Ok(());
         }
         if self.cruelty.trouble && e.need > 0 && self.rng.one_in(40) {
             self.land(extent, into.as_ref(), e.need - 1)?;
             self.wrong(ErrorKind::Truncated);
-            self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(e.need - 1)));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(e.need - 1)));
             return Ok(());
         }
         // All of it, or what is needed and a little more.
         let n = if self.rng.one_in(3) { e.need + self.rng.below(there - e.need + 1) } else { there };
         self.land(extent, into.as_ref(), n)?;
         self.done[extent as usize] |= e.landing != Landing::Slab && self.wronged.is_none();
-        self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(n)));
+        self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n)));
         if self.cruelty.trouble && self.rng.one_in(40) {
             // A source completes twice: the load must fail, and must not count or release anything twice.
-            self.engine.on(self.now, Event::FirstDone(ticket(extent), Ok(n)));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n)));
             self.wrong(ErrorKind::Internal);
         }
         Ok(())
     }
 
-    pub(super) fn second_leg_ends(&mut self, leg: usize) -> Check {
-        let Second { extent, copies, slab, .. } = self.second.swap_remove(leg);
+    pub(super) fn copy_ends(&mut self, number: usize) -> Check {
+        let CopyInFlight { extent, copies, slab, .. } = self.copies.swap_remove(number);
         self.pool.borrow_mut().in_use_by_leg.remove(&slab);
         self.moved = self.now;
         if self.cruelty.trouble && self.rng.one_in(25) {
             self.wrong(ErrorKind::Device);
-            self.engine.on(self.now, Event::SecondDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+            self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device))));
             return Ok(());
         }
-        hold!(self.engine_holds(extent, slab), "the slab of a second leg in flight is gone");
+        hold!(self.engine_holds(extent, slab), "the slab of a copy in flight is gone");
         for copy in copies {
             self.copy(extent, slab, &copy)?;
         }
         self.done[extent as usize] |= self.wronged.is_none();
-        self.engine.on(self.now, Event::SecondDone(ticket(extent), Ok(())));
+        self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(())));
         if self.cruelty.trouble && self.rng.one_in(40) {
-            self.engine.on(self.now, Event::SecondDone(ticket(extent), Ok(())));
+            self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(())));
             self.wrong(ErrorKind::Internal);
         }
         Ok(())
@@ -336,11 +336,11 @@ impl World {
 
     /// The source reports a ticket that it was never given, or the arrival of one that has its place.
     pub(super) fn source_is_confused(&mut self) {
-        let landing = self.first.iter().find(|f| f.at == At::Landing && f.fate == Fate::Ends).map(|f| f.extent);
+        let landing = self.reads.iter().find(|f| f.at == At::Landing && f.fate == Fate::Ends).map(|f| f.extent);
         let waiting = self.started.iter().position(|started| !started);
         let event = match (landing, waiting) {
             (Some(extent), _) if self.rng.one_in(2) => Event::Arrived(ticket(extent)),
-            (_, Some(extent)) => Event::FirstDone(ticket(extent as u32), Ok(64)),
+            (_, Some(extent)) => Event::ReadDone(ticket(extent as u32), Ok(64)),
             _ => return,
         };
         self.wrong(ErrorKind::Internal);
