@@ -443,7 +443,7 @@ impl Share {
                 return Ok(self.refuse(&mut state));
             }
             let now = state.staging;
-            // Slabs on their way in or out count too: each rings when it is there or gone.
+            // Slabs on their way in or out count too: each notifies when it is there or gone.
             let floor = state.idle.is_empty() && now.mapped - now.quarantined <= self.slab;
             if now.mapped + self.slab <= self.limit || floor {
                 // Counted before it is there, so that others cannot take the same room; mapped without the lock.

@@ -78,8 +78,10 @@ pub struct Routing {
     pub here: bool,
     /// Threads that read through the page cache and populate mappings, at most.
     pub threads: usize,
-    /// Reads in flight, at most.
+    /// Reads in flight that take staging at request, or need none, at most.
     pub depth: usize,
+    /// Requests in flight to stores that take staging at arrival, at most.
+    pub requests: usize,
     /// Those of them that io_uring does through the page cache, at most.
     pub buffered_depth: usize,
 }
@@ -96,6 +98,7 @@ impl Default for Routing {
     /// go past it: for a source without a plan.
     fn default() -> Self {
         let (ways, reason) = (Vec::new(), String::new());
-        Routing { ways, cold: Cold::Bypass, reason, here: false, threads: 12, depth: 64, buffered_depth: 8 }
+        let (depth, requests, buffered_depth) = (64, 64, 8);
+        Routing { ways, cold: Cold::Bypass, reason, here: false, threads: 12, depth, requests, buffered_depth }
     }
 }

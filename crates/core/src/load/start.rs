@@ -165,9 +165,8 @@ fn begin(
     };
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
-    // Requests to stores that answer late have a bound of their own, but no such store yet that could declare another.
-    let depth = routing.depth;
-    let bounds = Bounds { depth, requests: depth, window, stall: nanos(options.stall_timeout) };
+    let (depth, requests) = (routing.depth, routing.requests);
+    let bounds = Bounds { depth, requests, window, stall: nanos(options.stall_timeout) };
     let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();

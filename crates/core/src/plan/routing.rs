@@ -3,7 +3,7 @@
 
 use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Route;
+use crate::extent::{Route, TakesSlab};
 use crate::options::{Cache, Io, Options, PAGE};
 use crate::store::FsKind;
 use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
@@ -120,15 +120,19 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
         0 => (machine.cores)().clamp(LEAST_THREADS, MOST_THREADS),
         n => n as usize,
     };
-    let (depth, buffered_depth) = match options.depth {
+    let declared = |staging| {
+        let those = found().filter(|s| s.facts.staging == staging);
+        those.filter_map(|s| s.facts.parallelism).max()
+    };
+    let (depth, requests, buffered_depth) = match options.depth {
         // Each worker should find the next read waiting when it has done one.
         0 => {
-            let declared = found().filter_map(|s| s.facts.parallelism).max().unwrap_or(0);
-            ((2 * threads).max(LEAST_DEPTH).max(declared), BUFFERED_DEPTH)
+            let depth = (2 * threads).max(LEAST_DEPTH).max(declared(TakesSlab::AtRequest).unwrap_or(0));
+            (depth, declared(TakesSlab::AtArrival).unwrap_or(depth).max(1), BUFFERED_DEPTH)
         }
-        depth => (depth as usize, depth as usize),
+        depth => (depth as usize, depth as usize, depth as usize),
     };
-    Routing { ways, cold: what, reason, here, threads, depth, buffered_depth }
+    Routing { ways, cold: what, reason, here, threads, depth, requests, buffered_depth }
 }
 
 /// Whether this io reads past the page cache, whatever the page cache holds.

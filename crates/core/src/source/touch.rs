@@ -285,8 +285,8 @@ fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
 
 /// Touches pages of this process; how many, by how many calls, and the time that took.
 ///
-/// By the wall clock, since the processor time of a thread takes a system call to ask. If the thread lost the processor meanwhile,
-/// pages seem slow and are touched in vain: 0.2 ms.
+/// By the wall clock, since the processor time of a thread takes a system call to ask. If the thread lost the processor
+/// meanwhile, pages seem slow and are touched in vain: 0.2 ms.
 fn timed(
     process: libc::pid_t,
     pages: impl Iterator<Item = usize>,

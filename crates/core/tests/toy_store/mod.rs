@@ -183,7 +183,11 @@ impl Objects for ToyObjects {
     }
 
     fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
-        Ok(Box::new(ToySource::new(self, routing.depth)?))
+        let depth = match self.server.staging {
+            TakesSlab::AtRequest => routing.depth,
+            TakesSlab::AtArrival => routing.requests,
+        };
+        Ok(Box::new(ToySource::new(self, depth)?))
     }
 }
 

@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::extent::TakesSlab;
 use crate::store::Facts;
 use proptest::prelude::*;
 
@@ -26,6 +25,7 @@ struct File {
     direct: bool,
     nbytes: u64,
     parallelism: Option<usize>,
+    staging: TakesSlab,
 }
 
 const DISK: File = File {
@@ -38,6 +38,7 @@ const DISK: File = File {
     direct: true,
     nbytes: 256 * MIB,
     parallelism: None,
+    staging: TakesSlab::AtRequest,
 };
 const WARM: File = File { resident: 4, ..DISK };
 const HALF: File = File { resident: 2, ..DISK };
@@ -66,7 +67,7 @@ fn survey(files: &[File]) -> Survey {
                 direct_align: f.direct.then_some(512),
                 mappable,
                 parallelism: f.parallelism,
-                staging: TakesSlab::AtRequest,
+                staging: f.staging,
                 extent: None,
                 gap: None,
             },
@@ -202,6 +203,14 @@ fn threads_and_depth_follow_what_the_threads_wait_for() {
     assert_eq!(of(&[WARM], &none), (CORES, LEAST_DEPTH, BUFFERED_DEPTH));
     // A store that says how many reads it wants.
     assert_eq!(of(&[File { parallelism: Some(100), ..BUCKET }], &none), (LEAST_THREADS, 100, BUFFERED_DEPTH));
+    // Stores that take staging at arrival have a bound of their own, and the disk beside them keeps its depth.
+    let late = File { parallelism: Some(250), staging: TakesSlab::AtArrival, ..BUCKET };
+    let requests = |files: &[File], options: &Options| decide(files, Goal::Gpu, options).requests;
+    assert_eq!(of(&[late, DISK], &none), of(&[DISK], &none));
+    assert_eq!(requests(&[late, DISK], &none), 250);
+    assert_eq!(requests(&[File { parallelism: Some(4), ..late }], &none), 4);
+    assert_eq!(requests(&[File { parallelism: None, ..late }], &none), 24);
+    assert_eq!(requests(&[late], &Options { depth: 3, ..none.clone() }), 3);
     assert_eq!(of(&[File { parallelism: Some(100), ..NFS }], &none), (NETWORK_THREADS, 100, BUFFERED_DEPTH));
     assert_eq!(of(&[WARM], &Options { threads: 9, depth: 3, ..none }), (9, 3, 3));
     assert_eq!(decide(&[WARM], Goal::NewMemory, &Options::default()).threads, 1);
@@ -235,6 +244,7 @@ fn any_file() -> impl Strategy<Value = File> {
             direct,
             nbytes,
             parallelism: None,
+            staging: TakesSlab::AtRequest,
         },
     )
 }
