@@ -295,3 +295,31 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
     failed = {words: status for words, (status, _) in found.items() if status}
     assert failed.keys() <= {"inspect bench", f"evict {source}"}, (failed, done.stderr)  # what is mapped stays
     assert {words for words, (_, modules) in found.items() if modules} == {"bench --help"}
+
+
+#: A declaration of a type that is not nested, in a file of Rust.
+TYPE = re.compile(r"^(?:pub(?:\([a-z ]+\))? )?(?:unsafe )?(?:struct|enum|trait|union|type) (\w+)", re.M)
+#: What only tests see, and the stand-in of a type of the same name.
+UNSEEN = ("tests.rs", "mutant.rs", "virtual_time.rs", "model.rs")
+
+
+def named_twice(folder: Path) -> dict[str, list[str]]:
+    """The types of one name that several files below ``folder`` declare, with these files."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.rs")):
+        if path.name not in UNSEEN and "simulator" not in path.parts:
+            for name in TYPE.findall(path.read_text()):
+                found.setdefault(name, []).append(str(path.relative_to(folder)))
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_no_two_types_of_the_core_have_one_name():
+    assert named_twice(ROOT.parent / "crates/core/src") == {}
+
+
+def test_two_types_of_one_name_are_found(tmp_path: Path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "a.rs").write_text("pub(crate) struct Twice(u8);\nimpl Twice {}\n    struct Nested;\nenum Once { A }\n")
+    (tmp_path / "below/b.rs").write_text("struct Nested;\ntype Twice = u8;\n")
+    (tmp_path / "below/tests.rs").write_text("enum Once { A }\n")
+    assert named_twice(tmp_path) == {"Twice": ["a.rs", "below/b.rs"]}

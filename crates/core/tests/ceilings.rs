@@ -4,7 +4,7 @@
 mod device;
 
 use device::Gpu;
-use penstock::ceiling::{measure, measure_on, Engine, Measure, Settings};
+use penstock::ceiling::{measure, measure_on, Interface, Measure, Settings};
 use penstock::device::api::Vendor;
 use penstock::staging::Ring;
 use penstock::ErrorKind;
@@ -25,7 +25,7 @@ fn files() -> (tempfile::TempDir, Vec<PathBuf>) {
 fn every_measure_of_files_moves_every_byte() {
     let (_folder, paths) = files();
     for measured in Measure::ALL.into_iter().filter(|measured| !measured.is_of_a_gpu()) {
-        for engine in [Engine::Threads, Engine::Uring, Engine::Mapped] {
+        for engine in [Interface::Threads, Interface::Uring, Interface::Mapped] {
             let settings = Settings { engine, block: 10_000, threads: 3, depth: 5, ..Settings::new(measured) };
             match measure(&settings, &paths) {
                 Ok(found) => {
@@ -52,7 +52,7 @@ fn what_cannot_be_measured_is_an_error_that_says_what_can() {
     assert_eq!(kind(&Settings { threads: 0, ..Settings::new(Measure::Copy) }, &paths), ErrorKind::Invalid);
     let unknown = Measure::named("speed").unwrap_err();
     assert!(Measure::ALL.iter().all(|known| unknown.message().contains(known.name())), "{unknown}");
-    assert!(Engine::named("steam").unwrap_err().message().contains("threads, uring, mapped"));
+    assert!(Interface::named("steam").unwrap_err().message().contains("threads, uring, mapped"));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::errors::{detached, raise};
 use crate::guard::{guarded, Listed};
-use penstock::ceiling::{Engine, Measure, Settings};
+use penstock::ceiling::{Interface, Measure, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ pub(crate) fn ceiling<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     guarded(py, || {
         let named = |e: penstock::Error| raise(py, &e);
-        let (measure, engine) = (Measure::named(measure).map_err(named)?, Engine::named(engine).map_err(named)?);
+        let (measure, engine) = (Measure::named(measure).map_err(named)?, Interface::named(engine).map_err(named)?);
         let settings = Settings { measure, engine, threads, depth, block, device, nbytes };
         let found =
             detached(py, || penstock::ceiling::measure(&settings, &paths.map_or_else(Vec::new, |paths| paths.0)))?;

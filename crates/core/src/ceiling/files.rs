@@ -1,6 +1,6 @@
 //! What is measured on files.
 
-use super::settings::{Engine, Found, Measure, Settings};
+use super::settings::{Interface, Measure, Measured, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Anonymous, Mapping};
 use crate::options::{HUGE_PAGE, PAGE};
@@ -17,22 +17,22 @@ use std::time::Instant;
 const SECTOR: usize = PAGE as usize;
 
 /// The files, opened, and cut into blocks.
-struct Source<'a> {
+struct OpenFiles<'a> {
     paths: &'a [PathBuf],
     files: Vec<File>,
     sizes: Vec<u64>,
-    parts: Vec<Part>,
+    parts: Vec<FileBlock>,
 }
 
 /// One block of one file.
 #[derive(Clone, Copy)]
-struct Part {
+struct FileBlock {
     file: usize,
     offset: u64,
     len: usize,
 }
 
-impl<'a> Source<'a> {
+impl<'a> OpenFiles<'a> {
     fn open(paths: &'a [PathBuf], direct: bool, block: usize) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(if direct { libc::O_DIRECT } else { 0 });
@@ -41,7 +41,7 @@ impl<'a> Source<'a> {
             let opened = options.open(path).and_then(|file| file.metadata().map(|about| (file, about.len())));
             let (file, size) = opened.map_err(|cause| Error::io("open", &cause).at(path))?;
             for offset in (0..size).step_by(block) {
-                parts.push(Part { file: number, offset, len: (size - offset).min(block as u64) as usize });
+                parts.push(FileBlock { file: number, offset, len: (size - offset).min(block as u64) as usize });
             }
             files.push(file);
             sizes.push(size);
@@ -49,21 +49,21 @@ impl<'a> Source<'a> {
         Ok(Self { paths, files, sizes, parts })
     }
 
-    fn path(&self, part: &Part) -> &Path {
+    fn path(&self, part: &FileBlock) -> &Path {
         &self.paths[part.file]
     }
 
-    fn failed(&self, part: &Part, doing: &str, cause: &io::Error) -> Error {
+    fn failed(&self, part: &FileBlock, doing: &str, cause: &io::Error) -> Error {
         Error::io(doing, cause).at(self.path(part)).range(part.offset..part.offset + part.len as u64)
     }
 
-    fn ended_early(&self, part: &Part) -> Error {
+    fn ended_early(&self, part: &FileBlock) -> Error {
         let range = part.offset..part.offset + part.len as u64;
         Error::new(ErrorKind::Truncated, "the file ended early").at(self.path(part)).range(range)
     }
 
     /// Reads `part` whole into `buffer`, whose length may be rounded up to a sector beyond the end of the file.
-    fn read(&self, part: &Part, buffer: &mut [u8]) -> Result<()> {
+    fn read(&self, part: &FileBlock, buffer: &mut [u8]) -> Result<()> {
         let mut done = 0;
         while done < part.len {
             match self.files[part.file].read_at(&mut buffer[done..], part.offset + done as u64) {
@@ -76,18 +76,18 @@ impl<'a> Source<'a> {
     }
 }
 
-pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
+pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Measured> {
     let direct = matches!(settings.measure, Measure::Direct | Measure::Place);
-    let source = Source::open(paths, direct, settings.block)?;
+    let source = OpenFiles::open(paths, direct, settings.block)?;
     let in_use = match settings.measure {
         Measure::Place => Some(Places::new(&source, true)?),
         _ => None,
     };
     let start = Instant::now();
     match (settings.measure, settings.engine) {
-        (Measure::Direct, Engine::Uring) => uring(&source, settings)?,
-        (Measure::Direct | Measure::Copy, Engine::Threads) => reused_buffers(&source, settings)?,
-        (Measure::Copy | Measure::Fresh, Engine::Mapped) => copied_from_mappings(&source, settings)?,
+        (Measure::Direct, Interface::Uring) => uring(&source, settings)?,
+        (Measure::Direct | Measure::Copy, Interface::Threads) => reused_buffers(&source, settings)?,
+        (Measure::Copy | Measure::Fresh, Interface::Mapped) => copied_from_mappings(&source, settings)?,
         (Measure::Fresh, _) => place(&source, &Places::new(&source, false)?, settings)?,
         (Measure::Populate, _) => populate(&source, settings)?,
         _ => {
@@ -96,11 +96,15 @@ pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
             }
         }
     }
-    Ok(Found { bytes: source.sizes.iter().sum(), seconds: start.elapsed().as_secs_f64() })
+    Ok(Measured { bytes: source.sizes.iter().sum(), seconds: start.elapsed().as_secs_f64() })
 }
 
 /// `threads` workers take parts from one queue.
-fn in_threads(parts: &[Part], threads: usize, work: impl Fn(usize, &Part) -> Result<()> + Sync) -> Result<()> {
+fn in_threads(
+    parts: &[FileBlock],
+    threads: usize,
+    work: impl Fn(usize, &FileBlock) -> Result<()> + Sync,
+) -> Result<()> {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         let mut workers = Vec::new();
@@ -136,7 +140,7 @@ fn within(memory: &Anonymous, offset: usize, len: usize) -> *mut u8 {
     memory.at().wrapping_add(offset)
 }
 
-fn reused_buffers(source: &Source<'_>, settings: &Settings) -> Result<()> {
+fn reused_buffers(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
     let memory = Anonymous::new((settings.threads * settings.block) as u64)?;
     in_threads(&source.parts, settings.threads, |worker, part| {
         let len = part.len.next_multiple_of(SECTOR);
@@ -154,7 +158,7 @@ struct Places {
 }
 
 impl Places {
-    fn new(source: &Source<'_>, in_use: bool) -> Result<Self> {
+    fn new(source: &OpenFiles<'_>, in_use: bool) -> Result<Self> {
         let mut starts = Vec::with_capacity(source.sizes.len());
         let mut total: usize = 0;
         for size in &source.sizes {
@@ -169,12 +173,12 @@ impl Places {
         Ok(Self { memory, starts })
     }
 
-    fn offset(&self, part: &Part) -> usize {
+    fn offset(&self, part: &FileBlock) -> usize {
         self.starts[part.file] + part.offset as usize
     }
 }
 
-fn place(source: &Source<'_>, places: &Places, settings: &Settings) -> Result<()> {
+fn place(source: &OpenFiles<'_>, places: &Places, settings: &Settings) -> Result<()> {
     let direct = settings.measure == Measure::Place;
     in_threads(&source.parts, settings.threads, |_, part| {
         // A block of a file ends before the next file's huge page, even when it is rounded up to whole sectors.
@@ -185,13 +189,13 @@ fn place(source: &Source<'_>, places: &Places, settings: &Settings) -> Result<()
     })
 }
 
-fn mapped(source: &Source<'_>) -> Result<Vec<Mapping>> {
+fn mapped(source: &OpenFiles<'_>) -> Result<Vec<Mapping>> {
     let files = source.files.iter().zip(&source.sizes).zip(source.paths);
     files.map(|((file, size), path)| Mapping::new(file, *size).map_err(|error| error.at(path))).collect()
 }
 
 /// The pages of `part`, brought into the page cache and into the mapping's page table.
-fn populate_part(source: &Source<'_>, maps: &[Mapping], part: &Part) -> Result<*const u8> {
+fn populate_part(source: &OpenFiles<'_>, maps: &[Mapping], part: &FileBlock) -> Result<*const u8> {
     let at = maps[part.file].at().wrapping_add(part.offset as usize);
     // SAFETY: inside the mapping of that file; populating changes no byte.
     if unsafe { libc::madvise(at.cast(), part.len, libc::MADV_POPULATE_READ) } == 0 {
@@ -200,12 +204,12 @@ fn populate_part(source: &Source<'_>, maps: &[Mapping], part: &Part) -> Result<*
     Err(source.failed(part, "populate", &io::Error::last_os_error()))
 }
 
-fn populate(source: &Source<'_>, settings: &Settings) -> Result<()> {
+fn populate(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
     let maps = mapped(source)?;
     in_threads(&source.parts, settings.threads, |_, part| populate_part(source, &maps, part).map(drop))
 }
 
-fn copied_from_mappings(source: &Source<'_>, settings: &Settings) -> Result<()> {
+fn copied_from_mappings(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
     let maps = mapped(source)?;
     let fresh = match settings.measure {
         Measure::Fresh => Some(Places::new(source, false)?),
@@ -225,7 +229,7 @@ fn copied_from_mappings(source: &Source<'_>, settings: &Settings) -> Result<()> 
     })
 }
 
-fn uring(source: &Source<'_>, settings: &Settings) -> Result<()> {
+fn uring(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
     let parts = &source.parts;
     let depth = settings.depth.min(parts.len());
     if depth == 0 {

@@ -1,6 +1,6 @@
 //! What is measured on a GPU.
 
-use super::settings::{Found, Measure, Settings};
+use super::settings::{Measure, Measured, Settings};
 use crate::device::api::{Api, Current, Stream};
 use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::error::{Error, ErrorKind, Result};
@@ -12,7 +12,7 @@ use std::time::Instant;
 ///
 /// # Errors
 /// `Invalid` for a measure of files or a GPU that is not there, `OutOfMemory`, `Device`.
-pub fn measure_on(api: &Arc<Api>, settings: &Settings) -> Result<Found> {
+pub fn measure_on(api: &Arc<Api>, settings: &Settings) -> Result<Measured> {
     let settings = super::settings::checked(settings)?;
     let shared = SharedContext::retain(api, settings.device)?;
     match settings.measure {
@@ -24,14 +24,14 @@ pub fn measure_on(api: &Arc<Api>, settings: &Settings) -> Result<Found> {
 
 /// Host memory that is registered with the driver, and streams that copy it. Given back when nothing is in flight any
 /// more.
-struct Pinned<'a> {
+struct PinnedBlocks<'a> {
     api: &'a Current<'a>,
     memory: Anonymous,
     registered: bool,
     streams: Vec<Stream>,
 }
 
-impl<'a> Pinned<'a> {
+impl<'a> PinnedBlocks<'a> {
     fn new(api: &'a Current<'a>, nbytes: usize, streams: usize) -> Result<Self> {
         let mut pinned = Self { api, memory: Anonymous::new(nbytes as u64)?, registered: false, streams: Vec::new() };
         let (at, len) = (pinned.memory.at(), pinned.memory.len());
@@ -53,7 +53,7 @@ impl<'a> Pinned<'a> {
     }
 }
 
-impl Drop for Pinned<'_> {
+impl Drop for PinnedBlocks<'_> {
     fn drop(&mut self) {
         // A failure means that the context is lost, and everything in it.
         let _ = self.wait();
@@ -69,12 +69,12 @@ impl Drop for Pinned<'_> {
 }
 
 /// Copies block after block out of `depth` buffers, each to its own place, until `nbytes` are copied.
-fn host_to_device(api: &Arc<Api>, shared: &Arc<SharedContext>, settings: &Settings) -> Result<Found> {
+fn host_to_device(api: &Arc<Api>, shared: &Arc<SharedContext>, settings: &Settings) -> Result<Measured> {
     let (block, depth) = (settings.block, settings.depth);
     let target = GpuMemory::new(shared, (depth * block) as u64)?;
     let context = api.context(i32::try_from(settings.device).unwrap_or(i32::MAX))?;
     let current = context.enter()?;
-    let pinned = Pinned::new(&current, depth * block, settings.threads)?;
+    let pinned = PinnedBlocks::new(&current, depth * block, settings.threads)?;
     let copies = settings.nbytes.div_ceil(block as u64) as usize;
     let copy = |number: usize| {
         let offset = number % depth * block;
@@ -91,15 +91,15 @@ fn host_to_device(api: &Arc<Api>, shared: &Arc<SharedContext>, settings: &Settin
     let start = Instant::now();
     (0..copies).try_for_each(copy)?;
     pinned.wait()?;
-    Ok(Found { bytes: (copies * block) as u64, seconds: start.elapsed().as_secs_f64() })
+    Ok(Measured { bytes: (copies * block) as u64, seconds: start.elapsed().as_secs_f64() })
 }
 
-fn device_alloc(shared: &Arc<SharedContext>, settings: &Settings) -> Result<Found> {
+fn device_alloc(shared: &Arc<SharedContext>, settings: &Settings) -> Result<Measured> {
     let blocks = settings.nbytes.div_ceil(settings.block as u64);
     let mut held = Vec::with_capacity(blocks as usize);
     let start = Instant::now();
     for _ in 0..blocks {
         held.push(GpuMemory::new(shared, settings.block as u64)?);
     }
-    Ok(Found { bytes: blocks * settings.block as u64, seconds: start.elapsed().as_secs_f64() })
+    Ok(Measured { bytes: blocks * settings.block as u64, seconds: start.elapsed().as_secs_f64() })
 }

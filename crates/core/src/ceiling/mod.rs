@@ -26,14 +26,14 @@ use std::path::PathBuf;
 
 pub use gpu::measure_on;
 use settings::checked;
-pub use settings::{Engine, Found, Measure, Settings};
+pub use settings::{Interface, Measure, Measured, Settings};
 
 /// Moves the bytes of some files, or bytes to the GPU of the driver found, once.
 ///
 /// # Errors
 /// `Invalid` for settings that do not go together, for no files, or for a GPU that is not there; the errors of reading
 /// and mapping; `Unsupported` if there is no GPU driver.
-pub fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Found> {
+pub fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Measured> {
     let settings = checked(settings)?;
     if settings.measure.is_of_a_gpu() {
         return measure_on(&crate::device::api::Api::load()?, &settings);

@@ -24,7 +24,7 @@ pub enum Measure {
 
 /// How it is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
+pub enum Interface {
     /// Threads that pread.
     Threads,
     /// One io_uring: for `Direct`.
@@ -64,16 +64,16 @@ impl Measure {
         matches!(self, Self::HostToDevice | Self::DeviceAlloc)
     }
 
-    fn engines(self) -> &'static [Engine] {
+    fn engines(self) -> &'static [Interface] {
         match self {
-            Self::Direct => &[Engine::Threads, Engine::Uring],
-            Self::Copy | Self::Fresh => &[Engine::Threads, Engine::Mapped],
-            _ => &[Engine::Threads],
+            Self::Direct => &[Interface::Threads, Interface::Uring],
+            Self::Copy | Self::Fresh => &[Interface::Threads, Interface::Mapped],
+            _ => &[Interface::Threads],
         }
     }
 }
 
-impl Engine {
+impl Interface {
     /// Its name in Python and in result files.
     pub fn name(self) -> &'static str {
         match self {
@@ -105,7 +105,7 @@ pub struct Settings {
     /// What is measured.
     pub measure: Measure,
     /// How it is measured.
-    pub engine: Engine,
+    pub engine: Interface,
     /// Workers; for `HostToDevice` streams.
     pub threads: usize,
     /// Reads in flight of an io_uring; for `HostToDevice` buffers used in turn.
@@ -122,13 +122,13 @@ impl Settings {
     /// Two threads, eight in flight, blocks of 4 MiB, 1 GiB to the first GPU.
     pub fn new(measure: Measure) -> Self {
         let block = 4 * MIB as usize;
-        Self { measure, engine: Engine::Threads, threads: 2, depth: 8, block, device: 0, nbytes: 1 << 30 }
+        Self { measure, engine: Interface::Threads, threads: 2, depth: 8, block, device: 0, nbytes: 1 << 30 }
     }
 }
 
 /// The result.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Found {
+pub struct Measured {
     /// Bytes moved.
     pub bytes: u64,
     /// Seconds on the clock.

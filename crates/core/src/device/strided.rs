@@ -6,12 +6,12 @@
 #[derive(Debug, Clone, Default)]
 pub struct Strided {
     grids: Vec<Grid>,
-    axes: Vec<Axis>,
+    axes: Vec<GridAxis>,
 }
 
 /// One axis of a grid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Axis {
+pub struct GridAxis {
     /// Steps, at least 1.
     pub count: u64,
     /// Bytes from step to step in the slab.
@@ -38,12 +38,12 @@ const TILE: usize = 16 << 10;
 impl Strided {
     /// Adds a grid of single bytes. The axes may come in any order; those that are contiguous on both sides become the item,
     /// and neighbours that continue each other become one axis, if they come from the outermost to the innermost.
-    pub fn push(&mut self, from: *const u8, to: u64, axes: impl Iterator<Item = Axis>) {
+    pub fn push(&mut self, from: *const u8, to: u64, axes: impl Iterator<Item = GridAxis>) {
         let first = self.axes.len();
         for axis in axes.filter(|a| a.count > 1) {
             match self.axes[first..].last_mut() {
                 Some(outer) if outer.from == axis.count * axis.from && outer.to == axis.count * axis.to => {
-                    *outer = Axis { count: outer.count * axis.count, ..axis };
+                    *outer = GridAxis { count: outer.count * axis.count, ..axis };
                 }
                 _ => self.axes.push(axis),
             }
@@ -80,7 +80,7 @@ impl Strided {
         }
     }
 
-    fn each(&self) -> impl Iterator<Item = (&Grid, &[Axis])> {
+    fn each(&self) -> impl Iterator<Item = (&Grid, &[GridAxis])> {
         let mut first = 0;
         self.grids.iter().map(move |g| (g, &self.axes[std::mem::replace(&mut first, g.axes)..g.axes]))
     }
@@ -114,7 +114,7 @@ impl Strided {
 }
 
 /// Calls `give` with the first byte of every item on both sides, the last axis innermost.
-fn walk(axes: &[Axis], from: *const u8, to: u64, give: &mut impl FnMut(*const u8, u64)) {
+fn walk(axes: &[GridAxis], from: *const u8, to: u64, give: &mut impl FnMut(*const u8, u64)) {
     let Some((axis, inner)) = axes.split_first() else { return give(from, to) };
     for i in 0..axis.count {
         walk(inner, from.wrapping_add((i * axis.from) as usize), to + i * axis.to, give);
@@ -125,7 +125,7 @@ fn walk(axes: &[Axis], from: *const u8, to: u64, give: &mut impl FnMut(*const u8
 ///
 /// # Safety
 /// As for [`Strided::run`].
-unsafe fn copy<const N: usize>(from: *const u8, to: u64, axes: &mut Vec<Axis>) {
+unsafe fn copy<const N: usize>(from: *const u8, to: u64, axes: &mut Vec<GridAxis>) {
     let Some(row) = axes.pop() else {
         // SAFETY: as the function's. Arrays of bytes need no alignment.
         return unsafe { (to as *mut [u8; N]).write(from.cast::<[u8; N]>().read()) };
@@ -148,7 +148,7 @@ unsafe fn copy<const N: usize>(from: *const u8, to: u64, axes: &mut Vec<Axis>) {
 /// # Safety
 /// Both sides are valid for all items of the row.
 #[inline(always)]
-unsafe fn copy_row<const N: usize>(from: *const u8, to: *mut u8, row: Axis) {
+unsafe fn copy_row<const N: usize>(from: *const u8, to: *mut u8, row: GridAxis) {
     for i in 0..row.count {
         // SAFETY: as the function's.
         unsafe {
@@ -165,15 +165,15 @@ unsafe fn copy_row<const N: usize>(from: *const u8, to: *mut u8, row: Axis) {
 ///
 /// # Safety
 /// Both sides are valid for all items of the matrix.
-unsafe fn transpose<const N: usize>(from: *const u8, to: *mut u8, row: Axis, column: Axis) {
+unsafe fn transpose<const N: usize>(from: *const u8, to: *mut u8, row: GridAxis, column: GridAxis) {
     #[repr(align(64))]
     struct Tile([std::mem::MaybeUninit<u8>; TILE]);
     let mut tile = Tile([std::mem::MaybeUninit::uninit(); TILE]);
     let tile = tile.0.as_mut_ptr().cast::<[u8; N]>();
     // The largest square of a power of two.
     let side = const { 1 << ((TILE / N).ilog2() / 2) };
-    let in_slab = |n| Axis { count: n, from: column.from, to: N as u64 };
-    let in_tile = |n| Axis { count: n, from: (side * N) as u64, to: row.to };
+    let in_slab = |n| GridAxis { count: n, from: column.from, to: N as u64 };
+    let in_tile = |n| GridAxis { count: n, from: (side * N) as u64, to: row.to };
     for j in (0..column.count).step_by(side) {
         let columns = (column.count - j).min(side as u64);
         for i in (0..row.count).step_by(side) {
@@ -195,7 +195,7 @@ unsafe fn transpose<const N: usize>(from: *const u8, to: *mut u8, row: Axis, col
                     let (from, to) = (tile.add(x as usize).cast::<u8>(), to.add((x * column.to) as usize));
                     if row.to == N as u64 && rows == side as u64 {
                         // The compiler knows the count and both steps.
-                        copy_row::<N>(from, to, Axis { count: side as u64, from: (side * N) as u64, to: N as u64 });
+                        copy_row::<N>(from, to, GridAxis { count: side as u64, from: (side * N) as u64, to: N as u64 });
                     } else {
                         copy_row::<N>(from, to, in_tile(rows));
                     }
@@ -222,7 +222,7 @@ mod tests {
             order in any::<[u8; 4]>(),
             padding in any::<[[bool; 2]; 4]>(),
         ) {
-            let mut axes = vec![Axis { count: 1, from: 0, to: 0 }; counts.len()];
+            let mut axes = vec![GridAxis { count: 1, from: 0, to: 0 }; counts.len()];
             let (mut from, mut to) = (item, item);
             for (i, &count) in counts.iter().enumerate().rev() {
                 (axes[i].count, axes[i].from) = (count, from + u64::from(padding[i][0]) * 3);
@@ -234,13 +234,13 @@ mod tests {
                 axes[i].to = to + u64::from(padding[i][1]) * 5;
                 to += (axes[i].count - 1) * axes[i].to;
             }
-            axes.push(Axis { count: item, from: 1, to: 1 });
+            axes.push(GridAxis { count: item, from: 1, to: 1 });
             let source: Vec<u8> = (0..from).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8).collect();
             // One byte further: no address has to suit the items.
             let (mut there, mut expected) = (vec![0xee; to as usize + 2], vec![0xee; to as usize + 2]);
             let mut index = vec![0u64; axes.len()];
             'all: loop {
-                let at = |step: fn(&Axis) -> u64| axes.iter().zip(&index).map(|(a, i)| step(a) * i).sum::<u64>() as usize;
+                let at = |step: fn(&GridAxis) -> u64| axes.iter().zip(&index).map(|(a, i)| step(a) * i).sum::<u64>() as usize;
                 expected[at(|a| a.to) + 1] = source[at(|a| a.from)];
                 let mut i = axes.len();
                 loop {

@@ -78,7 +78,7 @@ impl Index {
         let files = FileNumbers { spelled: HashTable::new(), distinct: HashTable::new(), hasher };
         let mut state = IndexParser { index: Index::default(), files, hasher, watch, has_map: false };
         let mut json = serde_json::Deserializer::from_str(text);
-        json.deserialize_map(Top(&mut state)).and_then(|()| json.end()).map_err(|e| {
+        json.deserialize_map(IndexTop(&mut state)).and_then(|()| json.end()).map_err(|e| {
             let at = offset_of(text, e.line(), e.column());
             Error::new(ErrorKind::Index, format!("malformed index: {}", without_position(&e))).range(at..at + 1)
         })?;
@@ -228,9 +228,9 @@ impl IndexParser<'_> {
     }
 }
 
-struct Top<'a, 'h>(&'a mut IndexParser<'h>);
+struct IndexTop<'a, 'h>(&'a mut IndexParser<'h>);
 
-impl<'de> Visitor<'de> for Top<'_, '_> {
+impl<'de> Visitor<'de> for IndexTop<'_, '_> {
     type Value = ();
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object with `weight_map`")

@@ -200,7 +200,7 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
             for a in &rows {
                 for b in &row {
                     let from = p.from + (a.dense - first) / p.to_stride * p.from_stride + b.dense - within;
-                    let of_rows = a.axes(&outer).map(|axis| strided::Axis {
+                    let of_rows = a.axes(&outer).map(|axis| strided::GridAxis {
                         count: axis.count,
                         from: axis.dense / p.to_stride * p.from_stride,
                         to: axis.memory,
@@ -225,8 +225,8 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
 }
 
 /// An axis of a destination whose bytes lie in dense order in the slab.
-fn dense(axis: Axis) -> strided::Axis {
-    strided::Axis { count: axis.count, from: axis.dense, to: axis.memory }
+fn dense(axis: Axis) -> strided::GridAxis {
+    strided::GridAxis { count: axis.count, from: axis.dense, to: axis.memory }
 }
 
 #[cfg(test)]

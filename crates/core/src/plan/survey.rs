@@ -57,11 +57,11 @@ impl Surveyed {
 impl Survey {
     /// Asks the file systems about the files that `wants` need.
     pub(crate) fn new(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, files: &Storage) -> Result<Survey> {
-        let mut asked: Vec<Option<Wanted>> = vec![None; checkpoint.files().len()];
+        let mut asked: Vec<Option<OfFile>> = vec![None; checkpoint.files().len()];
         for (want, place) in wants.iter().zip(&layout.places) {
             let info = checkpoint.tensor(want.tensor);
             let of_file =
-                asked[info.file as usize].get_or_insert(Wanted { span: info.begin..info.end, ..Wanted::default() });
+                asked[info.file as usize].get_or_insert(OfFile { span: info.begin..info.end, ..OfFile::default() });
             of_file.span = of_file.span.start.min(info.begin)..of_file.span.end.max(info.end);
             of_file.cut |= place.nbytes < info.nbytes();
             // Cannot overflow: `Layout::new` has added them up.
@@ -72,7 +72,7 @@ impl Survey {
         }
         let mut survey = Survey { files: Vec::with_capacity(asked.len()), probes: 0 };
         for (file, asked) in (0..).zip(asked) {
-            let Some(Wanted { span, wanted, moved, cut }) = asked else {
+            let Some(OfFile { span, wanted, moved, cut }) = asked else {
                 survey.files.push(None);
                 continue;
             };
@@ -87,7 +87,7 @@ impl Survey {
 }
 
 #[derive(Debug, Clone, Default)]
-struct Wanted {
+struct OfFile {
     span: Range<u64>,
     wanted: u64,
     moved: u64,

@@ -147,7 +147,7 @@ struct Chunk {
 
 /// What a part of a chunk is filled from. Pieces are in order and without gaps.
 #[derive(Clone, Copy)]
-struct Piece {
+struct ChunkPart {
     from: Origin,
     len: u64,
 }
@@ -213,7 +213,7 @@ struct Work {
     /// Names of the files, the index last.
     names: Vec<OsString>,
     chunks: Vec<Chunk>,
-    pieces: Vec<Piece>,
+    pieces: Vec<ChunkPart>,
     /// The beginnings of the files; pieces point into them.
     _heads: Vec<Vec<u8>>,
     _keep: Keep,
@@ -626,7 +626,7 @@ impl Work {
     }
 
     /// The pieces, with the addresses of the late tensors; `None` if the save was given up meanwhile.
-    fn there<'a>(&self, pieces: &'a [Piece]) -> Result<Option<Cow<'a, [Piece]>>> {
+    fn there<'a>(&self, pieces: &'a [ChunkPart]) -> Result<Option<Cow<'a, [ChunkPart]>>> {
         if !pieces.iter().any(|p| matches!(p.from, Origin::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
         }
@@ -662,7 +662,7 @@ impl Work {
     }
 
     /// Pieces were written: late tensors of which nothing more is written are dropped.
-    fn let_go(&self, pieces: &[Piece]) {
+    fn let_go(&self, pieces: &[ChunkPart]) {
         for piece in pieces {
             if let Origin::Late(number, _) = piece.from {
                 let mut state = lock(&self.state);
@@ -719,7 +719,7 @@ impl Work {
     }
 
     /// Writes a chunk from where its bytes are. Returns the number of calls.
-    fn write_from_place(&self, chunk: &Chunk, pieces: &[Piece]) -> Result<u64> {
+    fn write_from_place(&self, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<u64> {
         let (fd, _) = self.sinks[chunk.file].descriptor();
         let (mut done, mut calls) = (0, 0);
         // The piece that is being written, and how much of it is written.
@@ -840,7 +840,7 @@ struct Written {
 }
 
 /// Fills a slab with pieces, one after the other.
-fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
+fn fill(slab: &Lease, pieces: &[ChunkPart], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
     let mut at = 0;
     let mut fetched: Vec<(u32, Range)> = Vec::new();
     for piece in pieces {
@@ -870,8 +870,8 @@ fn fill(slab: &Lease, pieces: &[Piece], devices: &mut Vec<(u32, Fetch)>) -> Resu
 }
 
 /// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.
-fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<Piece>, Vec<Late>)> {
-    let mut pieces: Vec<Piece> = Vec::new();
+fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<ChunkPart>, Vec<Late>)> {
+    let mut pieces: Vec<ChunkPart> = Vec::new();
     let mut late: Vec<Late> = Vec::new();
     let mut by_file: Vec<Vec<Chunk>> = Vec::with_capacity(plan.files.len());
     for (number, file) in plan.files.iter().enumerate() {
@@ -890,7 +890,7 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
                     Origin::Gpu(ordinal, address) => Origin::Gpu(ordinal, address + skip),
                     Origin::Late(number, _) => Origin::Late(number, skip),
                 };
-                pieces.push(Piece { from, len: part });
+                pieces.push(ChunkPart { from, len: part });
                 if let Some(chunk) = chunks.last_mut() {
                     chunk.len += part;
                     chunk.pieces.end = pieces.len();

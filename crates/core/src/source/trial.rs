@@ -128,7 +128,7 @@ impl Source for Trial {
 /// The two paces and what follows from them. The clock is an argument.
 #[derive(Debug)]
 struct Pace {
-    stage: Stage,
+    stage: Timing,
     /// When the first read of this stage went out, and the bytes that went out and came back since.
     since: Option<Instant>,
     sent: u64,
@@ -145,7 +145,7 @@ struct Pace {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum Timing {
     /// Reads past the page cache are timed.
     Past,
     /// Reads through it are timed.
@@ -158,7 +158,7 @@ enum Stage {
 impl Pace {
     fn new() -> Self {
         Pace {
-            stage: Stage::Past,
+            stage: Timing::Past,
             since: None,
             sent: 0,
             back: 0,
@@ -176,12 +176,12 @@ impl Pace {
 
     /// Whether reads go through the page cache now.
     fn is_through(&self) -> bool {
-        self.stage == Stage::Through || self.keeps()
+        self.stage == Timing::Through || self.keeps()
     }
 
     /// Whether a read of `len` bytes has to wait until it is known which way it goes.
     fn holds(&mut self, len: u64, now: Instant) -> bool {
-        if !matches!(self.stage, Stage::Past | Stage::Through) {
+        if !matches!(self.stage, Timing::Past | Timing::Through) {
             return false;
         }
         // The two ways are never timed at the same time.
@@ -199,12 +199,12 @@ impl Pace {
 
     /// A read was sent, the way that [`is_through`](Self::is_through) says.
     fn sent(&mut self, ticket: Ticket, file: u32, range: Range<u64>, now: Instant) {
-        if self.stage == Stage::Over {
+        if self.stage == Timing::Over {
             return;
         }
         self.since.get_or_insert(now);
         self.sent += range.end - range.start;
-        self.out.insert(ticket, (file, range, self.stage != Stage::Through));
+        self.out.insert(ticket, (file, range, self.stage != Timing::Through));
     }
 
     /// These came back. Goes on to the next stage when that is enough.
@@ -215,10 +215,10 @@ impl Pace {
                 Ok(_) if past && done.route != Route::Direct => {
                     let reason = "O_DIRECT was refused".into();
                     (self.choice, self.news) = (Some(Choice { cold: Cold::Keep, reason }), true);
-                    self.stage = Stage::Over;
+                    self.stage = Timing::Over;
                 }
                 Ok(_) => {
-                    if past == (self.stage != Stage::Through) {
+                    if past == (self.stage != Timing::Through) {
                         self.back += range.end - range.start;
                     }
                     if past {
@@ -230,9 +230,9 @@ impl Pace {
             }
         }
         let enough = match self.stage {
-            Stage::Past | Stage::Through => ENOUGH,
-            Stage::Doubtful => AT_LAST,
-            Stage::Over => u64::MAX,
+            Timing::Past | Timing::Through => ENOUGH,
+            Timing::Doubtful => AT_LAST,
+            Timing::Over => u64::MAX,
         };
         if self.back >= enough {
             self.next(now);
@@ -244,16 +244,16 @@ impl Pace {
         let pace = self.back as f64 / seconds.max(1e-9);
         (self.sent, self.back) = (0, 0);
         match self.stage {
-            Stage::Through => self.paces.1 = pace,
+            Timing::Through => self.paces.1 = pace,
             _ => self.paces.0 = pace,
         }
-        if self.stage == Stage::Past {
-            self.stage = Stage::Through;
+        if self.stage == Timing::Past {
+            self.stage = Timing::Through;
             return;
         }
         let (past, through) = self.paces;
         let keep = through >= if past < SLOW { SHARE_IF_SLOW } else { SHARE } * past;
-        self.stage = if keep || self.stage == Stage::Doubtful { Stage::Over } else { Stage::Doubtful };
+        self.stage = if keep || self.stage == Timing::Doubtful { Timing::Over } else { Timing::Doubtful };
         let reason = format!(
             "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
             past / GB,
@@ -357,7 +357,7 @@ mod tests {
         assert_eq!(timed.send(n, 100), 100);
         timed.after(20);
         timed.back(n..n + 100);
-        assert_eq!(timed.pace.stage, Stage::Over);
+        assert_eq!(timed.pace.stage, Timing::Over);
         assert!(!timed.pace.is_through() && timed.pace.take_past().is_empty());
     }
 
@@ -365,7 +365,7 @@ mod tests {
     fn storage_that_is_as_fast_either_way_is_kept_and_what_went_past_is_told_once() {
         let mut timed = Timed::new();
         let n = timed.tried(60, 60);
-        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over, "{:?}", timed.pace.choice);
+        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over, "{:?}", timed.pace.choice);
         assert_eq!(timed.pace.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(timed.pace.take_past().is_empty());
         assert_eq!(timed.send(n, 100), 100);
@@ -390,7 +390,7 @@ mod tests {
         // Slower than the page cache was.
         timed.after(300);
         timed.back(n..n + 20);
-        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over, "{:?}", timed.pace.choice);
+        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over, "{:?}", timed.pace.choice);
         assert_eq!(timed.pace.take_past().len() as u64, SENT + 20);
     }
 
@@ -437,7 +437,7 @@ mod tests {
         timed.send(0, 2);
         timed.pace.back(&[done(1, Route::Buffered)], timed.now);
         assert!(timed.pace.news);
-        assert!(timed.pace.is_through() && timed.pace.stage == Stage::Over);
+        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over);
         assert!(timed.pace.take_past().is_empty());
     }
 

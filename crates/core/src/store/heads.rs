@@ -2,7 +2,7 @@
 //! folder. Every call may hang, and says in a [`Watch`] what it waits for.
 
 use super::version::{stat, Identity};
-use super::watch::{Asking, Watch};
+use super::watch::{Waiting, Watch};
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -23,7 +23,7 @@ pub(crate) struct LocalHead<'w> {
     pub(crate) identity: Identity,
     file: File,
     watch: &'w Watch,
-    asking: Asking<'w>,
+    asking: Waiting<'w>,
 }
 
 impl<'w> LocalHead<'w> {

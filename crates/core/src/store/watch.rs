@@ -65,12 +65,12 @@ impl Watch {
     }
 
     /// Records that the file system is asked about `path`, until the value is dropped.
-    pub(crate) fn ask(&self, path: &Path) -> Asking<'_> {
+    pub(crate) fn ask(&self, path: &Path) -> Waiting<'_> {
         let mut asked = lock(&self.asked);
         let number = asked.next;
         asked.next += 1;
         asked.waiting.push((number, path.to_path_buf()));
-        Asking { watch: self, number }
+        Waiting { watch: self, number }
     }
 
     /// The number of answers so far, and the path of the longest wait; `None` if no thread waits.
@@ -92,19 +92,19 @@ impl Watch {
 
 /// A wait for the file system.
 #[derive(Debug)]
-pub(crate) struct Asking<'a> {
+pub(crate) struct Waiting<'a> {
     watch: &'a Watch,
     number: u64,
 }
 
-impl Asking<'_> {
+impl Waiting<'_> {
     /// The file system has answered. The next question is about the same path.
     pub(crate) fn answered(&self) {
         lock(&self.watch.asked).answers += 1;
     }
 }
 
-impl Drop for Asking<'_> {
+impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut asked = lock(&self.watch.asked);
         asked.answers += 1;
