@@ -1,8 +1,8 @@
 """Loads past the page cache by each interface: ``python benches/direct.py [--gigabytes N] [--rounds N]``.
 
 The contestants take turns, each load in a process of its own: ``io="uring"``, ``"aio"`` and ``"threads"``, O_DIRECT
-into private memory. Where a container refuses io_uring, a load gets the second, or the third. Medians of the rate, and
-of the processor time per GB of all threads, the kernel's workers included. ``--folder`` names a folder on the disk.
+into private memory. Where a container refuses io_uring, a load gets the second, or the third. It prints medians: the
+rate, and the processor time per GB of all threads, the kernel's workers included. ``--folder`` is one on the disk.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ def processor_seconds() -> float:
 
 
 def load(path: str, io: str) -> None:
-    """One load, in this process: prints seconds by the wall clock, of processor time, and what was refused."""
+    """Loads once in this process. Prints seconds, processor seconds, and what was refused."""
     checkpoint = penstock.open(path)
     wall, cpu = time.perf_counter(), processor_seconds()
     tensors = checkpoint.load(framework="np", options={"io": io})
     wall, cpu = time.perf_counter() - wall, processor_seconds() - cpu
-    assert len(tensors) == TENSORS
-    print(json.dumps({"wall": wall, "cpu": cpu, "fallbacks": [str(f) for f in checkpoint.last_report.fallbacks]}))
+    report = checkpoint.last_report
+    assert report is not None and len(tensors) == TENSORS
+    if set(report.routes) != {"direct"}:
+        raise SystemExit(f"not read with O_DIRECT, but {list(report.routes)}: give --folder on a disk")
+    print(json.dumps({"wall": wall, "cpu": cpu, "fallbacks": [str(f) for f in report.fallbacks]}))
 
 
 def main() -> None:
@@ -60,7 +63,7 @@ def main() -> None:
             for place in range(len(INTERFACES)):
                 io = INTERFACES[(turn + place) % len(INTERFACES)]
                 child = [sys.executable, __file__, "--load", path, io]
-                told = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
+                told = json.loads(subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True).stdout)
                 if told["fallbacks"]:
                     print(f"{io}: {told['fallbacks']}")
                 found[io].append(told)

@@ -1,10 +1,11 @@
 """Two builds beside each other: ``python benches/pairs.py OLD NEW [--rounds N] [--checkpoint C] [--scenario S]``.
 
 OLD and NEW are folders with a package `penstock` that is built: `python/` of two trees. For each row of `penstock
-bench` (a checkpoint, a scenario, a way of penstock's) both builds load in turn, first one and then the other in front,
-each in a process of its own, every byte compared. A line has the median of old time / new time over the pairs, and an
-interval that contains the median of such ratios with a probability of at least 95%: order statistics, no assumption
-about their distribution. An interval that lies below 0.97 as a whole is called slower. Run such a row once more.
+bench` (a checkpoint, a scenario, a way of penstock's) both builds load, each in a process of its own, every byte
+compared. The build that goes first changes each round. A line has the median of old time / new time over the pairs,
+and an interval that contains the median of such ratios with a probability of at least 95%: order statistics, no
+assumption about their distribution. An interval that lies below 0.97 as a whole is called slower. Run such a row once
+more.
 """
 
 from __future__ import annotations
@@ -42,13 +43,28 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 Rows = dict[tuple[str, str], tuple[float, float]]
 
 
+def environment(tree: str) -> dict[str, str]:
+    """What makes a child import the build of this tree, wherever it starts."""
+    return {**os.environ, "PYTHONPATH": tree, "PYTHONSAFEPATH": "1"}
+
+
+def built(tree: str) -> str:
+    """The folder, if a child that is told to imports its build."""
+    folder = str(Path(tree).resolve())
+    command = [sys.executable, "-c", "from penstock import _core; print(_core.__file__)"]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, check=False)
+    if not done.stdout.startswith(folder + os.sep):
+        raise SystemExit(f"{tree} has no package penstock that is built: give `python/` of a tree after `make develop`")
+    return folder
+
+
 def rows(tree: str, folder: Path, checkpoint: str, scenario: str, ways: list[str]) -> Rows:
-    """One load of each scenario and way: seconds that the benchmark ranks it by, and of processor time."""
+    """One load of each scenario and way: seconds (of later loads of a process, if it loads several), processor time."""
     out = folder / "row.json"
     command = [sys.executable, "-m", "penstock.cli", "bench", "--rounds", "1", "--no-ceilings", "--no-traces"]
     command += ["--checkpoint", checkpoint, "--scenario", scenario, "--json", str(out)]
     command += [part for way in ways for part in ("--contestant", way)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": tree}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(tree), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{tree}: {' '.join(command)}\n{done.stderr[-2000:]}")
     found: Rows = {}
@@ -69,7 +85,9 @@ def main() -> None:
     parser.add_argument("--scenario", action="append")
     parser.add_argument("--way", action="append")
     given = parser.parse_args()
-    trees = [str(Path(tree).resolve()) for tree in given.trees]
+    if given.rounds < 6:
+        parser.error("fewer than 6 rounds have no interval of 95%")
+    trees = [built(tree) for tree in given.trees]
     slower = 0
     with tempfile.TemporaryDirectory() as folder:
         for checkpoint in given.checkpoint or ["gpt2", "dense", "moe"]:

@@ -77,9 +77,10 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
             raise InvalidError(f"it holds a {type(loaded).__name__}, not a dict of tensors", path=str(file))
         for name, tensor in loaded.items():
             if not isinstance(tensor, torch.Tensor):
-                raise InvalidError(f"{name} is a {type(tensor).__name__}, not a tensor", path=str(file))
+                why = f"{name} is a {type(tensor).__name__}, not a tensor"
+                raise InvalidError(why, path=str(file), tensor=name)
             if name in tensors:
-                raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file))
+                raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file), tensor=name)
             tensors[name] = tensor.detach()
     try:
         tied = duplicates(tensors)

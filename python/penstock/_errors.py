@@ -1,9 +1,9 @@
 """Errors: one family, split by kind, each also a subclass of the exception people already catch for it.
 
 The core raises what `from_core` returns. Every error carries ``kind``, and where they are known ``path``, ``range``,
-``errno``, ``tensor``, ``expected`` and ``found``. Its text says what happened, in which file and bytes, why, and where it
-helps what to do next. All of them survive pickling, so that they cross process boundaries (data loaders, launchers)
-unchanged.
+``errno``, ``tensor``, ``expected`` and ``found``. Its text says what happened, in which file and bytes, why, and
+where it helps what to do next. All of them survive pickling, so that they cross process boundaries (data loaders,
+launchers) unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class PenstockError(SafetensorError):
         range: (first, past-the-last) byte within ``path``, or None.
         errno: The operating system's error number where it was the cause, or None.
         tensor: The name of the tensor concerned, or None. Of several names that are unknown, the first.
-        expected: What should have been there: a number (of bytes, or of dimensions) or a text; or None.
-        found: What was there instead, in the same unit, or None.
+        expected: What should have been there: a number in the unit of the message (a size, an offset, dimensions), or
+            a text (bounds, a file's name, a file's state); or None.
+        found: What was there instead, or None.
     """
 
     kind: str = "Internal"
@@ -68,12 +69,12 @@ class PenstockError(SafetensorError):
         return where + self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What `OSError` keeps of its own is not in `__dict__`, and is made anew by `__init__`.
-        return _rebuild, (type(self), self.message, self.errno), self.__dict__
+        # `OSError` keeps `errno` outside `__dict__`, and `ImportError` keeps `path` there.
+        return _rebuild, (type(self), self.message), {**self.__dict__, "errno": self.errno, "path": self.path}
 
 
-def _rebuild(cls: type[PenstockError], message: str, errno: int | None) -> PenstockError:
-    return cls(message, errno=errno)
+def _rebuild(cls: type[PenstockError], message: str) -> PenstockError:
+    return cls(message)
 
 
 class NotFoundError(PenstockError, FileNotFoundError):

@@ -117,6 +117,7 @@ class Numpy(Adapter):
                     raise UnsupportedError(
                         f"tensor {self._selection.names[want]} of shape {list(shape)}: {why}",
                         path=self._selection.file(want),
+                        tensor=self._selection.names[want],
                     ) from None
         return arrays
 

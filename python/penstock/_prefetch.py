@@ -111,6 +111,7 @@ class PrefetchLoader:
         return CancelledError(
             f"tensor {name} is lost: an error or Ctrl-C came while it was handed out; plan a new prefetch of it",
             path=self._checkpoint.files[0],
+            tensor=name,
         )
 
     @contextmanager

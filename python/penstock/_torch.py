@@ -64,6 +64,7 @@ def _torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tu
             f"tensor {name} is F4 of shape {list(shape)}: torch holds F4 in pairs, which an odd last dimension "
             'does not make; dtype="raw" or framework="dlpack" gives its bytes',
             path=file,
+            tensor=name,
         )
     return (*shape[:-1], shape[-1] // 2)
 

@@ -159,14 +159,14 @@ impl Error {
         self
     }
 
-    /// The same error with what was expected and what was found, which the message says too.
+    /// The same error with what was expected and what was found, which the message says too; earlier ones are kept.
     #[must_use]
     pub fn with_values(mut self, expected: impl Into<Value>, found: impl Into<Value>) -> Self {
         self.0.values.get_or_insert_with(|| (expected.into(), found.into()));
         self
     }
 
-    /// The same error with the error that led to it, such as one of a network library. The message does not repeat its text;
+    /// The same error with the error that led to it, such as one of a network library. The message need not repeat its text;
     /// an earlier cause is kept.
     #[must_use]
     pub fn caused_by(mut self, cause: impl StdError + Send + Sync + 'static) -> Self {
@@ -178,6 +178,13 @@ impl Error {
     #[must_use]
     pub(crate) fn reworded(mut self, message: impl FnOnce(&str) -> String) -> Self {
         self.0.message = message(&self.0.message);
+        self
+    }
+
+    /// The same error as one of another kind.
+    #[must_use]
+    pub(crate) fn as_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
         self
     }
 
@@ -201,7 +208,7 @@ impl Error {
         self.0.errno
     }
 
-    /// The tensor concerned, if it is one.
+    /// The tensor concerned, if any.
     pub fn tensor(&self) -> Option<&str> {
         self.0.tensor.as_deref()
     }
@@ -215,6 +222,18 @@ impl Error {
     pub fn message(&self) -> &str {
         &self.0.message
     }
+
+    /// The message, and the texts of what led to the error.
+    pub fn full_message(&self) -> String {
+        let mut text = self.0.message.clone();
+        let mut cause = self.source();
+        while let Some(e) = cause {
+            text.push_str(": ");
+            text.push_str(&e.to_string());
+            cause = e.source();
+        }
+        text
+    }
 }
 
 impl fmt::Display for Error {
@@ -225,7 +244,7 @@ impl fmt::Display for Error {
         if let Some(range) = &self.0.range {
             write!(f, "bytes {}..{}: ", range.start, range.end)?;
         }
-        f.write_str(&self.0.message)
+        f.write_str(&self.full_message())
     }
 }
 
@@ -260,7 +279,8 @@ mod tests {
         let copy = e.clone();
         drop(e);
         assert_eq!(copy.source().map(ToString::to_string).as_deref(), Some("the peer went away"));
-        assert_eq!(copy.to_string(), "cannot read the object");
+        assert_eq!(copy.message(), "cannot read the object");
+        assert_eq!(copy.at("/o").to_string(), "/o: cannot read the object: the peer went away");
     }
 
     #[test]

@@ -35,7 +35,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
-use crate::options::{pool_bytes, HUGE_PAGE, IDLE_STAGING};
+use crate::options::{pool_bytes, HUGE_PAGE, IDLE_STAGING, PAGE};
 use crate::sync::{lock, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::any::Any;
@@ -47,11 +47,12 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// How long a refused load that holds nothing goes before those that hold something. It asks again when its descriptor is
-/// rung, far sooner than this; one that does not has lost interest and must not hold others up. (Tests run on machines so
+/// readable, far sooner than this; one that does not has lost interest and must not hold others up. (Tests run on machines so
 /// busy that 100 ms pass between two lines.)
 const HUNGER: Duration = Duration::from_millis(if cfg!(test) { 2000 } else { 100 });
 
-/// One staging buffer: private anonymous memory, aligned to huge pages, not inherited by a forked child.
+/// One staging buffer: private anonymous memory, not inherited by a forked child. From the size of a huge page on it
+/// consists of huge pages.
 pub struct Slab {
     /// Always there until it is dropped.
     memory: Option<Anonymous>,
@@ -75,12 +76,12 @@ impl Slab {
         Ok(Self { memory: Some(memory), pid, registrations: Mutex::default(), registered })
     }
 
-    /// First byte; a multiple of [`HUGE_PAGE`].
+    /// First byte; a multiple of [`HUGE_PAGE`] if the slab has that size, else of a page.
     pub fn address(&self) -> *mut u8 {
         self.memory.as_ref().map_or(ptr::null_mut(), Anonymous::at)
     }
 
-    /// Size in bytes; a multiple of [`HUGE_PAGE`].
+    /// Size in bytes: whole huge pages, or whole pages if it is smaller.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.memory.as_ref().map_or(0, Anonymous::len)
@@ -185,7 +186,7 @@ struct Member {
     wake: Arc<Wake>,
     held: u64,
     peak: u64,
-    /// Refused, and not rung since.
+    /// Refused, and not notified since.
     waiting: bool,
     refused: Option<Instant>,
     /// Slabs are being registered for it.
@@ -210,7 +211,7 @@ impl RingState {
         held + len <= fair && (held == 0 || !self.shares.iter().any(|m| m.id != id && hungry(m)))
     }
 
-    /// Takes the descriptors of all that wait, to be rung once the lock is free.
+    /// Takes the descriptors of all that wait, to be notified once the lock is free.
     fn waiters(&mut self) -> Vec<Arc<Wake>> {
         let waiting = self.shares.iter_mut().filter(|m| m.waiting);
         waiting
@@ -283,8 +284,8 @@ impl Ring {
         lock(&self.state)
     }
 
-    /// A place in the ring for a load that wants slabs of `slab_bytes` (rounded up to huge pages) under a limit of `limit`
-    /// bytes.
+    /// A place in the ring for a load that wants slabs of `slab_bytes` under a limit of `limit` bytes. Slabs of a huge page or
+    /// more are whole huge pages, smaller ones whole pages.
     pub fn join(&'static self, slab_bytes: u64, limit: u64) -> Result<Share> {
         let wake = Arc::new(Wake::new()?);
         let mut state = self.lock();
@@ -292,7 +293,8 @@ impl Ring {
         state.next_share += 1;
         let member = Member { id, wake: wake.clone(), held: 0, peak: 0, waiting: false, refused: None, growing: false };
         state.shares.push(member);
-        Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(HUGE_PAGE), limit, wake, pinned: None })
+        let unit = if slab_bytes >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
+        Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(unit), limit, wake, pinned: None })
     }
 
     /// What there is now.
@@ -545,12 +547,12 @@ impl Share {
         None
     }
 
-    /// Readable when it is worth asking again after a `None`; call [`quiet`](Self::quiet) before asking.
+    /// Readable when it is worth asking again after a `None`; call [`clear`](Self::clear) before asking.
     pub fn fd(&self) -> RawFd {
         self.wake.fd()
     }
 
-    /// Makes the descriptor unreadable until the next ring.
+    /// Makes the descriptor unreadable until the next notification.
     pub fn clear(&self) {
         self.wake.clear();
     }
@@ -766,6 +768,16 @@ mod tests {
     }
 
     #[test]
+    fn slabs_below_a_huge_page_have_the_size_that_was_asked_for() {
+        let ring = ring();
+        let share = ring.join(MIB / 4, MIB).unwrap();
+        let held: Vec<_> = (0..4).map(|_| acquire(&share)).collect();
+        assert!(refused(&share));
+        assert!(held.iter().all(|slab| slab.len() as u64 == MIB / 4 && slab.address() as u64 % PAGE == 0));
+        assert_eq!((share.peak(), ring.staging().mapped), (MIB, MIB));
+    }
+
+    #[test]
     fn the_limit_holds_and_a_release_wakes_the_refused() {
         let ring = ring();
         let share = ring.join(SLAB, 3 * SLAB + 1).unwrap();
@@ -779,7 +791,7 @@ mod tests {
         assert!(share.wake.wait(0));
         share.clear();
         acquire(&share);
-        assert!(!share.wake.wait(0), "one ring for one refusal");
+        assert!(!share.wake.wait(0), "one notification for one refusal");
     }
 
     #[test]
@@ -1153,7 +1165,7 @@ mod models {
         });
     }
 
-    /// A slab, waited for as the engine does: quiet, ask, sleep.
+    /// A slab, waited for as the engine does: clear, ask, sleep.
     fn acquire(share: &Share) -> Lease {
         loop {
             share.clear();

@@ -78,11 +78,11 @@ pub struct Routing {
     pub here: bool,
     /// Threads that read through the page cache and populate mappings, at most.
     pub threads: usize,
-    /// Reads in flight that take staging at request, or need none, at most.
+    /// Reads in flight to stores that take staging at request, at most.
     pub depth: usize,
     /// Requests in flight to stores that take staging at arrival, at most.
     pub requests: usize,
-    /// Those of them that io_uring does through the page cache, at most.
+    /// Reads of `depth` that io_uring does through the page cache, at most.
     pub buffered_depth: usize,
 }
 

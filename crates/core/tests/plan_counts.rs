@@ -265,7 +265,7 @@ fn a_slice_of_more_pieces_than_memory_holds_is_refused_by_name() {
     let check = |rows, gap| {
         let wants = [Want::part(0, region(rows))];
         let layout = Layout::new(&c, &wants, &Target::Gpu, Order::File).unwrap();
-        Schedule::check(&c, &wants, &layout, gap)
+        Schedule::check(&c, &wants, &layout, &[FileTraits::default()], &Limits { gap, ..LIMITS })
     };
     let refused = check(70_000, LIMITS.gap).unwrap_err();
     assert!((checkpoints::processor_time() - begun).as_secs() < 1);

@@ -195,7 +195,7 @@ fn a_save_waits_for_staging_in_the_background() {
             })
         };
         // Another load holds all that these may have.
-        let load = Ring::process().join(MIB, 4 * MIB).unwrap();
+        let load = Ring::process().join(2 * MIB, 4 * MIB).unwrap();
         let held = (load.try_acquire().unwrap().unwrap(), load.try_acquire().unwrap().unwrap());
         let folder = tempfile::tempdir().unwrap();
         let begun = Instant::now();
@@ -221,7 +221,7 @@ fn a_save_waits_for_staging_in_the_background() {
         // The save is still there, and its place in the ring is not: a later one has all of the staging.
         Ring::process().trim();
         assert_eq!(Ring::process().staging().mapped, 0);
-        let alone = Ring::process().join(MIB, 6 * MIB).unwrap();
+        let alone = Ring::process().join(2 * MIB, 6 * MIB).unwrap();
         let three: Vec<_> = (0..3).map(|_| alone.try_acquire().unwrap().unwrap()).collect();
         drop((three, save));
     });

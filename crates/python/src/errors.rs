@@ -3,23 +3,16 @@
 use penstock::error::{Error, Value};
 use pyo3::prelude::*;
 use pyo3::IntoPyObjectExt;
-use std::error::Error as _;
 
 /// The exception that `penstock._errors` makes from a core error.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    let mut message = error.message().to_owned();
-    let mut cause = error.source();
-    while let Some(e) = cause {
-        message = format!("{message}: {e}");
-        cause = e.source();
-    }
     let values = error.values().map(|(expected, found)| (spelled(py, expected), spelled(py, found)));
     let made = py.import("penstock._errors").and_then(|m| {
         m.call_method1(
             "from_core",
             (
                 format!("{:?}", error.kind()),
-                message,
+                error.full_message(),
                 error.path().map(|p| p.as_os_str()),
                 error.byte_range().map(|r| (r.start, r.end)),
                 error.errno(),

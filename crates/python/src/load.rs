@@ -317,6 +317,7 @@ impl Load {
                 }
                 if let Some(why) = unfit(&view, (code, bits), &shape) {
                     let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
+                    let e = e.of_tensor(info.name);
                     return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
                 }
                 made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);

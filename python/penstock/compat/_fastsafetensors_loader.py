@@ -146,7 +146,7 @@ class SafeTensorsFileLoader:
     def _info(self, name: str) -> TensorInfo:
         if name not in self._file_of or not (self._keep is None or self._keep(name)):
             why = "is filtered out" if name in self._file_of else "is in none of the files"
-            raise MissingTensorError(f"tensor {name} {why}")
+            raise MissingTensorError(f"tensor {name} {why}", tensor=name)
         return self._files[self._file_of[name]][name]
 
     def get_shape(self, tensor_name: str) -> list[int]:
@@ -235,13 +235,13 @@ class FilesBufferOnDevice:
 
     def _file(self, name: str) -> int:
         if name not in self.key_to_rank_lidx:
-            raise MissingTensorError(f"tensor {name} is in none of the files, or is filtered out")
+            raise MissingTensorError(f"tensor {name} is in none of the files, or is filtered out", tensor=name)
         return self.key_to_rank_lidx[name][1]
 
     def _tensor(self, name: str) -> Any:
         self._file(name)
         if self._tensors is None:
-            raise ClosedError(f"tensor {name}: the buffer has been closed")
+            raise ClosedError(f"tensor {name}: the buffer has been closed", tensor=name)
         return self._tensors[name]
 
     def get_filename(self, tensor_name: str) -> str:

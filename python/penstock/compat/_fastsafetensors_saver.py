@@ -66,15 +66,17 @@ def _check_entries(entries: Sequence[WriteEntry]) -> None:
     names = set()
     for entry in entries:
         if entry.name in names or entry.name == "__metadata__":
-            raise InvalidError(f"tensor {entry.name}: the name is there twice, or the format's own")
+            why = f"tensor {entry.name}: the name is there twice, or the format's own"
+            raise InvalidError(why, tensor=entry.name)
         names.add(entry.name)
         dtype = DType(entry.dtype)
         what = f"tensor {entry.name}: {dtype.value} of shape {list(entry.shape)}"
         if dtype is DType.AUTO or any(size < 0 for size in entry.shape):
-            raise InvalidError(f"{what} is nothing to save")
+            raise InvalidError(f"{what} is nothing to save", tensor=entry.name)
         bits = prod(entry.shape) * DTYPES[dtype.value].bits
         if bits != 8 * entry.nbytes:
-            raise InvalidError(f"{what} is {bits / 8:g} bytes, not {entry.nbytes}")
+            why = f"{what} is {bits / 8:g} bytes, not {entry.nbytes}"
+            raise InvalidError(why, tensor=entry.name, expected=entry.nbytes, found=bits // 8)
 
 
 def _check_metadata(*given: Mapping[str, str]) -> None:
@@ -120,9 +122,11 @@ def _tensor(entry: WriteEntry, source: Any) -> Any:
 
     tensor = source.get_raw() if isinstance(source, TorchTensor) else source
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidError(f"tensor {entry.name} is a {type(tensor).__name__}: give torch tensors, or a fill function")
+        why = f"tensor {entry.name} is a {type(tensor).__name__}: give torch tensors, or a fill function"
+        raise InvalidError(why, tensor=entry.name)
     if tensor.nbytes != entry.nbytes:
-        raise InvalidError(f"tensor {entry.name} has {tensor.nbytes} bytes, not the {entry.nbytes} of its entry")
+        why = f"tensor {entry.name} has {tensor.nbytes} bytes, not the {entry.nbytes} of its entry"
+        raise InvalidError(why, tensor=entry.name, expected=entry.nbytes, found=tensor.nbytes)
     dtype, shape = torch_dtype(DType(entry.dtype)), list(entry.shape)
     if DType(entry.dtype) is DType.F4:
         shape[-1] //= 2

@@ -99,7 +99,8 @@ def torch_dtype(dtype: Any) -> Any:
 def converted(tensor: Any, device: Any, dtype: Any, name: str) -> Any:
     """``tensor`` on ``device`` and in the torch dtype ``dtype``; None leaves either as it is."""
     if dtype is not None and dtype is not tensor.dtype and "float4_e2m1fn_x2" in f"{dtype} {tensor.dtype}":
-        raise UnsupportedError(f"tensor {name} is {tensor.dtype}: torch converts to and from no F4 (here to {dtype})")
+        why = f"tensor {name} is {tensor.dtype}: torch converts to and from no F4 (here to {dtype})"
+        raise UnsupportedError(why, tensor=name)
     return tensor.to(device=device_for(device), dtype=dtype)
 
 

@@ -280,6 +280,7 @@ class safe_open:
             raise UnsupportedError(
                 f"tensor {name} is {info.dtype} of shape {list(shape)}: torch {torch.__version__} has no such tensors",
                 path=info.file,
+                tensor=name,
             )
         return dtype, torch.Size((*shape[:-1], shape[-1] // 2) if info.dtype == "F4" else shape)
 

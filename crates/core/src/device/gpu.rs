@@ -270,7 +270,7 @@ pub struct GpuDevice {
     shared: Arc<GpuShared>,
     api: Arc<Api>,
     registers: bool,
-    orders: Option<Sender<Command>>,
+    commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
     in_flight: usize,
     patience: Duration,
@@ -361,7 +361,7 @@ impl GpuDevice {
     fn with(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
         refuse_a_forked_child()?;
         let shared = Arc::new(GpuShared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
-        let (orders, inbox) = channel();
+        let (commands, inbox) = channel();
         let (patience, registers) = (sabotage.patience, !sabotage.skip_registration);
         let (theirs, their_api) = (shared.clone(), api.clone());
         let thread = std::thread::Builder::new()
@@ -372,14 +372,14 @@ impl GpuDevice {
                     Ok(())
                 });
                 if let Err(error) = served {
-                    refuse_orders(&theirs, &inbox, &error);
+                    refuse_commands(&theirs, &inbox, &error);
                 }
                 theirs.lock().ended = true;
                 theirs.ended.notify_all();
             })
             .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
-        let (api, orders, thread, pid) = (api.clone(), Some(orders), Some(thread), std::process::id());
-        Ok(Self { shared, api, registers, orders, thread, in_flight: 0, patience, pid })
+        let (api, commands, thread, pid) = (api.clone(), Some(commands), Some(thread), std::process::id());
+        Ok(Self { shared, api, registers, commands, thread, in_flight: 0, patience, pid })
     }
 
     fn same_process(&self) -> Result<()> {
@@ -393,9 +393,9 @@ impl GpuDevice {
         ))
     }
 
-    fn order(&self, order: Command) -> Result<()> {
+    fn send(&self, command: Command) -> Result<()> {
         let gone = || Error::new(ErrorKind::Internal, "the GPU's thread ended early");
-        self.orders.as_ref().ok_or_else(gone)?.send(order).map_err(|_| gone())
+        self.commands.as_ref().ok_or_else(gone)?.send(command).map_err(|_| gone())
     }
 }
 
@@ -410,13 +410,13 @@ impl Device for GpuDevice {
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
         if self.registers && nbytes > 0 {
             // If the thread has ended, the growth is dropped, and the load continues until it sees the error.
-            let _ = self.order(Command::Grow(share.pin(self.api.driver_number(), nbytes)));
+            let _ = self.send(Command::Grow(share.pin(self.api.driver_number(), nbytes)));
         }
     }
 
     fn wait_for(&mut self, fence: Fence) -> Result<()> {
         self.same_process()?;
-        self.order(Command::Wait(fence))
+        self.send(Command::Wait(fence))
     }
 
     fn copy(&mut self, batch: Batch) -> Result<()> {
@@ -424,7 +424,7 @@ impl Device for GpuDevice {
         if !batch.strided.is_empty() {
             return Err(Error::new(ErrorKind::Internal, "copies into strided memory of a GPU"));
         }
-        self.order(Command::Copy(batch))?;
+        self.send(Command::Copy(batch))?;
         self.in_flight += 1;
         Ok(())
     }
@@ -455,11 +455,11 @@ impl Drop for GpuDevice {
     fn drop(&mut self) {
         if self.same_process().is_err() {
             // Threads and locks are the parent's.
-            std::mem::forget((self.orders.take(), self.thread.take()));
+            std::mem::forget((self.commands.take(), self.thread.take()));
             return;
         }
         self.shared.lock().closed = true;
-        self.orders = None;
+        self.commands = None;
         let deadline = Instant::now() + self.patience;
         let mut state = self.shared.lock();
         while !state.ended {
@@ -487,15 +487,15 @@ fn serve(shared: &Arc<GpuShared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver
     let opened = SharedContext::retain(api, ordinal);
     let result = opened.and_then(|context| GpuQueue::serve(shared, &context, inbox, sabotage));
     if let Err(error) = &result {
-        // It ended before it took orders.
-        refuse_orders(shared, inbox, error);
+        // It ended before it took commands.
+        refuse_commands(shared, inbox, error);
     }
 }
 
-/// Answers every order with this error until the device is dropped.
-fn refuse_orders(shared: &GpuShared, inbox: &Receiver<Command>, error: &Error) {
+/// Answers every command with this error until the device is dropped.
+fn refuse_commands(shared: &GpuShared, inbox: &Receiver<Command>, error: &Error) {
     shared.fail(error);
-    take_orders(shared, inbox, |order| match order {
+    take_commands(shared, inbox, |command| match command {
         Command::Copy(_) => Err(error.clone()),
         Command::Wait(_) | Command::Grow(_) => Ok(()),
     });
@@ -512,20 +512,20 @@ fn panicked(panic: &(dyn Any + Send)) -> Error {
     Error::new(ErrorKind::Internal, format!("the GPU's thread panicked ({said}); please report this"))
 }
 
-/// Takes orders until the device is dropped. After the first failure, and after the drop, none is carried out.
-fn take_orders(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: impl FnMut(Command) -> Result<()>) {
-    for order in inbox {
+/// Takes commands until the device is dropped. After the first failure, and after the drop, none is carried out.
+fn take_commands(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: impl FnMut(Command) -> Result<()>) {
+    for command in inbox {
         let (closed, failed) = {
             let state = shared.lock();
             (state.closed, state.failed.clone())
         };
-        match (order, failed) {
+        match (command, failed) {
             _ if closed => {}
             (Command::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
             // When the growth is dropped, the load continues until it sees the error.
             (Command::Wait(_) | Command::Grow(_), Some(_)) => {}
-            (order, None) => {
-                if let Err(error) = carry_out(order) {
+            (command, None) => {
+                if let Err(error) = carry_out(command) {
                     shared.fail(&error);
                 }
             }
@@ -604,7 +604,7 @@ impl<'a> GpuQueue<'a> {
         };
         let mut queue =
             GpuQueue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
-        take_orders(shared, inbox, |order| match order {
+        take_commands(shared, inbox, |command| match command {
             Command::Wait(fence) => caught(|| queue.wait_for(fence)),
             Command::Grow(growth) => caught(|| {
                 grow(shared, context, growth);

@@ -57,7 +57,7 @@ pub(crate) struct Engine<S> {
     granted: Vec<bool>,
     /// Extents before this one have all their blocks granted.
     all_granted_before: usize,
-    /// Extents whose read has ended, and whose second has to start.
+    /// Extents whose read has ended, and whose copy has to start.
     landed: VecDeque<u32>,
     /// Requests that have arrived and have no slab yet, in the order of their arrival.
     arrivals: VecDeque<u32>,
@@ -391,7 +391,7 @@ impl<S> Engine<S> {
     }
 
     fn read_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>) {
-        let Some(i) = self.expect(now, ticket, Stage::is_read) else { return };
+        let Some(i) = self.expect(now, ticket, Stage::is_reading) else { return };
         let e = &self.schedule.extents[i];
         let (offset, need, landing, staging) = (e.offset, e.need, e.landing, e.staging);
         *self.reads_of(staging) -= 1;
@@ -408,7 +408,7 @@ impl<S> Engine<S> {
             Ok(n) if n < need && !mutated!(self, AcceptShortRead) => {
                 Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {need} bytes and no error"))
                     .range(offset..offset + need)
-                    .with_values(need, n))
+                    .with_values(offset + need, offset + n))
             }
             other => other,
         };

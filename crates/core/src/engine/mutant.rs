@@ -18,7 +18,7 @@ pub(super) use listed;
 listed! {
     /// One mistake. One that no `mutated!` commits is one that the simulator does not catch.
     enum Mutant {
-        // Legs and slabs.
+        // Copies and slabs.
         ReleaseSlabBeforeCopy,
         SkipCopy,
         CopyTwice,

@@ -131,11 +131,11 @@ pub(super) enum Stage {
 impl Stage {
     /// A source or a device has its ticket.
     pub(super) fn is_in_flight(self) -> bool {
-        self.is_read() || self == Stage::Copying
+        self.is_reading() || self == Stage::Copying
     }
 
     /// The source has its ticket.
-    pub(super) fn is_read(self) -> bool {
+    pub(super) fn is_reading(self) -> bool {
         matches!(self, Stage::Requested | Stage::Answered | Stage::Reading)
     }
 }

@@ -114,9 +114,9 @@ pub(super) fn indexed(
     let named: Vec<(PathBuf, Shard)> = files.into_iter().zip(shards).collect();
     let mut checkpoint = merge(named, hasher, warnings)?;
     if kept < mapped {
-        let absent: Vec<String> = index
-            .entries()
-            .filter(|&(name, ..)| checkpoint.find(name).is_none())
+        let lacking = || index.entries().filter(|&(name, ..)| checkpoint.find(name).is_none());
+        let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
+        let absent: Vec<String> = lacking()
             .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize].display()))
             .collect();
         let n = absent.len();
@@ -127,7 +127,8 @@ pub(super) fn indexed(
                 listed(absent.into_iter(), n)
             ),
         )
-        .at(path));
+        .at(path)
+        .of_tensor(first));
     }
     if let Some(total) = index.total_size {
         let actual = checkpoint.nbytes();

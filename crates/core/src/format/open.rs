@@ -52,10 +52,10 @@ impl Checkpoint {
             return open_detached(move |watch| stored::open(places, watch), stall, go_on);
         }
         here(move || {
-            let mut stage = Step::Named(sources);
+            let mut step = Step::Named(sources);
             let watch = Watch::here();
-            match open_here(&mut stage, &watch) {
-                Err(_) if watch.was_too_much() => open_detached(move |watch| stage.finish(watch), stall, go_on),
+            match open_here(&mut step, &watch) {
+                Err(_) if watch.was_too_much() => open_detached(move |watch| step.finish(watch), stall, go_on),
                 result => result,
             }
         })
@@ -81,7 +81,7 @@ fn addresses<P: AsRef<Path>>(sources: &[P]) -> Option<Vec<Stored>> {
     places.iter().any(|(_, store)| store.is_some()).then_some(places)
 }
 
-/// The stage of an open.
+/// How far an open has come.
 enum Step {
     Named(Vec<PathBuf>),
     Found(Found),
@@ -100,19 +100,19 @@ impl Step {
 }
 
 /// On this thread, as long as everything is small, in memory, and known to be on disks. Otherwise the error is the
-/// watch's [`too_much`](Watch::too_much), and `stage` says how far this thread came.
-fn open_here(stage: &mut Step, watch: &Watch) -> Result<Checkpoint> {
+/// watch's [`too_much`](Watch::too_much), and `step` says how far this thread came.
+fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
     let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
-    let Step::Named(sources) = stage else { return Err(watch.too_much()) };
+    let Step::Named(sources) = step else { return Err(watch.too_much()) };
     let sources = std::mem::take(sources);
     if !known(&sources) {
-        *stage = Step::Named(sources);
+        *step = Step::Named(sources);
         return Err(watch.too_much());
     }
     let found = match discover::discover(&sources, watch) {
         Ok(found) => found,
         Err(e) => {
-            *stage = Step::Named(sources);
+            *step = Step::Named(sources);
             return Err(e);
         }
     };
@@ -124,17 +124,17 @@ fn open_here(stage: &mut Step, watch: &Watch) -> Result<Checkpoint> {
     let unread = match unread {
         Ok(unread) => unread,
         Err(e) => {
-            *stage = Step::Found(found);
+            *step = Step::Found(found);
             return Err(e);
         }
     };
     if unread.files != sources && !known(&unread.files) {
-        *stage = Step::Unread(unread);
+        *step = Step::Unread(unread);
         return Err(watch.too_much());
     }
     match unread.headers(watch) {
         Err(e) if watch.was_too_much() => {
-            *stage = Step::Unread(unread);
+            *step = Step::Unread(unread);
             Err(e)
         }
         shards => unread.joined(shards, watch),

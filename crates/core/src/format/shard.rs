@@ -163,10 +163,9 @@ fn unfinished(e: Error, path: &Path) -> Error {
         .and_then(|x| x.to_str())
         .is_some_and(|x| ["incomplete", "part", "partial", "crdownload", "download", "aria2", "tmp"].contains(&x));
     match e.kind() {
-        ErrorKind::Header | ErrorKind::Truncated if partial => Error::new(
-            ErrorKind::NotACheckpoint,
-            format!("an unfinished download, by its name and its content ({}): fetch it again", e.message()),
-        ),
+        ErrorKind::Header | ErrorKind::Truncated if partial => e
+            .as_kind(ErrorKind::NotACheckpoint)
+            .reworded(|why| format!("an unfinished download, by its name and its content ({why}): fetch it again")),
         _ => e,
     }
 }

@@ -80,7 +80,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         Ok(copies)
     }
 
-    /// What its last leg writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
+    /// What its last step writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
     /// tensor it is said only that it is somewhere in it.
     pub(crate) fn written(&self) -> impl Iterator<Item = (u32, u64, u64)> + '_ {
         let (whole, pieces) = match self.extent.landing {
@@ -95,7 +95,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         whole.into_iter().chain(pieces.iter().map(place))
     }
 
-    /// Blocks whose memory has to stay until the leg that fills them has ended. One comes again only if pieces alternate
+    /// Blocks whose memory has to stay until the step that fills them has ended. One comes again only if pieces alternate
     /// between blocks.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
         let (whole, pieces) = match self.extent.landing {

@@ -136,7 +136,7 @@ fn begin(
     }
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
-    let disk = (plan.routing.cold != Cold::None).then(DiskUse::begin);
+    let disk = plan.uses_disk.then(DiskUse::begin);
     let Request { checkpoint, wants, device: at, memory, options, stream, .. } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
 
@@ -145,7 +145,7 @@ fn begin(
         _ => None,
     };
     if !stream && matches!((at, &memory), (Where::Cpu, Memory::Ours)) {
-        check_room(&layout, &plan.routing)?;
+        check_room(&layout, &schedule.stretches, &plan.routing)?;
     }
     let (blocks, fence) = allocate((&layout, &schedule.stretches), &files, &plan.routing, memory, at)?;
     let routing = Arc::new(plan.routing);
@@ -265,11 +265,13 @@ fn allocate(
 }
 
 /// Refuses loads that can never fit. A stream is not checked: only its window is in memory at once.
-fn check_room(layout: &Layout, routing: &Routing) -> Result<()> {
+fn check_room(layout: &Layout, stretches: &[u32], routing: &Routing) -> Result<()> {
     let wanted: u64 = layout.blocks.iter().filter(|b| is_private(b, routing)).map(|b| b.nbytes).sum();
     if wanted < WORTH_ASKING {
         return Ok(());
     }
+    // What lies between the blocks of a stretch is memory too.
+    let (wanted, _) = arena(layout, stretches, routing);
     let most = machine::memory_most();
     if wanted <= most {
         return Ok(());

@@ -5,21 +5,23 @@ use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
 use super::schedule::{FileTraits, Limits, Schedule};
-use super::survey::Survey;
+use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::options::{Io, LEAST_EXTENT, PAGE};
+use crate::options::{Io, HUGE_PAGE, LEAST_EXTENT, PAGE};
 use crate::stats::Report;
-use crate::store::Storage;
-use crate::way::Routing;
+use crate::store::{FsKind, Storage};
+use crate::way::{Cold, Routing};
 
 /// What is to be read, where to, and how it travels.
 pub(crate) struct Planned {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
     pub(crate) routing: Routing,
-    /// Bytes of a slab: the longest extent of all files.
+    /// Bytes of a slab: the longest extent of all files. Where no store declares one, whole huge pages.
     pub(crate) slab: u64,
+    /// Whether bytes come from a disk of this machine, or from a file system that may keep them in the page cache.
+    pub(crate) uses_disk: bool,
     /// What is known before the load.
     pub(crate) report: Report,
 }
@@ -48,7 +50,6 @@ impl Planned {
         if let Memory::Into { tensors, .. } = memory {
             layout.fill(checkpoint, wants, tensors, *device == Where::Cpu)?;
         }
-        Schedule::check(checkpoint, wants, &layout, options.gap)?;
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
         let routing = routing::route(&survey, into, options, &machine);
@@ -70,6 +71,8 @@ impl Planned {
             nbytes: layout.places.iter().map(|p| p.nbytes).sum(),
             ..Report::default()
         };
+        let is_cached = |s: &Surveyed| s.facts.kind != FsKind::Remote;
+        let uses_disk = routing.cold != Cold::None && survey.files.iter().flatten().any(is_cached);
         let mut slab = None;
         let traits = survey.files.into_iter().zip(&routing.ways).map(|(surveyed, way)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
@@ -80,7 +83,7 @@ impl Planned {
             let storage = surveyed.facts.storage as u32;
             // Stores know what their requests cost.
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
-            slab = slab.max(extent.or(Some(options.extent)));
+            slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
             FileTraits {
                 storage,
                 direct_align: surveyed.facts.direct_align,
@@ -88,7 +91,7 @@ impl Planned {
                 way: *way,
                 staging: surveyed.facts.staging,
                 extent,
-                gap: surveyed.facts.gap.map(|bytes| bytes.max(options.gap)),
+                gap: surveyed.facts.gap.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(options.gap)),
             }
         });
         let traits: Vec<FileTraits> = traits.collect();
@@ -99,6 +102,7 @@ impl Planned {
             direct_in_place: machine::direct_reads_survive_forks(),
             window: request.stream.then_some(options.window),
         };
+        Schedule::check(checkpoint, wants, &layout, &traits, &limits)?;
         let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
         for e in &schedule.extents {
             // A direct read covers whole sectors. The part past the end of the file never arrives.
@@ -107,7 +111,7 @@ impl Planned {
             report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
         }
         let slab = slab.unwrap_or(options.extent);
-        Ok(Planned { layout, schedule, routing, slab, report })
+        Ok(Planned { layout, schedule, routing, slab, uses_disk, report })
     }
 }
 

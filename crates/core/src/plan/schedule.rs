@@ -105,17 +105,24 @@ const MOST_STRIPS: u64 = 1 << 24;
 impl Schedule {
     /// Refuses slices with more strips than a schedule can list (kind `Limit`). So many strips, further apart than the
     /// default `gap`, need a file of at least 256 GiB. Strips that are nearer need dimensions, and steps, that no model has.
-    pub fn check(checkpoint: &Checkpoint, wants: &[Want], layout: &Layout, gap: u64) -> Result<()> {
+    pub fn check(
+        checkpoint: &Checkpoint,
+        wants: &[Want],
+        layout: &Layout,
+        files: &[FileTraits],
+        limits: &Limits,
+    ) -> Result<()> {
         for (want, runs) in wants.iter().zip(&layout.runs).filter(|(_, runs)| !runs.axes.is_empty()) {
-            let strips = runs.strips(gap).count;
+            let info = checkpoint.tensor(want.tensor);
+            let strips = runs.strips(files[info.file as usize].gap(limits)).count;
             if strips > MOST_STRIPS {
-                let info = checkpoint.tensor(want.tensor);
                 let text = format!(
                     "a slice of tensor {} has {strips} pieces in its file, and one load takes at most {MOST_STRIPS}: load it in parts, \
                      load a part without gaps and slice that in memory, or raise `gap`, so that neighbours are read together",
                     quoted(info.name)
                 );
-                return Err(Error::new(ErrorKind::Limit, text).at(&checkpoint.files()[info.file as usize].path));
+                let path = &checkpoint.files()[info.file as usize].path;
+                return Err(Error::new(ErrorKind::Limit, text).at(path).of_tensor(info.name));
             }
         }
         Ok(())

@@ -276,7 +276,10 @@ pub fn names_matching<S: AsRef<str>>(checkpoint: &Checkpoint, patterns: &[S]) ->
     if unknown.len() > SHOWN {
         text.push_str(&format!("; and {} more", unknown.len() - SHOWN));
     }
-    let mut error = Error::new(ErrorKind::UnknownTensor, text).of_tensor(unknown[0]);
+    let mut error = Error::new(ErrorKind::UnknownTensor, text);
+    if let Some(name) = unknown.iter().find(|name| !name.contains(['*', '?', '['])) {
+        error = error.of_tensor(*name);
+    }
     if let Some(file) = checkpoint.files().first() {
         error = error.at(&file.path);
     }

@@ -171,7 +171,7 @@ struct Late {
     nbytes: u64,
     /// Pieces of it that are not written yet.
     left: usize,
-    stage: Phase,
+    phase: Phase,
 }
 
 enum Phase {
@@ -291,7 +291,7 @@ impl Save {
         let mut crew = most.clamp(1, chunks.len().max(1));
         let mut staging = None;
         if staged {
-            let share = Ring::process().join(options.extent, options.staging)?;
+            let share = Ring::process().join(options.extent.next_multiple_of(HUGE_PAGE), options.staging)?;
             crew = crew.min((options.staging / share.slab_bytes()).max(LEAST_SLABS) as usize);
             staging = Some(RingPlace { share: Mutex::new(Some(share)) });
         }
@@ -405,7 +405,7 @@ impl Save {
         let mut state = lock(&self.work.state);
         let late = state.wanted.front().copied().map(|number| &mut state.late[number])?;
         let (tensor, nbytes) = (late.tensor, late.nbytes as usize);
-        match &mut late.stage {
+        match &mut late.phase {
             Phase::Wanted(made) => Some(Wanted { tensor, at: made.at(), nbytes }),
             Phase::Away | Phase::There(_) => None,
         }
@@ -418,9 +418,9 @@ impl Save {
         }
         let mut state = lock(&self.work.state);
         if let Some(number) = state.wanted.pop_front() {
-            let stage = &mut state.late[number].stage;
-            if let Phase::Wanted(made) = std::mem::replace(stage, Phase::Away) {
-                *stage = Phase::There(made);
+            let phase = &mut state.late[number].phase;
+            if let Phase::Wanted(made) = std::mem::replace(phase, Phase::Away) {
+                *phase = Phase::There(made);
             }
         }
         // The time was not spent by the storage.
@@ -648,11 +648,11 @@ impl Work {
                 return Ok(None);
             }
             let late = &mut state.late[number];
-            match &mut late.stage {
+            match &mut late.phase {
                 Phase::There(made) => return Ok(Some(made.at() as u64)),
                 Phase::Wanted(_) => {}
                 Phase::Away => {
-                    late.stage = Phase::Wanted(Made::new(late.nbytes)?);
+                    late.phase = Phase::Wanted(Made::new(late.nbytes)?);
                     state.wanted.push_back(number);
                     self.changed.notify_all();
                 }
@@ -669,7 +669,7 @@ impl Work {
                 let late = &mut state.late[number];
                 late.left -= 1;
                 if late.left == 0 {
-                    let dropped = std::mem::replace(&mut late.stage, Phase::Away);
+                    let dropped = std::mem::replace(&mut late.phase, Phase::Away);
                     drop(state);
                     drop(dropped);
                 }
@@ -905,7 +905,7 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
                 At::Host(address) => Origin::Host(address),
                 At::Gpu(ordinal, address) => Origin::Gpu(ordinal, address),
                 At::Late => {
-                    late.push(Late { tensor, nbytes, left: 0, stage: Phase::Away });
+                    late.push(Late { tensor, nbytes, left: 0, phase: Phase::Away });
                     Origin::Late(late.len() - 1, 0)
                 }
             };

@@ -43,6 +43,7 @@ impl Tensor {
         elements.and_then(|n| self.dtype.nbytes(n)).ok_or_else(|| {
             let (name, dtype, shape) = (quoted(&self.name), self.dtype, &self.shape);
             Error::new(ErrorKind::Invalid, format!("tensor {name} ({dtype} x {shape:?}) has no size in whole bytes"))
+                .of_tensor(self.name.as_str())
         })
     }
 }

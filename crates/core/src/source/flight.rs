@@ -73,10 +73,10 @@ impl Flight {
     }
 
     /// A read through the page cache.
-    pub(super) fn buffered(read: Read, scratch: &Arc<Waste>, files: &Files) -> Result<Flight, Outcome> {
+    pub(super) fn buffered(read: Read, waste: &Arc<Waste>, files: &Files) -> Result<Flight, Outcome> {
         let (at, places) = match &read.into {
             Destination::Memory(at) => (*at, None),
-            Destination::Scatter(to) => (std::ptr::null_mut(), Some((aimed(to, scratch), scratch.clone()))),
+            Destination::Scatter(to) => (std::ptr::null_mut(), Some((aimed(to, waste), waste.clone()))),
             Destination::Mapping { .. } => {
                 let e = Error::new(ErrorKind::Internal, "a mapping is populated, not read into");
                 return Err(Outcome::Done(read.done(files, Err(e))));
@@ -173,8 +173,8 @@ impl Flight {
     }
 }
 
-/// The places of a scattered read. Bytes that are not wanted go to the scratch memory.
-fn aimed(to: &[(*mut u8, usize)], scratch: &Waste) -> Vec<libc::iovec> {
+/// The places of a scattered read. Bytes that are not wanted go to the waste memory.
+fn aimed(to: &[(*mut u8, usize)], waste: &Waste) -> Vec<libc::iovec> {
     let mut places = Vec::with_capacity(to.len());
     for &(at, mut len) in to {
         if !at.is_null() && len > 0 {
@@ -182,7 +182,7 @@ fn aimed(to: &[(*mut u8, usize)], scratch: &Waste) -> Vec<libc::iovec> {
         } else {
             while len > 0 {
                 let step = len.min(Waste::LEN);
-                places.push(libc::iovec { iov_base: scratch.0.as_ptr().cast_mut().cast(), iov_len: step });
+                places.push(libc::iovec { iov_base: waste.0.as_ptr().cast_mut().cast(), iov_len: step });
                 len -= step;
             }
         }

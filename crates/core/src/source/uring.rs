@@ -69,7 +69,7 @@ pub struct Uring {
 /// What reads through the page cache need.
 struct Buffered {
     /// Where bytes go that are not wanted.
-    scratch: Arc<Waste>,
+    waste: Arc<Waste>,
     /// For each file: whether only the requested bytes may be brought in; empty: for no file.
     exact: Vec<bool>,
 }
@@ -100,7 +100,7 @@ impl Uring {
     /// A ring for `depth` reads at a time through the page cache.
     pub fn buffered(files: Arc<Files>, depth: usize) -> Result<Uring> {
         let mut uring = Self::with_modes(files, depth, &ALL_MODES)?;
-        uring.buffered = Some(Buffered { scratch: Waste::new(), exact: Vec::new() });
+        uring.buffered = Some(Buffered { waste: Waste::new(), exact: Vec::new() });
         Ok(uring)
     }
 
@@ -480,7 +480,7 @@ impl Source for Uring {
         }
         let flight = match &self.buffered {
             // `fresh` means that workers do it, as long as there are workers.
-            Some(buffered) => Flight::buffered(Read { fresh: true, ..read }, &buffered.scratch, &self.files),
+            Some(buffered) => Flight::buffered(Read { fresh: true, ..read }, &buffered.waste, &self.files),
             None => Flight::direct(read, &self.files),
         };
         match flight {
@@ -590,7 +590,7 @@ mod tests {
             let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
             // A machine without io_uring, or without this mode
             let Ok(mut uring) = Uring::with_modes(files, 2, &[mode]) else { continue };
-            uring.buffered = Some(Buffered { scratch: Waste::new(), exact: Vec::new() });
+            uring.buffered = Some(Buffered { waste: Waste::new(), exact: Vec::new() });
             uring.flag_stays = true;
             let mut memory: Vec<Box<[u8; NBYTES]>> = (0..READS).map(|_| Box::new([0; NBYTES])).collect();
             let (mut next, mut done) = (0, Vec::new());

@@ -27,7 +27,7 @@ pub enum FsKind {
 pub struct Facts {
     /// The kind of storage.
     pub kind: FsKind,
-    /// The name of the file system, such as "ext4"; "unknown" if its magic number is unknown. For others the store's name.
+    /// The name of the file system, such as "ext4"; "unknown" if its magic number is unknown. A store that a scheme names gives its own name.
     pub fs: &'static str,
     /// Device number of the storage: files with different numbers can be read side by side.
     pub storage: u64,
@@ -37,15 +37,16 @@ pub struct Facts {
     pub direct_align: Option<u64>,
     /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
     pub mappable: bool,
-    /// Reads in flight that the store wants; `None`: as many as the machine needs.
+    /// Reads in flight that the store wants; `None`: as many as the machine needs. If staging is taken at request, it gets at
+    /// least as many as the machine needs.
     pub parallelism: Option<usize>,
     /// When memory for bytes that need staging is taken: when they are asked for, or when the first of them is there.
     pub staging: TakesSlab,
-    /// The longest read that the store wants, in bytes: 256 KiB or more. `None`: what the options say, which is the most in
-    /// any case.
+    /// The longest read that the store wants, in bytes: 256 KiB or more. Slabs have this size. `None`: what the options say.
+    /// The options are the upper limit.
     pub extent: Option<u64>,
-    /// Extra bytes between two wanted runs that cost less than another read, up to this many. `None`: what the options say,
-    /// which is the least in any case.
+    /// Extra bytes between two wanted runs that cost less than another read, up to this many, and up to the longest read.
+    /// `None`: what the options say. The options are the lower limit.
     pub gap: Option<u64>,
 }
 

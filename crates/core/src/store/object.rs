@@ -94,7 +94,7 @@ pub trait Objects: Send + Sync + Debug {
     fn verify(&self, file: u32) -> Result<()>;
 
     /// Whether each read makes sure by itself that it brings bytes of the object's version, or an error. Then nothing is
-    /// compared afterwards: `verify` is not called.
+    /// compared afterwards: `verify` is not called. A mapping is no such read: a store that maps says no.
     fn pins_reads(&self) -> bool {
         false
     }

@@ -136,10 +136,20 @@ impl Storage {
     /// An error of kind `Changed` if the file is no longer what it was when its header was read. Stores whose reads say so
     /// themselves are not asked.
     pub(crate) fn verify(&self, file: u32) -> Result<()> {
-        if self.of(file).pins_reads() {
+        if self.is_pinned(file) {
             return Ok(());
         }
         self.ask(file, |objects| objects.verify(file))
+    }
+
+    /// Whether the reads of a file say themselves if it has changed.
+    pub(crate) fn is_pinned(&self, file: u32) -> bool {
+        self.of(file).pins_reads()
+    }
+
+    /// Whether nothing has to be asked about any file after its reads.
+    pub(crate) fn all_pinned(&self) -> bool {
+        (0..self.len() as u32).all(|file| self.is_pinned(file))
     }
 
     /// An error of kind `Changed` if a file that was read is no longer what it was when its header was read.

@@ -11,7 +11,7 @@ impl World {
     /// Whether the load can start something now: a copy never waits, so only arrivals and the next extent can.
     pub(super) fn can_start(&self) -> bool {
         let slab = self.pool.borrow().has_some();
-        if !self.come.is_empty() && slab {
+        if !self.answered.is_empty() && slab {
             return true;
         }
         if self.reads.iter().any(|f| f.at == At::Held) {
@@ -19,7 +19,7 @@ impl World {
         }
         let Some(next) = self.started.iter().position(|s| !s) else { return false };
         let e = &self.schedule.extents[next];
-        let slab = e.landing != Landing::Slab || e.lands_on_arrival() || (slab && self.come.is_empty());
+        let slab = e.landing != Landing::Slab || e.lands_on_arrival() || (slab && self.answered.is_empty());
         self.has_depth(e.staging) && self.is_granted(next as u32) && slab && self.fits(next)
     }
 
@@ -100,7 +100,7 @@ impl World {
         let in_flight = self.reads.len() + self.copies.len();
         let Some(next) = self.started.iter().position(|s| !s) else { return true };
         let e = &self.schedule.extents[next];
-        if !self.come.is_empty() || !self.has_depth(e.staging) {
+        if !self.answered.is_empty() || !self.has_depth(e.staging) {
             return true;
         }
         if !self.fits(next) {

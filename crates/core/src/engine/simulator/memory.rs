@@ -101,7 +101,7 @@ pub(super) struct Pool {
     pub(super) free: Vec<usize>,
     /// Other loads hold all that are free.
     pub(super) withheld: bool,
-    pub(super) in_use_by_leg: HashMap<usize, u32>,
+    pub(super) in_use: HashMap<usize, u32>,
     /// The ring has no memory for the next slab that is asked for.
     pub(super) fails: bool,
     pub(super) fault: Option<String>,
@@ -113,7 +113,7 @@ impl Pool {
             slabs: (0..slabs).map(|_| Memory::new(SLAB as usize)).collect(),
             free: (0..slabs).collect(),
             withheld: false,
-            in_use_by_leg: HashMap::new(),
+            in_use: HashMap::new(),
             fails: false,
             fault: None,
         }
@@ -140,7 +140,7 @@ impl Slab {
 impl Drop for Slab {
     fn drop(&mut self) {
         let mut pool = self.pool.borrow_mut();
-        if let Some(extent) = pool.in_use_by_leg.get(&self.id).copied() {
+        if let Some(extent) = pool.in_use.get(&self.id).copied() {
             pool.fault.get_or_insert(format!("slab {} released while extent {extent} is in flight in it", self.id));
         }
         if pool.free.contains(&self.id) {

@@ -31,7 +31,7 @@ const MS: Nanos = 1_000_000;
 /// As `engine/deadline.rs` has it.
 const DRAIN: Nanos = 2000 * MS;
 
-/// What becomes of a number.
+/// What becomes of a read or a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Ends,
@@ -49,7 +49,7 @@ enum At {
     /// On its way, without a place to land.
     Requested,
     /// Its first byte is there, and it has no place to land.
-    Come,
+    Answered,
     /// It lands.
     Landing,
 }
@@ -71,9 +71,10 @@ struct CopyInFlight {
 /// Something that can happen to the load.
 #[derive(Debug, Clone, Copy)]
 enum Happening {
-    /// The position of a number in flight.
+    /// The position of a read in flight.
     ReadEnds(usize),
     Arrives(usize),
+    /// The position of a copy in flight.
     CopyEnds(usize),
     Grant(u32),
     Take(usize),
@@ -99,7 +100,7 @@ struct World {
     reads: Vec<ReadInFlight>,
     copies: Vec<CopyInFlight>,
     /// Requests that have arrived and have no place, in order.
-    come: VecDeque<u32>,
+    answered: VecDeque<u32>,
     bounds: Bounds,
     ahead: u64,
     handed: Vec<u32>,
@@ -202,7 +203,7 @@ impl World {
             done: vec![false; schedule.extents.len()],
             reads: Vec::new(),
             copies: Vec::new(),
-            come: VecDeque::new(),
+            answered: VecDeque::new(),
             bounds,
             ahead: 0,
             handed: Vec::new(),
@@ -327,7 +328,9 @@ impl World {
         if self.rng.one_in(4) {
             self.now += self.rng.below(self.bounds.stall / 100);
         }
-        if self.cruelty.trouble && self.wronged.is_none() && self.rng.one_in(if self.come.is_empty() { 60 } else { 8 })
+        if self.cruelty.trouble
+            && self.wronged.is_none()
+            && self.rng.one_in(if self.answered.is_empty() { 60 } else { 8 })
         {
             self.pool.borrow_mut().fails = true;
         }
@@ -367,8 +370,8 @@ impl World {
                 At::Held => {}
                 At::Requested if self.source_told => can.extend([Happening::ReadEnds(i), Happening::Arrives(i)]),
                 At::Requested => can.push(Happening::Arrives(i)),
-                At::Come if self.source_told => can.push(Happening::ReadEnds(i)),
-                At::Come => {}
+                At::Answered if self.source_told => can.push(Happening::ReadEnds(i)),
+                At::Answered => {}
                 At::Landing => can.extend([Happening::ReadEnds(i); 2]),
             }
         }
@@ -400,15 +403,15 @@ impl World {
                 let extent = self.reads[number].extent;
                 if self.wronged.is_some() {
                     // Nobody answers. It is given up like the others.
-                    self.reads[number].at = At::Come;
+                    self.reads[number].at = At::Answered;
                     self.engine.on(self.now, Event::Arrived(ticket(extent)));
                     return Ok(());
                 }
                 if self.cruelty.trouble && self.rng.one_in(30) {
                     return self.request_ends_before_it_lands(number);
                 }
-                self.reads[number].at = At::Come;
-                self.come.push_back(extent);
+                self.reads[number].at = At::Answered;
+                self.answered.push_back(extent);
                 self.engine.on(self.now, Event::Arrived(ticket(extent)));
                 self.moved = self.now;
                 if self.cruelty.trouble && self.rng.one_in(20) {
@@ -446,7 +449,7 @@ impl World {
     fn wrong(&mut self, kind: ErrorKind) {
         self.wronged.get_or_insert((kind, self.now));
         self.overdue = false;
-        self.come.clear();
+        self.answered.clear();
     }
 
     fn wrong_unless_complete(&mut self, kind: ErrorKind) {

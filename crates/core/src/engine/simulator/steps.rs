@@ -27,8 +27,8 @@ impl World {
             }
             Action::Land { extent } => {
                 hold!(!failed, "{action:?} after the load had failed");
-                hold!(self.come.pop_front() == Some(extent), "extent {extent} lands before it is its turn to");
-                let number = self.reads.iter().position(|f| f.extent == extent && f.at == At::Come);
+                hold!(self.answered.pop_front() == Some(extent), "extent {extent} lands before it is its turn to");
+                let number = self.reads.iter().position(|f| f.extent == extent && f.at == At::Answered);
                 let number = number.ok_or("a request lands that has not arrived")?;
                 let slab = self.slab(extent)?;
                 self.occupy(extent);
@@ -54,7 +54,7 @@ impl World {
                 self.moves();
                 if self.cruelty.trouble && self.rng.one_in(100) {
                     // The device does not take it.
-                    self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+                    self.pool.borrow_mut().in_use.remove(&slab);
                     self.wrong(ErrorKind::Device);
                     self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device))));
                     return Ok(());
@@ -77,7 +77,7 @@ impl World {
         }
     }
 
-    /// A number starts.
+    /// A read or a copy starts.
     pub(super) fn moves(&mut self) {
         self.moved = self.now;
         self.overdue = false;
@@ -98,7 +98,7 @@ impl World {
             hold!(self.engine.slab(extent).is_none(), "extent {extent} took its slab at request");
             None
         } else if e.landing == Landing::Slab {
-            hold!(self.come.is_empty(), "extent {extent} took a slab before those that have arrived");
+            hold!(self.answered.is_empty(), "extent {extent} took a slab before those that have arrived");
             Some(self.slab(extent)?)
         } else {
             None
@@ -140,8 +140,8 @@ impl World {
 
     /// Where the slab is that an extent holds.
     pub(super) fn slab(&self, extent: u32) -> Result<*mut u8, String> {
-        let slab = self.engine.slab(extent).ok_or(format!("a number of extent {extent} without a slab"))?;
-        let other = self.pool.borrow().in_use_by_leg.get(&slab.id).copied();
+        let slab = self.engine.slab(extent).ok_or(format!("extent {extent} without a slab"))?;
+        let other = self.pool.borrow().in_use.get(&slab.id).copied();
         hold!(other.is_none(), "slab {} is in use twice", slab.id);
         Ok(slab.at())
     }
@@ -149,7 +149,7 @@ impl World {
     /// From now on a source or a device uses the slab of this extent, if it holds one.
     pub(super) fn occupy(&self, extent: u32) {
         if let Some(slab) = self.engine.slab(extent) {
-            self.pool.borrow_mut().in_use_by_leg.insert(slab.id, extent);
+            self.pool.borrow_mut().in_use.insert(slab.id, extent);
         }
     }
 
@@ -236,7 +236,7 @@ impl World {
             self.engine.on(self.now, Event::CopyDone(ticket(second.extent), Ok(())));
         }
         hold!(self.engine.bytes_arrived() == arrived, "bytes of a load that was given up were counted");
-        self.pool.borrow_mut().in_use_by_leg.retain(|id, _| !ids.contains(id));
+        self.pool.borrow_mut().in_use.retain(|id, _| !ids.contains(id));
         Ok(())
     }
 
@@ -250,9 +250,9 @@ impl World {
     /// A read is no longer in flight.
     pub(super) fn leave(&mut self, number: usize) -> ReadInFlight {
         let first = self.reads.swap_remove(number);
-        self.come.retain(|&extent| extent != first.extent);
+        self.answered.retain(|&extent| extent != first.extent);
         if let Some(slab) = self.engine_slab(&first) {
-            self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+            self.pool.borrow_mut().in_use.remove(&slab);
         }
         first
     }
@@ -314,7 +314,7 @@ impl World {
 
     pub(super) fn copy_ends(&mut self, number: usize) -> Check {
         let CopyInFlight { extent, copies, slab, .. } = self.copies.swap_remove(number);
-        self.pool.borrow_mut().in_use_by_leg.remove(&slab);
+        self.pool.borrow_mut().in_use.remove(&slab);
         self.moved = self.now;
         if self.cruelty.trouble && self.rng.one_in(25) {
             self.wrong(ErrorKind::Device);
