@@ -183,7 +183,7 @@ impl Error {
 
     /// The same error as one of another kind.
     #[must_use]
-    pub(crate) fn as_kind(mut self, kind: ErrorKind) -> Self {
+    pub(crate) fn of_kind(mut self, kind: ErrorKind) -> Self {
         self.0.kind = kind;
         self
     }

@@ -164,7 +164,7 @@ fn unfinished(e: Error, path: &Path) -> Error {
         .is_some_and(|x| ["incomplete", "part", "partial", "crdownload", "download", "aria2", "tmp"].contains(&x));
     match e.kind() {
         ErrorKind::Header | ErrorKind::Truncated if partial => e
-            .as_kind(ErrorKind::NotACheckpoint)
+            .of_kind(ErrorKind::NotACheckpoint)
             .reworded(|why| format!("an unfinished download, by its name and its content ({why}): fetch it again")),
         _ => e,
     }
