@@ -135,13 +135,14 @@ fn what_is_not_given_back_is_named() {
 
 #[test]
 fn copies_are_asynchronous_and_events_tell_when_they_are_done() {
-    let p = Program::start_with(&[("copy_delay_us", "30000")]);
+    let p = Program::start_with(&[("hang_copy", "1")]);
     let (s, e, memory) = (stream(), event(), alloc(LEN));
     ok(cuEventQuery(e));
     ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
     ok(cuEventRecord(e, s));
     assert_eq!(cuEventQuery(e), 600);
     assert_eq!(bytes(memory, 4), [0xa5; 4]);
+    fakegpu_release_hang();
     ok(cuEventSynchronize(e));
     assert_eq!(bytes(memory, LEN), p.slab);
     ok(cuMemFree_v2(memory));
@@ -164,10 +165,11 @@ fn a_copy_out_of_bounds_is_refused_and_logged() {
 
 #[test]
 fn a_slab_rewritten_before_its_copy_ran_is_found() {
-    let mut p = Program::start_with(&[("copy_delay_us", "30000")]);
+    let mut p = Program::start_with(&[("hang_copy", "1")]);
     let (s, memory) = (stream(), alloc(LEN));
     ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
     p.slab[LEN - 1] ^= 1;
+    fakegpu_release_hang();
     ok(cuStreamSynchronize(s));
     ok(cuMemFree_v2(memory));
     ok(cuStreamDestroy_v2(s));
@@ -212,12 +214,12 @@ fn a_great_many_small_copies_are_followed_in_time_and_memory() {
     assert_eq!(p.end(), "");
 }
 
-/// The previous owner's late write, with and without the fence between its stream and ours.
-fn late_write(fence: bool) -> (String, bool) {
+/// The previous owner's write, so many microseconds late, with and without the fence between its stream and ours.
+fn late_write(fence: bool, delay: u64) -> (String, bool) {
     let p = Program::start();
     let (s, memory) = (stream(), alloc(LEN));
     let torch = fakegpu_stream_create(0, 1);
-    ok(fakegpu_launch_write(torch, memory, LEN as u64, 0xee, 30_000));
+    ok(fakegpu_launch_write(torch, memory, LEN as u64, 0xee, delay));
     let e = event();
     if fence {
         ok(cuEventRecord(e, torch));
@@ -236,9 +238,14 @@ fn late_write(fence: bool) -> (String, bool) {
 
 #[test]
 fn a_copy_not_ordered_after_the_previous_owners_write_is_found() {
-    assert_eq!(late_write(true), (String::new(), true));
-    let (log, intact) = late_write(false);
-    assert!(log.starts_with("unordered-access: ") && !intact, "{log} {intact}");
+    assert_eq!(late_write(true, 30_000), (String::new(), true));
+    // It is found whatever the timing. Where the copy comes first, its bytes are lost too; on a busy machine it may not.
+    let lost = [30_000, 300_000, 3_000_000].into_iter().any(|delay| {
+        let (log, intact) = late_write(false, delay);
+        assert!(log.starts_with("unordered-access: "), "{log}");
+        !intact
+    });
+    assert!(lost);
 }
 
 #[test]
@@ -258,14 +265,16 @@ fn a_missing_fence_is_found_even_when_the_timing_is_harmless() {
 
 #[test]
 fn a_consumer_that_does_not_wait_is_found() {
-    let p = Program::start_with(&[("copy_delay_us", "200000")]);
+    let p = Program::start_with(&[("hang_copy", "1")]);
     let (s, memory) = (stream(), alloc(LEN));
     let torch = fakegpu_stream_create(0, 1);
     ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
     ok(fakegpu_launch_check(torch, memory, LEN as u64, crate::stream::fnv(&p.slab), 0));
     assert_eq!(fakegpu_host_access(memory, 1, 0), 1);
-    ok(cuStreamSynchronize(s));
+    // The consumer looks before the copy runs.
     ok(fakegpu_stream_synchronize(torch, 0));
+    fakegpu_release_hang();
+    ok(cuStreamSynchronize(s));
     assert_eq!(fakegpu_host_access(memory, 1, 0), 0);
     ok(cuMemFree_v2(memory));
     ok(cuStreamDestroy_v2(s));
@@ -294,11 +303,12 @@ fn the_default_stream_orders_blocking_streams_and_no_others() {
 
 #[test]
 fn a_free_or_unregister_with_a_copy_pending_is_found() {
-    let p = Program::start_with(&[("copy_delay_us", "20000")]);
+    let p = Program::start_with(&[("hang_copy", "1")]);
     let (s, memory) = (stream(), alloc(LEN));
     ok(cuMemcpyHtoDAsync_v2(memory, p.slab(), LEN, s));
     ok(cuMemFree_v2(memory));
     ok(cuMemHostUnregister(p.slab()));
+    fakegpu_release_hang();
     ok(cuStreamSynchronize(s));
     ok(cuMemHostRegister_v2(p.slab(), LEN, 0));
     ok(cuStreamDestroy_v2(s));
@@ -388,11 +398,12 @@ fn strict_mode_wants_registered_memory_and_the_other_does_not() {
 
 #[test]
 fn a_source_unmapped_before_its_copy_ran_is_found() {
-    let p = Program::start_with(&[("copy_delay_us", "30000")]);
+    let p = Program::start_with(&[("hang_copy", "1")]);
     let (s, memory) = (stream(), alloc(LEN));
     let region = crate::memory::Region::map(LEN as u64).unwrap();
     ok(cuMemcpyHtoDAsync_v2(memory, region.start(), LEN, s));
     drop(region);
+    fakegpu_release_hang();
     ok(cuStreamSynchronize(s));
     ok(cuMemFree_v2(memory));
     ok(cuStreamDestroy_v2(s));
@@ -794,9 +805,8 @@ fn hip_registers_twice_without_a_word_and_waits_for_all_streams_before_it_lets_g
     let mut s = 0;
     ok(hipStreamCreateWithFlags(&mut s, NON_BLOCKING));
     ok(hipMemcpyHtoDAsync(to, program.slab(), 8192, s));
-    let start = Instant::now();
     ok(hipHostUnregister(at));
-    assert!(start.elapsed() >= Duration::from_millis(40), "{:?}", start.elapsed());
+    assert_eq!(fakegpu_is_idle(), 1, "it returned before the copy had ended");
     ok(hipStreamSynchronize(s));
     ok(hipFree(to));
     ok(hipStreamDestroy(s));
