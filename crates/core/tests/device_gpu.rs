@@ -137,7 +137,7 @@ fn scratch_memory_is_refilled_only_after_it_has_travelled() {
         let mut gpu = cuda();
         gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
         // Long enough that a half is refilled before it has travelled, however busy the machine.
-        gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "50000" } else { "2000" });
+        gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "200000" } else { "2000" });
         let (n, size, step) = (8000u64, 100, 1024);
         let (memory, to) = gpu.memory((n * step) as usize);
         let (slab, memory) = (gpu.slab(), Arc::new(memory));

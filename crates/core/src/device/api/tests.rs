@@ -234,8 +234,8 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
 #[test]
 fn an_event_tells_whether_the_copy_is_done_and_orders_another_stream() {
     let fake = fake();
-    fake.configure("copy_delay_us", "20000");
     for vendor in [Vendor::Cuda, Vendor::Hip] {
+        fake.configure("hang_copy", "1");
         let api = api(&fake, vendor);
         let context = api.context(0).unwrap();
         let d = context.enter().unwrap();
@@ -250,6 +250,7 @@ fn an_event_tells_whether_the_copy_is_done_and_orders_another_stream() {
             assert!(!d.is_reached(e).unwrap());
             d.stream_wait(Stream(consumer), e).unwrap();
             assert_eq!(fake.launch_check(consumer, memory, 4096, Fake::fnv(&slab), 0), 0);
+            fake.release_hang();
             d.synchronize_stream(Stream(consumer)).unwrap();
             assert!(d.is_reached(e).unwrap());
             d.destroy_event(e).unwrap();
