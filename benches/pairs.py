@@ -44,7 +44,7 @@ Rows = dict[tuple[str, str], tuple[float, float]]
 
 
 def environment(tree: str) -> dict[str, str]:
-    """What makes a child import the build of this tree, wherever it starts."""
+    """The environment of a child that imports the build of this tree."""
     return {**os.environ, "PYTHONPATH": tree, "PYTHONSAFEPATH": "1"}
 
 

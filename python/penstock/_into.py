@@ -153,7 +153,7 @@ class _Detour:
 
 
 def _detours(request: Request, pairs: list[tuple[int, Destination]]) -> list[_Detour]:
-    """What fills these destinations, none of which the core can fill."""
+    """The loads that fill these destinations. The core itself can fill none of them."""
     found = []
     for device in sorted({to.device for _, to in pairs}):
         for framework, is_kind in (("pt", is_torch), ("np", is_numpy)):

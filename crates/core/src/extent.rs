@@ -31,6 +31,15 @@ impl Route {
     }
 }
 
+/// Bytes and extents of one route: planned in a schedule, arrived in a report.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RouteTotals {
+    /// Bytes, slack and gaps included.
+    pub bytes: u64,
+    /// Extents: one I/O each.
+    pub extents: u64,
+}
+
 /// Where an extent's bytes arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Landing {

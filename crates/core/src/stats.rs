@@ -1,19 +1,10 @@
 //! What a load did and what it waited for.
 
 use crate::engine::Wait;
-use crate::extent::Route;
+use crate::extent::{Route, RouteTotals};
 use crate::fallback::Fallback;
 use crate::store::CacheFill;
 use std::time::Duration;
-
-/// Bytes and I/Os of one route.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RouteTotals {
-    /// Bytes that arrived, slack and gaps included.
-    pub bytes: u64,
-    /// Extents: I/Os asked for.
-    pub extents: u64,
-}
 
 /// Time spent waiting, by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -365,8 +365,8 @@ impl World {
         let mut can = Vec::new();
         let failed = self.wronged.is_some();
         let ends = |fate| fate == Fate::Ends || (fate == Fate::Late && failed);
-        for (i, first) in self.reads.iter().enumerate().filter(|f| ends(f.1.fate)) {
-            match first.at {
+        for (i, read) in self.reads.iter().enumerate().filter(|f| ends(f.1.fate)) {
+            match read.at {
                 At::Held => {}
                 At::Requested if self.source_told => can.extend([Happening::ReadEnds(i), Happening::Arrives(i)]),
                 At::Requested => can.push(Happening::Arrives(i)),

@@ -223,17 +223,17 @@ impl World {
         self.slabs -= ids.len();
         // Late echoes write to their own memory, and change nothing else.
         let arrived = self.engine.bytes_arrived();
-        for first in std::mem::take(&mut self.reads) {
+        for read in std::mem::take(&mut self.reads) {
             if self.rng.one_in(2) {
-                self.land(first.extent, first.into.as_ref(), u64::MAX)?;
+                self.land(read.extent, read.into.as_ref(), u64::MAX)?;
             }
-            match first.at {
-                At::Requested if self.rng.one_in(2) => self.engine.on(self.now, Event::Arrived(ticket(first.extent))),
-                _ => self.engine.on(self.now, Event::ReadDone(ticket(first.extent), Ok(64))),
+            match read.at {
+                At::Requested if self.rng.one_in(2) => self.engine.on(self.now, Event::Arrived(ticket(read.extent))),
+                _ => self.engine.on(self.now, Event::ReadDone(ticket(read.extent), Ok(64))),
             }
         }
-        for second in std::mem::take(&mut self.copies) {
-            self.engine.on(self.now, Event::CopyDone(ticket(second.extent), Ok(())));
+        for copy in std::mem::take(&mut self.copies) {
+            self.engine.on(self.now, Event::CopyDone(ticket(copy.extent), Ok(())));
         }
         hold!(self.engine.bytes_arrived() == arrived, "bytes of a load that was given up were counted");
         self.pool.borrow_mut().in_use.retain(|id, _| !ids.contains(id));
@@ -241,20 +241,20 @@ impl World {
     }
 
     /// The slab of a read in flight, by where it lands.
-    pub(super) fn engine_slab(&self, first: &ReadInFlight) -> Option<usize> {
-        let Some(Destination::Memory(at)) = first.into else { return None };
+    pub(super) fn engine_slab(&self, read: &ReadInFlight) -> Option<usize> {
+        let Some(Destination::Memory(at)) = read.into else { return None };
         let pool = self.pool.borrow();
         pool.slabs.iter().position(|slab| slab.at() == at)
     }
 
     /// A read is no longer in flight.
     pub(super) fn leave(&mut self, number: usize) -> ReadInFlight {
-        let first = self.reads.swap_remove(number);
-        self.answered.retain(|&extent| extent != first.extent);
-        if let Some(slab) = self.engine_slab(&first) {
+        let read = self.reads.swap_remove(number);
+        self.answered.retain(|&extent| extent != read.extent);
+        if let Some(slab) = self.engine_slab(&read) {
             self.pool.borrow_mut().in_use.remove(&slab);
         }
-        first
+        read
     }
 
     /// A request fails on its way. Or a source says that it is done, which nobody can believe.
