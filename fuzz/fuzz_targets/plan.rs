@@ -105,7 +105,7 @@ fuzz_target!(|bytes: &[u8]| {
         through: if input.below(4) == 0 { Through::HugePages } else { Through::Ahead },
     };
     let direct_align = [None, Some(512), Some(4096)][input.below(3) as usize];
-    let extent = (input.below(4) == 0).then(|| (4096 << input.below(5)).min(limits.extent));
+    let extent = (input.below(4) == 0).then(|| (4096u64 << input.below(5)).min(limits.extent));
     let gap = (input.below(4) == 0).then(|| input.below(70_000));
     let files = [FileTraits { direct_align, resident, way, extent, gap, ..FileTraits::default() }];
     let schedule = Schedule::new(&checkpoint, &layout, &files, &limits);

@@ -185,7 +185,7 @@ fn slices_and_streams_fetch_what_they_want_and_no_more() {
 #[test]
 fn a_store_declares_how_long_its_reads_are_and_which_gaps_they_bridge() {
     let reads_of = |declared: Option<u64>, wants: &dyn Fn(u32) -> Vec<Want>| {
-        let model = Model::new(|server| (server.extent, server.gap) = (declared, declared.map(|bytes| bytes / 4)));
+        let model = Model::new(|server| (server.extent, server.gap) = (declared, declared.map(|_| 1 << 40)));
         let checkpoint = model.open();
         let mut request = model.request(wants(checkpoint.find("b").unwrap().index), false);
         (request.options.extent, request.options.staging) = (1024 * KIB, 4096 * KIB);
@@ -198,6 +198,9 @@ fn a_store_declares_how_long_its_reads_are_and_which_gaps_they_bridge() {
     let apart = |b| vec![Want::part(b, [0..100 * KIB]), Want::part(b, [140 * KIB..200 * KIB])];
     assert_eq!(reads_of(Some(256 * KIB), &apart), (1, 40 * KIB));
     assert_eq!(reads_of(None, &apart), (2, 0));
+    // A gap is never longer than a read.
+    let far = |b| vec![Want::part(b, [0..100 * KIB]), Want::part(b, [500 * KIB..600 * KIB])];
+    assert_eq!(reads_of(Some(256 * KIB), &far), (2, 0));
     // 3,000 KiB and five bytes, cut at pages.
     let whole = |b| vec![Want::whole(b)];
     assert!((12..=13).contains(&reads_of(Some(256 * KIB), &whole).0));

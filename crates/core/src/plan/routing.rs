@@ -53,10 +53,10 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // Files of stores that a scheme names do not affect the page cache.
     let cacheable = || found().filter(|s| s.facts.kind != FsKind::Remote);
     let sum = |of: &dyn Fn(&Surveyed) -> u64| cacheable().map(of).fold(0, u64::saturating_add);
+    let mappable = |s: &Surveyed| s.facts.mappable && s.facts.kind != FsKind::Remote;
     let is_mapped = |s: &Surveyed| {
         !private
-            && s.facts.mappable
-            && s.facts.kind != FsKind::Remote
+            && mappable(s)
             && (options.cache != Cache::Bypass || s.missing() == 0 || s.facts.kind == FsKind::Memory)
     };
     // On a network, O_DIRECT gives up the server's read-ahead (published: 0.49 against 2.44 GiB/s). So it is used only if
@@ -78,7 +78,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // Existing tensors on the CPU: their pages are in use already, so a copy out of the page cache costs no more than
     // O_DIRECT. New memory: it depends on the storage.
     let fresh = private && into != Goal::Tensors;
-    let either_way = sum(&|s| if s.facts.mappable && has_direct(s) { s.missing() } else { 0 }).min(wanted);
+    let either_way = sum(&|s| if mappable(s) && has_direct(s) { s.missing() } else { 0 }).min(wanted);
     let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
 
     let what = match () {
@@ -89,7 +89,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     };
     let way = |s: &Surveyed| {
         let mapped = is_mapped(s);
-        let cold = s.missing() > 0 && s.facts.mappable;
+        let cold = s.missing() > 0 && mappable(s);
         let route = |direct: bool| if direct && has_direct(s) { Route::Direct } else { Route::Buffered };
         let through = match what {
             Cold::None => Through::Ahead,

@@ -27,7 +27,8 @@ pub enum FsKind {
 pub struct Facts {
     /// The kind of storage.
     pub kind: FsKind,
-    /// The name of the file system, such as "ext4"; "unknown" if its magic number is unknown. A store that a scheme names gives its own name.
+    /// The name of the file system, such as "ext4"; "unknown" if its magic number is unknown. A store that a scheme names gives
+    /// its own name.
     pub fs: &'static str,
     /// Device number of the storage: files with different numbers can be read side by side.
     pub storage: u64,
@@ -42,8 +43,8 @@ pub struct Facts {
     pub parallelism: Option<usize>,
     /// When memory for bytes that need staging is taken: when they are asked for, or when the first of them is there.
     pub staging: TakesSlab,
-    /// The longest read that the store wants, in bytes: 256 KiB or more. Slabs have this size. `None`: what the options say.
-    /// The options are the upper limit.
+    /// The longest read that the store wants, in bytes: 256 KiB or more. `None`: what the options say. The options are the
+    /// upper limit. The slabs of a load have the size of the longest read of all its files.
     pub extent: Option<u64>,
     /// Extra bytes between two wanted runs that cost less than another read, up to this many, and up to the longest read.
     /// `None`: what the options say. The options are the lower limit.

@@ -57,7 +57,8 @@ const BUCKET: File = File { on: FsKind::Remote, direct: false, ..DISK };
 
 fn survey(files: &[File]) -> Survey {
     let surveyed = |f: &File| {
-        let (fs, mappable) = ("", matches!(f.on, FsKind::Local | FsKind::Memory));
+        // A store that says of its objects that they can be mapped is not believed.
+        let (fs, mappable) = ("", f.on != FsKind::Network);
         let wanted = f.nbytes / 4 * f.wanted;
         Surveyed {
             facts: Facts {
