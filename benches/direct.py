@@ -1,8 +1,8 @@
 """Loads past the page cache by each interface: ``python benches/direct.py [--gigabytes N] [--rounds N]``.
 
-The contestants take turns, each load in a process of its own: ``io="uring"``, ``"aio"`` and ``"threads"``, O_DIRECT
-into private memory. Where a container refuses io_uring, a load gets the second, or the third. It prints medians: the
-rate, and the processor time per GB of all threads, the kernel's workers included. ``--folder`` is one on the disk.
+The contestants take turns, each load in a process of its own: ``io="uring"`` and ``"threads"``, O_DIRECT into
+private memory. Where a container refuses io_uring, a load gets the second. It prints medians: the rate, and the
+processor time per GB of all threads, the kernel's workers included. ``--folder`` is one on the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy
 import penstock
 
-INTERFACES = ("uring", "aio", "threads")
+INTERFACES = ("uring", "threads")
 TENSORS = 64
 
 

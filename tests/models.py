@@ -196,7 +196,7 @@ class Way:
         """Mapped files are the page cache and no copies; every io but "auto" goes either through it or past it."""
         maps = self.io == "mapped" or self.copy is False
         through = maps or self.io == "buffered"
-        past = self.io in ("direct", "uring", "aio", "threads")
+        past = self.io in ("direct", "uring", "threads")
         return (
             (maps and (self.copy is True or self.io not in ("auto", "mapped")))
             or (through and self.cache == "bypass")
@@ -208,14 +208,14 @@ class Way:
         """Whether bytes that were not in the page cache are there afterwards. None: the machine decides."""
         if self.cache == "auto" and self.io == "auto" and self.copy is not False:
             return None
-        return self.cache != "bypass" and self.io not in ("direct", "uring", "aio", "threads")
+        return self.cache != "bypass" and self.io not in ("direct", "uring", "threads")
 
     def __str__(self) -> str:
         copy = {None: "", True: "-copy", False: "-map"}[self.copy]
         return f"{self.io}-{self.cache}{copy}"
 
 
-IO = ("auto", "mapped", "buffered", "direct", "uring", "aio", "threads")
+IO = ("auto", "mapped", "buffered", "direct", "uring", "threads")
 EVERY_WAY = [Way(io, cache, copy) for io in IO for cache in ("auto", "keep", "bypass") for copy in (None, True, False)]
 WAYS = [way for way in EVERY_WAY if not way.contradicts_itself]
 #: One way for each route and interface.
@@ -235,4 +235,4 @@ def accounted(report: Any, nbytes: int) -> None:
     assert report.slack_bytes < 2 * 4096 * max(extents, 1)
     assert report.peak_staging >= 0
     # Containers often refuse io_uring; nothing else may give way here
-    assert {fallback["from"] for fallback in report.fallbacks} <= {"io_uring", "Linux AIO"}
+    assert {fallback["from"] for fallback in report.fallbacks} <= {"io_uring"}

@@ -48,10 +48,10 @@ def routes() -> list[dict[str, Any]]:
     ways: list[dict[str, Any]] = [
         {"io": io, "cache": cache}
         for io, cache in itertools.product(
-            ("auto", "buffered", "direct", "uring", "aio", "threads"), ("auto", "keep", "bypass")
+            ("auto", "buffered", "direct", "uring", "threads"), ("auto", "keep", "bypass")
         )
         if (io == "buffered", cache) != (True, "bypass")
-        and not (io in ("direct", "uring", "aio", "threads") and cache == "keep")
+        and not (io in ("direct", "uring", "threads") and cache == "keep")
     ]
     return [*ways, {"copy": True}, {"copy": False}, {"into": True}, {"into": True, "io": "direct"}]
 

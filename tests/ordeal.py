@@ -200,7 +200,7 @@ class Unchanged:
             if d in known:
                 known.remove(d)
             else:
-                # One event descriptor of the ring, one idle AIO context and the like last for the process: never a file
+                # One event descriptor of the ring and the like last for the process: never a file
                 assert ".safetensors" not in d, f"left open: {d}"
         assert len(descriptors()) <= len(self.before[0]) + 4, descriptors()
         assert len(file_maps()) <= self.before[1], file_maps()

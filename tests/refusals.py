@@ -86,7 +86,6 @@ def refuse(*refusals: Refusal) -> None:
 
 
 NO_URING = Refusal("io_uring_setup")
-NO_AIO = Refusal("io_setup", errno.ENOSYS)
 NO_DIRECT = Refusal("openat", errno.EINVAL, argument=2, bit=O_DIRECT)
 NO_POPULATE = Refusal("madvise", errno.EINVAL, argument=2, value=MADV_POPULATE_READ)
 NO_TOUCH = Refusal("process_vm_readv")

@@ -117,7 +117,7 @@ def test_a_warm_load_reads_nothing_from_disk_unless_told_to(llama: Model, way: W
     from_disk = pagecache.disk_bytes_of_process() - before
     direct = checkpoint.last_report.routes["direct"]["bytes"]
     assert direct <= from_disk <= direct + PAGE * len(llama.files)
-    past = way.io in ("direct", "uring", "aio", "threads")
+    past = way.io in ("direct", "uring", "threads")
     assert bool(direct) == past
     # What is there already stays, but nothing is added to it by what reads past it
     assert checkpoint.last_report.cache == ("bypass" if past else "keep")

@@ -65,16 +65,12 @@ def cold(file) -> Path:
 
 @pytest.fixture(scope="module")
 def interfaces(file) -> dict[str, bool]:
-    """Which of the asynchronous interfaces, and O_DIRECT, this machine has when nothing is refused."""
+    """Whether this machine has io_uring and O_DIRECT when nothing is refused."""
     ordeal.evict(file)
-    found = {}
-    for io, name in (("uring", "io_uring"), ("aio", "Linux AIO")):
-        checkpoint = penstock.open(file)
-        checkpoint.load(framework="np", options={"io": io, "cache": "bypass"})
-        refused = {f["from"] for f in checkpoint.last_report.fallbacks}
-        found[name] = name not in refused
-        found["O_DIRECT"] = "O_DIRECT" not in refused
-    return found
+    checkpoint = penstock.open(file)
+    checkpoint.load(framework="np", options={"io": "uring", "cache": "bypass"})
+    refused = {f["from"] for f in checkpoint.last_report.fallbacks}
+    return {name: name not in refused for name in ("io_uring", "O_DIRECT")}
 
 
 def needs(interfaces: dict[str, bool], *names: str) -> None:
@@ -84,22 +80,21 @@ def needs(interfaces: dict[str, bool], *names: str) -> None:
 
 
 STARTS = {
-    "io_uring refused": ("direct", "NO_URING", [("io_uring", "Linux AIO")]),
-    "io_uring refused where it was asked for": ("uring", "NO_URING", [("io_uring", "Linux AIO")]),
+    "io_uring refused": ("direct", "NO_URING", [("io_uring", "threads")]),
+    "io_uring refused where it was asked for": ("uring", "NO_URING", [("io_uring", "threads")]),
     "io_uring set up but not to be entered": (
         "direct",
         'Refusal("io_uring_enter")',
-        [("io_uring", "Linux AIO")],
+        [("io_uring", "threads")],
     ),
-    "io_uring without registration": ("direct", 'Refusal("io_uring_register")', [("io_uring", "Linux AIO")]),
-    "Linux AIO refused": ("aio", "NO_AIO", [("Linux AIO", "threads")]),
-    "both refused": ("direct", "NO_URING, NO_AIO", [("io_uring", "threads"), ("Linux AIO", "threads")]),
+    "io_uring without registration": ("direct", 'Refusal("io_uring_register")', [("io_uring", "threads")]),
+    "Linux AIO, which Penstock does not use": ("aio", "", [("Linux AIO", "threads")]),
     "opening with O_DIRECT refused": ("direct", "NO_DIRECT", [("O_DIRECT", "buffered")]),
     "opening with O_DIRECT refused to threads": ("threads", "NO_DIRECT", [("O_DIRECT", "buffered")]),
     "everything refused": (
         "direct",
-        "NO_URING, NO_AIO, NO_DIRECT",
-        [("io_uring", "threads"), ("Linux AIO", "threads"), ("O_DIRECT", "buffered")],
+        "NO_URING, NO_DIRECT",
+        [("io_uring", "threads"), ("O_DIRECT", "buffered")],
     ),
 }
 
@@ -116,14 +111,7 @@ def test_what_is_refused_from_the_start_goes_another_way(cold, interfaces, what)
 
 
 MIDDLES = {
-    "io_uring": ("direct", 'Refusal("io_uring_enter")', [("io_uring", "Linux AIO")]),
-    "io_uring and then Linux AIO": (
-        "direct",
-        'Refusal("io_uring_enter"), Refusal("io_submit", errno.ENOSYS)',
-        [("io_uring", "Linux AIO"), ("Linux AIO", "threads")],
-    ),
-    "Linux AIO": ("aio", 'Refusal("io_submit")', [("Linux AIO", "threads")]),
-    "collecting from Linux AIO": ("aio", 'Refusal("io_getevents")', [("Linux AIO", "threads")]),
+    "io_uring": ("direct", 'Refusal("io_uring_enter")', [("io_uring", "threads")]),
     "O_DIRECT reads by threads": ("threads", "", [("O_DIRECT", "buffered")]),
 }
 
@@ -261,7 +249,7 @@ def test_no_memory_may_be_locked(cold):
         HEAD
         + """
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-for io in ("auto", "direct", "uring", "aio"):
+for io in ("auto", "direct", "uring", "threads"):
     ordeal.evict(path)
     report = load(dict(io=io, copy=True))
     print(io, report.nbytes)
@@ -277,7 +265,7 @@ for io in ("auto", "direct", "uring", "aio"):
             "setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); os.setgid(65534); os.setuid(65534)",
         )
     assert run(program, cold, timeout=LIMIT).split() == [
-        w for io in ("auto", "direct", "uring", "aio") for w in (io, str(24 * 999_999))
+        w for io in ("auto", "direct", "uring", "threads") for w in (io, str(24 * 999_999))
     ]
 
 
@@ -292,7 +280,7 @@ def shards(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "aio", "threads"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "threads"])
 def test_more_shards_than_descriptors(shards, io):
     program = (
         HEAD
@@ -421,7 +409,7 @@ print(report.nbytes)""",
 @pytest.mark.machine
 def test_io_uring_switched_off_by_the_administrator(cold, interfaces):
     switch = Path("/proc/sys/kernel/io_uring_disabled")
-    needs(interfaces, "io_uring", "Linux AIO")
+    needs(interfaces, "io_uring")
     if not switch.exists() or not os.access(switch, os.W_OK):
         pytest.skip("kernel.io_uring_disabled cannot be set here")
     before = switch.read_text()
@@ -430,7 +418,7 @@ def test_io_uring_switched_off_by_the_administrator(cold, interfaces):
         out = run(HEAD + "print(json.dumps(told(load(dict(io='direct')))))", cold, timeout=LIMIT)
     finally:
         switch.write_text(before)
-    assert eval(out) == [["io_uring", "Linux AIO"]]
+    assert eval(out) == [["io_uring", "threads"]]
 
 
 def empty_cgroup(*places: tuple[str, str]) -> Iterator[tuple[Path, str]]:

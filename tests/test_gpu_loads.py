@@ -30,7 +30,7 @@ MIB = 1 << 20
 SCRATCH = 2 * MIB
 #: Larger tensors are never gathered.
 GATHERED = 32 << 10
-ROUTES = ["auto", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
+ROUTES = ["auto", "buffered", "uring_buffered", "direct", "uring", "threads"]
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_signals_by_the_hundred_do_not_disturb_reads(file):
         + """
 signal.signal(signal.SIGALRM, lambda *_: None)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-for options in (dict(copy=True), *(dict(io=io) for io in "direct aio threads buffered uring_buffered".split()), {}):
+for options in (dict(copy=True), *(dict(io=io) for io in "direct threads buffered uring_buffered".split()), {}):
     for _ in range(3):
         ordeal.evict(sys.argv[1])
         ordeal.same(checkpoint.load(framework="np", options={**options, "extent": 65536}), sys.argv[1])
@@ -324,7 +324,7 @@ print("right")
 
 def test_a_hundred_loads_in_a_row_leave_nothing(file):
     checkpoint = penstock.open(file)
-    kinds = [{}, {"copy": True}, {"io": "direct"}, {"io": "buffered"}, {"io": "uring_buffered"}, {"io": "aio"}]
+    kinds = [{}, {"copy": True}, {"io": "direct"}, {"io": "buffered"}, {"io": "uring_buffered"}, {"io": "threads"}]
     for options in kinds:
         checkpoint.load(framework="np", options=options)
     gc.collect()

@@ -163,7 +163,7 @@ def test_memory_of_a_load_into_existing_tensors(gpt2: Path, measure: Any, way: W
     assert seen["peak_staging"] <= STAGING
 
 
-@pytest.mark.parametrize("io", ["buffered", "uring_buffered", "direct", "aio", "threads"])
+@pytest.mark.parametrize("io", ["buffered", "uring_buffered", "direct", "threads"])
 def test_memory_of_a_stream_whose_tensors_are_dropped(gpt2: Path, measure: Any, io: str) -> None:
     """Read-ahead is the window or the next tensor alone, whatever the size of the checkpoint."""
     near([gpt2 / "model.safetensors"], "cold")

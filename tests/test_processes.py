@@ -74,7 +74,7 @@ def test_a_child_loads_after_its_parent_has(file, slow):
     program = (
         HEAD
         + """
-for options in ({}, dict(copy=True), dict(io="direct"), dict(io="aio"), dict(io="buffered"), dict(io="uring_buffered")):
+for options in ({}, dict(copy=True), *(dict(io=io) for io in "direct threads buffered uring_buffered".split())):
     kept = checkpoint.load(framework="np", options=options)
     def child():
         same(kept, path)  # what the parent loaded is there
@@ -184,7 +184,7 @@ print("right")
     assert run(program, file, slow, timeout=60) == "right\n"
 
 
-@pytest.mark.parametrize("io", ["direct", "uring", "aio", "threads"])
+@pytest.mark.parametrize("io", ["direct", "uring", "threads"])
 def test_forks_during_direct_reads_lose_no_byte_in_the_parent_or_in_a_child(file, slow, io):
     """While reads go on, children and parent compare and write what was handed out before the fork."""
     program = (
@@ -382,7 +382,7 @@ def test_an_error_survives_pickling(file):
 @pytest.mark.machine
 def test_loads_from_several_threads_at_once(file):
     checkpoint, wrong, want = penstock.open(file), [], contents(file)
-    kinds = [{}, {"copy": True}, *({"io": io} for io in ("direct", "buffered", "uring_buffered", "aio", "threads"))]
+    kinds = [{}, {"copy": True}, *({"io": io} for io in ("direct", "buffered", "uring_buffered", "threads"))]
 
     def loads(i):
         try:

@@ -276,7 +276,6 @@ SYSTEM_CALLS = (
     Route("buffered", {"copy": True, "threads": 2}, 65, 1000, 105, 3, "a pread for each extent", samples=64),
     Route("into tensors", {"into": True, "threads": 2}, 65, 1000, 290, 5, "a pread for each extent"),
     Route("io_uring", {"io": "uring"}, 100, 250, 90, 1, "to submit some reads, and to hear of some", samples=64),
-    Route("aio", {"io": "aio"}, 20, 80, 95, 1, "the same; holes are read at once, so many at a time", samples=64),
     Route(
         "threads",
         {"io": "threads", "threads": 2},
@@ -302,7 +301,7 @@ THREADS = "the engine's, two that read, two that copy"
 def test_system_calls_of_a_load(route: Route, trace: Callable[..., Traced], first: Path, guard: Path) -> None:
     pagecache.put([guard], "cold" if route.cold else "warm")
     traced = trace(first, guard, **route.how)
-    if {"io_uring", "Linux AIO"} & set(traced.report["fallbacks"]):
+    if "io_uring" in traced.report["fallbacks"]:
         pytest.skip(f"this machine refuses {route.name}")
     kinds, per_gb = traced.kinds, 1e9 / NBYTES
     hold(

@@ -140,7 +140,7 @@ def has_to_read(model: Model, cut: Cut, way: Way, *, gap: int = GAP, extent: int
     elif isinstance(index, tuple):
         index = tuple(part.numpy() if isinstance(part, torch.Tensor) else part for part in index)
     wanted = runs(entry.offset, entry.shape, BITS[entry.dtype] // 8, index)
-    past_the_cache = way.io in ("direct", "uring", "aio", "threads") or (way.cache == "bypass" and not warm)
+    past_the_cache = way.io in ("direct", "uring", "threads") or (way.cache == "bypass" and not warm)
     # Less than 64 KiB that are resident are read with what is not, if need be past the page cache
     past_the_cache |= way.cache == "bypass" and entry.nbytes < 64 << 10 and not cut.one
     maps = cut.one and not past_the_cache and way.copy is not True and way.io in ("auto", "mapped")
@@ -210,7 +210,7 @@ def test_a_slice_reads_from_disk_what_it_needs_and_nothing_else(cut: Model, name
 
 
 @pytest.mark.pairwise(name=kind)
-@pytest.mark.parametrize("way", [way for way in WAYS if way.io not in ("direct", "uring", "aio")], ids=str)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.io not in ("direct", "uring")], ids=str)
 @pytest.mark.parametrize("name", SLICES)
 def test_a_load_of_slices_reads_the_same(cut: Model, name: str, way: Way) -> None:
     wanted, [path] = SLICES[name], cut.files
@@ -294,7 +294,7 @@ def test_several_slices_of_one_tensor_share_the_reads_of_their_pages(cut: Model)
 
 
 @pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
-@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "uring", "aio", "threads"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct", "uring", "threads"])
 def test_slices_in_any_dimension_on_a_gpu(cut: Model, monkeypatch: pytest.MonkeyPatch, io: str) -> None:
     monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"cuda:{fakegpu.LIBRARY}")
     [path] = cut.files

@@ -43,7 +43,7 @@ def disjoint(events: list[dict[str, Any]]) -> bool:
         ({"io": "buffered"}, "buffered"),
         ({"io": "uring_buffered"}, "buffered"),
         ({"io": "uring", "cache": "bypass"}, "direct"),
-        ({"io": "aio", "cache": "bypass"}, "direct"),
+        ({"io": "threads", "cache": "bypass"}, "direct"),
         ({"io": "threads", "cache": "bypass"}, "direct"),
         ({"cache": "keep"}, None),
     ],

@@ -20,7 +20,6 @@ WAYS: list[list[str]] = [
     ["--copy"],
     ["--io", "buffered"],
     ["--io", "direct"],
-    ["--io", "aio"],
     ["--io", "threads"],
 ]
 MEMCHECK = [

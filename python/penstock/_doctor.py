@@ -112,7 +112,6 @@ def _system() -> dict[str, Any]:
         "numa_nodes": nodes or [0],
         "max_map_count": _number("/proc/sys/vm/max_map_count"),
         "io_uring_disabled": _number("/proc/sys/kernel/io_uring_disabled"),
-        "aio_max": _number("/proc/sys/fs/aio-max-nr"),
     }
 
 
@@ -287,7 +286,7 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
             f"long as there is room, and the next start is warm; larger copies {past}"
         )
     if probe.get("direct_align"):
-        way = "io_uring" if not probe.get("io_uring") else "libaio" if not probe.get("libaio") else "a pool of threads"
+        way = "io_uring" if not probe.get("io_uring") else "a pool of threads"
         said.append(f"direct reads go through {way}")
     limit = system["cgroup"]["limit"]
     if limit is not None:
@@ -376,7 +375,7 @@ def describe(found: dict[str, Any]) -> str:
         rows.append(("disk", f"{disk}, read-ahead {size(mount['read_ahead_bytes'])}, scheduler {mount['scheduler']}"))
     align = probe.get("direct_align")
     rows.append(("O_DIRECT", f"reads in multiples of {align} bytes" if align else "not supported"))
-    rows += [(name, f"refused: {probe[name]}" if probe.get(name) else "granted") for name in ("io_uring", "libaio")]
+    rows.append(("io_uring", f"refused: {probe['io_uring']}" if probe.get("io_uring") else "granted"))
     if found["gpus"].get("gpus"):
         rows += [("GPU", _say(gpu)) for gpu in found["gpus"]["gpus"]]
     else:

@@ -15,7 +15,7 @@ from . import checkpoints
 from .checkpoints import MIB, NAMES, content, same
 from .gpus import Gpu
 
-ROUTES = ["auto", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
+ROUTES = ["auto", "buffered", "uring_buffered", "direct", "uring", "threads"]
 Sources = Callable[[str], Path]
 Contents = Callable[[str], dict[str, bytes]]
 

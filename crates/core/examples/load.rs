@@ -1,7 +1,7 @@
 //! Loads a checkpoint into CPU memory, compares every byte with a plain read of the files, and prints the report.
 //!
 //! ```text
-//! cargo run --release -p penstock-core --example load -- [--copy] [--io auto|buffered|direct|uring|aio|threads]
+//! cargo run --release -p penstock-core --example load -- [--copy] [--io auto|buffered|direct|uring|threads]
 //!     [--unchecked] [--open] PATH...
 //! ```
 //!
@@ -107,9 +107,8 @@ fn io(name: &str) -> Result<Io, String> {
         "uring_buffered" => Io::UringBuffered,
         "direct" => Io::Direct,
         "uring" => Io::Uring,
-        "aio" => Io::Aio,
         "threads" => Io::Threads,
-        _ => return Err(format!("--io {name}: give auto, buffered, direct, uring, aio or threads")),
+        _ => return Err(format!("--io {name}: give auto, buffered, direct, uring or threads")),
     })
 }
 

@@ -56,7 +56,7 @@ pub enum Io {
     Direct,
     /// O_DIRECT through io_uring.
     Uring,
-    /// O_DIRECT through Linux AIO.
+    /// O_DIRECT through Linux AIO: accepted, but a pool of threads does it, and the report says so.
     Aio,
     /// O_DIRECT through a pool of threads.
     Threads,

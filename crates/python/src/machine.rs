@@ -43,11 +43,8 @@ pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout:
 pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDict>> {
     answer(py, || {
         let facts = detached(py, || store::facts_at(&path))?;
-        // Both interfaces are really set up: only that shows whether a sandbox refuses them.
-        let (uring, aio) = detached(py, || {
-            let none = Arc::new(store::Files::new([]));
-            Ok((source::Uring::new(none.clone(), 4).map(drop), source::Aio::new(none, 4).map(drop)))
-        })?;
+        // A ring is really set up: only that shows whether a sandbox refuses it.
+        let ring = detached(py, || Ok(source::Uring::new(Arc::new(store::Files::new([])), 4).map(drop)))?;
         let d = PyDict::new(py);
         d.set_item("fs", facts.fs)?;
         d.set_item("kind", format!("{:?}", facts.kind).to_lowercase())?;
@@ -57,9 +54,7 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDic
         d.set_item("cores", penstock::machine::cores())?;
         d.set_item("memory_available", penstock::machine::memory_available())?;
         d.set_item("cgroup_memory_limit", penstock::machine::cgroup_memory_limit())?;
-        let refusal = |r: penstock::Result<()>| r.err().map(|e| e.to_string());
-        d.set_item("io_uring", refusal(uring))?;
-        d.set_item("libaio", refusal(aio))?;
+        d.set_item("io_uring", ring.err().map(|e| e.to_string()))?;
         Ok(d)
     })
 }

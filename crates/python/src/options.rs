@@ -52,7 +52,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///
 /// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads": the way of reading.
 ///   "buffered" reads through the page cache by a thread pool, "uring_buffered" by io_uring. "direct" reads past it with
-///   O_DIRECT, by the best interface that this system grants; "uring", "aio" and "threads" name the interface.
+///   O_DIRECT, by io_uring if this system grants it, else by a thread pool; "uring" and "threads" name one. "aio" means
+///   "threads", and the report says so.
 /// - extent: the most bytes of one read, a multiple of 4096 (default 4 MiB).
 /// - depth: the most reads in flight; 0 (the default) adapts.
 /// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too (default 16 KiB).

@@ -366,7 +366,6 @@ CONTESTANTS: list[Contestant] = [
         route=True,
     ),
     _ours("penstock uring", penstock(io="uring"), "private", scenarios=(*COLD, "private", "warm"), route=True),
-    _ours("penstock aio", penstock(io="aio"), "private", scenarios=COLD, route=True),
     _ours("penstock threads", penstock(io="threads"), "private", scenarios=COLD, route=True),
     Contestant("safetensors", "safetensors", safetensors()),
     Contestant("safetensors pread", "safetensors", safetensors(backend="pread"), "private"),

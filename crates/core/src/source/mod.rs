@@ -28,7 +28,7 @@
 //! # }
 //! ```
 //!
-//! [`Router`] is the source of a load; it composes [`Threads`], [`Uring`] and [`Aio`] over one set of [`Files`](crate::store::Files).
+//! [`Router`] is the source of a load; it composes [`Threads`] and [`Uring`] over one set of [`Files`](crate::store::Files).
 //!
 //! A source whose bytes come late is sent reads without a place to land ([`Destination::OnArrival`]). It reports
 //! [`Progress::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
@@ -42,7 +42,6 @@
 //! - `wake` is readable when there is something to poll. It may be readable now and then without anything to poll, but
 //!   never steadily.
 
-mod aio;
 mod fill;
 mod flight;
 mod mux;
@@ -54,7 +53,6 @@ mod touch;
 mod trial;
 mod uring;
 
-pub use aio::Aio;
 pub(crate) use mux::Mux;
 pub use router::Router;
 pub use threads::Threads;

@@ -6,14 +6,14 @@
 //! | mapped, buffered | pool of threads | |
 //! | buffered, if `io` asks for io_uring | io_uring without O_DIRECT | pool of threads |
 //! | buffered, if nothing may stay in the page cache | pool of threads (RWF_DONTCACHE) | the page cache |
-//! | direct | io_uring | Linux AIO, then the pool of threads |
+//! | direct | io_uring | pool of threads |
 //! | direct, on a network file system | pool of threads: opening and submitting can hang there | |
 //! | direct, if the file refuses O_DIRECT | pool of threads through the page cache (RWF_DONTCACHE if the load bypasses it) | |
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
 use super::threads::{How, ReadAhead};
-use super::{epoll, watch, Aio, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
+use super::{epoll, watch, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -28,6 +28,9 @@ use std::sync::Arc;
 
 /// Reads that the pool of threads takes: enough that every thread has reads waiting, which a cancel can still give up.
 const QUEUE: usize = 256;
+
+/// What the report says to a caller who asks for Linux AIO.
+const NO_AIO: &str = "Penstock does not use Linux AIO: the pool of threads reads as fast for as little processor time";
 
 /// Sends each read its way.
 #[derive(Debug)]
@@ -57,7 +60,6 @@ pub struct Router {
 #[derive(Debug)]
 enum Direct {
     Uring(Box<Uring>),
-    Aio(Aio),
     Threads,
 }
 
@@ -124,11 +126,10 @@ impl Router {
         Ok(router)
     }
 
-    /// The way that direct reads take now: "io_uring", "Linux AIO" or "threads" (also before the first of them).
+    /// The way that direct reads take now: "io_uring" or "threads" (also before the first of them).
     pub fn direct_by(&self) -> &'static str {
         match self.direct {
             Direct::Uring(_) => "io_uring",
-            Direct::Aio(_) => "Linux AIO",
             Direct::Threads => "threads",
         }
     }
@@ -148,7 +149,7 @@ impl Router {
         self.begun = true;
         match self.io {
             Io::Auto | Io::Direct | Io::Uring => self.begin_uring(),
-            Io::Aio => self.begin_aio(),
+            Io::Aio => self.tell("Linux AIO", "threads", 0, None, NO_AIO.to_owned()),
             Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
         }
     }
@@ -178,25 +179,9 @@ impl Router {
         self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
     }
 
-    fn begin_aio(&mut self) {
-        let aio = Aio::new(self.files.clone(), self.routing.depth);
-        match aio.and_then(|a| watch(&self.wake, a.wake()).map(|()| a)) {
-            Ok(aio) => self.direct = Direct::Aio(aio),
-            Err(e) => self.instead_of_aio(&e),
-        }
-    }
-
     fn instead_of_uring(&mut self, cause: &Error) {
-        let told = self.fallbacks.len();
-        self.begin_aio();
-        self.tell("io_uring", self.direct_by(), 0, cause.errno(), cause.message().to_owned());
-        // In the order in which they happened: first the best interface.
-        self.fallbacks[told..].reverse();
-    }
-
-    fn instead_of_aio(&mut self, cause: &Error) {
         self.direct = Direct::Threads;
-        self.tell("Linux AIO", "threads", 0, cause.errno(), cause.message().to_owned());
+        self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
     }
 
     fn tell(&mut self, from: &'static str, to: &'static str, storage: u64, errno: Option<i32>, reason: String) {
@@ -247,7 +232,6 @@ impl Router {
             (By::Uring, _, BufferedBy::There(uring)) => uring.submit(read),
             (By::Uring, ..) => self.threads.submit_as(read, How::Buffered),
             (By::Direct, Direct::Uring(uring), _) => uring.submit(read),
-            (By::Direct, Direct::Aio(aio), _) => aio.submit(read),
             (By::Direct, Direct::Threads, _) => self.threads.submit_as(read, How::Direct),
         };
         sent.map_err(|read| Read { route, ..read })
@@ -265,19 +249,10 @@ impl Router {
     /// Takes the outcomes of the direct interface, and replaces the interface if the kernel refuses it now.
     fn drain_direct(&mut self) -> Vec<Outcome> {
         let mut out = Vec::new();
-        let (lost, doing) = match &mut self.direct {
-            Direct::Uring(uring) => {
-                uring.drain(&mut out);
-                self.fallbacks.append(&mut uring.take_fallbacks());
-                (uring.is_lost(), "enter io_uring")
-            }
-            Direct::Aio(aio) => {
-                aio.drain(&mut out);
-                (aio.is_lost(), "submit to Linux AIO")
-            }
-            Direct::Threads => return out,
-        };
-        if !lost {
+        let Direct::Uring(uring) = &mut self.direct else { return out };
+        uring.drain(&mut out);
+        self.fallbacks.append(&mut uring.take_fallbacks());
+        if !uring.is_lost() {
             return out;
         }
         let mut why = io::Error::from_raw_os_error(libc::ENOSYS);
@@ -291,11 +266,7 @@ impl Router {
                 done => left.push(done),
             }
         }
-        let why = Error::io(doing, &why);
-        match std::mem::replace(&mut self.direct, Direct::Threads) {
-            Direct::Uring(_) => self.instead_of_uring(&why),
-            _ => self.instead_of_aio(&why),
-        }
+        self.instead_of_uring(&Error::io("enter io_uring", &why));
         left
     }
 
@@ -350,7 +321,6 @@ impl Router {
         // Neither can fail: errors come back with their reads.
         let _infallible = match &mut self.direct {
             Direct::Uring(uring) => uring.flush(),
-            Direct::Aio(aio) => aio.flush(),
             Direct::Threads => Ok(()),
         };
         if let Some(uring) = self.buffered.uring() {
@@ -394,7 +364,6 @@ impl Source for Router {
         self.threads.cancel();
         match &mut self.direct {
             Direct::Uring(uring) => uring.cancel(),
-            Direct::Aio(aio) => aio.cancel(),
             Direct::Threads => {}
         }
         if let Some(uring) = self.buffered.uring() {
@@ -409,7 +378,6 @@ impl Source for Router {
     fn in_flight(&self) -> usize {
         let direct = match &self.direct {
             Direct::Uring(uring) => uring.in_flight(),
-            Direct::Aio(aio) => aio.in_flight(),
             Direct::Threads => 0,
         };
         let ring = match &self.buffered {

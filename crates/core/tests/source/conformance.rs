@@ -5,7 +5,7 @@ use crate::toy_store::{Server, ToyObjects, ToySource};
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
 use penstock::options::Io;
-use penstock::source::{Aio, Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
+use penstock::source::{Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
 use penstock::store::{identity_of, Files, Location, Object, Version};
 use penstock::way::Routing;
 use std::collections::HashMap;
@@ -258,9 +258,7 @@ conformance!(uring_cooperative, Route::Direct, |files| {
 });
 conformance!(uring_plain, Route::Direct, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
 conformance!(uring_buffered, Route::Buffered, |files| Box::new(Uring::buffered(files, 8).unwrap()));
-conformance!(aio, Route::Direct, |files| Box::new(Aio::new(files, 8).unwrap()));
 conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
-conformance!(router_aio, Route::Direct, |files| router(files, Io::Aio));
 conformance!(router_threads, Route::Direct, |files| router(files, Io::Threads));
 conformance!(router_buffered, Route::Buffered, |files| router(files, Io::Auto));
 conformance!(router_uring_buffered, Route::Buffered, |files| router(files, Io::UringBuffered));

@@ -115,69 +115,58 @@ macro_rules! alone {
 }
 
 alone!(
-    fn io_uring_refused_from_the_start_goes_to_linux_aio() {
+    fn io_uring_refused_from_the_start_goes_to_threads() {
         let sample = Sample::new();
         install(&[refuse(libc::SYS_io_uring_setup, libc::EPERM)]);
         let (fallbacks, by, _) = load(&sample, Io::Auto, || {});
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO")], "Linux AIO"));
+        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "threads")], "threads"));
         assert!(fallbacks[0].reason.contains("not permitted"), "{fallbacks:?}");
     }
 );
 
 alone!(
-    fn io_uring_and_aio_refused_from_the_start_go_to_threads() {
-        let sample = Sample::new();
-        install(&[refuse(libc::SYS_io_uring_setup, libc::ENOSYS), refuse(libc::SYS_io_setup, libc::EPERM)]);
-        let (fallbacks, by, _) = load(&sample, Io::Direct, || {});
-        assert_eq!((fallbacks.len(), by), (2, "threads"), "{fallbacks:?}");
-    }
-);
-
-alone!(
-    fn io_uring_refused_in_the_middle_goes_to_linux_aio() {
+    fn io_uring_refused_in_the_middle_goes_to_threads() {
         let sample = Sample::new();
         let (fallbacks, by, _) = load(&sample, Io::Uring, || install(&[refuse(libc::SYS_io_uring_enter, libc::EPERM)]));
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO")], "Linux AIO"));
+        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "threads")], "threads"));
     }
 );
 
 alone!(
-    fn io_uring_and_then_aio_refused_in_the_middle_go_to_threads() {
-        let sample = Sample::new();
-        let (fallbacks, by, _) = load(&sample, Io::Auto, || {
-            install(&[refuse(libc::SYS_io_uring_enter, libc::ENOSYS), refuse(libc::SYS_io_submit, libc::ENOSYS)]);
-        });
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO"), ("Linux AIO", "threads")], "threads"));
-    }
-);
-
-alone!(
-    fn io_uring_set_up_but_not_to_be_entered_goes_to_linux_aio() {
+    fn io_uring_set_up_but_not_to_be_entered_goes_to_threads() {
         let sample = Sample::new();
         install(&[refuse(libc::SYS_io_uring_enter, libc::EPERM)]);
         let (fallbacks, by, _) = load(&sample, Io::Auto, || {});
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO")], "Linux AIO"));
+        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "threads")], "threads"));
     }
 );
 
 alone!(
-    fn io_uring_without_registration_is_left_for_linux_aio() {
+    fn io_uring_without_registration_is_left_for_threads() {
         let sample = Sample::new();
         install(&[refuse(libc::SYS_io_uring_register, libc::EPERM)]);
         let (fallbacks, by, _) = load(&sample, Io::Auto, || {});
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO")], "Linux AIO"));
+        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "threads")], "threads"));
     }
 );
 
 alone!(
-    fn a_ring_that_cannot_be_enabled_is_left_for_linux_aio() {
+    fn a_ring_that_cannot_be_enabled_is_left_for_threads() {
         let sample = Sample::new();
         let enable_rings = (1, Arg::Is(12));
         install(&[Refuse { call: libc::SYS_io_uring_register, errno: libc::EINVAL, only: Some(enable_rings) }]);
         let (fallbacks, by, _) = load(&sample, Io::Auto, || {});
-        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "Linux AIO")], "Linux AIO"));
+        assert_eq!((from_to(&fallbacks), by), (vec![("io_uring", "threads")], "threads"));
     }
 );
+
+#[test]
+fn linux_aio_is_accepted_and_told_to_be_threads() {
+    let (fallbacks, by, routes) = load(&Sample::new(), Io::Aio, || {});
+    assert_eq!((from_to(&fallbacks), by), (vec![("Linux AIO", "threads")], "threads"));
+    assert!(fallbacks[0].reason.contains("does not use Linux AIO"), "{fallbacks:?}");
+    assert!(routes.iter().all(|r| *r == Route::Direct));
+}
 
 alone!(
     fn buffered_io_uring_refused_from_the_start_goes_to_threads() {
@@ -199,22 +188,6 @@ alone!(
     }
 );
 
-alone!(
-    fn linux_aio_refused_in_the_middle_goes_to_threads() {
-        let sample = Sample::new();
-        let (fallbacks, by, _) = load(&sample, Io::Aio, || install(&[refuse(libc::SYS_io_submit, libc::EPERM)]));
-        assert_eq!((from_to(&fallbacks), by), (vec![("Linux AIO", "threads")], "threads"));
-    }
-);
-
-alone!(
-    fn linux_aio_that_may_not_collect_in_the_middle_goes_to_threads() {
-        let sample = Sample::new();
-        let (fallbacks, by, _) = load(&sample, Io::Aio, || install(&[refuse(libc::SYS_io_getevents, libc::EPERM)]));
-        assert_eq!((from_to(&fallbacks), by), (vec![("Linux AIO", "threads")], "threads"));
-    }
-);
-
 /// O_DIRECT in the third argument of openat.
 fn no_direct() -> Refuse {
     Refuse { call: libc::SYS_openat, errno: libc::EINVAL, only: Some((2, Arg::HasBit(libc::O_DIRECT))) }
@@ -224,7 +197,7 @@ alone!(
     fn o_direct_refused_from_the_start_goes_through_the_page_cache() {
         let sample = Sample::new();
         install(&[no_direct()]);
-        for io in [Io::Uring, Io::Aio, Io::Threads] {
+        for io in [Io::Uring, Io::Threads] {
             let before = penstock::store::evict(&sample.path, None).unwrap();
             let (fallbacks, _, routes) = load(&sample, io, || {});
             assert_eq!(from_to(&fallbacks)[0], ("O_DIRECT", "buffered"), "{io:?}");
@@ -273,12 +246,6 @@ fn loses_direct_between_two_files(io: Io) {
 alone!(
     fn o_direct_refused_in_the_middle_by_io_uring() {
         loses_direct_between_two_files(Io::Uring);
-    }
-);
-
-alone!(
-    fn o_direct_refused_in_the_middle_by_linux_aio() {
-        loses_direct_between_two_files(Io::Aio);
     }
 );
 
@@ -339,7 +306,7 @@ alone!(
         if is_root() {
             become_nobody();
         }
-        for io in [Io::Uring, Io::Aio, Io::Threads] {
+        for io in [Io::Uring, Io::Threads] {
             load(&sample, io, || {});
         }
         std::mem::forget(sample);
@@ -382,12 +349,7 @@ alone!(
             fs::write(path, [i as u8; 600]).unwrap();
         }
         limit(libc::RLIMIT_NOFILE, 40);
-        for (io, route) in [
-            (Io::Auto, Route::Buffered),
-            (Io::Uring, Route::Direct),
-            (Io::Aio, Route::Direct),
-            (Io::Threads, Route::Direct),
-        ] {
+        for (io, route) in [(Io::Auto, Route::Buffered), (Io::Uring, Route::Direct), (Io::Threads, Route::Direct)] {
             let files = Arc::new(Files::from_paths(&paths).unwrap());
             let routing = Routing { threads: 32, ..Routing::default() };
             let mut source = Router::new(files, io, &Arc::new(routing)).unwrap();
