@@ -102,14 +102,18 @@ fn wants(save: &Save) -> Option<Wanted> {
 #[test]
 fn tensors_may_be_made_when_their_turn_comes() {
     let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
-    for sync in [true, false] {
+    // The storage of a busy machine may take a second for a write.
+    let stall = Duration::from_secs(3);
+    let saved = |sync| {
         let folder = tempfile::tempdir().unwrap();
-        // However long that takes, the storage is not what stalls.
-        let save = late(folder.path(), &contents, sync, Duration::from_millis(100));
+        let save = late(folder.path(), &contents, sync, stall);
         let mut made = Vec::new();
         while let Some(wanted) = wants(&save) {
             assert_eq!(save.wanted(), Some(wanted));
-            std::thread::sleep(Duration::from_millis(250));
+            if made.is_empty() {
+                // However long that takes, the storage is not what stalls.
+                std::thread::sleep(stall + stall / 2);
+            }
             let content = &contents[wanted.tensor as usize];
             assert_eq!(wanted.nbytes, content.len());
             // SAFETY: the save's memory for so many bytes, and nobody reads it before they are supplied.
@@ -121,7 +125,8 @@ fn tensors_may_be_made_when_their_turn_comes() {
         same(folder.path(), &contents);
         made.sort_unstable();
         assert_eq!(made, [1, 3, 4, 5], "each once, and not the one that is empty");
-    }
+    };
+    std::thread::scope(|scope| [true, false].map(|sync| scope.spawn(move || saved(sync))).map(|s| s.join().unwrap()));
 }
 
 #[test]

@@ -247,13 +247,14 @@ fn faults_of_the_store_are_typed_errors_with_address_and_range() {
         for staging in [TakesSlab::AtArrival, TakesSlab::AtRequest] {
             let model = Model::new(|server| (server.fault, server.staging) = (fault, staging));
             let mut request = model.request(Want::all(&model.open()), false);
-            request.options.stall_timeout = Duration::from_millis(400);
+            // Only what hangs waits for it. On a busy machine other threads may be put aside for most of a second.
+            request.options.stall_timeout = Duration::from_secs(if kind == ErrorKind::Timeout { 3 } else { 30 });
             let begun = Instant::now();
             let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
             assert_eq!(e.kind(), kind, "{e}");
             assert!(e.path().unwrap().to_str().unwrap().starts_with(&model.address("/")), "{e}");
             assert!(e.byte_range().is_some(), "{e}");
-            assert!(begun.elapsed() < Duration::from_secs(15), "{fault:?}: {:?}", begun.elapsed());
+            assert!(begun.elapsed() < Duration::from_secs(25), "{fault:?}: {:?}", begun.elapsed());
         }
     }
 }
