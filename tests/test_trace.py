@@ -44,7 +44,6 @@ def disjoint(events: list[dict[str, Any]]) -> bool:
         ({"io": "uring_buffered"}, "buffered"),
         ({"io": "uring", "cache": "bypass"}, "direct"),
         ({"io": "threads", "cache": "bypass"}, "direct"),
-        ({"io": "threads", "cache": "bypass"}, "direct"),
         ({"cache": "keep"}, None),
     ],
 )

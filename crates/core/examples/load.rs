@@ -82,7 +82,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     }
 
     let mut expected = Vec::new();
-    let files = checkpoint.files().iter().map(|f| File::open(&f.path)).collect::<Result<Vec<_>, _>>()?;
+    let files = checkpoint.files().iter().map(|f| File::open(&f.spelled)).collect::<Result<Vec<_>, _>>()?;
     for (tensor, view) in checkpoint.tensors().zip(&views) {
         expected.resize(tensor.nbytes() as usize, 0);
         files[tensor.file as usize].read_exact_at(&mut expected, tensor.begin)?;

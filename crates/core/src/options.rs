@@ -21,6 +21,9 @@ pub const CPU_ALIGN: u64 = 64;
 /// Small neighbours share an allocated block of at most this size; a larger tensor has its own block.
 pub const SHARED_BLOCK: u64 = 32 * MIB;
 
+/// The longest extent. Many systems read 2 GiB at most in one call.
+pub const MOST_EXTENT: u64 = 1 << 30;
+
 /// The shortest extent that a store may declare: shorter reads cost every store more than they bring.
 pub const LEAST_EXTENT: u64 = 256 * KIB;
 
@@ -52,7 +55,7 @@ pub enum Io {
     Buffered,
     /// Reads through the page cache, by io_uring.
     UringBuffered,
-    /// O_DIRECT, on the best interface that this kernel grants.
+    /// O_DIRECT, by io_uring, or by a pool of threads if this kernel refuses it.
     Direct,
     /// O_DIRECT through io_uring.
     Uring,

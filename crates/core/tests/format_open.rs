@@ -25,7 +25,7 @@ fn names(c: &Checkpoint) -> Vec<&str> {
 }
 
 fn file_names(c: &Checkpoint) -> Vec<String> {
-    c.files().iter().map(|f| f.path.file_name().expect("a name").to_string_lossy().into_owned()).collect()
+    c.files().iter().map(|f| f.spelled.as_path().file_name().expect("a name").to_string_lossy().into_owned()).collect()
 }
 
 /// The error of opening `path`, which must be of `kind` and say all of `says`.
@@ -144,7 +144,7 @@ fn a_directory_without_index_is_all_its_shard_files_in_natural_order() {
     assert_eq!(file_names(&c)[3], "model-10.safetensors");
     let ranges: Vec<_> = c.files().iter().map(|f| f.tensors.clone()).collect();
     assert_eq!(ranges, [0..1, 1..2, 2..3, 3..4]);
-    assert!(c.files()[0].path.starts_with(d.path()), "spelled as the caller spelled it");
+    assert!(c.files()[0].spelled.as_path().starts_with(d.path()), "spelled as the caller spelled it");
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn an_index_may_be_named_without_its_folder() {
     std::env::set_current_dir(d.path()).expect("entered");
     let c = both_ways::open(&[INDEX]);
     std::env::set_current_dir(here).expect("left");
-    assert_eq!(c.expect("opens").files()[0].path, Path::new("a.safetensors"));
+    assert_eq!(c.expect("opens").files()[0].spelled.as_path(), Path::new("a.safetensors"));
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn hub_caches_whose_files_are_links_out_of_the_folder_open() {
     symlink("../../../blobs/4d7a", snapshot.join("sub/model-1.safetensors")).expect("linked");
     symlink("../../blobs/99ff", snapshot.join(INDEX)).expect("linked");
     let c = open(&snapshot);
-    assert_eq!(c.files()[0].path, snapshot.join("sub/model-1.safetensors"), "links are not resolved");
+    assert_eq!(c.files()[0].spelled.as_path(), snapshot.join("sub/model-1.safetensors"), "links are not resolved");
     assert_eq!(open(blobs.join("4d7a")).len(), 1, "a blob is a file like any other");
 }
 

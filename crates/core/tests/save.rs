@@ -48,7 +48,7 @@ fn ended(save: &Save) -> penstock::Result<SaveReport> {
 
 fn same(folder: &Path, contents: &[Vec<u8>]) {
     let checkpoint = Checkpoint::open(&[folder]).unwrap();
-    let files: Vec<Vec<u8>> = checkpoint.files().iter().map(|f| std::fs::read(&f.path).unwrap()).collect();
+    let files: Vec<Vec<u8>> = checkpoint.files().iter().map(|f| std::fs::read(&f.spelled).unwrap()).collect();
     for (i, content) in contents.iter().enumerate() {
         let tensor = checkpoint.find(&format!("w{i}")).unwrap();
         let found = &files[tensor.file as usize][tensor.begin as usize..tensor.end as usize];

@@ -105,7 +105,7 @@ impl Model {
     /// The bytes of a tensor, from the files.
     fn expected(&self, checkpoint: &Checkpoint, want: &Want) -> Vec<u8> {
         let info = checkpoint.tensor(want.tensor);
-        let name = checkpoint.files()[info.file as usize].path.file_name().unwrap().to_owned();
+        let name = checkpoint.files()[info.file as usize].spelled.as_path().file_name().unwrap().to_owned();
         let bytes = std::fs::read(self.folder.path().join(name)).unwrap();
         let all = &bytes[info.begin as usize..info.end as usize];
         match &want.region {
@@ -132,7 +132,7 @@ fn a_checkpoint_of_a_registered_store_opens_and_loads_like_one_of_files() {
         let local = Arc::new(Checkpoint::open(&[model.folder.path()]).unwrap());
         let names = |c: &Checkpoint| c.tensors().map(|t| (t.name.to_owned(), t.begin, t.end)).collect::<Vec<_>>();
         assert_eq!(names(&checkpoint), names(&local));
-        assert_eq!(checkpoint.files()[0].path.to_str(), Some(&*model.address("/model-1.safetensors")));
+        assert_eq!(checkpoint.files()[0].spelled.as_path().to_str(), Some(&*model.address("/model-1.safetensors")));
         assert!(checkpoint.warnings().is_empty());
 
         let load = Load::start(model.request(Want::all(&checkpoint), false)).unwrap();
@@ -260,6 +260,21 @@ fn faults_of_the_store_are_typed_errors_with_address_and_range() {
 }
 
 #[test]
+fn a_body_that_comes_slowly_is_a_stall_only_if_no_byte_is_told_of() {
+    let load = |told| {
+        let model = Model::new(|server| server.body_takes = Some((Duration::from_secs(6), told)));
+        let checkpoint = model.open();
+        let one = Want::whole(checkpoint.find("a.0").unwrap().index);
+        let mut request = model.request(vec![one], false);
+        request.options.stall_timeout = Duration::from_secs(3);
+        let load = Load::start(request).unwrap();
+        load.wait(None).map(|_| model.check(&load)).map_err(|e| e.kind())
+    };
+    let both = std::thread::scope(|s| [true, false].map(|told| s.spawn(move || load(told))).map(|s| s.join().unwrap()));
+    assert_eq!(both, [Ok(()), Err(ErrorKind::Timeout)]);
+}
+
+#[test]
 fn a_store_that_does_not_answer_a_question_ends_the_load() {
     let model = Model::new(|server| server.verify_takes = Duration::from_secs(60));
     let mut request = model.request(Want::all(&model.open()), false);
@@ -299,6 +314,12 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     assert_eq!(kind(&twice), ErrorKind::Invalid);
     let index = [model.address("/model-1.safetensors"), model.address("/model.safetensors.index.json")];
     assert_eq!(kind(&index), ErrorKind::Invalid);
+    // Shards that an index names and the store has not: all of them in one error.
+    let lacks = Model::new(|_| ());
+    lacks.contents.lock().unwrap().retain(|name, _| !name.contains("/model-"));
+    let e = Checkpoint::open(&[lacks.address("")]).unwrap_err();
+    let named = ["model-1.safetensors", "model-2.safetensors"].map(|name| e.to_string().contains(name));
+    assert_eq!((e.kind(), named), (ErrorKind::NotFound, [true, true]), "{e}");
     // A scheme without a store is a path, and not there.
     assert_eq!(kind(&["nostore://a/b".into()]), ErrorKind::NotFound);
     // One object, several, and an index by its name.
@@ -312,11 +333,11 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     }
     // An open can be given up, and a store that hangs ends it.
     let slow = Model::new(|server| server.latency = Duration::from_secs(60));
-    let sources = || vec![slow.address("").into()];
+    let sources = || [slow.address("")];
     let begun = Instant::now();
-    let e = Checkpoint::open_cancellable(sources(), Duration::from_millis(200), || true).unwrap_err();
+    let e = Checkpoint::open_cancellable(&sources(), Duration::from_millis(200), || true).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
-    let e = Checkpoint::open_cancellable(sources(), Duration::from_secs(60), || false).unwrap_err();
+    let e = Checkpoint::open_cancellable(&sources(), Duration::from_secs(60), || false).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
     assert!(begun.elapsed() < Duration::from_secs(40));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);

@@ -24,7 +24,7 @@ impl Checkpoint {
     fn open(py: Python<'_>, sources: Listed<PathBuf>, stall_timeout: Option<f64>) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
-            interruptibly(py, |go_on| Core::open_cancellable(sources.0, stall, go_on)).map(Self::of)
+            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, stall, go_on)).map(Self::of)
         })
     }
 
@@ -80,11 +80,11 @@ impl Checkpoint {
 
     /// Paths in the form of `os.fsdecode`: bytes that are not UTF-8 become surrogates, which lead to the same file.
     fn files<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, Vec<&'a OsStr>> {
-        answer(py, || Ok(self.0.files().iter().map(|f| f.path.as_os_str()).collect::<Vec<_>>()))
+        answer(py, || Ok(self.0.files().iter().map(|f| f.spelled.as_os_str()).collect::<Vec<_>>()))
     }
 
     fn path<'a, 'py>(&'a self, py: Python<'py>, file: usize) -> Answer<'py, &'a OsStr> {
-        answer(py, || self.file(file).map(|f| f.path.as_os_str()))
+        answer(py, || self.file(file).map(|f| f.spelled.as_os_str()))
     }
 
     fn metadata<'py>(&self, py: Python<'py>) -> Answer<'py, Option<BTreeMap<String, String>>> {

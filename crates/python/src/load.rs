@@ -125,7 +125,7 @@ impl Load {
             let files = core.files();
             let (core, own) = interruptibly(py, |go_on| {
                 check_driver(asked, device).map_err(|e| match files.first() {
-                    Some(file) => e.at(&file.path),
+                    Some(file) => e.at(&file.spelled),
                     None => e,
                 })?;
                 let core = Core::start_while(request, go_on)?;
@@ -318,7 +318,7 @@ impl Load {
                 if let Some(why) = unfit(&view, (code, bits), &shape) {
                     let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
                     let e = e.of_tensor(info.name);
-                    return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].path)));
+                    return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].spelled)));
                 }
                 made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
             }

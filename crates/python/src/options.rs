@@ -1,7 +1,7 @@
 //! `penstock.Options`: the core's options with Python's spellings, strict validation and environment overrides.
 
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Io, Options as Core};
+use penstock::options::{Cache, Io, Options as Core, MOST_EXTENT};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -174,7 +174,7 @@ impl Options {
                 set(&mut options, &name, &value)?;
             }
         }
-        if options.extent < 4096 || options.extent % 4096 != 0 || options.extent > 1 << 30 {
+        if options.extent < 4096 || options.extent % 4096 != 0 || options.extent > MOST_EXTENT {
             return Err(PyValueError::new_err(format!(
                 "extent={}: must be a multiple of 4096 bytes, from 4096 to 1 GiB",
                 options.extent

@@ -196,6 +196,12 @@ impl<S> Engine<S> {
                 (self.room, self.offered) = (false, false);
             }
             Event::Arrived(ticket) => self.arrived(now, ticket),
+            Event::Received(ticket) => {
+                let known = self.expect(now, ticket, |stage| stage == Stage::Reading).is_some();
+                if known && !mutated!(self, StallForgetsBytes) {
+                    self.moved(now);
+                }
+            }
             Event::ReadDone(ticket, result) => self.read_done(now, ticket, result),
             Event::CopyDone(ticket, result) => self.copy_done(now, ticket, result),
             Event::Failed(error) => self.fail(now, error),
@@ -727,7 +733,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// A read or a copy has ended, or a request has arrived.
+    /// A read or a copy has ended, or a request or bytes have arrived.
     fn moved(&mut self, now: Nanos) {
         if mutated!(self, DrainAnewWithEveryCompletion) && self.failure.is_some() {
             self.deadlines = Deadlines::new(self.bounds.stall);

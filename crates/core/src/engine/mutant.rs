@@ -54,6 +54,7 @@ listed! {
         StallWhileConsumerIsAwaited,
         StallForgetsProgress,
         StallForgetsStarts,
+        StallForgetsBytes,
         StallCountsConsumersTime,
         StallAnewWithEveryWake,
         StallBeforeItLooks,

@@ -25,6 +25,8 @@ pub(crate) enum Event {
     NoRoom(Ticket),
     /// The first byte of a request that was sent without a slab is there.
     Arrived(Ticket),
+    /// Some bytes of a read that has its place are there, and it goes on.
+    Received(Ticket),
     /// A read ended: `Ok(bytes)` that arrived, or why not.
     ReadDone(Ticket, Result<u64, Error>),
     /// A copy ended.

@@ -1,12 +1,11 @@
 //! A checkpoint: shard files and the tensors in them.
 
 use super::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::store::{Files, Location, Storage, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
-use std::path::PathBuf;
 
 /// How names are hashed: with seeds that differ in each process, so that the writer of a header cannot know which names
 /// collide. With SipHash, three hashes per name took a seventh of the time to open a checkpoint.
@@ -32,8 +31,8 @@ pub struct Checkpoint {
 /// One shard file of a checkpoint, as it was when its header was read.
 #[derive(Debug, Clone)]
 pub struct ShardFile {
-    /// Path of the file, as the user or the index spelled it (links are not resolved).
-    pub path: PathBuf,
+    /// The file, as the user or the index spelled it (links are not resolved).
+    pub spelled: Location,
     /// Where it is: an absolute path, because a program may change its directory between opening and loading, or an address.
     pub location: Location,
     /// Its size in bytes.
@@ -142,19 +141,12 @@ impl Checkpoint {
     /// # Errors
     /// `Unsupported` if a file is in a store of a scheme.
     pub fn local_files(&self) -> Result<Files> {
-        let file = |f: &ShardFile| match (&f.location, &f.version) {
-            (Location::Path(path), Version::Inode(identity)) => Ok((path.clone(), *identity)),
-            (location, _) => {
-                let text = "this works with files of this machine only";
-                Err(Error::new(ErrorKind::Unsupported, text).at(location.as_path()))
-            }
-        };
-        Ok(Files::new(self.files.iter().map(file).collect::<Result<Vec<_>>>()?))
+        Files::at(self.files.iter().map(|f| (&f.location, &f.version)))
     }
 
     /// The path or address of file number `file`, as text for people.
     pub(crate) fn name_of(&self, file: u32) -> Option<String> {
-        self.files.get(file as usize).map(|f| f.path.display().to_string())
+        self.files.get(file as usize).map(|f| f.spelled.to_string())
     }
 
     /// Bytes of all tensors together.

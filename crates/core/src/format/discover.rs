@@ -1,57 +1,55 @@
-//! From the paths that the user gave to the shard files they stand for.
+//! From what the user named to the shard files that it stands for.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{local_names, Watch};
+use crate::store::{Location, Place, Watch};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
 
 /// What a source stands for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) enum Found {
     /// Shard files, in natural order.
-    Files(Vec<PathBuf>),
+    Files(Vec<Place>),
     /// An index, which names the files.
-    Index(PathBuf),
+    Index(Place),
 }
 
-/// What `sources` stand for: one path (shard file, directory, index) or a list of shard files.
-pub(super) fn discover<P: AsRef<Path>>(sources: &[P], watch: &Watch) -> Result<Found> {
-    let sources: Vec<&Path> = sources.iter().map(AsRef::as_ref).collect();
-    match &sources[..] {
+/// What `sources` stand for: one place (shard file, directory, index) or a list of shard files.
+pub(super) fn discover(sources: &[Place], watch: &Watch) -> Result<Found> {
+    match sources {
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
-        [one] if is_index(one) => Ok(Found::Index(one.to_path_buf())),
+        [one] if is_index(one) => Ok(Found::Index(one.clone())),
         [one] => {
-            let Some(names) = local_names(one, watch)? else { return Ok(Found::Files(vec![one.to_path_buf()])) };
-            Ok(match choose(one, names)? {
-                ToOpen::Index(name) => Found::Index(one.join(name)),
-                ToOpen::Files(names) => Found::Files(names.iter().map(|name| one.join(name)).collect()),
+            let Some(names) = one.names(watch)? else { return Ok(Found::Files(vec![one.clone()])) };
+            Ok(match choose(one.location(), names)? {
+                ToOpen::Index(name) => Found::Index(one.within(&name)),
+                ToOpen::Files(names) => Found::Files(names.iter().map(|name| one.within(name)).collect()),
             })
         }
-        many => Ok(Found::Files(in_order(many.iter().map(|p| p.to_path_buf()).collect())?)),
+        many => Ok(Found::Files(in_order(many.to_vec())?)),
     }
 }
 
 /// A list of shard files, in natural order. Refuses an index and a file that is there twice.
-pub(super) fn in_order(mut files: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+fn in_order(mut files: Vec<Place>) -> Result<Vec<Place>> {
     if let Some(index) = files.iter().find(|f| is_index(f)) {
         return Err(Error::new(
             ErrorKind::Invalid,
             "the list has an index among its files: give the index alone (it names its files), or the shard files without it",
         )
-        .at(index));
+        .at(index.location()));
     }
-    files.sort_by(|a, b| natural(a.as_os_str(), b.as_os_str()));
+    files.sort_by(|a, b| natural(a.location().as_os_str(), b.location().as_os_str()));
     if let Some(twice) = files.windows(2).find(|w| w[0] == w[1]) {
-        return Err(Error::new(ErrorKind::Invalid, "this file is in the list twice").at(&twice[0]));
+        return Err(Error::new(ErrorKind::Invalid, "this file is in the list twice").at(twice[0].location()));
     }
     Ok(files)
 }
 
-fn is_index(path: &Path) -> bool {
-    path.extension() == Some(OsStr::new("json"))
+fn is_index(place: &Place) -> bool {
+    place.location().ending() == Some("json")
 }
 
 /// Indexes are called `model.safetensors.index.json`. The name of a variant stands before that ending
@@ -68,7 +66,7 @@ fn has_variant(name: &str) -> bool {
 }
 
 /// What is opened of the things in one place.
-pub(super) enum ToOpen {
+enum ToOpen {
     /// This index, and the files that it names.
     Index(OsString),
     /// These files, in natural order.
@@ -76,7 +74,7 @@ pub(super) enum ToOpen {
 }
 
 /// Which of the names in the directory `dir`, or under an address, are opened.
-pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<ToOpen> {
+fn choose(dir: &Location, mut names: Vec<OsString>) -> Result<ToOpen> {
     names.sort_by(|a, b| natural(a, b));
     let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
     if !indexes.is_empty() {
@@ -95,7 +93,7 @@ pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<ToOpen> {
         return Ok(ToOpen::Index(chosen.into()));
     }
     let files: Vec<OsString> =
-        names.iter().filter(|n| Path::new(n).extension() == Some(OsStr::new("safetensors"))).cloned().collect();
+        names.iter().filter(|n| Location::file(n).ending() == Some("safetensors")).cloned().collect();
     if files.is_empty() {
         return Err(nothing_in(dir, &names));
     }
@@ -103,7 +101,7 @@ pub(super) fn choose(dir: &Path, mut names: Vec<OsString>) -> Result<ToOpen> {
 }
 
 /// The error for a directory without safetensors files: it says what is there instead.
-fn nothing_in(dir: &Path, names: &[OsString]) -> Error {
+fn nothing_in(dir: &Location, names: &[OsString]) -> Error {
     const SHOWN: usize = 8;
     let lossy: Vec<_> = names.iter().map(|n| n.to_string_lossy()).collect();
     let ends = |ends: &[&str]| lossy.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));
@@ -150,10 +148,10 @@ fn number(s: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.
-pub(super) fn incomplete_sets(files: &[PathBuf]) -> Vec<String> {
+pub(super) fn incomplete_sets(files: &[Place]) -> Vec<String> {
     let mut sets: Vec<(&str, usize, usize)> = Vec::new();
     let mut places: HashMap<(&str, usize), usize> = HashMap::new();
-    for name in files.iter().filter_map(|f| f.file_stem()?.to_str()) {
+    for name in files.iter().filter_map(|f| f.location().stem()) {
         let Some((head, of)) = name.rsplit_once("-of-") else { continue };
         let (Some((prefix, part)), Ok(of)) = (head.rsplit_once('-'), of.parse::<usize>()) else { continue };
         if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {

@@ -3,16 +3,16 @@
 use super::checkpoint::Seeded;
 use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
-use super::shard;
+use super::shard::{self, FIRST_READ};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{local_content, Watch};
+use crate::store::{Place, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
+use std::ffi::OsStr;
 use std::fmt;
 use std::hash::BuildHasher;
-use std::path::{Component, Path, PathBuf};
 
 /// Longest index that is read, in bytes. The largest known checkpoints have indexes of about 40 MB.
 pub(super) const MAX_INDEX: u64 = 400_000_000;
@@ -20,8 +20,8 @@ pub(super) const MAX_INDEX: u64 = 400_000_000;
 /// A parsed index: every tensor's name, and the shard file to which the index maps it.
 #[derive(Default)]
 pub(super) struct Index {
-    /// Shard files as paths relative to the index, in order of first mention.
-    pub(super) files: Vec<PathBuf>,
+    /// Names of the shard files, from the index's folder on, in order of first mention.
+    pub(super) files: Vec<String>,
     pub(super) total_size: Option<f64>,
     names: String,
     entries: Vec<Mapped>,
@@ -35,19 +35,19 @@ struct Mapped {
 }
 
 impl Index {
-    /// Reads and checks the index at `path`. Errors carry the path.
-    pub(super) fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        Self::load(path, hasher, watch).map_err(|e| e.at(path))
+    /// Reads and checks the index at `place`. Errors carry where that is.
+    pub(super) fn read(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        Self::load(place, hasher, watch).map_err(|e| e.at(place.location()))
     }
 
-    fn load(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        let bytes = local_content(path, MAX_INDEX, watch, Self::check_size)?;
+    fn load(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        let bytes = place.content(FIRST_READ, MAX_INDEX, watch, Self::check_size)?;
         // From here on, only the parse takes time.
         Self::of(&bytes, hasher, watch)
     }
 
     /// Refuses an index that is longer than any known one by far.
-    pub(super) fn check_size(size: u64) -> Result<()> {
+    fn check_size(size: u64) -> Result<()> {
         if size > MAX_INDEX {
             let text = format!("an index of {size} bytes is over the limit of {MAX_INDEX}");
             return Err(Error::new(ErrorKind::Index, text));
@@ -56,7 +56,7 @@ impl Index {
     }
 
     /// The index in these bytes, all of a file that should be one.
-    pub(super) fn of(bytes: &[u8], hasher: &Seeded, watch: &Watch) -> Result<Index> {
+    fn of(bytes: &[u8], hasher: &Seeded, watch: &Watch) -> Result<Index> {
         if bytes.is_empty() {
             return Err(Error::new(
                 ErrorKind::NotACheckpoint,
@@ -94,7 +94,7 @@ impl Index {
     /// Numbers of the files in [`files`](Self::files), in natural order of their names.
     pub(super) fn in_natural_order(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.files.len() as u32).collect();
-        let spelled = |&i: &u32| self.files[i as usize].as_os_str();
+        let spelled = |&i: &u32| OsStr::new(&self.files[i as usize]);
         order.sort_by(|a, b| natural(spelled(a), spelled(b)));
         order
     }
@@ -121,28 +121,26 @@ impl Index {
     }
 }
 
-/// `file` of a `weight_map` as a path that stays in the index's folder. Only the name is judged: hub caches are full of
+/// `file` of a `weight_map` as a name that stays in the index's folder. Only the name is judged: hub caches are full of
 /// links that lead out of the folder, and that is correct.
-fn inside_folder(file: &str) -> Result<PathBuf, &'static str> {
+fn inside_folder(file: &str) -> Result<String, &'static str> {
     if file.is_empty() {
         return Err("is empty");
     }
     if file.contains('\0') {
         return Err("contains a NUL character");
     }
-    let mut path = PathBuf::new();
-    for part in Path::new(file).components() {
-        match part {
-            Component::Normal(part) => path.push(part),
-            Component::CurDir => {}
-            Component::ParentDir => return Err("leads out of the index's folder with `..`"),
-            Component::RootDir | Component::Prefix(_) => return Err("is an absolute path"),
-        }
+    if file.starts_with('/') {
+        return Err("is an absolute path");
     }
-    if path.as_os_str().is_empty() {
+    let parts: Vec<&str> = file.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
+    if parts.contains(&"..") {
+        return Err("leads out of the index's folder with `..`");
+    }
+    if parts.is_empty() {
         return Err("names the folder itself");
     }
-    Ok(path)
+    Ok(parts.join("/"))
 }
 
 /// Finds the numbers of files by their names: two look-ups for each entry of the index, however many files it names.
@@ -156,7 +154,7 @@ struct FileNumbers<'h> {
 
 impl FileNumbers<'_> {
     /// The number in `files` of the file that `name` stands for. A new file is added there.
-    fn number(&mut self, name: &str, files: &mut Vec<PathBuf>) -> Result<u32, &'static str> {
+    fn number(&mut self, name: &str, files: &mut Vec<String>) -> Result<u32, &'static str> {
         let hasher = self.hasher;
         let hash = hasher.hash_one(name);
         if let Some((_, number)) = self.spelled.find(hash, |(spelled, _)| compared(**spelled == *name)) {
@@ -370,7 +368,7 @@ impl<'de> Visitor<'de> for Number {
 
 /// The shard files that an index with this text names: for fuzzing.
 #[cfg(any(test, feature = "testing"))]
-pub fn index_files(text: &[u8]) -> Result<Vec<PathBuf>> {
+pub fn index_files(text: &[u8]) -> Result<Vec<String>> {
     Index::parse(text, &Seeded::default(), &Watch::default()).map(|index| index.files)
 }
 

@@ -6,13 +6,12 @@ use super::index::Index;
 use super::shard::Shard;
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::store::{Location, Version, Watch};
+use crate::store::{Location, Place, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Least number of headers that are read at once. On a cold disk or a network file system the wait for the first bytes
@@ -24,10 +23,10 @@ const SHOWN: usize = 12;
 
 /// Reads every header: on the caller's thread one after the other, otherwise several at a time. If reads fail, the
 /// error is that of the first file (in order) that failed.
-pub(super) fn read_all<L: Sync>(
-    files: &[L],
+pub(super) fn read_all(
+    files: &[Place],
     watch: &Watch,
-    read: impl Fn(&L) -> Result<Shard> + Sync,
+    read: impl Fn(&Place) -> Result<Shard> + Sync,
 ) -> Result<Vec<Shard>> {
     if watch.is_here() || files.len() == 1 {
         return files.iter().map(read).collect();
@@ -70,9 +69,9 @@ pub(super) fn read_all<L: Sync>(
 
 /// A checkpoint of the files of this index and of their headers.
 pub(super) fn indexed(
-    path: &Path,
+    at: &Location,
     index: &Index,
-    files: Vec<PathBuf>,
+    files: Vec<Place>,
     mut shards: Vec<Shard>,
     hasher: Seeded,
 ) -> Result<Checkpoint> {
@@ -91,19 +90,19 @@ pub(super) fn indexed(
                 format!(
                     "tensor {} is in {}, but the index maps it to {}",
                     quoted(name(e)),
-                    file.display(),
-                    index.files[other as usize].display()
+                    file.location(),
+                    index.files[other as usize]
                 ),
             )
-            .at(path)
+            .at(at)
             .of_tensor(name(e))
-            .with_values(index.files[other as usize].display().to_string(), file.display().to_string()));
+            .with_values(index.files[other as usize].clone(), file.location().to_string()));
         }
         let unmapped: Vec<&Entry> =
             h.entries.iter().zip(&mapped).filter(|(_, m)| m.is_none()).map(|(e, _)| e).collect();
         if !unmapped.is_empty() {
             let names = listed(unmapped.iter().map(|e| quoted(name(e))), unmapped.len());
-            warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.display()));
+            warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.location()));
             let keep = |i: usize| mapped[i].is_some();
             h.hashes = h.hashes.iter().enumerate().filter(|h| keep(h.0)).map(|h| *h.1).collect();
             h.entries = h.entries.iter().enumerate().filter(|e| keep(e.0)).map(|e| *e.1).collect();
@@ -111,13 +110,12 @@ pub(super) fn indexed(
         kept += h.entries.len();
     }
     let mapped = index.len();
-    let named: Vec<(PathBuf, Shard)> = files.into_iter().zip(shards).collect();
-    let mut checkpoint = merge(named, hasher, warnings)?;
+    let mut checkpoint = merge(files.into_iter().zip(shards), hasher, warnings)?;
     if kept < mapped {
         let lacking = || index.entries().filter(|&(name, ..)| checkpoint.find(name).is_none());
         let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
         let absent: Vec<String> = lacking()
-            .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize].display()))
+            .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize]))
             .collect();
         let n = absent.len();
         return Err(Error::new(
@@ -127,7 +125,7 @@ pub(super) fn indexed(
                 listed(absent.into_iter(), n)
             ),
         )
-        .at(path)
+        .at(at)
         .of_tensor(first));
     }
     if let Some(total) = index.total_size {
@@ -135,14 +133,19 @@ pub(super) fn indexed(
         if total != actual as f64 {
             checkpoint
                 .warnings
-                .push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", path.display()));
+                .push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", at));
         }
     }
     Ok(checkpoint)
 }
 
 /// Joins the headers into one checkpoint. Refuses a name that is in two files.
-pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec<String>) -> Result<Checkpoint> {
+pub(super) fn merge(
+    shards: impl Iterator<Item = (Place, Shard)>,
+    hasher: Seeded,
+    warnings: Vec<String>,
+) -> Result<Checkpoint> {
+    let shards: Vec<(Place, Shard)> = shards.collect();
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
     let count = sum(|s| s.header.entries.len());
     let (name_bytes, dims) = (sum(|s| s.header.names.len()), sum(|s| s.header.shapes.len()));
@@ -163,7 +166,7 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
         warnings,
     };
     let mut hashes: Vec<u64> = Vec::with_capacity(count);
-    for (number, (path, shard)) in shards.into_iter().enumerate() {
+    for (number, (place, shard)) in shards.into_iter().enumerate() {
         let h = shard.header;
         let (names, shapes) = (checkpoint.names.len() as u32, checkpoint.shapes.len() as u32);
         let first = checkpoint.tensors.len() as u32;
@@ -183,11 +186,8 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
             }
         }
         checkpoint.files.push(ShardFile {
-            // Without a current directory (it was removed), a relative path leads nowhere, now or later.
-            location: shard
-                .location
-                .unwrap_or_else(|| Location::Path(std::path::absolute(&path).unwrap_or_else(|_| path.clone()))),
-            path,
+            location: place.location().absolute(),
+            spelled: place.location().clone(),
             size: shard.size,
             version: shard.version,
             data_start: shard.data_start,
@@ -207,22 +207,18 @@ pub(super) fn merge(shards: Vec<(PathBuf, Shard)>, hasher: Seeded, warnings: Vec
             Slot::Occupied(slot) => {
                 let file = |i: u32| &checkpoint.files[checkpoint.tensors[i as usize].file as usize];
                 let (a, b) = (file(*slot.get()), file(i as u32));
-                let inode = |file: &ShardFile| match &file.version {
-                    Version::Inode(identity) => Some((identity.dev, identity.ino)),
-                    _ => None,
-                };
                 let same_file =
-                    if inode(a).is_some() && inode(a) == inode(b) { " (both names lead to one file)" } else { "" };
+                    if a.version.is_of_same_file(&b.version) { " (both names lead to one file)" } else { "" };
                 return Err(Error::new(
                     ErrorKind::Header,
                     format!(
                         "tensor {} is also in {}{same_file}: the files belong to several checkpoints, or to several \
                          variants of one; give only the files that you want to load",
                         quoted(name),
-                        a.path.display()
+                        a.spelled
                     ),
                 )
-                .at(&b.path)
+                .at(&b.spelled)
                 .of_tensor(name));
             }
         }

@@ -11,7 +11,6 @@ mod index;
 mod join;
 mod open;
 mod shard;
-mod stored;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};

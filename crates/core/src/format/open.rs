@@ -5,11 +5,10 @@ use super::discover::{self, Found};
 use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
-use super::stored::{self, Stored};
 use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{is_gone, is_link, leads_to_known_disk, store_for, Location, Watch};
-use std::path::{Path, PathBuf};
+use crate::store::{Location, Place, Watch};
+use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,12 +28,8 @@ impl Checkpoint {
     /// # Errors
     /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
-    pub fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint> {
-        let watch = Watch::default();
-        if let Some(places) = addresses(sources) {
-            return stored::open(places, &watch);
-        }
-        Unread::new(discover::discover(sources, &watch)?, &watch)?.read(&watch)
+    pub fn open<P: AsRef<OsStr>>(sources: &[P]) -> Result<Checkpoint> {
+        Step::Named(places(sources)).finish(&Watch::default())
     }
 
     /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
@@ -47,12 +42,13 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
-    pub fn open_cancellable(sources: Vec<PathBuf>, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Checkpoint> {
-        if let Some(places) = addresses(&sources) {
-            return open_detached(move |watch| stored::open(places, watch), stall, go_on);
-        }
+    pub fn open_cancellable<P: AsRef<OsStr>>(
+        sources: &[P],
+        stall: Duration,
+        go_on: impl FnMut() -> bool,
+    ) -> Result<Checkpoint> {
         here(move || {
-            let mut step = Step::Named(sources);
+            let mut step = Step::Named(places(sources));
             let watch = Watch::here();
             match open_here(&mut step, &watch) {
                 Err(_) if watch.was_too_much() => open_detached(move |watch| step.finish(watch), stall, go_on),
@@ -65,25 +61,19 @@ impl Checkpoint {
     /// from it.
     pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
         let hasher = Seeded::default();
-        let path = Path::new("memory.safetensors");
-        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(path))?;
-        merge(vec![(path.to_path_buf(), shard)], hasher, Vec::new())
+        let place = Place::of(OsStr::new("memory.safetensors"));
+        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(place.location()))?;
+        merge(std::iter::once((place, shard)), hasher, Vec::new())
     }
 }
 
-/// These sources, each with its store (`None`: a path), if there is an address of a scheme with a store among them.
-fn addresses<P: AsRef<Path>>(sources: &[P]) -> Option<Vec<Stored>> {
-    let place = |source: &P| match Location::address(source.as_ref(), store_for) {
-        Some((location, store)) => (location, Some(store)),
-        None => (Location::Path(source.as_ref().to_path_buf()), None),
-    };
-    let places: Vec<Stored> = sources.iter().map(place).collect();
-    places.iter().any(|(_, store)| store.is_some()).then_some(places)
+fn places<P: AsRef<OsStr>>(sources: &[P]) -> Vec<Place> {
+    sources.iter().map(|source| Place::of(source.as_ref())).collect()
 }
 
 /// How far an open has come.
 enum Step {
-    Named(Vec<PathBuf>),
+    Named(Vec<Place>),
     Found(Found),
     Unread(Unread),
 }
@@ -102,7 +92,7 @@ impl Step {
 /// On this thread, as long as everything is small, in memory, and known to be on disks. Otherwise the error is the
 /// watch's [`too_much`](Watch::too_much), and `step` says how far this thread came.
 fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
-    let known = |paths: &[PathBuf]| paths.len() <= MOST_HERE && paths.iter().all(|p| leads_to_known_disk(p));
+    let known = |places: &[Place]| places.len() <= MOST_HERE && places.iter().all(Place::leads_to_known_disk);
     let Step::Named(sources) = step else { return Err(watch.too_much()) };
     let sources = std::mem::take(sources);
     if !known(&sources) {
@@ -118,7 +108,7 @@ fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
     };
     // Entries of a folder, or files that an index names, may be links to anywhere: hub caches are full of them.
     let unread = match &found {
-        Found::Index(index) if !leads_to_known_disk(index) => Err(watch.too_much()),
+        Found::Index(index) if !index.leads_to_known_disk() => Err(watch.too_much()),
         found => Unread::new(found.clone(), watch),
     };
     let unread = match unread {
@@ -171,8 +161,8 @@ fn open_detached(
 
 /// The files of a checkpoint, in natural order, and its index, if it has one; no header has been read.
 struct Unread {
-    files: Vec<PathBuf>,
-    index: Option<(PathBuf, Index)>,
+    files: Vec<Place>,
+    index: Option<(Place, Index)>,
     hasher: Seeded,
 }
 
@@ -182,11 +172,10 @@ impl Unread {
         let hasher = Seeded::default();
         match found {
             Found::Files(files) => Ok(Unread { files, index: None, hasher }),
-            Found::Index(path) => {
-                let index = Index::read(&path, &hasher, watch)?;
-                let folder = path.parent().unwrap_or(Path::new(""));
-                let files = index.in_natural_order().iter().map(|&i| folder.join(&index.files[i as usize])).collect();
-                Ok(Unread { files, index: Some((path, index)), hasher })
+            Found::Index(place) => {
+                let index = Index::read(&place, &hasher, watch)?;
+                let files = index.in_natural_order().iter().map(|&i| place.beside(&index.files[i as usize])).collect();
+                Ok(Unread { files, index: Some((place, index)), hasher })
             }
         }
     }
@@ -204,26 +193,25 @@ impl Unread {
     /// The checkpoint of these headers.
     fn joined(self, shards: Result<Vec<Shard>>, watch: &Watch) -> Result<Checkpoint> {
         let Unread { files, index, hasher } = self;
-        if let Some((path, index)) = index {
-            let shards = shards.map_err(|e| missing(&path, &files, watch).unwrap_or(e))?;
-            return indexed(&path, &index, files, shards, hasher);
+        if let Some((place, index)) = index {
+            let shards = shards.map_err(|e| missing(place.location(), &files, watch).unwrap_or(e))?;
+            return indexed(place.location(), &index, files, shards, hasher);
         }
         let shards = shards?;
         // A single file was chosen on purpose, whatever its name says about others.
         let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
-        merge(files.into_iter().zip(shards).collect(), hasher, warnings)
+        merge(files.into_iter().zip(shards), hasher, warnings)
     }
 }
 
 /// The error that lists every shard file of the index that is missing, if there is one.
-fn missing(index: &Path, files: &[PathBuf], watch: &Watch) -> Option<Error> {
-    let gone: Vec<&PathBuf> = files.iter().take_while(|_| !watch.is_given_up()).filter(|f| is_gone(f, watch)).collect();
+fn missing(index: &Location, files: &[Place], watch: &Watch) -> Option<Error> {
+    let gone: Vec<&Place> = files.iter().take_while(|_| !watch.is_given_up()).filter(|f| f.is_gone(watch)).collect();
     if gone.is_empty() {
         return None;
     }
-    let names =
-        listed(gone.iter().map(|f| f.file_name().unwrap_or(f.as_os_str()).to_string_lossy().into_owned()), gone.len());
-    let links = gone.iter().filter(|f| is_link(f)).count();
+    let names = listed(gone.iter().map(|f| f.location().file_name().to_string_lossy().into_owned()), gone.len());
+    let links = gone.iter().filter(|f| f.is_link()).count();
     let links = if links > 0 { format!(" ({links} are links to nothing)") } else { String::new() };
     Some(
         Error::new(

@@ -4,8 +4,7 @@
 use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Identity, LocalHead, Location, Version, Watch};
-use std::path::Path;
+use crate::store::{Location, Place, Version, Watch};
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
 /// tensors). On every storage measured, smaller reads cost the same.
@@ -16,34 +15,25 @@ pub(super) struct Shard {
     pub(super) header: Header,
     pub(super) size: u64,
     pub(super) version: Version,
-    /// Where it is; `None`: the path that it was opened by.
-    pub(super) location: Option<Location>,
     pub(super) data_start: u64,
     pub(super) header_read: u64,
 }
 
-/// Reads and checks the header of `path`. Errors carry the path.
-pub(super) fn open(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    read(path, hasher, watch).map_err(|e| unfinished(e, path).at(path))
+/// Reads and checks the header of the file at `place`. Errors carry where that is.
+pub(super) fn open(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    read(place, hasher, watch).map_err(|e| unfinished(e, place.location()).at(place.location()))
 }
 
-fn read(path: &Path, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    let mut head = LocalHead::open(path, FIRST_READ, watch)?;
-    let data_start = data_start(&head.bytes, head.identity.size)?;
+fn read(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    let mut head = place.head(FIRST_READ, watch)?;
+    let size = head.size();
+    let data_start = data_start(head.bytes(), size)?;
     watch.afford(data_start)?;
     head.read_until(data_start)?;
     // From here on, only the parse takes time.
-    let (identity, bytes) = head.close();
-    let size = identity.size;
+    let (version, bytes) = head.close();
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
-    Ok(Shard {
-        header,
-        size,
-        version: Version::Inode(identity),
-        location: None,
-        data_start,
-        header_read: bytes.len() as u64,
-    })
+    Ok(Shard { header, size, version, data_start, header_read: bytes.len() as u64 })
 }
 
 /// The same for bytes in memory: the first bytes of a file `size` bytes long, at least its header.
@@ -54,13 +44,12 @@ pub(super) fn parse(bytes: &[u8], size: u64, hasher: &Seeded) -> Result<Shard> {
         Error::new(ErrorKind::Truncated, format!("{} bytes do not hold the header of {length}", bytes.len()))
     })?;
     let header = header::parse(json, data_start, size, hasher)?;
-    let version = Version::Inode(Identity { size, ..Identity::default() });
-    Ok(Shard { header, size, version, location: None, data_start, header_read: data_start })
+    Ok(Shard { header, size, version: Version::of_bytes(size), data_start, header_read: data_start })
 }
 
 /// Where the data section starts, from the first bytes of a file of `size` bytes. Refuses what is no header by its first
 /// bytes.
-pub(super) fn data_start(bytes: &[u8], size: u64) -> Result<u64> {
+fn data_start(bytes: &[u8], size: u64) -> Result<u64> {
     let data_start = 8 + header_length(bytes, size)?;
     let seen = &bytes[8..bytes.len().min(data_start as usize)];
     if let Some(&first) = seen.iter().find(|b| !b.is_ascii_whitespace()) {
@@ -157,10 +146,9 @@ pub(super) fn recognise(start: &[u8]) -> Option<Error> {
 }
 
 /// A malformed file whose name says that its download is unfinished gets that error and no other.
-fn unfinished(e: Error, path: &Path) -> Error {
-    let partial = path
-        .extension()
-        .and_then(|x| x.to_str())
+fn unfinished(e: Error, at: &Location) -> Error {
+    let partial = at
+        .ending()
         .is_some_and(|x| ["incomplete", "part", "partial", "crdownload", "download", "aria2", "tmp"].contains(&x));
     match e.kind() {
         ErrorKind::Header | ErrorKind::Truncated if partial => e

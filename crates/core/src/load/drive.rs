@@ -283,6 +283,10 @@ impl Driver {
                     self.engine.on(now, Event::Arrived(ticket));
                     continue;
                 }
+                source::Progress::Received(ticket) => {
+                    self.engine.on(now, Event::Received(ticket));
+                    continue;
+                }
             };
             if let Ok(bytes) = &result {
                 self.report.count(route, *bytes);
@@ -617,7 +621,7 @@ impl Driver {
     fn located(&self, error: Error, ticket: Ticket) -> Error {
         match self.schedule.extents.get(ticket.0 as usize) {
             Some(e) => {
-                let path = &self.checkpoint.files()[e.file as usize].path;
+                let path = &self.checkpoint.files()[e.file as usize].spelled;
                 error.at(path).range(e.offset..e.offset + e.need)
             }
             None => error,

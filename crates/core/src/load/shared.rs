@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// of the checkpoint.
 pub(super) fn somewhere(error: Error, checkpoint: &Checkpoint) -> Error {
     match checkpoint.files().first() {
-        Some(file) => error.at(&file.path),
+        Some(file) => error.at(&file.spelled),
         None => error,
     }
 }

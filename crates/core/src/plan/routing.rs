@@ -4,7 +4,7 @@
 use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab};
-use crate::options::{Cache, Io, Options, PAGE};
+use crate::options::{Cache, Io, Options, MOST_EXTENT, PAGE};
 use crate::store::FsKind;
 use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
 
@@ -60,8 +60,15 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
             && (options.cache != Cache::Bypass || s.missing() == 0 || s.facts.kind == FsKind::Memory)
     };
     // On a network, O_DIRECT gives up the server's read-ahead (published: 0.49 against 2.44 GiB/s). So it is used only if
-    // the caller asks for it.
-    let has_direct = |s: &Surveyed| s.facts.direct_align.is_some() && (s.facts.kind == FsKind::Local || past);
+    // the caller asks for it. Stores that a scheme names have no such thing.
+    let has_direct = |s: &Surveyed| {
+        s.facts.direct_align.is_some()
+            && match s.facts.kind {
+                FsKind::Local => true,
+                FsKind::Memory | FsKind::Network => past,
+                FsKind::Remote => false,
+            }
+    };
 
     // A rank that wants an eighth of every tensor brings only that eighth into the page cache.
     let wanted = sum(&|s| s.wanted);
@@ -205,8 +212,8 @@ pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
         }
         _ => {}
     }
-    if options.extent < PAGE || options.extent % PAGE != 0 {
-        return refuse("extent must be a multiple of 4096 bytes, and at least 4096");
+    if !(PAGE..=MOST_EXTENT).contains(&options.extent) || options.extent % PAGE != 0 {
+        return refuse("extent must be a multiple of 4096 bytes, from 4096 to 1 GiB");
     }
     if options.staging < 2 * options.extent {
         return refuse("staging must hold at least two extents");

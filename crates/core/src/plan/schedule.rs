@@ -120,7 +120,7 @@ impl Schedule {
                      load a part without gaps and slice that in memory, or raise `gap`, so that neighbours are read together",
                     quoted(info.name)
                 );
-                let path = &checkpoint.files()[info.file as usize].path;
+                let path = &checkpoint.files()[info.file as usize].spelled;
                 return Err(Error::new(ErrorKind::Limit, text).at(path).of_tensor(info.name));
             }
         }

@@ -93,7 +93,7 @@ impl Runs {
             return Ok(Runs { start: info.begin, len: info.nbytes(), axes: Vec::new() });
         };
         let wrong = |why: String| {
-            let path = &checkpoint.files()[info.file as usize].path;
+            let path = &checkpoint.files()[info.file as usize].spelled;
             let (of, dtype, shape) = (quoted(info.name), info.dtype, info.shape);
             let text = format!("slice {} of tensor {of} ({dtype} x {shape:?}): {why}", spelled(region));
             Error::new(ErrorKind::Slice, text).at(path).range(info.begin..info.end).of_tensor(info.name)
@@ -281,7 +281,7 @@ pub fn names_matching<S: AsRef<str>>(checkpoint: &Checkpoint, patterns: &[S]) ->
         error = error.of_tensor(*name);
     }
     if let Some(file) = checkpoint.files().first() {
-        error = error.at(&file.path);
+        error = error.at(&file.spelled);
     }
     Err(error)
 }

@@ -140,7 +140,11 @@ pub struct Done {
 #[derive(Debug)]
 pub enum Progress {
     /// The first byte of a read that was sent without a place to land is there. The source waits for [`Source::land`].
+    /// Once for each ticket: after that the source may try again on its own, but not report it again.
     Arrived(Ticket),
+    /// Some bytes of a read that has its place are there, and it goes on. A source whose reads can take seconds reports it
+    /// about once a second while bytes come; otherwise the load takes the read for stalled.
+    Received(Ticket),
     /// A read has ended, well or not.
     Done(Done),
 }
@@ -153,22 +157,26 @@ pub trait Source: Send {
     /// Starts what was queued (one system call for many reads, where the interface allows).
     fn flush(&mut self) -> Result<()>;
 
-    /// Appends what happened since the last call to `events`, without waiting.
+    /// Appends what happened since the last call to `events`, without waiting. What was appended before an error counts.
+    /// Of a ticket nothing follows its `Done`.
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()>;
 
     /// Gives a read that has arrived its place, and what keeps that memory alive. The source then receives the rest, and
-    /// the ticket comes back through `poll`.
+    /// the ticket comes back through `poll`. A ticket counts as known until its `Done` was polled: a read that has failed
+    /// meanwhile is given its place without an error, and its own error comes through `poll`.
     ///
     /// # Errors
-    /// `Internal` from a source that reports no arrivals: there is no such read.
+    /// `Internal`: there is no such read, or it has not arrived.
     fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
         let _ = (into, keep);
         let text = format!("ticket {} was given a place, but this source waits for none; please report this", ticket.0);
         Err(Error::new(ErrorKind::Internal, text))
     }
 
-    /// Gives up reads that have not started, and reads that have arrived and have no place yet. Every ticket still comes
-    /// back through `poll`; the given-up ones have kind `Cancelled`.
+    /// Gives up every read that can be given up: those that were not sent, requests that were sent and are not answered,
+    /// those that have arrived and have no place yet, and bodies that can be cut off. A read that the kernel works on ends
+    /// by itself. Every ticket still comes back through `poll`, the given-up ones with kind `Cancelled`. Nothing arrives
+    /// afterwards.
     fn cancel(&mut self);
 
     /// Readable whenever `poll` may return something.

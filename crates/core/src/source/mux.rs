@@ -119,3 +119,160 @@ impl Source for Mux {
         self.sources.iter_mut().flat_map(|source| source.take_fallbacks()).collect()
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, ErrorKind};
+    use crate::extent::Route;
+    use crate::source::Done;
+    use crate::sync::{lock, Mutex};
+    use crate::wake::Wake;
+
+    /// What a source was given, and what it is to report.
+    #[derive(Default)]
+    struct Given {
+        reads: Vec<Read>,
+        landed: Vec<Ticket>,
+        events: Vec<Progress>,
+        fails: bool,
+    }
+
+    /// A source with room for so many reads, which ends those that it is told to.
+    struct Told {
+        room: usize,
+        given: Arc<Mutex<Given>>,
+        wake: Wake,
+    }
+
+    impl Source for Told {
+        fn submit(&mut self, read: Read) -> Result<(), Read> {
+            let mut given = lock(&self.given);
+            if given.reads.len() >= self.room {
+                return Err(read);
+            }
+            given.reads.push(read);
+            Ok(())
+        }
+
+        fn flush(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+            let mut given = lock(&self.given);
+            events.append(&mut given.events);
+            match given.fails {
+                true => Err(Error::new(ErrorKind::Io, "it fails")),
+                false => Ok(()),
+            }
+        }
+
+        fn land(&mut self, ticket: Ticket, _into: Destination, _keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+            lock(&self.given).landed.push(ticket);
+            Ok(())
+        }
+
+        fn cancel(&mut self) {
+            let mut given = lock(&self.given);
+            let given_up: Vec<Read> = given.reads.drain(..).collect();
+            given.events.extend(given_up.into_iter().map(|read| Progress::Done(read.given_up())));
+        }
+
+        fn wake(&self) -> RawFd {
+            self.wake.fd()
+        }
+
+        fn in_flight(&self) -> usize {
+            let given = lock(&self.given);
+            given.reads.len() + given.events.len()
+        }
+    }
+
+    /// One source over these, each with its room; file `n` is read by source `n`.
+    fn over(rooms: &[usize]) -> (Mux, Vec<Arc<Mutex<Given>>>) {
+        let given: Vec<Arc<Mutex<Given>>> = rooms.iter().map(|_| Arc::default()).collect();
+        let source = |(&room, given): (&usize, &Arc<Mutex<Given>>)| {
+            Box::new(Told { room, given: given.clone(), wake: Wake::new().unwrap() }) as Box<dyn Source>
+        };
+        let sources = rooms.iter().zip(&given).map(source).collect();
+        (Mux::new(sources, (0..rooms.len()).collect()).unwrap(), given)
+    }
+
+    fn read(file: u32, ticket: u64) -> Read {
+        let (route, into, keep) = (Route::Buffered, Destination::OnArrival, Arc::new(()));
+        Read { ticket: Ticket(ticket), file, offset: 0, len: 8, need: 8, route, into, fresh: false, keep }
+    }
+
+    fn tickets(given: &Mutex<Given>) -> Vec<u64> {
+        lock(given).reads.iter().map(|read| read.ticket.0).collect()
+    }
+
+    /// The source ends its first read.
+    fn ends(given: &Mutex<Given>) {
+        let mut given = lock(given);
+        let read = given.reads.remove(0);
+        given.events.push(Progress::Done(Done { ticket: read.ticket, result: Ok(8), route: read.route }));
+    }
+
+    fn poll(mux: &mut Mux) -> Vec<u64> {
+        let mut events = Vec::new();
+        mux.poll(&mut events).unwrap();
+        let ticket = |event| match event {
+            Progress::Done(done) => done.ticket.0,
+            Progress::Arrived(ticket) | Progress::Received(ticket) => ticket.0,
+        };
+        events.into_iter().map(ticket).collect()
+    }
+
+    #[test]
+    fn a_store_that_is_full_does_not_block_another() {
+        let (mut mux, given) = over(&[2, 100]);
+        for ticket in 0..40 {
+            mux.submit(read(0, ticket)).unwrap();
+            mux.submit(read(1, 100 + ticket)).unwrap();
+        }
+        assert_eq!((tickets(&given[0]), tickets(&given[1]).len(), mux.in_flight()), (vec![0, 1], 40, 80));
+        // What waits is sent in order, as room is made.
+        ends(&given[0]);
+        assert_eq!(poll(&mut mux), [0]);
+        assert_eq!((tickets(&given[0]), mux.in_flight()), (vec![1, 2], 79));
+        // A read never overtakes those that wait.
+        lock(&given[0]).reads.clear();
+        mux.submit(read(0, 40)).unwrap();
+        assert_eq!(poll(&mut mux), [0; 0]);
+        assert_eq!(tickets(&given[0]), [3, 4]);
+    }
+
+    #[test]
+    fn so_many_reads_wait_for_a_store_and_no_more() {
+        let (mut mux, _given) = over(&[1, 1]);
+        let taken = (0..200).take_while(|&ticket| mux.submit(read(0, ticket)).is_ok()).count();
+        assert_eq!(taken, 1 + WAITING);
+        assert!(mux.submit(read(1, 500)).is_ok(), "the other has room");
+    }
+
+    #[test]
+    fn a_place_goes_to_the_source_of_its_read_and_a_failure_keeps_nobody_from_being_heard() {
+        let (mut mux, given) = over(&[1, 1]);
+        mux.submit(read(1, 7)).unwrap();
+        lock(&given[1]).events.push(Progress::Arrived(Ticket(7)));
+        lock(&given[0]).fails = true;
+        let mut events = Vec::new();
+        assert_eq!(mux.poll(&mut events).unwrap_err().kind(), ErrorKind::Io);
+        assert!(matches!(events[..], [Progress::Arrived(Ticket(7))]), "{events:?}");
+        mux.land(Ticket(7), Destination::Memory(std::ptr::null_mut()), Arc::new(())).unwrap();
+        assert_eq!((&lock(&given[0]).landed[..], &lock(&given[1]).landed[..]), (&[][..], &[Ticket(7)][..]));
+    }
+
+    #[test]
+    fn what_waits_is_given_up_with_the_rest() {
+        let (mut mux, _given) = over(&[1, 1]);
+        (0..5).for_each(|ticket| mux.submit(read(0, ticket)).unwrap());
+        mux.cancel();
+        let mut back = poll(&mut mux);
+        back.sort_unstable();
+        assert_eq!((back, mux.in_flight()), (vec![0, 1, 2, 3, 4], 0));
+    }
+}

@@ -54,6 +54,8 @@ pub struct Router {
     fallbacks: Vec<Fallback>,
     /// What has been reported already: from, file system, errno.
     told: HashSet<(&'static str, u64, Option<i32>)>,
+    /// Reads that come back refused are given up.
+    cancelled: bool,
     wake: OwnedFd,
 }
 
@@ -106,23 +108,27 @@ impl Router {
         routing: &Arc<Routing>,
         timeline: Option<&Arc<Timeline>>,
     ) -> Result<Router> {
-        let router = Router {
+        let mut router = Router {
             threads: Threads::obeying(files.clone(), routing, QUEUE.max(routing.depth), timeline)?,
             direct: Direct::Threads,
             begun: false,
             buffered: if io == Io::UringBuffered { BufferedBy::Later } else { BufferedBy::None },
             io,
-            insists: matches!(io, Io::Uring | Io::Aio),
+            insists: io == Io::Uring,
             refused: vec![false; files.len()],
             back: Vec::new(),
             over: Vec::new(),
             fallbacks: Vec::new(),
             told: HashSet::new(),
+            cancelled: false,
             wake: epoll()?,
             routing: routing.clone(),
             files,
         };
         watch(&router.wake, router.threads.wake())?;
+        if io == Io::Aio {
+            router.tell("Linux AIO", "threads", 0, None, NO_AIO.to_owned());
+        }
         Ok(router)
     }
 
@@ -149,8 +155,7 @@ impl Router {
         self.begun = true;
         match self.io {
             Io::Auto | Io::Direct | Io::Uring => self.begin_uring(),
-            Io::Aio => self.tell("Linux AIO", "threads", 0, None, NO_AIO.to_owned()),
-            Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
+            Io::Aio | Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
         }
     }
 
@@ -309,12 +314,21 @@ impl Router {
         if self.back.is_empty() {
             return;
         }
+        if self.cancelled {
+            return self.give_up_back();
+        }
         for read in std::mem::take(&mut self.back) {
             if let Err(read) = self.send(read) {
                 self.back.push(read);
             }
         }
         self.start();
+    }
+
+    /// Gives up what came back refused. `poll` reports it.
+    fn give_up_back(&mut self) {
+        let back = std::mem::take(&mut self.back);
+        self.over.extend(back.into_iter().map(|read| read.cancelled(&self.files)));
     }
 
     fn start(&mut self) {
@@ -343,7 +357,6 @@ impl Source for Router {
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
-        events.extend(self.over.drain(..).map(Progress::Done));
         let mut out = self.drain_direct();
         out.append(&mut self.drain_buffered());
         self.threads.drain(&mut out);
@@ -354,13 +367,14 @@ impl Source for Router {
             }
         }
         self.send_back();
+        events.extend(self.over.drain(..).map(Progress::Done));
         Ok(())
     }
 
     fn cancel(&mut self) {
         // If a read waits here, some thread is at work, so a wake-up is still to come.
-        let back = std::mem::take(&mut self.back);
-        self.over.extend(back.into_iter().map(|read| read.cancelled(&self.files)));
+        self.cancelled = true;
+        self.give_up_back();
         self.threads.cancel();
         match &mut self.direct {
             Direct::Uring(uring) => uring.cancel(),

@@ -773,7 +773,7 @@ mod models {
             }
         }
         let ticket = |event: &Progress| match event {
-            Progress::Arrived(ticket) => ticket.0,
+            Progress::Arrived(ticket) | Progress::Received(ticket) => ticket.0,
             Progress::Done(done) => done.ticket.0,
         };
         let mut tickets: Vec<u64> = done.iter().map(ticket).collect();

@@ -159,7 +159,7 @@ impl Source for Throttle {
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         let mut happened = Vec::new();
-        self.inner.poll(&mut happened)?;
+        let outcome = self.inner.poll(&mut happened);
         for event in happened {
             let Progress::Done(d) = event else {
                 events.push(event);
@@ -191,7 +191,7 @@ impl Source for Throttle {
             }
         }
         self.arm();
-        Ok(())
+        outcome
     }
 
     fn land(&mut self, ticket: super::Ticket, into: Destination, keep: Keep) -> Result<()> {

@@ -94,7 +94,7 @@ impl Source for Trial {
         self.inner.poll(events)?;
         let done = events[before..].iter().filter_map(|event| match event {
             Progress::Done(done) => Some(done),
-            Progress::Arrived(_) => None,
+            Progress::Arrived(_) | Progress::Received(_) => None,
         });
         self.pace.back(done, Instant::now());
         if std::mem::take(&mut self.pace.news) {

@@ -3,10 +3,11 @@
 
 use super::facts::{facts_of, Facts, FsKind};
 use super::known_disks;
+use super::location::Location;
 use super::pread::MOST_PER_CALL;
 use super::residency::{resident, Residency};
 use super::stat::{identity_of, statx};
-use super::version::Identity;
+use super::version::{Identity, Version};
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
 use crate::sync::{lock, Mutex};
@@ -56,6 +57,21 @@ struct Open {
 }
 
 impl Files {
+    /// The files at these locations, each of the version that it must still have; nothing is opened yet.
+    ///
+    /// # Errors
+    /// `Unsupported` if one is in a store of a scheme.
+    pub(crate) fn at<'a>(files: impl Iterator<Item = (&'a Location, &'a Version)>) -> Result<Files> {
+        let file = |(location, version): (&Location, &Version)| match (location, version) {
+            (Location::Path(path), Version::Inode(identity)) => Ok((path.clone(), *identity)),
+            _ => {
+                let text = "this works with files of this machine only";
+                Err(Error::new(ErrorKind::Unsupported, text).at(location))
+            }
+        };
+        Ok(Files::new(files.map(file).collect::<Result<Vec<_>>>()?))
+    }
+
     /// Files by absolute path, each with the identity that it must still have; nothing is opened yet.
     pub fn new(files: impl IntoIterator<Item = (PathBuf, Identity)>) -> Files {
         let files = files

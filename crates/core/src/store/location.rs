@@ -1,5 +1,6 @@
 //! Where an object is.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,48 @@ impl Location {
         }
     }
 
+    /// A file that has this path, as it is spelled.
+    pub(crate) fn file(path: &OsStr) -> Location {
+        Location::Path(path.into())
+    }
+
+    /// What has this name in the folder that this is.
+    pub(crate) fn within(&self, name: &OsStr) -> Location {
+        match self {
+            Location::Path(path) => Location::Path(path.join(name)),
+            Location::Url(text) => Location::Url(format!("{}/{}", text.trim_end_matches('/'), name.to_string_lossy())),
+        }
+    }
+
+    /// The same, wherever the program's current directory will be.
+    pub(crate) fn absolute(&self) -> Location {
+        match self {
+            // Without a current directory (it was removed), a relative path leads nowhere, now or later.
+            Location::Path(path) => Location::Path(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
+            Location::Url(_) => self.clone(),
+        }
+    }
+
+    /// As it is spelled.
+    pub fn as_os_str(&self) -> &OsStr {
+        self.as_path().as_os_str()
+    }
+
+    /// The last part of it.
+    pub(crate) fn file_name(&self) -> &OsStr {
+        self.as_path().file_name().unwrap_or(self.as_os_str())
+    }
+
+    /// The last part of it, without its last ending; `None` if that is no UTF-8.
+    pub(crate) fn stem(&self) -> Option<&str> {
+        self.as_path().file_stem()?.to_str()
+    }
+
+    /// What stands behind the last dot of its name; `None` if that is no UTF-8.
+    pub(crate) fn ending(&self) -> Option<&str> {
+        self.as_path().extension()?.to_str()
+    }
+
     /// The object of that name beside this one: what an index names.
     pub fn sibling(&self, name: &str) -> Location {
         match self {
@@ -46,6 +89,12 @@ impl Location {
                 None => name.to_owned(),
             }),
         }
+    }
+}
+
+impl AsRef<Path> for Location {
+    fn as_ref(&self) -> &Path {
+        self.as_path()
     }
 }
 

@@ -93,9 +93,11 @@ pub trait Objects: Send + Sync + Debug {
     /// An error of kind `Changed` if the file is no longer what it was when its header was read.
     fn verify(&self, file: u32) -> Result<()>;
 
-    /// Whether each read makes sure by itself that it brings bytes of the object's version, or an error. Then nothing is
-    /// compared afterwards: `verify` is not called. A mapping is no such read: a store that maps says no.
-    fn pins_reads(&self) -> bool {
+    /// Whether each read of a file makes sure by itself that it brings bytes of the object's version, or an error. Then
+    /// nothing is compared afterwards: `verify` is not called. A mapping is no such read: a store that maps says no. An
+    /// object without a strong validator may need it where its neighbours do not.
+    fn pins_reads(&self, file: u32) -> bool {
+        let _ = file;
         false
     }
 

@@ -144,7 +144,7 @@ impl Storage {
 
     /// Whether the reads of a file say themselves if it has changed.
     pub(crate) fn is_pinned(&self, file: u32) -> bool {
-        self.of(file).pins_reads()
+        self.of(file).pins_reads(file)
     }
 
     /// Whether nothing has to be asked about any file after its reads.

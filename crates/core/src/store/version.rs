@@ -37,6 +37,21 @@ pub enum Version {
     Weak(String),
 }
 
+impl Version {
+    /// For bytes that are nowhere, `size` of them.
+    pub(crate) fn of_bytes(size: u64) -> Version {
+        Version::Inode(Identity { size, ..Identity::default() })
+    }
+
+    /// Whether both are known to be of one file.
+    pub(crate) fn is_of_same_file(&self, other: &Version) -> bool {
+        match (self, other) {
+            (Version::Inode(a), Version::Inode(b)) => (a.dev, a.ino) == (b.dev, b.ino),
+            _ => false,
+        }
+    }
+}
+
 impl PartialEq for Identity {
     fn eq(&self, other: &Self) -> bool {
         (self.dev, self.ino, self.size, self.mtime_ns) == (other.dev, other.ino, other.size, other.mtime_ns)

@@ -272,7 +272,7 @@ conformance!(throttle, Route::Buffered, |files| {
 conformance!(toy, Route::Buffered, toy);
 
 /// The store of `toy_store`, which serves the file itself, with the inode as validator.
-fn toy(files: Arc<Files>) -> Box<dyn Source> {
+pub(crate) fn toy(files: Arc<Files>) -> Box<dyn Source> {
     let name = files.path(0).to_str().unwrap().to_owned();
     let tag = |path: &str| identity_of(Path::new(path)).ok().map(|found| format!("{found:?}"));
     let known = format!("{:?}", files.identity(0));

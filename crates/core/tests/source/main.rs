@@ -3,6 +3,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
+mod arrivals;
 mod conformance;
 mod fallbacks;
 mod files;

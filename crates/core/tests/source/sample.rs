@@ -186,7 +186,7 @@ pub(crate) fn poll(source: &mut dyn Source, done: &mut Vec<Done>) {
     source.poll(&mut events).unwrap();
     done.extend(events.into_iter().map(|event| match event {
         Progress::Done(done) => done,
-        Progress::Arrived(ticket) => panic!("{ticket:?} arrived, but it has a place"),
+        other => panic!("{other:?} of a read that has its place, and takes no time"),
     }));
 }
 

@@ -42,6 +42,8 @@ pub(crate) struct Server {
     pub(crate) latency: Duration,
     pub(crate) staging: TakesSlab,
     pub(crate) fault: Fault,
+    /// How long the body of a read takes, and whether the source says that bytes come.
+    pub(crate) body_takes: Option<(Duration, bool)>,
     /// `verify` takes this long from the first read on.
     pub(crate) verify_takes: Duration,
     /// Whether the store says that its reads are pinned to the version (they are).
@@ -81,6 +83,7 @@ impl Server {
             latency: Duration::from_micros(300),
             staging: TakesSlab::AtArrival,
             fault: Fault::None,
+            body_takes: None,
             verify_takes: Duration::ZERO,
             pins_reads: false,
             extent: None,
@@ -172,7 +175,7 @@ impl Objects for ToyObjects {
         })
     }
 
-    fn pins_reads(&self) -> bool {
+    fn pins_reads(&self, _file: u32) -> bool {
         self.server.pins_reads
     }
 
@@ -263,6 +266,15 @@ impl Shared {
 
     /// Receives the bytes of a read into its place, and tells.
     fn finish(&self, number: u64, read: Read) {
+        if let Some((time, told)) = self.objects.server.body_takes {
+            for _ in 0..10 {
+                std::thread::sleep(time / 10);
+                if told {
+                    self.state.lock().unwrap().events.push(Progress::Received(read.ticket));
+                    self.wake.notify();
+                }
+            }
+        }
         let result = self.receive(number, &read);
         let (ticket, route) = (read.ticket, read.route);
         // Nobody may learn that it is done while its memory is held.
@@ -336,6 +348,10 @@ impl Source for ToySource {
     fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
         let mut state = self.shared.state.lock().unwrap();
         let none = || Error::new(ErrorKind::Internal, "no such read has arrived");
+        let given_up = |event: &Progress| matches!(event, Progress::Done(done) if done.ticket == ticket);
+        if state.events.iter().any(given_up) {
+            return Ok(());
+        }
         let at = state.arrived.iter().position(|(_, read)| read.ticket == ticket).ok_or_else(none)?;
         let (number, read) = state.arrived.remove(at);
         state.landed.push((number, Read { into, keep, ..read }));

@@ -73,6 +73,7 @@ struct CopyInFlight {
 enum Happening {
     /// The position of a read in flight.
     ReadEnds(usize),
+    Receives(usize),
     Arrives(usize),
     /// The position of a copy in flight.
     CopyEnds(usize),
@@ -372,7 +373,7 @@ impl World {
                 At::Requested => can.push(Happening::Arrives(i)),
                 At::Answered if self.source_told => can.push(Happening::ReadEnds(i)),
                 At::Answered => {}
-                At::Landing => can.extend([Happening::ReadEnds(i); 2]),
+                At::Landing => can.extend([Happening::ReadEnds(i), Happening::ReadEnds(i), Happening::Receives(i)]),
             }
         }
         can.extend((0..self.copies.len()).filter(|&i| ends(self.copies[i].fate)).map(Happening::CopyEnds));
@@ -398,6 +399,10 @@ impl World {
     fn happens(&mut self, happening: Happening) -> Check {
         match happening {
             Happening::ReadEnds(number) => return self.read_ends(number),
+            Happening::Receives(number) => {
+                self.engine.on(self.now, Event::Received(ticket(self.reads[number].extent)));
+                self.moved = self.now;
+            }
             Happening::CopyEnds(number) => return self.copy_ends(number),
             Happening::Arrives(number) => {
                 let extent = self.reads[number].extent;

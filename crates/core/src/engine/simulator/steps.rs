@@ -334,12 +334,13 @@ impl World {
         Ok(())
     }
 
-    /// The source reports a ticket that it was never given, or the arrival of one that has its place.
+    /// The source reports something of a ticket that it was never given, or the arrival of one that has its place.
     pub(super) fn source_is_confused(&mut self) {
         let landing = self.reads.iter().find(|f| f.at == At::Landing && f.fate == Fate::Ends).map(|f| f.extent);
         let waiting = self.started.iter().position(|started| !started);
         let event = match (landing, waiting) {
             (Some(extent), _) if self.rng.one_in(2) => Event::Arrived(ticket(extent)),
+            (_, Some(extent)) if self.rng.one_in(3) => Event::Received(ticket(extent as u32)),
             (_, Some(extent)) => Event::ReadDone(ticket(extent as u32), Ok(64)),
             _ => return,
         };

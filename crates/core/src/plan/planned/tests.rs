@@ -190,7 +190,7 @@ fn checkpoint(folder: &Path, at: At) -> Arc<Checkpoint> {
 
 /// Whether the page cache now holds what it must hold of the file.
 fn put(checkpoint: &Checkpoint, at: At) -> bool {
-    let path = &checkpoint.files()[0].path;
+    let path = checkpoint.files()[0].spelled.as_path();
     match at {
         At::Warm | At::Tmpfs => fs::read(path).is_ok(),
         At::Half => {

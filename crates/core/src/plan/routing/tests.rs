@@ -149,6 +149,8 @@ fn every_way_is_as_the_table_says() {
         // Stores that a scheme names have no part in what becomes of the page cache.
         (&[BUCKET],        NewMemory, &none,   "Bypass: buffered leaving nothing"),
         (&[BUCKET],        Gpu,       &keep,   "Bypass: buffered leaving nothing"),
+        (&[File { direct: true, ..BUCKET }], Gpu, &none, "Bypass: buffered leaving nothing"),
+        (&[File { direct: true, ..BUCKET }], Gpu, &io(Io::Direct), "Bypass: buffered leaving nothing"),
         (&[BUCKET, WARM],  NewMemory, &none,   "None: buffered; mapped, buffered"),
         (&[BUCKET, DISK],  NewMemory, &none,   "Keep: buffered; mapped, buffered exactly"),
         // Private copies: the pace of the storage decides, if it is worth it.
@@ -234,8 +236,9 @@ fn any_file() -> impl Strategy<Value = File> {
     let on = vec![FsKind::Local, FsKind::Local, FsKind::Memory, FsKind::Network, FsKind::Remote];
     let on = prop::sample::select(on);
     let sizes = prop::sample::select(vec![0, 4096, 8 * MIB, 256 * MIB, 4 * MEMORY]);
-    (on, 0..5u64, 0..5u64, 0..5u64, any::<[bool; 3]>(), sizes).prop_map(
-        |(on, resident, moved, wanted, [cut, sampled, direct], nbytes)| File {
+    let parallelism = prop::sample::select(vec![None, Some(1), Some(8), Some(250)]);
+    (on, 0..5u64, 0..5u64, 0..5u64, any::<[bool; 4]>(), sizes, parallelism).prop_map(
+        |(on, resident, moved, wanted, [cut, sampled, direct, late], nbytes, parallelism)| File {
             on,
             resident: if on == FsKind::Memory { 4 } else { resident },
             moved,
@@ -244,8 +247,8 @@ fn any_file() -> impl Strategy<Value = File> {
             sampled,
             direct,
             nbytes,
-            parallelism: None,
-            staging: TakesSlab::AtRequest,
+            parallelism,
+            staging: if late { TakesSlab::AtArrival } else { TakesSlab::AtRequest },
         },
     )
 }
@@ -255,8 +258,12 @@ fn any_options() -> impl Strategy<Value = Options> {
     let ios =
         [Io::Auto, Io::Auto, Io::Mapped, Io::Buffered, Io::UringBuffered, Io::Direct, Io::Uring, Io::Aio, Io::Threads];
     let caches = [Cache::Auto, Cache::Keep, Cache::Bypass];
-    (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>())
-        .prop_map(|(io, cache, copy, misaligned)| Options { io, cache, copy, misaligned, ..Options::default() })
+    let given = select(vec![0, 0, 1, 40]);
+    (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>(), given.clone(), given).prop_map(
+        |(io, cache, copy, misaligned, threads, depth)| {
+            Options { io, cache, copy, misaligned, threads, depth, ..Options::default() }
+        },
+    )
 }
 
 proptest! {
@@ -276,13 +283,21 @@ proptest! {
             prop_assert!(!way.mapped || !is_private(&options, into));
             prop_assert!(way.mapped || !way.in_part);
             let direct = (way.cold == Route::Direct) | (way.warm == Route::Direct);
-            prop_assert!(!direct || file.direct && (past || file.on == FsKind::Local));
+            prop_assert!(!direct || file.direct && file.on != FsKind::Remote && (past || file.on == FsKind::Local));
             prop_assert!(way.warm == Route::Buffered || past, "resident bytes go past the page cache only if that was asked for");
             prop_assert!(way.through != Through::HugePages || !file.cut, "a slice fills no file");
             if options.cache == Cache::Bypass && file.on == FsKind::Local && file.resident < 4 && file.nbytes > 0 {
                 prop_assert!(!way.mapped && (way.cold == Route::Direct || !file.direct), "{:?}", way);
             }
         }
+        // What was said counts; what was not said is never less than the most that a store declares.
+        let said = |found: usize, given: u32| given == 0 || found == given as usize;
+        prop_assert!(routing.here || said(routing.threads, options.threads));
+        prop_assert!(said(routing.depth, options.depth) && said(routing.requests, options.depth));
+        prop_assert!(routing.threads > 0 && routing.depth > 0 && routing.requests > 0 && routing.buffered_depth > 0);
+        let declared = |staging| files.iter().filter(move |f| f.staging == staging).filter_map(|f| f.parallelism).max();
+        prop_assert!(options.depth > 0 || Some(routing.depth) >= declared(TakesSlab::AtRequest));
+        prop_assert!(options.depth > 0 || Some(routing.requests) >= declared(TakesSlab::AtArrival));
         let keeps = matches!(routing.cold, Cold::Keep | Cold::Try);
         prop_assert!(options.cache != Cache::Bypass || !keeps || files.iter().any(|f| f.sampled));
         let remote = files.iter().all(|f| f.on == FsKind::Remote);
