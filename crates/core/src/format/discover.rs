@@ -1,7 +1,7 @@
 //! From what the user named to the shard files that it stands for.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Location, Place, Watch};
+use crate::store::{Location, Origin, Watch};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -11,13 +11,13 @@ use std::os::unix::ffi::OsStrExt;
 #[derive(Debug, Clone)]
 pub(super) enum Found {
     /// Shard files, in natural order.
-    Files(Vec<Place>),
+    Files(Vec<Origin>),
     /// An index, which names the files.
-    Index(Place),
+    Index(Origin),
 }
 
-/// What `sources` stand for: one place (shard file, directory, index) or a list of shard files.
-pub(super) fn discover(sources: &[Place], watch: &Watch) -> Result<Found> {
+/// What `sources` stand for: one thing (shard file, directory, index) or a list of shard files.
+pub(super) fn discover(sources: &[Origin], watch: &Watch) -> Result<Found> {
     match sources {
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
         [one] if is_index(one) => Ok(Found::Index(one.clone())),
@@ -33,7 +33,7 @@ pub(super) fn discover(sources: &[Place], watch: &Watch) -> Result<Found> {
 }
 
 /// A list of shard files, in natural order. Refuses an index and a file that is there twice.
-fn in_order(mut files: Vec<Place>) -> Result<Vec<Place>> {
+fn in_order(mut files: Vec<Origin>) -> Result<Vec<Origin>> {
     if let Some(index) = files.iter().find(|f| is_index(f)) {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -48,8 +48,8 @@ fn in_order(mut files: Vec<Place>) -> Result<Vec<Place>> {
     Ok(files)
 }
 
-fn is_index(place: &Place) -> bool {
-    place.location().ending() == Some("json")
+fn is_index(origin: &Origin) -> bool {
+    origin.location().ending() == Some("json")
 }
 
 /// Indexes are called `model.safetensors.index.json`. The name of a variant stands before that ending
@@ -148,7 +148,7 @@ fn number(s: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.
-pub(super) fn incomplete_sets(files: &[Place]) -> Vec<String> {
+pub(super) fn incomplete_sets(files: &[Origin]) -> Vec<String> {
     let mut sets: Vec<(&str, usize, usize)> = Vec::new();
     let mut places: HashMap<(&str, usize), usize> = HashMap::new();
     for name in files.iter().filter_map(|f| f.location().stem()) {

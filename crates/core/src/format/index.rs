@@ -6,7 +6,7 @@ use super::header::{offset_of, quoted, without_position, Ignored};
 use super::shard::{self, FIRST_READ};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Place, Watch};
+use crate::store::{Origin, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
@@ -35,13 +35,13 @@ struct Mapped {
 }
 
 impl Index {
-    /// Reads and checks the index at `place`. Errors carry where that is.
-    pub(super) fn read(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        Self::load(place, hasher, watch).map_err(|e| e.at(place.location()))
+    /// Reads and checks the index at `origin`. Errors carry where that is.
+    pub(super) fn read(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        Self::load(origin, hasher, watch).map_err(|e| e.at(origin.location()))
     }
 
-    fn load(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        let bytes = place.content(FIRST_READ, MAX_INDEX, watch, Self::check_size)?;
+    fn load(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Index> {
+        let bytes = origin.content(FIRST_READ, MAX_INDEX, watch, Self::check_size)?;
         // From here on, only the parse takes time.
         Self::of(&bytes, hasher, watch)
     }

@@ -6,7 +6,7 @@ use super::index::Index;
 use super::shard::Shard;
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::store::{Location, Place, Watch};
+use crate::store::{Location, Origin, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
@@ -24,9 +24,9 @@ const SHOWN: usize = 12;
 /// Reads every header: on the caller's thread one after the other, otherwise several at a time. If reads fail, the
 /// error is that of the first file (in order) that failed.
 pub(super) fn read_all(
-    files: &[Place],
+    files: &[Origin],
     watch: &Watch,
-    read: impl Fn(&Place) -> Result<Shard> + Sync,
+    read: impl Fn(&Origin) -> Result<Shard> + Sync,
 ) -> Result<Vec<Shard>> {
     if watch.is_here() || files.len() == 1 {
         return files.iter().map(read).collect();
@@ -71,7 +71,7 @@ pub(super) fn read_all(
 pub(super) fn indexed(
     at: &Location,
     index: &Index,
-    files: Vec<Place>,
+    files: Vec<Origin>,
     mut shards: Vec<Shard>,
     hasher: Seeded,
 ) -> Result<Checkpoint> {
@@ -114,9 +114,8 @@ pub(super) fn indexed(
     if kept < mapped {
         let lacking = || index.entries().filter(|&(name, ..)| checkpoint.find(name).is_none());
         let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
-        let absent: Vec<String> = lacking()
-            .map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize]))
-            .collect();
+        let absent: Vec<String> =
+            lacking().map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize])).collect();
         let n = absent.len();
         return Err(Error::new(
             ErrorKind::Index,
@@ -131,9 +130,7 @@ pub(super) fn indexed(
     if let Some(total) = index.total_size {
         let actual = checkpoint.nbytes();
         if total != actual as f64 {
-            checkpoint
-                .warnings
-                .push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", at));
+            checkpoint.warnings.push(format!("{}: total_size is {total}, but the tensors take {actual} bytes", at));
         }
     }
     Ok(checkpoint)
@@ -141,11 +138,11 @@ pub(super) fn indexed(
 
 /// Joins the headers into one checkpoint. Refuses a name that is in two files.
 pub(super) fn merge(
-    shards: impl Iterator<Item = (Place, Shard)>,
+    shards: impl Iterator<Item = (Origin, Shard)>,
     hasher: Seeded,
     warnings: Vec<String>,
 ) -> Result<Checkpoint> {
-    let shards: Vec<(Place, Shard)> = shards.collect();
+    let shards: Vec<(Origin, Shard)> = shards.collect();
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
     let count = sum(|s| s.header.entries.len());
     let (name_bytes, dims) = (sum(|s| s.header.names.len()), sum(|s| s.header.shapes.len()));
@@ -166,7 +163,7 @@ pub(super) fn merge(
         warnings,
     };
     let mut hashes: Vec<u64> = Vec::with_capacity(count);
-    for (number, (place, shard)) in shards.into_iter().enumerate() {
+    for (number, (origin, shard)) in shards.into_iter().enumerate() {
         let h = shard.header;
         let (names, shapes) = (checkpoint.names.len() as u32, checkpoint.shapes.len() as u32);
         let first = checkpoint.tensors.len() as u32;
@@ -186,8 +183,8 @@ pub(super) fn merge(
             }
         }
         checkpoint.files.push(ShardFile {
-            location: place.location().absolute(),
-            spelled: place.location().clone(),
+            location: origin.location().absolute(),
+            spelled: origin.location().clone(),
             size: shard.size,
             version: shard.version,
             data_start: shard.data_start,

@@ -7,7 +7,7 @@ use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
 use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Location, Place, Watch};
+use crate::store::{Location, Origin, Watch};
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ impl Checkpoint {
     /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<OsStr>>(sources: &[P]) -> Result<Checkpoint> {
-        Step::Named(places(sources)).finish(&Watch::default())
+        Step::Named(origins(sources)).finish(&Watch::default())
     }
 
     /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
@@ -48,7 +48,7 @@ impl Checkpoint {
         go_on: impl FnMut() -> bool,
     ) -> Result<Checkpoint> {
         here(move || {
-            let mut step = Step::Named(places(sources));
+            let mut step = Step::Named(origins(sources));
             let watch = Watch::here();
             match open_here(&mut step, &watch) {
                 Err(_) if watch.was_too_much() => open_detached(move |watch| step.finish(watch), stall, go_on),
@@ -61,19 +61,19 @@ impl Checkpoint {
     /// from it.
     pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
         let hasher = Seeded::default();
-        let place = Place::of(OsStr::new("memory.safetensors"));
-        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(place.location()))?;
-        merge(std::iter::once((place, shard)), hasher, Vec::new())
+        let origin = Origin::of(OsStr::new("memory.safetensors"));
+        let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(origin.location()))?;
+        merge(std::iter::once((origin, shard)), hasher, Vec::new())
     }
 }
 
-fn places<P: AsRef<OsStr>>(sources: &[P]) -> Vec<Place> {
-    sources.iter().map(|source| Place::of(source.as_ref())).collect()
+fn origins<P: AsRef<OsStr>>(sources: &[P]) -> Vec<Origin> {
+    sources.iter().map(|source| Origin::of(source.as_ref())).collect()
 }
 
 /// How far an open has come.
 enum Step {
-    Named(Vec<Place>),
+    Named(Vec<Origin>),
     Found(Found),
     Unread(Unread),
 }
@@ -92,7 +92,7 @@ impl Step {
 /// On this thread, as long as everything is small, in memory, and known to be on disks. Otherwise the error is the
 /// watch's [`too_much`](Watch::too_much), and `step` says how far this thread came.
 fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
-    let known = |places: &[Place]| places.len() <= MOST_HERE && places.iter().all(Place::leads_to_known_disk);
+    let known = |origins: &[Origin]| origins.len() <= MOST_HERE && origins.iter().all(Origin::leads_to_known_disk);
     let Step::Named(sources) = step else { return Err(watch.too_much()) };
     let sources = std::mem::take(sources);
     if !known(&sources) {
@@ -161,8 +161,8 @@ fn open_detached(
 
 /// The files of a checkpoint, in natural order, and its index, if it has one; no header has been read.
 struct Unread {
-    files: Vec<Place>,
-    index: Option<(Place, Index)>,
+    files: Vec<Origin>,
+    index: Option<(Origin, Index)>,
     hasher: Seeded,
 }
 
@@ -172,10 +172,10 @@ impl Unread {
         let hasher = Seeded::default();
         match found {
             Found::Files(files) => Ok(Unread { files, index: None, hasher }),
-            Found::Index(place) => {
-                let index = Index::read(&place, &hasher, watch)?;
-                let files = index.in_natural_order().iter().map(|&i| place.beside(&index.files[i as usize])).collect();
-                Ok(Unread { files, index: Some((place, index)), hasher })
+            Found::Index(origin) => {
+                let index = Index::read(&origin, &hasher, watch)?;
+                let files = index.in_natural_order().iter().map(|&i| origin.beside(&index.files[i as usize])).collect();
+                Ok(Unread { files, index: Some((origin, index)), hasher })
             }
         }
     }
@@ -193,9 +193,9 @@ impl Unread {
     /// The checkpoint of these headers.
     fn joined(self, shards: Result<Vec<Shard>>, watch: &Watch) -> Result<Checkpoint> {
         let Unread { files, index, hasher } = self;
-        if let Some((place, index)) = index {
-            let shards = shards.map_err(|e| missing(place.location(), &files, watch).unwrap_or(e))?;
-            return indexed(place.location(), &index, files, shards, hasher);
+        if let Some((origin, index)) = index {
+            let shards = shards.map_err(|e| missing(origin.location(), &files, watch).unwrap_or(e))?;
+            return indexed(origin.location(), &index, files, shards, hasher);
         }
         let shards = shards?;
         // A single file was chosen on purpose, whatever its name says about others.
@@ -205,8 +205,8 @@ impl Unread {
 }
 
 /// The error that lists every shard file of the index that is missing, if there is one.
-fn missing(index: &Location, files: &[Place], watch: &Watch) -> Option<Error> {
-    let gone: Vec<&Place> = files.iter().take_while(|_| !watch.is_given_up()).filter(|f| f.is_gone(watch)).collect();
+fn missing(index: &Location, files: &[Origin], watch: &Watch) -> Option<Error> {
+    let gone: Vec<&Origin> = files.iter().take_while(|_| !watch.is_given_up()).filter(|f| f.is_gone(watch)).collect();
     if gone.is_empty() {
         return None;
     }

@@ -4,7 +4,7 @@
 use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Location, Place, Version, Watch};
+use crate::store::{Location, Origin, Version, Watch};
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
 /// tensors). On every storage measured, smaller reads cost the same.
@@ -19,13 +19,13 @@ pub(super) struct Shard {
     pub(super) header_read: u64,
 }
 
-/// Reads and checks the header of the file at `place`. Errors carry where that is.
-pub(super) fn open(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    read(place, hasher, watch).map_err(|e| unfinished(e, place.location()).at(place.location()))
+/// Reads and checks the header of the file at `origin`. Errors carry where that is.
+pub(super) fn open(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    read(origin, hasher, watch).map_err(|e| unfinished(e, origin.location()).at(origin.location()))
 }
 
-fn read(place: &Place, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    let mut head = place.head(FIRST_READ, watch)?;
+fn read(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
+    let mut head = origin.head(FIRST_READ, watch)?;
     let size = head.size();
     let data_start = data_start(head.bytes(), size)?;
     watch.afford(data_start)?;

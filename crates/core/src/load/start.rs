@@ -354,9 +354,7 @@ fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Rou
 }
 
 fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Mapping> {
-    let none = || Error::new(ErrorKind::Internal, "a store that says it can be mapped gives nothing to map");
-    let fd = files.to_map(file)?.ok_or_else(none)?;
-    let mapping = Mapping::new(&*fd, files.size(file)).map_err(|e| e.at(files.path(file)))?;
+    let mapping = files.map(file)?;
     if routing.way(file).in_part {
         mapping.read_no_further(true);
     }

@@ -7,11 +7,11 @@ use super::object::{store_for, Object, Objects};
 use super::residency::Residency;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Mapping;
 use crate::options::Io;
 use crate::source::{Mux, Source};
 use crate::way::Routing;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
@@ -129,8 +129,11 @@ impl Storage {
         self.ask(file, |objects| objects.resident_within(file, range))
     }
 
-    pub(crate) fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
-        self.of(file).to_map(file)
+    /// A mapping of a file whose facts say that it can be mapped.
+    pub(crate) fn map(&self, file: u32) -> Result<Mapping> {
+        let none = || Error::new(ErrorKind::Internal, "a store that says it can be mapped gives nothing to map");
+        let fd = self.of(file).to_map(file)?.ok_or_else(none)?;
+        Mapping::new(&*fd, self.size(file)).map_err(|e| e.at(self.path(file)))
     }
 
     /// An error of kind `Changed` if the file is no longer what it was when its header was read. Stores whose reads say so

@@ -259,11 +259,16 @@ fn any_options() -> impl Strategy<Value = Options> {
         [Io::Auto, Io::Auto, Io::Mapped, Io::Buffered, Io::UringBuffered, Io::Direct, Io::Uring, Io::Aio, Io::Threads];
     let caches = [Cache::Auto, Cache::Keep, Cache::Bypass];
     let given = select(vec![0, 0, 1, 40]);
-    (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>(), given.clone(), given).prop_map(
-        |(io, cache, copy, misaligned, threads, depth)| {
-            Options { io, cache, copy, misaligned, threads, depth, ..Options::default() }
-        },
-    )
+    (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>(), given.clone(), given)
+        .prop_map(|(io, cache, copy, misaligned, threads, depth)| Options {
+            io,
+            cache,
+            copy,
+            misaligned,
+            threads,
+            depth,
+            ..Options::default()
+        })
 }
 
 proptest! {

@@ -17,24 +17,24 @@ const MOST_PER_REQUEST: u64 = 8 << 20;
 
 /// Something that can be opened: where it is, and the store that has it.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
+pub(crate) struct Origin {
     location: Location,
     /// `None`: it is on this machine.
     store: Option<Arc<dyn Store>>,
 }
 
-impl PartialEq for Place {
-    fn eq(&self, other: &Place) -> bool {
+impl PartialEq for Origin {
+    fn eq(&self, other: &Origin) -> bool {
         self.location == other.location
     }
 }
 
-impl Place {
+impl Origin {
     /// What a caller names: an address if it begins with the scheme of a store, otherwise a path.
-    pub(crate) fn of(source: &OsStr) -> Place {
+    pub(crate) fn of(source: &OsStr) -> Origin {
         match Location::address(Path::new(source), store_for) {
-            Some((location, store)) => Place { location, store: Some(store) },
-            None => Place { location: Location::Path(source.into()), store: None },
+            Some((location, store)) => Origin { location, store: Some(store) },
+            None => Origin { location: Location::Path(source.into()), store: None },
         }
     }
 
@@ -43,13 +43,13 @@ impl Place {
     }
 
     /// What has this name in the folder that this is.
-    pub(crate) fn within(&self, name: &OsStr) -> Place {
-        Place { location: self.location.within(name), store: self.store.clone() }
+    pub(crate) fn within(&self, name: &OsStr) -> Origin {
+        Origin { location: self.location.within(name), store: self.store.clone() }
     }
 
     /// What has this name in the folder of this file.
-    pub(crate) fn beside(&self, name: &str) -> Place {
-        Place { location: self.location.sibling(name), store: self.store.clone() }
+    pub(crate) fn beside(&self, name: &str) -> Origin {
+        Origin { location: self.location.sibling(name), store: self.store.clone() }
     }
 
     /// Whether it is on a disk of this machine that this process has loaded from, so that no question hangs.
