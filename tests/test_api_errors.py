@@ -116,3 +116,42 @@ def test_errors_say_which_tensor_and_what_was_expected_and_found(tmp_path):
     name, tensor, expected, found = data(load, framework="np", options={"copy": True})
     assert (name, tensor) == ("ChangedError", None)
     assert (expected.split(",")[0], found.split(",")[0]) == (f"{whole} bytes", f"{whole - 8} bytes")
+
+
+#: Calls that no type checker lets through, and what is raised besides `InvalidError`.
+MISUSES = {
+    "bounds that are no numbers": (lambda c, p: c.load(framework="np", slices={"w": slice(0.0, 1.0)}), TypeError),
+    "bounds that are text": (lambda c, p: c.load(framework="np", slices={"w": slice("a", 1)}), TypeError),
+    "slices in a list": (lambda c, p: c.load(framework="np", slices=[1]), TypeError),
+    "slices without names": (lambda c, p: c.load(framework="np", slices=slice(0, 1)), TypeError),
+    "names that are a number": (lambda c, p: c.load(framework="np", names=5), TypeError),
+    "a number to save": (lambda c, p: penstock.save_file(5, p / "x.safetensors"), TypeError),
+    "a list to save": (lambda c, p: penstock.save_file([c], p / "x.safetensors"), TypeError),
+    "a plan without slices": (lambda c, p: penstock.safe_open(c.files[0], "np").prefetch(["w"]), TypeError),
+    "a plan that is a number": (lambda c, p: penstock.safe_open(c.files[0], "np").prefetch(5), TypeError),
+    "a negative limit of an open": (lambda c, p: penstock.open(c.files[0], stall_timeout=-1), ValueError),
+    "a negative limit of a look": (lambda c, p: c.verify(stall_timeout=-1), ValueError),
+    "an impossible option": (lambda c, p: c.load(framework="np", options={"extent": 5}), ValueError),
+}
+
+
+@pytest.mark.parametrize("what", MISUSES)
+def test_what_makes_no_sense_is_an_error_of_ours(tmp_path, what):
+    call, also = MISUSES[what]
+    header = {"w": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}
+    checkpoint = penstock.open(_shard(tmp_path / "good.safetensors", header, bytes(32)))
+    with pytest.raises(also) as caught:
+        call(checkpoint, tmp_path)
+    assert isinstance(caught.value, PenstockError), repr(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["good.safetensors"]
+
+
+def test_limits_that_nothing_reaches_are_none(tmp_path):
+    header = {"w": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}
+    checkpoint = penstock.open(_shard(tmp_path / "good.safetensors", header, bytes(32)))
+    with checkpoint.start(framework="np") as job:
+        assert job.wait(10**400)
+        assert job.result(10**400)["w"].shape == (4, 2)
+    for number, most in enumerate((10**30, "9" * 400, "9" * 30 + "GB")):
+        penstock.save(checkpoint.load(framework="np"), tmp_path / f"{number}", max_shard_size=most)
+        assert [entry.name for entry in (tmp_path / f"{number}").iterdir()] == ["model.safetensors"]

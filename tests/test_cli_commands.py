@@ -154,6 +154,28 @@ def test_a_reader_that_has_seen_enough_is_no_error(small):
     assert run.stdout == "{0\n"
 
 
+@pytest.mark.parametrize(("words", "status"), [("inspect /nonexistent --json", 3), ("lod --json", 2)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_status_of_an_error_is_told_although_nobody_reads_it(words, status, unbuffered):
+    # The reader is gone before the program begins
+    run = subprocess.run(
+        f"exec {{out}}> >(exit); wait $!; {sys.executable} -m penstock.cli {words} >&$out 2>/dev/null; echo $?",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert (run.stdout, run.stderr) == (f"{status}\n", "")
+
+
+def test_a_terminal_that_is_not_utf_8_gets_escapes(cli, write, tmp_path):
+    longer = tmp_path / ("a_long_folder_" * 6)
+    longer.mkdir()
+    path = longer / "m.safetensors"
+    path.write_bytes(write().read_bytes())
+    run = cli("inspect", path, PYTHONIOENCODING="latin-1", COLUMNS="40")
+    assert run.returncode == OK, run.stderr
+    assert "m.safetensors" in run.stdout
+
+
 @pytest.mark.parametrize(
     "more", [(), ("--framework", "np", "--names", "layers.*"), ("--dtype", "raw"), ("-o", "copy=true")]
 )
@@ -315,6 +337,18 @@ def test_doctor_says_what_it_found_and_what_follows(cli, small):
     assert sorted(p.name for p in small.iterdir()) == sorted(
         [*LAYOUT.files, "model.safetensors.index.json", ".synth.json"]
     )
+
+
+@pytest.mark.parametrize("name", ["a blank", "\u00e9", "back\\slash", "\u00e9 \\ both"])
+def test_doctor_finds_the_mount_whatever_its_name(tmp_path, monkeypatch, name):
+    from penstock import _doctor
+
+    mount = tmp_path / name
+    mount.mkdir()
+    written = str(mount).replace("\\", "\\134").replace(" ", "\\040")
+    lines = "1 0 8:1 / / rw - ext4 /dev/root rw\n" + f"2 1 8:2 / {written} rw - nfs4 server:/x rw\n"
+    monkeypatch.setattr(_doctor, "_text", lambda path: lines if path.endswith("mountinfo") else None)
+    assert _doctor._mount(str(mount))["type"] == "nfs4"
 
 
 def test_doctor_as_json(cli, small):

@@ -267,6 +267,40 @@ def test_a_fork_waits_for_an_import_that_a_load_has_begun(file, slow, tmp_path, 
     assert float(run(begin + IMPORTING + end, file, slow)) < 8  # and not because the fork gave up waiting
 
 
+# The same of penstock's own modules that are imported by the first call that needs them.
+OWN = """
+class Slow:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == module:
+            begun.set()
+            time.sleep(0.5)
+def absent():
+    try:
+        penstock.open("no/such")
+    except penstock.NotFoundError:
+        pass
+module, begun = sys.argv[3], threading.Event()
+into = lambda: checkpoint.load_into({}, strict=False)
+use = {"penstock._into": into, "penstock._digest": checkpoint.verify, "penstock._hub": absent}[module]
+assert module not in sys.modules
+sys.meta_path.insert(0, Slow)
+thread = threading.Thread(target=use)
+thread.start()
+begun.wait()
+began = time.monotonic()
+assert forked(use) == 0
+thread.join()
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize("module", ["penstock._into", "penstock._digest", "penstock._hub"])
+@pytest.mark.machine
+def test_a_fork_waits_for_an_import_of_a_module_of_our_own(file, slow, module):
+    assert float(run(HEAD + OWN, file, slow, module)) < 8
+
+
 def test_a_fork_that_cannot_wait_any_longer_leaves_the_child_able_to_load(file, slow, tmp_path):
     (tmp_path / "ml_dtypes.py").write_text(SLOW_MODULE)
     begin = HEAD.replace("penstock._numpy", "numpy") + f"way = 'load'; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -285,7 +285,8 @@ class Checkpoint:
             PenstockError: the load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
                 in part.
         """
-        from . import _into
+        with importing():
+            from . import _into
 
         check_choice("order", order, ORDERS)
         request = Request(self, select(self._core, names, slices), CPU, make_options(options), order)
@@ -314,7 +315,8 @@ class Checkpoint:
             StalledError: the file system does not answer. It names the file.
             PenstockError: a file cannot be read.
         """
-        from . import _digest
+        with importing():
+            from . import _digest
 
         found = _digest.digests(self._all_files(stall_timeout), progress=progress, stall_timeout=stall_timeout)
         _digest.raise_for(found)
@@ -324,8 +326,9 @@ class Checkpoint:
         """The shard files, then the other files of the snapshot that this was opened as."""
         files = self.files
         if self._snapshot is not None:
-            from . import _hub
-            from ._patience import patiently
+            with importing():
+                from . import _hub
+                from ._patience import patiently
 
             known, snapshot = set(files), self._snapshot
             found = patiently(lambda: _hub.files_of(snapshot), stall_timeout, str(snapshot.path))
@@ -351,7 +354,8 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: files, dtypes, sizes, and the first tensors."""
-        from ._notebook import page
+        with importing():
+            from ._notebook import page
 
         return page(self._core)
 
@@ -398,8 +402,9 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
             if not isinstance(source, str):
                 raise
             absent = error
-    from . import _hub  # nobody pays for it who opens what is on disk
-    from ._patience import patiently
+    with importing():  # nobody pays for it who opens what is on disk
+        from . import _hub
+        from ._patience import patiently
 
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)

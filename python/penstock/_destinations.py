@@ -14,6 +14,7 @@ from . import _accelerator, _core
 from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, UnsupportedError
+from ._late_imports import importing
 
 
 class Destination:
@@ -68,7 +69,8 @@ def is_numpy(value: Any) -> bool:
 @cache
 def _torch_names() -> dict[Any, str]:
     """The format's names of torch's dtypes; the first one, where torch has one dtype for several."""
-    from ._torch import torch_dtype
+    with importing():
+        from ._torch import torch_dtype
 
     return {kind: name for name in reversed(list(DTYPES)) if (kind := torch_dtype(name)) is not None}
 
@@ -123,7 +125,8 @@ def _of_torch(to: Destination, tensor: Any) -> str | None:
 
 
 def _numpy_destination(array: Any) -> Destination:
-    from ._numpy import numpy_dtype
+    with importing():
+        from ._numpy import numpy_dtype
 
     to = Destination(array)
     to.shape = tuple(array.shape)

@@ -22,6 +22,9 @@ from ._dtypes import DTYPES
 from ._paths import local_path
 from ._report import size_text
 
+#: How /proc/self/mountinfo writes blanks, tabs, line breaks and backslashes.
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
 _MEASURED = 256 << 20
 """Bytes read and copied to measure a rate: enough for a tenth of a second at 2.5 GB/s."""
 _CHUNK = 4 << 20
@@ -124,7 +127,7 @@ def _mount(path: str) -> dict[str, Any]:
     for line in (_text("/proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         fields = left.split()
-        point = fields[4].encode().decode("unicode_escape")
+        point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields[4])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= best[0]):
             best = (len(point), fields, right.split())
@@ -291,8 +294,8 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
     limit = system["cgroup"]["limit"]
     if limit is not None:
         said.append(
-            f"the cgroup allows {size_text(limit)}: private copies have to fit into it, "
-            "and of what is mapped pages are dropped and read again where it does not"
+            f"the cgroup allows {size_text(limit)}: private copies must fit into it; "
+            "pages of mapped files that do not fit are dropped and read again"
         )
     if system["huge_pages"]["transparent"] == "never":
         said.append("transparent huge pages are off: private copies cost 512 times as many page faults")
@@ -303,7 +306,7 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
     else:
         said.append('device="cuda:0" is an error: there is no GPU or no driver (see above)')
     if found["frameworks"]["torch"] is None:
-        said.append("torch is not installed: numpy arrays are what load() gives")
+        said.append("torch is not installed: load() gives numpy arrays")
     elif found["frameworks"]["numpy"] and not found["frameworks"]["ml_dtypes"]:
         said.append('framework="np" cannot hold BF16 and F8 unless ml_dtypes is installed')
     return said

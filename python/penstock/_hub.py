@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from . import _core
 from ._errors import AccessError, InvalidError, NotFoundError, PenstockError, ReadError
+from ._late_imports import importing
 from ._patience import asking, patiently
 from ._report import size_text
 
@@ -228,7 +229,8 @@ def _there(storage: Path) -> str:
 
 def _similar(cache: Path, repository: str) -> str | None:
     """A repository of the cache with nearly this name."""
-    import difflib
+    with importing():
+        import difflib
 
     prefix = "models--"
     names = [entry.name[len(prefix) :] for entry in _entries(cache) if entry.name.startswith(prefix)]
@@ -335,7 +337,7 @@ def _incomplete(snapshot: Snapshot, error: NotFoundError) -> NotFoundError:
         example = f"{SCHEME}{reference.repository}@{reference.revision.replace('/', '%2F')}/{inside[0]}"
         message += f". Folders of it have some: {_listed(inside)}; open {example}"
     elif absent := _not_downloaded(storage, snapshot.commit, root, reference.within):
-        message += f". The repository has {_listed(absent)} besides, not downloaded"
+        message += f". The repository also has {_listed(absent)}, not downloaded yet"
     message += f". {_fetch(reference, 'what is missing')}"
     return NotFoundError(f"{reference} in the local Hub cache ({root}): {message}", path=error.path)
 

@@ -105,7 +105,9 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     began, cpu = time.perf_counter(), time.process_time()
     try:
         with Meter(progress, "load_into") as meter:
-            for device in sorted({to.device for _, to in straight}):
+            devices = {to.device for _, to in straight}
+            # Where there is nothing to fill, a load of nothing gives its report
+            for device in sorted(devices) if devices or roundabout else [request.device]:
                 on_it = [(want, to) for want, to in straight if to.device == device]
                 parts.append(_Part(request, on_it, device))
             for part in parts:
@@ -125,7 +127,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
         for part in parts:
             part.load.close()
     _bump_versions(to.tensor for _, to in straight)
-    report = merged(reports, *took) if reports else Report(seconds=0.0, nbytes=0, tensors=0, gbps=0.0)
+    report = merged(reports, *took)
     report["missing"], report["unexpected"] = missing, unexpected
     report["copied_through"] = [name for _, to in roundabout for name in to.names]
     return report
@@ -145,11 +147,12 @@ class _Detour:
 
     def run(self, copied: list[Destination]) -> Report:
         """Fills them, a window of them at a time. ``copied`` gets those that are no longer what they were."""
-        for name, tensor in stream(self._request, self._adapter, False):
+        reports: list[Report] = []
+        for name, tensor in stream(self._request, self._adapter, False, reports):
             to = self._by_name[name]
             copied.append(to)
             _copy(to.tensor, tensor)
-        return self._request.checkpoint.last_report or Report()
+        return reports[0]
 
 
 def _detours(request: Request, pairs: list[tuple[int, Destination]]) -> list[_Detour]:

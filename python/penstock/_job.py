@@ -26,6 +26,17 @@ def _copy_of(error: Exception) -> Exception:
         return error
 
 
+def _seconds(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)):
+        raise ArgumentTypeError(f"timeout={timeout!r}: give a number of seconds, or None")
+    try:
+        return float(timeout)
+    except OverflowError:  # longer than anybody waits
+        return None
+
+
 class Job:
     """A load that runs in the background. `Checkpoint.start` makes one, and it runs from then on.
 
@@ -56,7 +67,7 @@ class Job:
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return True
-        return self._load.wait(timeout)
+        return self._load.wait(_seconds(timeout))
 
     def done(self) -> bool:
         """Whether the load has ended, with success or with an error."""
@@ -117,11 +128,10 @@ class Job:
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return self._result
-        if timeout is not None and not isinstance(timeout, (int, float)):
-            raise ArgumentTypeError(f"timeout={timeout!r}: give a number of seconds, or None")
+        seconds = _seconds(timeout)
         self._raise_again()
         try:
-            ended = self._load.wait(timeout)
+            ended = self._load.wait(seconds)
         except BaseException as error:
             self._remember(error)
             raise

@@ -13,6 +13,7 @@ from ._errors import raise_if_forked
 from ._framework import Adapter
 from ._job import Job
 from ._progress import INTERVAL, Meter, Progress
+from ._report import Report
 from ._request import Request
 
 
@@ -21,9 +22,9 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
     if adapter.casts:
         # As a stream, so that at no time more than the window exists in both dtypes
         start = time.perf_counter()
-        arrived = dict(stream(request, adapter, progress))
-        report = request.checkpoint.last_report
-        if report is not None:
+        reports: list[Report] = []
+        arrived = dict(stream(request, adapter, progress, reports))
+        for report in reports:
             report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]), cast=adapter.casts)
         return {name: arrived[name] for name in request.selection.names}
     with Meter(progress, "load") as meter, Job(request, adapter) as job:
@@ -33,8 +34,13 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
             return job.result()
 
 
-def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[tuple[str, Any]]:
-    """Yields (name, tensor) as tensors become ready; blocks are granted on the thread of whoever iterates."""
+def stream(
+    request: Request, adapter: Adapter, progress: Progress, reports: list[Report] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name, tensor) as tensors become ready; blocks are granted on the thread that iterates.
+
+    ``reports`` gets the report of this load: another thread may have ended a load of the checkpoint since.
+    """
     owner, names = os.getpid(), request.selection.names
     with Meter(progress, "load") as meter:
         load = _running.begin(request, adapter, stream=True)
@@ -65,7 +71,10 @@ def stream(request: Request, adapter: Adapter, progress: Progress) -> Iterator[t
                 raise_if_forked(owner, "stream")
             load.wait()
             meter.update(*load.progress(), final=True)
-            _running.write_trace(load, request.checkpoint._ended(load))
+            report = request.checkpoint._ended(load)
+            if reports is not None:
+                reports.append(report)
+            _running.write_trace(load, report)
         finally:
             if os.getpid() == owner:
                 load.let_go()

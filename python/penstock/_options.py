@@ -8,6 +8,7 @@ from typing import Any
 
 from ._core import Options
 from ._errors import InvalidError
+from ._late_imports import importing
 from ._paths import local_path
 
 
@@ -31,7 +32,8 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
     given.update(changes)
     unknown = [str(name) for name in given if name not in Options.names()]
     if unknown:
-        import difflib
+        with importing():
+            import difflib
 
         close = [name for word in unknown for name in difflib.get_close_matches(word, Options.names(), 1)]
         raise InvalidError(

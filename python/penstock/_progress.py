@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ._errors import InvalidError
+from ._late_imports import importing
 
 Progress = bool | Callable[[int, int], object] | None
 """True: a bar. None: a bar if stderr is a terminal. False: nothing. Callable: given (bytes done, bytes in all)."""
@@ -94,7 +95,8 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
     if _rank() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
         return None
     try:
-        from tqdm.auto import tqdm
+        with importing():
+            from tqdm.auto import tqdm
     except ImportError:
         return _Plain(label)
     return _Tqdm(tqdm(desc=label, unit="B", unit_scale=True, unit_divisor=1000, leave=True))

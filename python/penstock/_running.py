@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from . import _core
 from ._errors import PenstockError
 from ._framework import Adapter
+from ._late_imports import importing
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
@@ -87,7 +88,8 @@ def begin(
 def write_trace(load: _core.Load, report: Report) -> None:
     """Writes the trace of a load that asked for one. Where that fails the tensors are there all the same: a warning."""
     if load.traced:
-        import json  # one load in a thousand
+        with importing():
+            import json  # one load in a thousand
 
         try:
             load.write_trace(json.dumps(report, default=str))

@@ -385,6 +385,8 @@ class safe_open:
             threads: As ``Options.threads``.
         """
         checkpoint = self._open()
+        if plan is not None and not isinstance(plan, Mapping):
+            raise ArgumentTypeError(f"plan={plan!r}: give a dict of None or slices, by name")
         for name in plan or ():
             self._check_name(name)
         where = self._device if device is None else device_for(device, self._framework)

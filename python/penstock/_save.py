@@ -32,6 +32,8 @@ from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 
+#: No shard is larger than a file can be.
+_NO_LIMIT = 1 << 63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -161,13 +163,16 @@ def size_of(size: int | str | None) -> int | None:
     Raises:
         InvalidError: if it is none of these.
     """
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
-        return size
+    if size is None:
+        return None
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size if size < _NO_LIMIT else None
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if found is None:
         raise InvalidError(f'max_shard_size={size!r}: give bytes, or a text such as "5GB" or "4.5GiB"')
     base = 1024 if found[3] else 1000
-    return max(1, int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")))
+    nbytes = float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")
+    return max(1, int(nbytes)) if nbytes < _NO_LIMIT else None
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
@@ -217,6 +222,8 @@ def _write(
     if not isinstance(fsync, bool):
         raise InvalidError(f"fsync={fsync!r}: give True or False")
     made = make_options(options)
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(f"tensors: expected a dict of tensors by name, but got a {type(tensors).__name__}")
     found = {name: describe(name, value) for name, value in tensors.items()}
     _synchronize(list(found.values()))
     described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]

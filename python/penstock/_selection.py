@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _core
-from ._errors import InvalidError, SliceError, UnknownTensorError
+from ._errors import ArgumentTypeError, InvalidError, SliceError, SliceTypeError, UnknownTensorError
+from ._late_imports import importing
 
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """A glob, a list of names and globs, or a function from a name to True or False; None is every tensor."""
@@ -95,7 +96,8 @@ def unknown(core: _core.Checkpoint, name: str) -> UnknownTensorError:
     where = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files" if files else "checkpoint"
     text = f"{where}: File does not contain tensor {name}"
     if isinstance(name, str) and len(core) <= 20_000:  # a comparison with every name takes microseconds each
-        import difflib
+        with importing():
+            import difflib
 
         close = difflib.get_close_matches(name, core.keys(), 1)
         if close:
@@ -108,7 +110,8 @@ def _nothing_matches(core: _core.Checkpoint, glob: str) -> UnknownTensorError:
     files = core.files()
     text = f"{files[0] if len(files) == 1 else 'the checkpoint'}: no tensor's name matches {glob}"
     if len(core) <= 20_000:
-        import difflib
+        with importing():
+            import difflib
 
         *parts, last = glob.split(".")
         literal = last.rstrip("*")
@@ -131,6 +134,8 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
         return None
     if callable(names):
         return [i for i, name in enumerate(core.keys()) if names(name)]
+    if not isinstance(names, Iterable):
+        raise ArgumentTypeError(f"names={names!r}: give names, globs, or a function that takes a name")
     found: dict[int, None] = {}
     for name in [names] if isinstance(names, str) else names:
         if not isinstance(name, str):
@@ -170,6 +175,9 @@ def _region(info: TensorInfo, cut: Any) -> Region:
         if c.step is not None and (not isinstance(c.step, int) or c.step < 1):
             raise refused(f"dimension {d} has step {c.step!r}; give a whole number, 1 or more")
         for bound in (c.start, c.stop):
+            if bound is not None and not hasattr(bound, "__index__"):
+                why = f"slice of {name}: dimension {d} has bound {bound!r}; give a whole number"
+                raise SliceTypeError(why, path=info.file, tensor=name)
             # Python would clamp this; a rank whose range does not fit has been given the wrong plan
             if bound is not None and not -size <= bound <= size:
                 raise refused(f"{c.start}:{c.stop} is outside dimension {d} of {list(shape)}")
@@ -206,6 +214,8 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
             if cut is not None:
                 regions[want] = _region(info, cut)
     else:
+        if not isinstance(slices, Mapping):
+            raise ArgumentTypeError(f"slices={slices!r}: give a dict by name, or a function that takes a TensorInfo")
         place = {name: want for want, name in enumerate(keys)}
         for name, cut in slices.items():
             if name not in place:

@@ -744,7 +744,11 @@ def _one_line(error: BaseException) -> str:
 
 def _print_error(kind: str, path: str | None, message: str) -> None:
     document = {"ok": False, "error": {"kind": kind, "path": path, "message": message}}
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    try:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _nobody_reads()
 
 
 def _wants_json(arguments: Sequence[str]) -> bool:
@@ -794,8 +798,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error.usage}{error}\n")
         return USAGE
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # File names need not be UTF-8; they are written as the bytes that they are
-        sys.stdout.reconfigure(errors="surrogateescape")
+        # File names need not be UTF-8; they are written as the bytes that they are. A terminal that is not UTF-8 gets
+        # escapes for what it lacks
+        utf_8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "backslashreplace")
     traceback_wanted = False
     status = OK
     try:

@@ -1,6 +1,6 @@
 //! Core errors to Python exceptions.
 
-use penstock::error::{Error, Value};
+use penstock::error::{Error, ErrorKind, Value};
 use pyo3::prelude::*;
 use pyo3::IntoPyObjectExt;
 
@@ -25,6 +25,11 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Ok(exception) => PyErr::from_value(exception),
         Err(e) => e,
     }
+}
+
+/// An `InvalidError`, which is a `ValueError`.
+pub(crate) fn invalid(text: impl Into<String>) -> PyErr {
+    Python::attach(|py| raise(py, &Error::new(ErrorKind::Invalid, text)))
 }
 
 /// A number as an `int`, a text as a `str`.

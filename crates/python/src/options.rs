@@ -1,8 +1,9 @@
 //! `penstock.Options`: the core's options with Python's spellings, strict validation and environment overrides.
 
+use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
 use penstock::options::{Cache, Io, Options as Core, MOST_EXTENT};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
 use std::time::Duration;
@@ -158,13 +159,13 @@ impl Options {
             let variable = format!("PENSTOCK_{}", name.to_uppercase());
             if let Some(text) = value_of(&variable)? {
                 set_text(&mut options, name, &text)
-                    .map_err(|why| PyValueError::new_err(format!("{variable}={text:?}: {why}")))?;
+                    .map_err(|why| invalid(format!("{variable}={text:?}: {why}")))?;
             }
         }
         for (name, value) in values.into_iter().flatten() {
             let name: String = name.extract()?;
             if !names().any(|known| known == name) {
-                return Err(PyValueError::new_err(format!(
+                return Err(invalid(format!(
                     "there is no option {name:?}; everyday options: {}; advanced options: {}",
                     EVERYDAY.join(", "),
                     ADVANCED.join(", ")
@@ -175,13 +176,13 @@ impl Options {
             }
         }
         if options.extent < 4096 || options.extent % 4096 != 0 || options.extent > MOST_EXTENT {
-            return Err(PyValueError::new_err(format!(
+            return Err(invalid(format!(
                 "extent={}: must be a multiple of 4096 bytes, from 4096 to 1 GiB",
                 options.extent
             )));
         }
         if options.staging < 2 * options.extent {
-            return Err(PyValueError::new_err(format!(
+            return Err(invalid(format!(
                 "staging={}: must hold at least two extents of {} bytes",
                 options.staging, options.extent
             )));
@@ -257,7 +258,7 @@ fn seconds(value: f64) -> Result<Duration, String> {
 /// The value of an environment variable, where it is set.
 fn value_of(variable: &str) -> PyResult<Option<String>> {
     let Some(value) = std::env::var_os(variable) else { return Ok(None) };
-    let refuse = |value| PyValueError::new_err(format!("{variable}={value:?}: must be UTF-8"));
+    let refuse = |value| invalid(format!("{variable}={value:?}: must be UTF-8"));
     value.into_string().map(Some).map_err(refuse)
 }
 
@@ -266,11 +267,11 @@ pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
     const VARIABLE: &str = "PENSTOCK_STALL_TIMEOUT";
     let mut options = Core::default();
     if let Some(value) = value {
-        let wrong = |why| PyValueError::new_err(format!("stall_timeout={value}: {why}"));
+        let wrong = |why| invalid(format!("stall_timeout={value}: {why}"));
         options.stall_timeout = seconds(value).map_err(wrong)?;
     } else if let Some(text) = value_of(VARIABLE)? {
         set_text(&mut options, "stall_timeout", &text)
-            .map_err(|why| PyValueError::new_err(format!("{VARIABLE}={text:?}: {why}")))?;
+            .map_err(|why| invalid(format!("{VARIABLE}={text:?}: {why}")))?;
     }
     Ok(options.stall_timeout)
 }
@@ -311,7 +312,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
 }
 
 fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
-    let refuse = |why: String| PyValueError::new_err(format!("{name}={}: {why}", repr(value)));
+    let refuse = |why: String| invalid(format!("{name}={}: {why}", repr(value)));
     let wrong = |what: &str| PyTypeError::new_err(format!("{name} must be {what}, not {}", repr(value)));
     match name {
         "copy" => o.copy = value.extract::<Option<bool>>().map_err(|_| wrong("True, False or None"))?,
