@@ -98,7 +98,6 @@ def test_changed_in_the_middle_of_a_stream(file, change, route):
 def test_changed_by_somebody_else_at_any_moment(tmp_path, change, route):
     """A race, run often: the load is whole and old, or an error."""
     path = tmp_path / "model.safetensors"
-    outcomes = set()
     for round_ in range(8):
         ordeal.write(path, TENSORS, NBYTES)
         before = contents(path)
@@ -119,15 +118,12 @@ def test_changed_by_somebody_else_at_any_moment(tmp_path, change, route):
             tensors = checkpoint.load(framework="np", options={**ROUTES[route], "extent": 65536})
         except (*Changed, penstock.NotFoundError) as e:
             assert str(path) in str(e)
-            outcomes.add("error")
         else:
             if route != "mapped":
                 assert all(bytes(memoryview(tensors[n])) == before[n] for n in before), "a mixture"
-            outcomes.add("loaded")
         finally:
             thread.join()
         assert not ordeal.threads()
-    assert outcomes
 
 
 def test_a_job_whose_file_changes_before_it_ends(file):

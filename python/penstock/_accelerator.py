@@ -1,6 +1,6 @@
 """GPU memory from torch: the one place where penstock touches torch's CUDA side.
 
-Block memory comes from torch's caching allocator, on the thread of whoever asked for the tensors, since torch's memory
+Block memory comes from torch's caching allocator, on the thread that asked for the tensors, since torch's memory
 pools and current streams belong to threads. The allocator may hand out memory whose last use is still queued on the
 stream, so an event recorded after the allocation goes to the core, whose copy stream waits for it.
 """

@@ -230,7 +230,7 @@ class Checkpoint:
             window: The most bytes that are read ahead of the consumer, such as "1GiB" (the default). A next tensor that
                 is larger is read alone.
 
-        The other arguments, and the errors, are those of `load`.
+        The other arguments, and the errors, are those of `load`; give them by name. ``progress`` is False by default.
         """
         if window is not None:
             options = make_options(options, window=window)

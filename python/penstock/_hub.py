@@ -39,7 +39,7 @@ _SHOWN = 8
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPOSITORY = rf"(?:{_PART}/)?{_PART}"
 _SHORT = re.compile(rf"(?P<repository>{_REPOSITORY})(?:@(?P<revision>.*))?", re.ASCII | re.DOTALL)
-# In the scheme's grammar a slash ends the revision, but for those that always have one; others are written with %2F
+# In the scheme's grammar a slash ends the revision, except in those that always have one; others are written with %2F
 _LONG = re.compile(
     rf"{SCHEME}(?:models/)?(?P<repository>{_PART}/{_PART}|{_PART}(?!/))"
     r"(?:@(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)(?![^/])|[^/]*))?(?:/(?P<within>.*))?",

@@ -43,10 +43,10 @@ def load(data: bytes) -> dict[str, Array]:
 
 def _checked(tensors: Mapping[str, Array]) -> None:
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"expected arrays by name, a dict, and got a {type(tensors).__name__}")
+        raise ArgumentTypeError(f"expected a dict of arrays by name, but got a {type(tensors).__name__}")
     for name, array in tensors.items():
         if not isinstance(array, (np.ndarray, np.generic)):
-            raise ArgumentTypeError(f"{name} is a {type(array).__name__}, no numpy array")
+            raise ArgumentTypeError(f"{name} is a {type(array).__name__}, not a numpy array")
 
 
 def save_file(

@@ -124,7 +124,7 @@ pub struct Report {
     pub touched_pages: u64,
     /// System calls for that.
     pub touch_calls: u64,
-    /// Most staging memory in use by this process during the load, in bytes.
+    /// Most staging memory that this load held at once, in bytes.
     pub peak_staging: u64,
     /// Routes that were refused, and what replaced them.
     pub fallbacks: Vec<Fallback>,

@@ -158,8 +158,7 @@ impl Options {
         for name in names() {
             let variable = format!("PENSTOCK_{}", name.to_uppercase());
             if let Some(text) = value_of(&variable)? {
-                set_text(&mut options, name, &text)
-                    .map_err(|why| invalid(format!("{variable}={text:?}: {why}")))?;
+                set_text(&mut options, name, &text).map_err(|why| invalid(format!("{variable}={text:?}: {why}")))?;
             }
         }
         for (name, value) in values.into_iter().flatten() {
@@ -270,8 +269,7 @@ pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
         let wrong = |why| invalid(format!("stall_timeout={value}: {why}"));
         options.stall_timeout = seconds(value).map_err(wrong)?;
     } else if let Some(text) = value_of(VARIABLE)? {
-        set_text(&mut options, "stall_timeout", &text)
-            .map_err(|why| invalid(format!("{VARIABLE}={text:?}: {why}")))?;
+        set_text(&mut options, "stall_timeout", &text).map_err(|why| invalid(format!("{VARIABLE}={text:?}: {why}")))?;
     }
     Ok(options.stall_timeout)
 }

@@ -3,10 +3,11 @@
 
 use crate::sample::*;
 use penstock::extent::Route;
-use penstock::options::Io;
+use penstock::options::{Cache, Io, Options};
 use penstock::source::{quarantined, Router, Source};
 use penstock::store::{Files, FsKind};
 use penstock::way::Routing;
+use penstock::{Checkpoint, Load, Memory as To, Request, Want, Where};
 use std::ffi::CString;
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -187,6 +188,58 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         while quarantined() > 0 || Arc::strong_count(&memory) > 1 {
             assert!(Instant::now() < until, "the read has ended but its memory is still held");
             std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+}
+
+/// A shard file of three tensors, of which two begin at odd places.
+fn shard() -> &'static [u8] {
+    let header = br#"{"a":{"dtype":"U8","shape":[100003],"data_offsets":[0,100003]},
+        "b":{"dtype":"F32","shape":[50,1000],"data_offsets":[100003,300003]},
+        "c":{"dtype":"F16","shape":[],"data_offsets":[300003,300005]}}"#;
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header);
+    bytes.extend((0..300_005u32).map(|i| (i ^ i >> 8) as u8));
+    bytes.leak()
+}
+
+#[test]
+fn a_copy_on_a_network_file_system_has_the_layout_of_one_on_a_disk() {
+    alone("fuse::a_copy_on_a_network_file_system_has_the_layout_of_one_on_a_disk", || {
+        let (bytes, disk, folder) = (shard(), tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")), tempfile::tempdir());
+        let (disk, folder) = (disk.unwrap(), folder.unwrap());
+        let Some((far, ..)) = mount(folder.path(), bytes) else {
+            eprintln!("skipped: this kernel or sandbox mounts no FUSE file system");
+            return;
+        };
+        let near = disk.path().join("sample");
+        fs::write(&near, bytes).unwrap();
+        let [near, far] = [&near, &far].map(|path| Arc::new(Checkpoint::open(&[path]).unwrap()));
+        for (cache, misaligned) in
+            [Cache::Auto, Cache::Keep, Cache::Bypass].into_iter().flat_map(|c| [(c, false), (c, true)])
+        {
+            let loaded = |checkpoint: &Arc<Checkpoint>| {
+                let columns = Want::part(1, [0..50, 100..900]);
+                let request = Request {
+                    checkpoint: checkpoint.clone(),
+                    wants: vec![Want::whole(0), Want::whole(1), Want::whole(2), columns],
+                    device: Where::Cpu,
+                    memory: To::Ours,
+                    layout: None,
+                    options: Options { cache, misaligned, ..Options::default() },
+                    stream: false,
+                };
+                let load = Load::start(request).unwrap();
+                load.wait(None).unwrap();
+                let view = load.view(0).unwrap();
+                // SAFETY: complete bytes of CPU memory, which the view keeps.
+                let a = unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };
+                assert!(*a == bytes[bytes.len() - 300_005..][..100_003], "wrong bytes");
+                load
+            };
+            let (near, far) = (loaded(&near), loaded(&far));
+            assert_eq!(near.layout(), far.layout(), "{cache:?}, misaligned {misaligned}");
+            assert_eq!(far.report().routes[Route::Mapped as usize].bytes, 0, "what is on a network is not mapped");
         }
     });
 }

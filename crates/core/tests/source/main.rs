@@ -9,6 +9,7 @@ mod fallbacks;
 mod files;
 mod fuse;
 mod sample;
+mod store;
 mod throttle;
 #[path = "../toy_store/mod.rs"]
 mod toy_store;

@@ -229,10 +229,14 @@ fn request(checkpoint: &Arc<Checkpoint>, row: &Row) -> Request {
 }
 
 fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
+    let (mut tried, mut skipped) = (0, 0);
     for row in ROWS.iter().filter(|row| among(row.0)) {
         let checkpoint = checkpoint(folder, row.0);
-        if !put(&checkpoint, row.0) {
+        tried += 1;
+        // A program that reads all files, or memory pressure, may hold on to pages or take them for a moment.
+        if !(0..100).any(|_| put(&checkpoint, row.0)) {
             eprintln!("skipped: the page cache does not let go of the file: {row:?}");
+            skipped += 1;
             continue;
         }
         let files = checkpoint.storage().unwrap();
@@ -281,6 +285,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             (_, plan) => panic!("{row:?}: {:?}", plan.map(|p| (p.report, p.schedule.totals()))),
         }
     }
+    assert!(2 * skipped < tried, "{skipped} of {tried} rows were skipped");
 }
 
 #[test]
@@ -335,13 +340,14 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
         (At::Columns, true, None),
         (At::Odd, true, Some(true)),
     ] {
-        let mut first = None;
+        let (mut first, mut evicted) = (None, 0);
         for folder in &folders {
             let checkpoint = checkpoint(folder.path(), at);
             for (warm, cache) in
                 [(false, Cache::Auto), (true, Cache::Auto), (false, Cache::Bypass), (true, Cache::Keep)]
             {
-                put(&checkpoint, if warm { At::Warm } else { At::Cold });
+                let there = put(&checkpoint, if warm { At::Warm } else { At::Cold });
+                evicted += usize::from(!warm && there);
                 let mut request = request(&checkpoint, &(at, To::Cpu, Io::Auto, cache, copy, Err("")));
                 request.options.misaligned = misaligned;
                 let plan = Planned::new(&request, &checkpoint.storage().unwrap()).unwrap();
@@ -353,5 +359,8 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
                 }
             }
         }
+        // In memory nothing can be evicted.
+        let disk = crate::store::facts_at(folders[0].path()).unwrap().kind == FsKind::Local;
+        assert!(evicted > 0 || !disk, "{at:?}: it was never cold");
     }
 }
