@@ -115,7 +115,7 @@ fn what_is_said_of_an_object_makes_sense(shelf: &dyn Loaded) {
 /// Reads all of an object of `size` bytes, in parts.
 fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Result<Vec<u8>> {
     let routing = Arc::new(Routing { depth: 8, requests: 8, ..Routing::default() });
-    let late = objects.facts(file).unwrap().staging == TakesSlab::AtArrival;
+    let late = objects.facts(file)?.staging == TakesSlab::AtArrival;
     let mut source = objects.clone().source(Io::Auto, &routing).unwrap();
     let memory = Memory::new(size);
     let place = |offset: u64| {
