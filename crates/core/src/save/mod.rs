@@ -148,12 +148,12 @@ struct Chunk {
 /// What a part of a chunk is filled from. Pieces are in order and without gaps.
 #[derive(Clone, Copy)]
 struct ChunkPart {
-    from: Origin,
+    from: Supply,
     len: u64,
 }
 
 #[derive(Clone, Copy)]
-enum Origin {
+enum Supply {
     Host(u64),
     Gpu(u32, u64),
     /// From byte `.1` of late tensor number `.0` (counted among late tensors).
@@ -281,7 +281,7 @@ impl Save {
         let sinks: Vec<Sink> = outputs.iter().map(Sink::of).collect();
         let (chunks, pieces, late) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
         let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
-        let on_gpu = pieces.iter().any(|p| matches!(p.from, Origin::Gpu(..)));
+        let on_gpu = pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
         let staged = on_gpu || sinks.iter().any(|w| w.direct.is_some());
         let most = match (options.threads, staged) {
             (0, true) => DIRECT_WRITERS,
@@ -627,14 +627,14 @@ impl Work {
 
     /// The pieces, with the addresses of the late tensors; `None` if the save was given up meanwhile.
     fn there<'a>(&self, pieces: &'a [ChunkPart]) -> Result<Option<Cow<'a, [ChunkPart]>>> {
-        if !pieces.iter().any(|p| matches!(p.from, Origin::Late(..))) {
+        if !pieces.iter().any(|p| matches!(p.from, Supply::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
         }
         let mut here = pieces.to_vec();
         for piece in &mut here {
-            if let Origin::Late(number, skip) = piece.from {
+            if let Supply::Late(number, skip) = piece.from {
                 let Some(address) = self.ask(number)? else { return Ok(None) };
-                piece.from = Origin::Host(address + skip);
+                piece.from = Supply::Host(address + skip);
             }
         }
         Ok(Some(Cow::Owned(here)))
@@ -664,7 +664,7 @@ impl Work {
     /// Pieces were written: late tensors of which nothing more is written are dropped.
     fn let_go(&self, pieces: &[ChunkPart]) {
         for piece in pieces {
-            if let Origin::Late(number, _) = piece.from {
+            if let Supply::Late(number, _) = piece.from {
                 let mut state = lock(&self.state);
                 let late = &mut state.late[number];
                 late.left -= 1;
@@ -729,7 +729,7 @@ impl Work {
             places.clear();
             let mut skip = within;
             for piece in pieces[first..].iter().take(MOST_PIECES) {
-                let Origin::Host(at) = piece.from else {
+                let Supply::Host(at) = piece.from else {
                     return Err(Error::new(ErrorKind::Internal, "memory of a GPU was to be written from its place"));
                 };
                 places.push(libc::iovec { iov_base: (at + skip) as *mut _, iov_len: (piece.len - skip) as usize });
@@ -848,9 +848,9 @@ fn fill(slab: &Lease, pieces: &[ChunkPart], devices: &mut Vec<(u32, Fetch)>) -> 
         match piece.from {
             // SAFETY: `_keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
             // slab, and the slab is this thread's alone.
-            Origin::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
-            Origin::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),
-            Origin::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
+            Supply::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
+            Supply::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),
+            Supply::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
         }
         at += len;
     }
@@ -876,7 +876,7 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
     let mut by_file: Vec<Vec<Chunk>> = Vec::with_capacity(plan.files.len());
     for (number, file) in plan.files.iter().enumerate() {
         let mut chunks: Vec<Chunk> = Vec::new();
-        let mut add = |from: Origin, mut at: u64, mut len: u64| {
+        let mut add = |from: Supply, mut at: u64, mut len: u64| {
             let mut skip = 0;
             while len > 0 {
                 let room = extent - at % extent;
@@ -886,9 +886,9 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
                     chunks.push(Chunk { file: number, offset: at, len: 0, pieces: from..from });
                 }
                 let from = match from {
-                    Origin::Host(address) => Origin::Host(address + skip),
-                    Origin::Gpu(ordinal, address) => Origin::Gpu(ordinal, address + skip),
-                    Origin::Late(number, _) => Origin::Late(number, skip),
+                    Supply::Host(address) => Supply::Host(address + skip),
+                    Supply::Gpu(ordinal, address) => Supply::Gpu(ordinal, address + skip),
+                    Supply::Late(number, _) => Supply::Late(number, skip),
                 };
                 pieces.push(ChunkPart { from, len: part });
                 if let Some(chunk) = chunks.last_mut() {
@@ -898,15 +898,15 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
                 (at, len, skip) = (at + part, len - part, skip + part);
             }
         };
-        add(Origin::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
+        add(Supply::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
         for &(tensor, offset, nbytes) in &file.places {
             let none = || Error::new(ErrorKind::Invalid, format!("no address is given for tensor number {tensor}"));
             let from = match *tensors.get(tensor as usize).ok_or_else(none)? {
-                At::Host(address) => Origin::Host(address),
-                At::Gpu(ordinal, address) => Origin::Gpu(ordinal, address),
+                At::Host(address) => Supply::Host(address),
+                At::Gpu(ordinal, address) => Supply::Gpu(ordinal, address),
                 At::Late => {
                     late.push(Late { tensor, nbytes, left: 0, phase: Phase::Away });
-                    Origin::Late(late.len() - 1, 0)
+                    Supply::Late(late.len() - 1, 0)
                 }
             };
             add(from, offset, nbytes);
@@ -919,7 +919,7 @@ fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<
         let mut side_by_side: Vec<_> = files.by_ref().take(SIDE_BY_SIDE).collect();
         if side_by_side.is_empty() {
             for piece in &pieces {
-                if let Origin::Late(number, _) = piece.from {
+                if let Supply::Late(number, _) = piece.from {
                     late[number].left += 1;
                 }
             }
