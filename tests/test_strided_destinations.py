@@ -147,7 +147,7 @@ def test_tensors_of_every_layout_are_filled_in_one_load(write: Callable[..., Pat
 
 #: Loads a matrix in parts into destinations of its own. Prints whether they are right, the report and the peak memory.
 PROGRAM = """
-import json, re, sys
+import json, os, re, sys
 import penstock, torch
 from penstock import _core
 
@@ -172,15 +172,17 @@ def status(name):
 into = [(v.data_ptr(), sum((n - 1) * s for n, s in zip(v.shape, v.stride())) * size + size) for v in views]
 strides = [(i, [s * size for s in v.stride()]) for i, v in enumerate(views)]
 regions = [[(start, stop, 1) for start, stop in part] for part in parts]
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # VmHWM begins anew
+counted = os.access("/proc/self/clear_refs", os.W_OK)
+if counted:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # VmHWM begins anew
 before = status("VmRSS")
 options = _core.Options(staging=32 << 20, cache="keep")
 load = _core.Load.start(
     checkpoint._core, options, wants=[0] * len(parts), regions=regions, into=into, strides=strides, keep=views
 )
 load.wait()
-peak = status("VmHWM") - before
+peak = status("VmHWM") - before if counted else None
 report = load.report()
 load.close()
 right = all(view.equal(source[a:b, c:d]) for view, ((a, b), (c, d)) in zip(views, parts))
@@ -206,6 +208,8 @@ def test_a_matrix_in_parts_is_one_load_with_exact_reads_and_no_temporary(
     assert right
     assert sum(route["bytes"] for route in report["routes"].values()) == path.stat().st_size - data_start(path)
     assert (report["gap_bytes"], report["slack_bytes"]) == (0, 0)
+    if peak is None:
+        pytest.skip("all but the memory was compared: this system lets nobody begin its peak anew")
     # Beyond the slabs: threads, the plan, and what the kernel's counters are late by
     assert peak <= report["peak_staging"] + (8 << 20) <= (40 << 20)
 
