@@ -364,10 +364,15 @@ fn staging_that_a_load_holds_whose_reads_hang_is_what_bounds_another() {
         request.options.io = Io::Threads;
         request
     };
+    // Staging is to be held for longer than the reads take, and others may use the disk.
+    let (first, _) = bench.start(slabs(), Throttling::default());
+    assert!(first.wait(None).unwrap());
+    let held = Duration::from_secs(2).max(Duration::from_secs_f64(3.0 * first.report().seconds));
+    drop(first);
     let (hog, release) = bench.start(slabs(), Throttling { hang: Some(0), ..Throttling::default() });
     std::thread::sleep(Duration::from_millis(100));
     let (load, _) = bench.start(slabs(), Throttling::default());
-    let done = load.wait(Some(Duration::from_secs(2))).unwrap();
+    let done = load.wait(Some(held)).unwrap();
     assert!(!done && !hog.is_done());
     release.release();
     assert!(hog.wait(None).unwrap() && load.wait(None).unwrap());
