@@ -324,7 +324,7 @@ def test_a_snapshot_without_safetensors_files(cache):
     files = {name: {"size": 1, "blob_id": "0" * 40} for name in ("model.safetensors", "pytorch_model.bin")}
     listing = json.dumps({"format_version": 1, "files": files})
     (cache.storage("org/old") / "trees" / f"{COMMIT}.json").write_text(listing)
-    assert "The repository has model.safetensors besides, not downloaded" in refused("org/old")
+    assert "The repository also has model.safetensors, not downloaded yet" in refused("org/old")
 
 
 @pytest.mark.parametrize("listing", ["", "[]", '{"format_version": 2, "files": {"x.safetensors": {}}}', '{"files": 3}'])
