@@ -127,6 +127,17 @@ print(report.resident_bytes >= checkpoint.nbytes, report.first_touch_bytes)
 """
 
 
+def read_where_samples_are_taken(path: Path) -> None:
+    """Of a cold file, brings the page in the middle of each MiB into the page cache."""
+    pagecache.evict(path)
+    with path.open("rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        size = os.fstat(opened.fileno()).st_size
+        for start in range(0, size, MIB):
+            os.pread(opened.fileno(), 1, start + (min(start + MIB, size) - start) // 2)
+    assert pagecache.resident(path).sum() < 2 * (size // MIB + 1)
+
+
 def test_what_a_stranger_could_only_sample_is_populated_and_not_left(file, python):
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
@@ -134,14 +145,11 @@ def test_what_a_stranger_could_only_sample_is_populated_and_not_left(file, pytho
         Path(folder).chmod(0o755)
         theirs = Path(shutil.copy(file, folder))
         theirs.chmod(0o644)
-        pagecache.evict(theirs)
-        with theirs.open("rb", buffering=0) as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            size = os.fstat(opened.fileno()).st_size
-            # The page in the middle of each MiB, which is where the samples are taken
-            for start in range(0, size, MIB):
-                os.pread(opened.fileno(), 1, start + (min(start + MIB, size) - start) // 2)
-        assert pagecache.resident(theirs).sum() < 2 * (size // MIB + 1)
-        done = python(STRANGER, theirs)
+        for _ in range(5):
+            read_where_samples_are_taken(theirs)
+            done = python(STRANGER, theirs)
+            # The kernel may take one of these pages back before the stranger asks: then the samples say so
+            if not done.stdout.startswith("False"):
+                break
         assert done.stdout == "True 0\n", done.stderr
         assert pagecache.resident(theirs).mean() > 0.9
