@@ -557,3 +557,20 @@ def test_a_file_that_vanished_since_it_was_opened_is_an_error(write):
     path.unlink()
     with pytest.raises(penstock.PenstockError, match=r"model\.safetensors"):
         checkpoint.load()
+
+
+def test_a_load_adds_to_its_own_report_although_another_has_ended_since(opened, monkeypatch):
+    """As where two threads share a checkpoint."""
+    others = penstock.Report(seconds=1.0, nbytes=0, tensors=0)
+    own = []
+    ended = type(opened)._ended
+
+    def and_another(checkpoint, load):
+        own.append(ended(checkpoint, load))
+        checkpoint._last_report = others
+        return own[-1]
+
+    monkeypatch.setattr(type(opened), "_ended", and_another)
+    opened.load(dtype=torch.float64)
+    assert [report["tensors"] for report in own] == [len(opened)]
+    assert "hand_out_seconds" in own[0] and others == {"seconds": 1.0, "nbytes": 0, "tensors": 0}

@@ -101,7 +101,7 @@ pub struct Options {
     pub extent: u64,
     /// Most reads in flight; 0 adapts to the route.
     pub depth: u32,
-    /// Worker threads of the buffered and mapped routes; 0 adapts to cores and file system.
+    /// Worker threads of the buffered and mapped routes, and of direct reads without io_uring; 0 adapts to cores and file system.
     pub threads: u32,
     /// On a CPU target: `Some(true)` gives private copies. `Some(false)` insists on mapping where the file system
     /// allows it. `None` maps local files; with [`Cache::Bypass`] only those that are resident.

@@ -3,9 +3,8 @@
 //! Two rules:
 //!
 //! - **Stall.** If nothing has moved for the stall timeout, and the load itself had to wait for source, device or slabs,
-//!   it fails. A read, a copy or an arrival moves when it starts and when it ends, and a
-//!   read whenever its source says that bytes have come. Time in which the load waits for its
-//!   consumer or for the caller's memory does not count.
+//!   it fails. A read, a copy or an arrival moves when it starts and when it ends, and a read moves whenever its source
+//!   says that bytes have come. Time in which the load waits for its consumer or for the caller's memory does not count.
 //! - **Drain.** A load that has failed or was cancelled waits for what is in flight: [`DRAIN`], or the stall timeout if
 //!   that is shorter. After that it gives up what still hangs.
 

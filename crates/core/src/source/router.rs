@@ -43,7 +43,7 @@ pub struct Router {
     /// io_uring, for those reads through the page cache that go this way.
     buffered: BufferedBy,
     io: Io,
-    /// Files on a network go to the asynchronous interface too: the caller named it.
+    /// Files on a network go to io_uring too: the caller named it.
     insists: bool,
     /// For each file, whether it refused O_DIRECT.
     refused: Vec<bool>,

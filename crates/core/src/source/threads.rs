@@ -1,5 +1,4 @@
-//! A pool of threads that read: the buffered and the mapped route, and O_DIRECT where no asynchronous interface is
-//! granted.
+//! A pool of threads that read: the buffered and the mapped route, and O_DIRECT where io_uring is not used.
 //!
 //! Threads start as reads queue up and end with the load. A thread that hangs in the kernel (a network mount whose
 //! server is gone cannot be interrupted) is left behind with its read. The read keeps the memory to which the kernel

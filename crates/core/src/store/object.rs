@@ -43,8 +43,9 @@ pub struct Object {
 /// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
 /// left behind. `objects` may not.
 pub trait Store: Send + Sync + Debug {
-    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`. Those that
-    /// are not directly under it are left out by the caller.
+    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`. Their
+    /// addresses begin with the one that was asked for, as it is spelled. Those that are not directly under it are left out
+    /// by the caller.
     ///
     /// # Errors
     /// `NotFound`, `Permission`, `Io`.

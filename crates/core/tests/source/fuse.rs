@@ -192,7 +192,7 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
     });
 }
 
-/// A shard file of three tensors, of which two begin at odd places.
+/// A shard file of three tensors. Two of them begin at odd places.
 fn shard() -> &'static [u8] {
     let header = br#"{"a":{"dtype":"U8","shape":[100003],"data_offsets":[0,100003]},
         "b":{"dtype":"F32","shape":[50,1000],"data_offsets":[100003,300003]},
