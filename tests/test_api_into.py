@@ -10,7 +10,7 @@ import penstock
 import pytest
 import torch
 from conftest import Oracle, raw
-from penstock import _destinations
+from penstock import _memory
 from penstock.synthetic.synth import Tensor
 
 
@@ -358,12 +358,12 @@ def test_what_is_said_to_interleave_shares_no_byte():
             steps = [chance.choice([1, 1, 2, -1]) for _ in ends]
             view = matrix[ends[0][0] : ends[0][1], ends[1][0] : ends[1][1]][:: steps[0], :: steps[1]]
             views.append(view.T if chance.random() < 0.3 else view)
-        group = [(to, *_destinations._span(to)) for to in map(_destinations._numpy_destination, views)]
+        group = [(to, *_memory._span(to)) for to in map(_memory._numpy_destination, views)]
         group.sort(key=lambda entry: entry[1])
         pairs = itertools.combinations(views, 2)
         none = not any(np.shares_memory(a, b) for a, b in pairs)
         apart += none
-        if _destinations._interleave(group):
+        if _memory._interleave(group):
             said += 1
             assert none, [(v.shape, v.strides, v.__array_interface__["data"][0]) for v in views]
     assert said > 200

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, open
 from ._core import CacheFill, Options, __version__, release_staging
+from ._destination import Destination
 from ._errors import (
     AccessError,
     CancelledError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ._patch import Patch, patch
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
+    from ._torch import torch_dtype
 
 __all__ = [
     "AccessError",
@@ -56,6 +58,7 @@ __all__ = [
     "CancelledError",
     "ChangedError",
     "Checkpoint",
+    "Destination",
     "DeviceError",
     "DigestError",
     "ForkedError",
@@ -91,6 +94,7 @@ __all__ = [
     "safe_open",
     "save",
     "save_file",
+    "torch_dtype",
 ]
 
 
@@ -105,6 +109,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _safe_open as module
             elif name in ("save", "save_file"):
                 from . import _save as module
+            elif name == "torch_dtype":
+                from . import _torch as module
             else:
                 from . import _patch as module
         found = globals()[name] = getattr(module, name)

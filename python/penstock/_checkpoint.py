@@ -12,7 +12,7 @@ from . import _core, _load
 from ._choices import ORDERS, Framework, Order, check_choice
 from ._core import Options
 from ._device import CPU
-from ._errors import ArgumentTypeError, NotACheckpointError, NotFoundError
+from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
 from ._framework import Adapter
 from ._frameworks import device_for
 from ._job import Job
@@ -22,7 +22,7 @@ from ._paths import local_path
 from ._progress import Progress
 from ._report import Report, report_of
 from ._request import Request, prepare
-from ._selection import Names, Slices, TensorInfo, info_of, select, unknown
+from ._selection import Names, Selection, Slices, TensorInfo, info_of, select, unknown
 
 if TYPE_CHECKING:
     from ._hub import Snapshot
@@ -251,7 +251,7 @@ class Checkpoint:
 
     def load_into(
         self,
-        module_or_mapping: Any,
+        into: Any,
         strict: bool = True,
         *,
         names: Names = None,
@@ -263,15 +263,18 @@ class Checkpoint:
         """Loads straight into existing tensors, without a second copy.
 
         Args:
-            module_or_mapping: A torch module (its parameters and persistent buffers are filled), or a mapping of names
-                to torch tensors or numpy arrays. They may be on several devices. Tied tensors are loaded once; the
-                checkpoint needs only one of their names. They may be strided. Two kinds are filled through a temporary
-                copy, and the report lists them in ``copied_through``: tensors on a GPU that are not contiguous, and
-                numpy arrays with negative strides.
+            into: A torch module (its parameters and persistent buffers are filled), a mapping of names to torch tensors
+                or numpy arrays, or a list of `Destination`. They may be on several devices, and they may be strided.
+                Tied tensors of a module or mapping are loaded once; the checkpoint needs only one of their names. A U8
+                tensor takes the bytes of any dtype of 8 bits. A few are filled through a temporary copy, and the
+                report lists them in ``copied_through``: numpy arrays with negative strides, and destinations with
+                ``cast`` on a GPU, or of a tensor that its file misaligns.
             strict: True: a name that only one side has is an error. False: the report lists such names, as ``missing``
-                (the checkpoint has no such tensor) and ``unexpected`` (there is no destination for this tensor).
-            names: Loads only these tensors of the checkpoint, as in `load`.
-            slices: As in `load`. A destination then has the shape of its slice.
+                (the checkpoint has no such tensor) and ``unexpected`` (there is no destination for this tensor). If
+                ``into`` is a list, tensors without a destination are not wanted, and not unexpected.
+            names: Loads only these tensors of the checkpoint, as in `load`. Not with a list.
+            slices: As in `load`. A destination then has the shape of its slice. Not with a list: `Destination` has a
+                ``cut``.
             progress: As in `load`.
             options: As in `load`.
             order: As in `load`.
@@ -283,14 +286,20 @@ class Checkpoint:
             MismatchError: destinations do not fit. One error, before any byte has moved: its text shows the first ten
                 problems, ``problems`` lists all of them.
             PenstockError: the load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
-                in part.
+                in part, one for each destination.
         """
         with importing():
             from . import _into
 
         check_choice("order", order, ORDERS)
-        request = Request(self, select(self._core, names, slices), CPU, make_options(options), order)
-        report = _into.load_into(request, module_or_mapping, strict, progress)
+        if _into.is_list(into):
+            if names is not None or slices is not None:
+                raise InvalidError("load_into: names= and slices= do not go with a list of destinations: omit them")
+            selection = Selection(self._core, [], [])
+        else:
+            selection = select(self._core, names, slices)
+        request = Request(self, selection, CPU, make_options(options), order)
+        report = _into.load_into(request, into, strict, progress)
         self._last_report = report
         return report
 

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from . import _accelerator, _core, _running
 from ._collector import collector_paused
-from ._destinations import Destination, destinations, is_numpy, is_torch, memory_problems
+from ._destination import Destination
 from ._device import Device
-from ._errors import MismatchError, PenstockError
+from ._errors import InvalidError, MismatchError, PenstockError, SliceError
+from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._load import stream
+from ._memory import Memory, is_numpy, is_torch, memories, memory_of, memory_problems
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._request import Request
-from ._selection import Selection
+from ._selection import Region, Selection, info_of, region_of, unknown
 
 _SHOWN = 10
 """Problems that the text of an error shows; `problems` has all of them."""
 
 
-def _match(
-    selection: Selection, found: list[Destination], strict: bool
-) -> tuple[list[tuple[int, Destination]], list[str], list[str]]:
-    """((want, destination) pairs, missing names, unexpected names). Raises MismatchError listing all that is wrong."""
+class _Matched:
+    """What is to be filled, and what only one side has."""
+
+    def __init__(self, selection: Selection, fills: list[Fill], missing: list[str], unexpected: list[str]) -> None:
+        self.selection = selection
+        """The wants, in the order of the fills."""
+        self.fills = fills
+        self.missing = missing
+        self.unexpected = unexpected
+
+
+def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matched:
+    """Tensors of a module or mapping and the wants of their names. Raises MismatchError listing all that is wrong."""
     wants = {name: want for want, name in enumerate(selection.names)}
-    pairs: list[tuple[int, Destination]] = []
+    pairs: list[tuple[int, Fill]] = []
     missing: list[str] = []
     problems: list[str] = []
     known: set[str] = set()
@@ -43,21 +54,63 @@ def _match(
             problems.append(f"{name} {to.problem}")
             continue
         dtype, shape = selection.describe(wants[name])
-        if shape != to.shape:
-            problems.append(
-                f"{name} has shape {list(shape)} in the checkpoint, but {list(to.shape)} in its destination"
-            )
-        if dtype != to.dtype:
-            problems.append(f"{name} is {dtype} in the checkpoint, but {to.dtype} in its destination")
-        pairs.append((wants[name], to))
+        fill, wrong = fitted(to, name, dtype, shape)
+        problems += wrong
+        pairs.append((wants[name], fill))
     unexpected = [name for name in selection.names if name not in known]
-    problems += memory_problems([to for _, to in pairs])
+    problems += memory_problems([fill.memory for _, fill in pairs])
     if strict:
         problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
         problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]
     if problems:
         raise _mismatch(selection.core.files(), problems)
-    return sorted(pairs, key=lambda pair: pair[0]), missing, unexpected
+    pairs.sort(key=lambda pair: pair[0])
+    return _Matched(selection.part([want for want, _ in pairs]), [fill for _, fill in pairs], missing, unexpected)
+
+
+def _by_destination(core: _core.Checkpoint, given: Sequence[Destination], strict: bool) -> _Matched:
+    """Each destination and its want. Raises MismatchError listing all that is wrong."""
+    found: list[tuple[int, Region | None, Fill]] = []
+    missing: list[str] = []
+    problems: list[str] = []
+    for at in given:
+        if at.name not in core:
+            missing.append(at.name)
+            continue
+        to = memory_of(at.into)
+        if to is None:
+            kind = type(at.into).__name__
+            text = f"load_into: the destination of {at.name} is a {kind}, not a torch tensor or numpy array"
+            raise InvalidError(text)
+        to.names.append(at.name)
+        if to.problem is not None:
+            problems.append(f"{at.name} {to.problem}")
+            continue
+        index = core.index(at.name)
+        _, dtype, shape, _, _, _ = core.info(index)
+        region = None
+        if at.cut is not None:
+            try:
+                region = region_of(info_of(core, index), at.cut)
+            except SliceError as error:
+                problems.append(str(error))
+                continue
+            shape = tuple(len(range(*part)) for part in region)
+        fill, wrong = fitted(to, at.name, dtype, shape, at.axes, at.cast, one_for_all=True)
+        problems += wrong
+        found.append((index, region, fill))
+    problems += memory_problems([fill.memory for _, _, fill in found])
+    if strict:
+        problems += [str(unknown(core, name)) for name in missing]
+    if problems:
+        raise _mismatch(core.files(), problems)
+    selection = Selection(
+        core,
+        [fill.name for _, _, fill in found],
+        [index for index, _, _ in found],
+        [region for _, region, _ in found] if any(region is not None for _, region, _ in found) else None,
+    )
+    return _Matched(selection, [fill for _, _, fill in found], missing, [])
 
 
 def _mismatch(files: Sequence[str], problems: list[str]) -> MismatchError:
@@ -75,19 +128,25 @@ def _mismatch(files: Sequence[str], problems: list[str]) -> MismatchError:
     return error
 
 
+def is_list(given: Any) -> bool:
+    """Whether these are destinations, in a list or tuple."""
+    return isinstance(given, (list, tuple)) and all(isinstance(one, Destination) for one in given)
+
+
 class _Part:
     """The load into the destinations of one device that the core fills itself."""
 
-    def __init__(self, request: Request, pairs: list[tuple[int, Destination]], device: Device) -> None:
-        self.destinations = [to for _, to in pairs]
+    def __init__(self, request: Request, pairs: list[tuple[int, Fill]], device: Device) -> None:
+        self.fills = [fill for _, fill in pairs]
         fence, event = (0, None) if device.is_cpu else _accelerator.Accelerator(device).fence()
         part = request.selection.part([want for want, _ in pairs])
         self.load: _core.Load = _running.begin(
             request._replace(selection=part, device=device),
             None,
-            into=[(to.address, to.span()) for to in self.destinations],
-            strides=[(i, to.strides()) for i, to in enumerate(self.destinations) if not to.contiguous],
-            keep=([to.tensor for to in self.destinations], event),
+            into=[(fill.memory.address, fill.span()) for fill in self.fills],
+            strides=[(i, fill.dims) for i, fill in enumerate(self.fills) if fill.dims is not None],
+            casts=[(i, fill.cast) for i, fill in enumerate(self.fills) if fill.cast is not None],
+            keep=([fill.memory.tensor for fill in self.fills], event),
             fence=fence,
         )
 
@@ -95,20 +154,25 @@ class _Part:
 def load_into(request: Request, given: Any, strict: bool, progress: Progress) -> Report:
     """Fills the destinations, wherever they are; see `Checkpoint.load_into`."""
     with collector_paused():  # else it goes through all of the model's tensors, several times
-        pairs, missing, unexpected = _match(request.selection, destinations(given), strict)
-    straight = [(want, to) for want, to in pairs if to.straight]
-    roundabout = [(want, to) for want, to in pairs if not to.straight]
-    detours = _detours(request, roundabout)
+        if is_list(given):
+            matched = _by_destination(request.selection.core, given, strict)
+        else:
+            matched = _by_name(request.selection, memories(given), strict)
+    request = request._replace(selection=matched.selection)
+    straight = [(want, fill) for want, fill in enumerate(matched.fills) if fill.straight(matched.selection, want)]
+    taken = {want for want, _ in straight}
+    roundabout = [(want, fill) for want, fill in enumerate(matched.fills) if want not in taken]
+    detours = list(_detours(request, roundabout))
     parts: list[_Part] = []
     reports: list[Report] = []
-    copied: list[Destination] = []
+    copied: list[Fill] = []
     began, cpu = time.perf_counter(), time.process_time()
     try:
         with Meter(progress, "load_into") as meter:
-            devices = {to.device for _, to in straight}
+            devices = {fill.memory.device for _, fill in straight}
             # Where there is nothing to fill, a load of nothing gives its report
             for device in sorted(devices) if devices or roundabout else [request.device]:
-                on_it = [(want, to) for want, to in straight if to.device == device]
+                on_it = [(want, fill) for want, fill in straight if fill.memory.device == device]
                 parts.append(_Part(request, on_it, device))
             for part in parts:
                 _running.await_load(part.load, meter)
@@ -116,20 +180,23 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
             for part, report in zip(parts, reports, strict=True):
                 _running.write_trace(part.load, report)
         reports += [detour.run(copied) for detour in detours]
+        for _, fill in straight:
+            if fill.spread:
+                fill.spread_out()
         took = time.perf_counter() - began, time.process_time() - cpu
     except BaseException as error:
         for part in parts:
             part.load.close()
-        touched = [to for part in parts for to in (part.destinations[i] for i in part.load.touched())] + copied
-        _say_touched(error, [name for to in touched for name in to.names])
+        touched = [fill for part in parts for fill in (part.fills[i] for i in part.load.touched())] + copied
+        _say_touched(error, [name for fill in touched for name in fill.memory.names])
         raise
     finally:
         for part in parts:
             part.load.close()
-    _bump_versions(to.tensor for _, to in straight)
+    _bump_versions(fill.memory.tensor for _, fill in straight)
     report = merged(reports, *took)
-    report["missing"], report["unexpected"] = missing, unexpected
-    report["copied_through"] = [name for _, to in roundabout for name in to.names]
+    report["missing"], report["unexpected"] = matched.missing, matched.unexpected
+    report["copied_through"] = [name for _, fill in roundabout for name in fill.memory.names]
     return report
 
 
@@ -139,48 +206,44 @@ class _Detour:
     Made before the first byte moves, so that what the framework lacks is found out in time.
     """
 
-    def __init__(self, request: Request, pairs: list[tuple[int, Destination]], framework: str, device: Device) -> None:
+    def __init__(self, request: Request, pairs: list[tuple[int, Fill]], framework: str, device: Device) -> None:
         part = request.selection.part([want for want, _ in pairs])
-        self._by_name = {request.selection.names[want]: to for want, to in pairs}
+        self._by_name = {request.selection.names[want]: fill for want, fill in pairs}
         self._request = request._replace(selection=part, device=device)
         self._adapter = make_adapter(framework, part, device, None)
 
-    def run(self, copied: list[Destination]) -> Report:
+    def run(self, copied: list[Fill]) -> Report:
         """Fills them, a window of them at a time. ``copied`` gets those that are no longer what they were."""
         reports: list[Report] = []
         for name, tensor in stream(self._request, self._adapter, False, reports):
-            to = self._by_name[name]
-            copied.append(to)
-            _copy(to.tensor, tensor)
+            fill = self._by_name[name]
+            copied.append(fill)
+            fill.copy(tensor)
         return reports[0]
 
 
-def _detours(request: Request, pairs: list[tuple[int, Destination]]) -> list[_Detour]:
+def _detours(request: Request, pairs: list[tuple[int, Fill]]) -> Iterator[_Detour]:
     """The loads that fill these destinations. The core itself can fill none of them."""
-    found = []
-    for device in sorted({to.device for _, to in pairs}):
-        for framework, is_kind in (("pt", is_torch), ("np", is_numpy)):
-            those = [(want, to) for want, to in pairs if to.device == device and is_kind(to.tensor)]
-            if those:
-                found.append(_Detour(request, those, framework, device))
-    return found
+    while pairs:
+        # A name comes once in each of them
+        once: dict[str, tuple[int, Fill]] = {}
+        rest = []
+        for pair in pairs:
+            if once.setdefault(request.selection.names[pair[0]], pair) is not pair:
+                rest.append(pair)
+        pairs = rest
+        for device in sorted({fill.memory.device for _, fill in once.values()}):
+            for framework, is_kind in (("pt", is_torch), ("np", is_numpy)):
+                those = [
+                    (want, fill)
+                    for want, fill in once.values()
+                    if fill.memory.device == device and is_kind(fill.memory.tensor)
+                ]
+                if those:
+                    yield _Detour(request, those, framework, device)
 
 
-def _copy(to: Any, tensor: Any) -> None:
-    """Copies a loaded tensor into a destination of the same shape and dtype."""
-    if is_numpy(to):
-        import numpy
-
-        to.view(numpy.ndarray)[...] = tensor  # not by a subclass' own idea of assignment
-        return
-    import torch
-
-    # An inference tensor may be written to in that mode alone
-    with torch.inference_mode() if to.is_inference() else torch.no_grad():
-        to.copy_(tensor)
-
-
-def _bump_versions(tensors: Any) -> None:
+def _bump_versions(tensors: Iterable[Any]) -> None:
     """Tells autograd that these tensors were written to: what was saved of them for a backward pass is void."""
     torch = sys.modules.get("torch")
     bump = getattr(getattr(getattr(torch, "autograd", None), "graph", None), "increment_version", None)

@@ -153,7 +153,8 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
     return list(found)
 
 
-def _region(info: TensorInfo, cut: Any) -> Region:
+def region_of(info: TensorInfo, cut: Any) -> Region:
+    """The part of a tensor that a slice, or a tuple of slices, means. Raises SliceError."""
     name, shape = info.name, info.shape
 
     def refused(why: str) -> SliceError:
@@ -212,7 +213,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
             info = info_of(core, selection.tensor(want), files)
             cut = slices(info)
             if cut is not None:
-                regions[want] = _region(info, cut)
+                regions[want] = region_of(info, cut)
     else:
         if not isinstance(slices, Mapping):
             raise ArgumentTypeError(f"slices={slices!r}: give a dict by name, or a function that takes a TensorInfo")
@@ -223,7 +224,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
                     raise unknown(core, name)
                 raise InvalidError(f"slices: {name} is not among the names to load")
             want = place[name]
-            regions[want] = _region(info_of(core, selection.tensor(want), files), cut)
+            regions[want] = region_of(info_of(core, selection.tensor(want), files), cut)
     if any(r is not None for r in regions):
         selection.regions = regions
     return selection

@@ -51,11 +51,15 @@ def _native() -> dict[str, tuple[int, int, int]]:
 
 @cache
 def torch_dtype(name: str) -> Any:
-    """torch's dtype for one of the format, or None if this torch has none."""
+    """torch's dtype for one of the format, such as ``torch.bfloat16`` for "BF16". None if this torch has none.
+
+    Raises:
+        KeyError: the format has no such dtype.
+    """
     return getattr(torch, DTYPES[name].torch or "", None)
 
 
-def _torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tuple[int, ...]:
+def torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tuple[int, ...]:
     """The shape in torch's elements: of F4 they are pairs along the last dimension."""
     if dtype != "F4":
         return shape
@@ -78,7 +82,7 @@ def of_bytes(data: bytes) -> dict[str, Any]:
         kind = torch_dtype(dtype)
         if kind is None:
             raise MissingDtypeError(f"tensor {name} is {dtype}, which torch {torch.__version__} lacks", tensor=name)
-        shape = _torch_shape(name, dtype, shape, "bytes")
+        shape = torch_shape(name, dtype, shape, "bytes")
         if begin == end:
             made[name] = torch.empty(shape, dtype=kind, device="cpu")
             continue
@@ -95,7 +99,7 @@ def _index_array(part: Any) -> Any:
 
 def indexing(info: TensorInfo) -> Indexing:
     """How torch indexes a tensor of the checkpoint."""
-    shape = _torch_shape(info.name, info.dtype, info.shape, info.file)
+    shape = torch_shape(info.name, info.dtype, info.shape, info.file)
     arrays = Arrays(
         _index_array, lambda numbers: torch.tensor(numbers, dtype=torch.long, device="cpu"), reversible=False
     )
@@ -155,7 +159,7 @@ class Torch(Adapter):
                         tensor=self._selection.names[want],
                     )
                 _, shape = self._selection.describe(want)
-                self._as_bytes[want] = (kind, _torch_shape(self._selection.names[want], name, shape, file))
+                self._as_bytes[want] = (kind, torch_shape(self._selection.names[want], name, shape, file))
 
     @property
     def caller_blocks(self) -> bool:
@@ -232,7 +236,7 @@ class Meta(Torch):
         if self._raw:
             shape, dtype = (math.prod(shape) * DTYPES[name].bits // 8,), torch.uint8
         else:
-            shape = _torch_shape(self._selection.names[want], name, shape, self._selection.file(want))
+            shape = torch_shape(self._selection.names[want], name, shape, self._selection.file(want))
             dtype = torch_dtype(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -17,8 +17,8 @@ from ._errors import InvalidError, UnsupportedError
 from ._late_imports import importing
 
 
-class Destination:
-    """One tensor to be filled, with every name that it goes by."""
+class Memory:
+    """The memory of one tensor that is to be filled, with every name that the tensor goes by."""
 
     __slots__ = ("address", "contiguous", "device", "dtype", "names", "nbytes", "problem", "shape", "tensor")
 
@@ -33,19 +33,9 @@ class Destination:
         self.contiguous = True
         self.problem: str | None = None
 
-    @property
-    def straight(self) -> bool:
-        """Whether the core can fill it: it is contiguous, or in CPU memory without negative steps."""
-        return self.contiguous or (self.device.is_cpu and all(step >= 0 for n, step in self.steps()[0] if n > 1))
-
-    def span(self) -> int:
-        """Bytes from its first element to the end of its last one, where all of them come behind the first."""
-        start, past = _span(self, 0)
-        return past - start if self.nbytes else 0
-
-    def strides(self) -> list[int]:
-        """Bytes from element to element in each dimension; 0 where there is one element at most."""
-        return [step if n > 1 else 0 for n, step in self.steps()[0]]
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return int(self.tensor.itemsize if is_numpy(self.tensor) else self.tensor.element_size())
 
     def steps(self) -> tuple[list[tuple[int, int]], int]:
         """Where its bytes are: (count, step in bytes, maybe negative) per dimension, and the bytes of an element."""
@@ -75,8 +65,8 @@ def _torch_names() -> dict[Any, str]:
     return {kind: name for name in reversed(list(DTYPES)) if (kind := torch_dtype(name)) is not None}
 
 
-def _torch_destination(tensor: Any) -> Destination:
-    to = Destination(tensor)
+def _torch_memory(tensor: Any) -> Memory:
+    to = Memory(tensor)
     try:
         to.problem = _of_torch(to, tensor)
     except RuntimeError as error:  # a tensor that is none by itself, as inside of torch.func.vmap
@@ -84,7 +74,7 @@ def _torch_destination(tensor: Any) -> Destination:
     return to
 
 
-def _of_torch(to: Destination, tensor: Any) -> str | None:
+def _of_torch(to: Memory, tensor: Any) -> str | None:
     """Fills in what is known of a torch tensor; what is wrong with it."""
     import torch
 
@@ -124,11 +114,11 @@ def _of_torch(to: Destination, tensor: Any) -> str | None:
     return None
 
 
-def _numpy_destination(array: Any) -> Destination:
+def _numpy_memory(array: Any) -> Memory:
     with importing():
         from ._numpy import numpy_dtype
 
-    to = Destination(array)
+    to = Memory(array)
     to.shape = tuple(array.shape)
     # numpy takes None for float64, so what numpy lacks must not be compared
     known = ((name, numpy_dtype(name)) for name in DTYPES)
@@ -146,8 +136,15 @@ def _numpy_destination(array: Any) -> Destination:
     return to
 
 
-def destinations(given: Any) -> list[Destination]:
-    """The distinct destinations in a module or mapping. Names of one and the same tensor share one."""
+def memory_of(tensor: Any) -> Memory | None:
+    """The memory of a torch tensor or a numpy array; None if it is neither."""
+    if is_torch(tensor):
+        return _torch_memory(tensor)
+    return _numpy_memory(tensor) if is_numpy(tensor) else None
+
+
+def memories(given: Any) -> list[Memory]:
+    """The memory of each distinct tensor in a module or mapping. Names of one and the same tensor share one."""
     state_dict = getattr(given, "state_dict", None)
     if not isinstance(given, Mapping) and callable(state_dict):
         values = [(name, t) for name, t in state_dict(keep_vars=True).items() if is_torch(t)]
@@ -155,21 +152,20 @@ def destinations(given: Any) -> list[Destination]:
         values = list(given.items())
     else:
         raise InvalidError(
-            f"load_into: {type(given).__name__} is neither a torch module nor a mapping of names to tensors"
+            f"load_into: {type(given).__name__} is none of these: a torch module, a mapping of names to tensors, "
+            "a list of penstock.Destination"
         )
-    found: list[Destination] = []
-    by_memory: dict[Any, Destination] = {}
+    found: list[Memory] = []
+    by_memory: dict[Any, Memory] = {}
     for name, value in values:
         if not isinstance(name, str):
             raise InvalidError(f"load_into: {name!r} is not the name of a tensor: give a string")
-        if is_torch(value):
-            to = _torch_destination(value)
-            strides = value.stride() if to.problem is None and not to.contiguous else ()
-        elif is_numpy(value):
-            to = _numpy_destination(value)
-            strides = () if to.contiguous else value.strides
-        else:
+        to = memory_of(value)
+        if to is None:
             raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
+        strides: Any = ()
+        if to.problem is None and not to.contiguous:
+            strides = value.stride() if is_torch(value) else value.strides
         # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
         same: Any = (to.device, to.address, to.dtype, to.shape, strides) if to.address and to.nbytes else id(value)
         to = by_memory.setdefault(same, to)
@@ -179,7 +175,7 @@ def destinations(given: Any) -> list[Destination]:
     return found
 
 
-def _overlaps_itself(to: Destination) -> bool:
+def _overlaps_itself(to: Memory) -> bool:
     """Whether several of its elements may be the same memory: steps that are shorter than what they step over."""
     dimensions, inner = to.steps()
     for step, n in sorted((abs(step), n) for n, step in dimensions if n > 1):
@@ -189,7 +185,7 @@ def _overlaps_itself(to: Destination) -> bool:
     return False
 
 
-def _span(to: Destination, address: int | None = None) -> tuple[int, int]:
+def _span(to: Memory, address: int | None = None) -> tuple[int, int]:
     """Addresses of its first byte and behind its last; ``address``, if given, counts as that of its first element."""
     address = to.address if address is None else address
     if to.contiguous:
@@ -199,8 +195,8 @@ def _span(to: Destination, address: int | None = None) -> tuple[int, int]:
     return address + sum(e for e in ends if e < 0), address + sum(e for e in ends if e > 0) + size
 
 
-def _overlap(a: Destination, b: Destination) -> bool:
-    """Whether two destinations whose spans meet have a byte in common. Columns of one matrix do not, for instance."""
+def overlap(a: Memory, b: Memory) -> bool:
+    """Whether two tensors whose spans meet have a byte in common. Columns of one matrix do not, for instance."""
     if a.contiguous and b.contiguous:
         return True
     try:
@@ -220,7 +216,7 @@ def _overlap(a: Destination, b: Destination) -> bool:
 class _Elsewhere:
     """What numpy needs to know of an array with the shape and steps of a destination."""
 
-    def __init__(self, to: Destination, address: int) -> None:
+    def __init__(self, to: Memory, address: int) -> None:
         dimensions, size = to.steps()
         self.__array_interface__ = {
             "version": 3,
@@ -231,7 +227,7 @@ class _Elsewhere:
         }
 
 
-def memory_problems(found: list[Destination]) -> list[str]:
+def memory_problems(found: list[Memory]) -> list[str]:
     """Destinations that overlap each other, or whose memory may not be written to."""
     problems = []
     filled = [(to, *_span(to)) for to in found if to.problem is None and to.nbytes]
@@ -246,7 +242,7 @@ def memory_problems(found: list[Destination]) -> list[str]:
 
 
 #: A destination, and the addresses of its first byte and behind its last.
-_Spanning = tuple[Destination, int, int]
+_Spanning = tuple[Memory, int, int]
 
 
 def _whose_spans_meet(ordered: list[_Spanning]) -> Iterator[list[_Spanning]]:
@@ -300,7 +296,7 @@ def _overlaps(group: list[_Spanning]) -> list[str]:
         for a, place_a, length_a in near:
             if row and length_a <= (place - place_a) % row <= row - length:
                 continue
-            if _overlap(group[a][0], group[b][0]):
+            if overlap(group[a][0], group[b][0]):
                 one, other = (group[i][0].names[0] for i in (a, b))
                 problems.append(f"{other} overlaps {one} in memory without being the same tensor")
                 break

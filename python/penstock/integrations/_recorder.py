@@ -1,0 +1,346 @@
+"""Records what an engine's loader does with the tensors of a checkpoint, and then does it as one load.
+
+The loader gets `Deferred` tensors. It narrows, views and copies them as ever. The copies are recorded; `Recorder.run`
+loads exactly the bytes that were copied, straight to where they were copied to.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from .._checkpoint import Checkpoint
+from .._choices import ORDERS, Order, check_choice
+from .._destination import Destination
+from .._errors import MissingDtypeError
+from .._memory import Memory, memory_of, overlap
+from .._report import Report, merged
+from .._torch import torch_dtype, torch_shape
+from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, planned, with_memory
+from ._region import Box
+
+
+class _Copy:
+    """One recorded copy that has not been made."""
+
+    __slots__ = ("begin", "destination", "end", "steps")
+
+    def __init__(self, destination: Destination, begin: int, end: int, steps: tuple[Any, ...]) -> None:
+        self.destination = destination
+        self.begin = begin
+        """Address of the first byte that it writes."""
+        self.end = end
+        """Address behind the last one."""
+        self.steps = steps
+        """Where the bytes between lie."""
+
+
+class _Outstanding:
+    """The copies that have not been made, by the memory that they go to. No two of them share a byte."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, tuple[list[int], list[_Copy]]] = {}
+        self._longest: dict[int, int] = {}
+        self.count = 0
+
+    def add(self, storage: int, copy: _Copy) -> None:
+        begins, copies = self._by_storage.setdefault(storage, ([], []))
+        at = len(begins) if not begins or begins[-1] <= copy.begin else bisect_left(begins, copy.begin)
+        begins.insert(at, copy.begin)
+        copies.insert(at, copy)
+        self._longest[storage] = max(self._longest.get(storage, 0), copy.end - copy.begin)
+        self.count += 1
+
+    def meeting(self, storage: int, begin: int, end: int) -> list[_Copy]:
+        """Those whose span meets these addresses."""
+        found = self._by_storage.get(storage)
+        if found is None:
+            return []
+        begins, copies = found
+        first = bisect_left(begins, begin - self._longest[storage])
+        met = []
+        for copy in copies[first:]:
+            if copy.begin >= end:
+                break
+            if copy.end > begin:
+                met.append(copy)
+        return met
+
+    def drop(self, storage: int, copy: _Copy) -> None:
+        begins, copies = self._by_storage[storage]
+        at = next(i for i in range(bisect_left(begins, copy.begin), len(copies)) if copies[i] is copy)
+        del begins[at], copies[at]
+        self.count -= 1
+
+    def take(self) -> list[_Copy]:
+        """All of them, and none are left."""
+        found = [copy for _, copies in self._by_storage.values() for copy in copies]
+        self._by_storage, self._longest, self.count = {}, {}, 0
+        return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(its storage's address, address of its first byte, address behind its last one)."""
+    size, begin = tensor.element_size(), tensor.data_ptr()
+    if tensor.is_contiguous():
+        end = begin + tensor.numel() * size
+    else:
+        end = begin + size * (1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)))
+    return tensor.untyped_storage().data_ptr(), begin, end
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at what every operation of this thread touches, before it runs."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        super().__init__()
+        self._recorders = recorders
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view and any(one._outstanding.count for one in self._recorders):
+            # A recorder looks at the destinations of its own deferred tensors itself
+            own = None
+            if func is torch.ops.aten.copy_.default and isinstance(args[1], Deferred):
+                own = args[1]._root.recording
+            for value in tree_flatten((args, kwargs))[0]:
+                if isinstance(value, torch.Tensor) and not isinstance(value, Deferred):
+                    for recorder in self._recorders:
+                        if recorder is not own:
+                            recorder.about_to_touch(value)
+        return func(*args, **kwargs)
+
+
+class _Assignments(TorchFunctionMode):
+    """Sees ``parameter.data = deferred``, of which the parameter alone would be told."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if len(args) == 2 and isinstance(args[1], Deferred) and func == SET_DATA and not isinstance(args[0], Deferred):
+            return assign_data(*args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching(recorders: Sequence[Recorder]) -> Iterator[None]:
+    """`Recorder.barrier` for several at once, which may become more meanwhile."""
+    with _Assignments(), _Watch(recorders):
+        yield
+
+
+class Recorder:
+    """Gives an engine's loader the tensors of a checkpoint without their bytes, and loads what it copies of them.
+
+        recorder = Recorder(checkpoint, device=device)
+        with recorder.barrier():
+            model.load_weights(recorder.weights())
+            report = recorder.run(model)
+
+    Args:
+        checkpoint: What to load.
+        keep: Which tensors to give: a function from a name to True or False. None gives all of them.
+        device: The device that the tensors claim to be on. Engines take slower paths for tensors of the CPU.
+        options: Of the loads, as for `Checkpoint.load`.
+
+    The loader's threads may use the tensors. Operations on other tensors are watched on the thread of `barrier` only.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        keep: Callable[[str], bool] | None = None,
+        device: Any = "cpu",
+        options: Any = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.materialised: Counter[str] = Counter()
+        """Operations that got a real tensor, by name, and how often. They were not part of a load."""
+        self.materialised_bytes = 0
+        """Bytes of those tensors."""
+        self.copies = 0
+        """Copies that were recorded."""
+        self.overwritten = 0
+        """Recorded copies that were never made, because another one took their place."""
+        self._keep = keep
+        self._device = torch.device(device)
+        self._options = options
+        self._outstanding = _Outstanding()
+        self._lock = threading.RLock()
+        self._reports: list[Report] = []
+        self._layout: list[tuple[str, tuple[slice, ...]]] = []
+        self._names = checkpoint.keys()
+
+    # What the loader gets
+
+    def weights(self, prefix: str = "", order: Order | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (``prefix`` + name, deferred tensor) for the tensors of the checkpoint.
+
+        Args:
+            prefix: Put before each name.
+            order: "file" (the default), or "layer" for the tensors of one layer together.
+
+        Raises:
+            MissingDtypeError: torch has no such dtype.
+        """
+        check_choice("order", order or "file", ORDERS)
+        infos = [self.checkpoint[name] for name in self._names]
+        numbers: Any = range(len(infos))
+        if order == "layer":
+            numbers = sorted(numbers, key=lambda i: _layer(infos[i].name))
+        for number in numbers:
+            info = infos[number]
+            if self._keep is not None and not self._keep(info.name):
+                continue
+            dtype = torch_dtype(info.dtype)
+            if dtype is None:
+                text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
+                raise MissingDtypeError(text, path=info.file, tensor=info.name)
+            shape = torch_shape(info.name, info.dtype, info.shape, info.file)
+            twin = torch.empty(shape, dtype=dtype, device="meta")
+            yield prefix + info.name, Deferred(Root(self, number, tuple(shape), dtype), twin, self._device)
+
+    @contextmanager
+    def barrier(self) -> Iterator[None]:
+        """Within it, an operation that reads or overwrites bytes that are still to come has those loaded first."""
+        with watching([self]):
+            yield
+
+    # What happens to it
+
+    def copied(self, to: torch.Tensor, source: Deferred) -> bool:
+        """Records a copy; see `Recording`."""
+        if to.numel() == 0:
+            return True
+        plan = planned(to, source)
+        if plan is None:
+            return False
+        destination = self._destination(plan)
+        with self._lock:
+            storage, begin, end = _span(to)
+            steps = (tuple(to.size()), to.stride())
+            for old in self._outstanding.meeting(storage, begin, end):
+                if (old.begin, old.end, old.steps) == (begin, end, steps):
+                    self._outstanding.drop(storage, old)
+                    self.overwritten += 1
+                elif _share_bytes(old.destination.into, to):
+                    self._load()
+                    break
+            self._outstanding.add(storage, _Copy(destination, begin, end, steps))
+            self.copies += 1
+            self._layout.append((destination.name, plan.cut))
+        return True
+
+    def _destination(self, plan: Planned) -> Destination:
+        return Destination(self._names[plan.tensor.index], plan.into, plan.cut, plan.axes, plan.cast)
+
+    def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
+        """Reads a box at once; see `Recording`."""
+        plan = Planned(tensor, box, arranged(to, box), tuple(d for d, _, _ in box.dims), False)
+        self.checkpoint.load_into([self._destination(plan)], progress=False, options=self._options)
+
+    def about_to_touch(self, tensor: torch.Tensor) -> None:
+        """Loads what goes to these bytes, if anything does; see `Recording`."""
+        if not self._outstanding.count or tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        try:
+            storage, begin, end = _span(tensor)
+        except RuntimeError:  # it has no memory that could be asked for, as under `torch.compile`
+            return
+        with self._lock:
+            met = self._outstanding.meeting(storage, begin, end)
+            if any(_share_bytes(copy.destination.into, tensor) for copy in met):
+                self._load()
+
+    def count(self, operation: str, nbytes: int) -> None:
+        """Counts an operation that got a real tensor; see `Recording`."""
+        with self._lock:
+            self.materialised[operation] += 1
+            self.materialised_bytes += nbytes
+
+    def _load(self) -> None:
+        """Makes all copies that are outstanding, in one load."""
+        copies = self._outstanding.take()
+        if copies:
+            with _disable_current_modes():
+                report = self.checkpoint.load_into(
+                    [copy.destination for copy in copies], progress=False, options=self._options
+                )
+            self._reports.append(report)
+
+    # What comes of it
+
+    @property
+    def layout(self) -> list[tuple[str, tuple[slice, ...]]]:
+        """(name, cut) of every copy that was recorded, in the order of recording."""
+        return list(self._layout)
+
+    def run(self, model: torch.nn.Module | None = None) -> Report:
+        """Loads all that is outstanding.
+
+        Args:
+            model: If given, none of its parameters and buffers is deferred afterwards: those that are get bytes of
+                their own, and are counted.
+
+        Returns:
+            One report for all loads of this recorder, with ``loads`` (how many there were), ``copies`` (recorded) and
+            ``materialised`` (operations that needed bytes at once, by name).
+
+        Raises:
+            PenstockError: a load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
+                in part.
+        """
+        with self._lock:
+            self._load()
+            if model is not None:
+                self._settle(model)
+                self._load()
+            if not self._reports:
+                self._reports.append(self.checkpoint.load_into([], progress=False, options=self._options))
+            loads = [report for report in self._reports if report["tensors"]]
+            total = merged(
+                self._reports,
+                sum(report["seconds"] for report in self._reports),
+                sum(report["cpu_seconds"] for report in self._reports),
+            )
+            report = Report(total)
+            report["loads"], report["copies"] = len(loads), self.copies
+            report["materialised"] = dict(self.materialised)
+            report["materialised_bytes"] = self.materialised_bytes
+            return report
+
+    def _settle(self, model: torch.nn.Module) -> None:
+        """Gives parameters and buffers that are deferred memory of their own."""
+        for module in model.modules():
+            stores: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers)
+            for store in stores:
+                for name, value in list(store.items()):
+                    if not isinstance(value, Deferred):
+                        continue
+                    self.count(f"{'parameter' if store is module._parameters else 'buffer'} left", value.nbytes)
+                    made = with_memory(value)
+                    if store is module._parameters:
+                        made = torch.nn.Parameter(made, requires_grad=value.requires_grad)
+                    store[name] = made  # type: ignore[index]
+
+
+def _layer(name: str) -> tuple[Any, ...]:
+    """What sorts names by layer: numbers in them count as numbers."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
+
+
+def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage whose spans meet have a byte in common."""
+    one, other = memory_of(a), memory_of(b)
+    return not isinstance(one, Memory) or not isinstance(other, Memory) or overlap(one, other)

@@ -1,0 +1,124 @@
+"""Reloads: tensors whose copies are made at once, from parts that are read ahead.
+
+An engine that reloads processes each layer as soon as its last tensor has been copied. So nothing can be put off. But
+the first load has shown which part of each tensor is copied. Those parts are streamed, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .._checkpoint import Checkpoint
+from .._destination import Destination
+from .._selection import TensorInfo
+from .._torch import torch_dtype, torch_shape
+from ._deferred import Deferred, Root, arranged, planned
+from ._region import Box
+
+Cuts = dict[str, tuple[slice, ...]]
+"""By name: the smallest part of the tensor that has all that was copied of it."""
+
+
+def cuts_of(copied: Iterable[tuple[str, tuple[slice, ...]]]) -> Cuts:
+    """The parts that these copies (name, part) are of."""
+    found: Cuts = {}
+    for name, cut in copied:
+        before = found.get(name)
+        found[name] = tuple(
+            slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before or cut, cut, strict=True)
+        )
+    return found
+
+
+def _fits(info: TensorInfo, cut: tuple[slice, ...]) -> bool:
+    return len(cut) == len(info.shape) and all(part.stop <= n for part, n in zip(cut, info.shape, strict=True))
+
+
+class Reloader:
+    """Gives the tensors of a checkpoint, each with the part of it that is expected to be copied.
+
+    Args:
+        checkpoint: What to load.
+        keep: Which tensors to give; None gives all of them.
+        device: Where the parts are read to.
+        options: Of the loads.
+        cuts: The parts. A tensor without one is read when it is needed.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, keep: Callable[[str], bool] | None, device: torch.device, options: Any, cuts: Cuts
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.read_besides = 0
+        """Bytes that were not read ahead."""
+        self._keep = keep
+        self._device = device
+        self._options = options
+        self._cuts = cuts
+        self._names = checkpoint.keys()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) layer by layer."""
+        infos = {name: info for name, info in self.checkpoint.items() if self._keep is None or self._keep(name)}
+        cuts: Cuts = {}
+        for name, info in infos.items():
+            cut = self._cuts.get(name)
+            known = cut is not None and _fits(info, cut)
+            cuts[name] = cut if known and cut is not None else tuple(slice(0, 0) for _ in info.shape)
+        number = {name: index for index, name in enumerate(self._names)}
+        stream = self.checkpoint.stream(
+            self._device, list(infos), "layer", framework="pt", slices=cuts, options=self._options
+        )
+        for name, part in stream:
+            info = infos[name]
+            dtype = torch_dtype(info.dtype)
+            shape = tuple(torch_shape(name, info.dtype, info.shape, info.file))
+            root = Root(self, number[name], shape, dtype)
+            root.part = cuts[name], part
+            yield name, Deferred(root, torch.empty(shape, dtype=dtype, device="meta"), self._device)
+            del root, part  # or they would stay until the next one is there
+
+    # As `Recording` says
+
+    def copied(self, to: torch.Tensor, source: Deferred) -> bool:
+        """Makes a copy at once, of what has been read ahead."""
+        if to.numel() == 0:
+            return True
+        plan = planned(to, source)
+        piece = None if plan is None else _piece(plan.tensor, plan.box)
+        if plan is None or piece is None:
+            return False
+        plan.into.copy_(piece if plan.axes is not None else piece.reshape(()))
+        return True
+
+    def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
+        """Fills a new tensor, from the file if its part was not read ahead."""
+        piece = _piece(tensor, box)
+        if piece is not None:
+            arranged(to, box).copy_(piece)
+            return
+        self.read_besides += to.nbytes
+        axes = tuple(d for d, _, _ in box.dims)
+        cut = tuple(slice(*part) for part in box.cut)
+        destination = Destination(self._names[tensor.index], arranged(to, box), cut, axes)
+        self.checkpoint.load_into([destination], progress=False, options=self._options)
+
+    def about_to_touch(self, tensor: torch.Tensor) -> None:
+        """Nothing is outstanding."""
+
+    def count(self, operation: str, nbytes: int) -> None:
+        """Nothing is counted."""
+
+
+def _piece(tensor: Root, box: Box) -> torch.Tensor | None:
+    """A box of a tensor out of the part of it that has been read; None if that part does not have all of it."""
+    if tensor.part is None:
+        return None
+    cut, part = tensor.part
+    if any(first < own.start or past > own.stop for own, (first, past, _) in zip(cut, box.cut, strict=True)):
+        return None
+    index = tuple(slice(a - own.start, b - own.start, s) for own, (a, b, s) in zip(cut, box.cut, strict=True))
+    return part[index].reshape([n for _, n, _ in box.dims])

@@ -1,0 +1,104 @@
+"""vLLM's default loader with deferred tensors. Imports vLLM."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from vllm.model_executor.model_loader import default_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+
+from .._report import Report
+from ._engine import Loads, reloaded, settings_of
+from ._reload import Cuts
+
+_ITERATE = "safetensors_weights_iterator"
+"""What the default loader calls for the tensors of the files that it has chosen."""
+
+#: By model: what its first load copied. A reload makes a loader of its own.
+_copied: WeakKeyDictionary[torch.nn.Module, Cuts] = WeakKeyDictionary()
+_replacing = threading.Lock()
+
+
+@contextmanager
+def _iterated_by(function: Callable[..., Any]) -> Iterator[None]:
+    """Has the default loader call ``function`` in place of its own iterator."""
+    with _replacing:
+        own = getattr(default_loader, _ITERATE)
+        setattr(default_loader, _ITERATE, function)
+        try:
+            yield
+        finally:
+            setattr(default_loader, _ITERATE, own)
+
+
+class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Load format ``penstock``: the default loader's files and tensors, and of these each rank's own bytes."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.options, self.other_place = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
+        # The default loader refuses formats and keys that it does not know
+        plain = copy.copy(load_config)
+        plain.load_format, plain.model_loader_extra_config = "safetensors", {}
+        super().__init__(plain)
+        self.reports: list[Report] = []
+        """Of the loads of the last call of `load_weights`."""
+        self._loads: Loads | None = None
+        self._model: torch.nn.Module | None = None
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Records what the model's own loader copies, and loads that."""
+        self._loads = loads = Loads(_device_of(model), self.options)
+        try:
+            with loads.barrier():
+                super().load_weights(model, model_config)
+                self.reports = loads.run(model)
+        finally:
+            self._loads = None
+        _copied[model] = loads.cuts()
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
+        self._model = model
+        yield from super().get_all_weights(model_config, model)
+
+    def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_weights(self._place(model_name_or_path), *args, **kwargs)
+
+    def _place(self, model: str) -> str:
+        return model if self.other_place is None else self.other_place
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        own = getattr(default_loader, _ITERATE)
+
+        def iterate(files: Sequence[str], *args: Any, local_expert_ids: Any = None, **kwargs: Any) -> Any:
+            def keep(name: str) -> bool:
+                return not should_skip_weight(name, local_expert_ids)
+
+            def otherwise() -> Any:
+                return own(files, *args, local_expert_ids=local_expert_ids, **kwargs)
+
+            if self._loads is not None:
+                return self._loads.weights(files, keep, otherwise)
+            model = self._model
+            cuts = _copied.get(model, {}) if model is not None else {}
+            device = torch.device("cpu") if model is None else _device_of(model)
+            return reloaded(files, keep, device, self.options, cuts)
+
+        with _iterated_by(iterate):
+            found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
+            return found
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """Where the parameters of a model are."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.get_default_device()

@@ -1,0 +1,99 @@
+"""Tiny models of public architectures: a configuration, and a checkpoint as transformers itself saves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def _llama() -> Any:
+    return transformers.LlamaConfig(**SHARED, architectures=["LlamaForCausalLM"])
+
+
+def _qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **SHARED,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=32,
+        decoder_sparse_step=1,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+
+def _mixtral() -> Any:
+    return transformers.MixtralConfig(
+        **SHARED, num_local_experts=8, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
+    )
+
+
+def _deepseek() -> Any:
+    return transformers.DeepseekV3Config(
+        **{**SHARED, "num_key_value_heads": 8},
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=64,
+        q_lora_rank=96,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+
+
+def _gpt_oss() -> Any:
+    return transformers.GptOssConfig(
+        **{**SHARED, "head_dim": 32},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        architectures=["GptOssForCausalLM"],
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen3-moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek": _deepseek,
+    "gpt-oss": _gpt_oss,
+}
+
+
+def write(name: str, folder: Path, seed: int = 0) -> Path:
+    """Writes the model of this name: random bytes of ordinary size, in two shards and more."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    with torch.device("cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(folder, max_shard_size="4MB")
+    written = json.loads((folder / "config.json").read_text())
+    written["torch_dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder

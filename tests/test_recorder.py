@@ -1,0 +1,466 @@
+"""Deferred tensors do what eager ones do, and what is copied of them is one load."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import torch
+from conftest import raw
+from penstock.integrations._deferred import Deferred
+from penstock.integrations._recorder import Recorder
+from penstock.synthetic.synth import Tensor
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def path(write: Write) -> Path:
+    return write(
+        Tensor("gate", "BF16", (64, 32)),
+        Tensor("up", "BF16", (64, 32)),
+        Tensor("down", "BF16", (32, 64)),
+        Tensor("norm", "F32", (32,)),
+        Tensor("scale", "F32", ()),
+        Tensor("quant", "F8_E4M3", (64, 32)),
+        Tensor("qkv", "F32", (48, 16)),
+    )
+
+
+def deferred(recorder: Recorder) -> dict[str, torch.Tensor]:
+    return dict(recorder.weights())
+
+
+def test_copies_of_parts_are_one_load_of_their_bytes_and_no_others(path: Path):
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    recorder = Recorder(checkpoint)
+    fused, column = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        fused[:32].copy_(weights["gate"].narrow(0, 32, 32))
+        fused.narrow(0, 32, 32).copy_(weights["up"].chunk(2, 0)[1])
+        column.copy_(weights["down"].narrow(1, 32, 32))
+        assert not fused.any(), "nothing is read before `run`"
+        report = recorder.run()
+    assert torch.equal(fused, torch.cat([eager["gate"][32:], eager["up"][32:]]))
+    assert torch.equal(column, eager["down"][:, 32:])
+    assert report.nbytes == 3 * 32 * 32 * 2
+    assert (report.loads, report.copies, report.materialised, report.copied_through) == (1, 3, {}, [])
+    assert recorder.layout[2] == ("down", (slice(0, 32, 1), slice(32, 64, 1)))
+
+
+def test_a_deferred_tensor_has_the_metadata_of_an_eager_one(path: Path):
+    eager = penstock.open(path).load()
+    for name, one in Recorder(penstock.open(path)).weights():
+        for mine, theirs in (
+            (one, eager[name]),
+            (one.t() if one.dim() == 2 else one, eager[name].t() if one.dim() == 2 else eager[name]),
+        ):
+            assert (mine.shape, mine.dtype, mine.stride(), mine.storage_offset(), mine.device, mine.nbytes) == (
+                theirs.shape, theirs.dtype, theirs.stride(), theirs.storage_offset(), theirs.device, theirs.nbytes
+            )  # fmt: skip
+            assert mine.is_contiguous() == theirs.is_contiguous()
+            assert not mine.requires_grad
+
+
+def test_a_transposed_and_a_permuted_copy_are_read_into_place(path: Path):
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    recorder = Recorder(checkpoint)
+    turned, heads = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(16, 3, 16)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        turned.copy_(weights["gate"].t())
+        heads.copy_(weights["qkv"].view(3, 16, 16).transpose(0, 1))
+        report = recorder.run()
+    assert torch.equal(turned, eager["gate"].t())
+    assert torch.equal(heads, eager["qkv"].view(3, 16, 16).transpose(0, 1))
+    assert (report.loads, report.materialised, report.copied_through) == (1, {}, [])
+
+
+def test_copies_that_only_move_stay_deferred(path: Path):
+    recorder = Recorder(penstock.open(path))
+    with recorder.barrier():
+        weight = deferred(recorder)["gate"]
+        for one in (
+            weight.contiguous(),
+            weight.t().contiguous().narrow(0, 3, 4),
+            weight.clone(),
+            weight.to("cpu"),
+            weight.to(torch.bfloat16),
+            weight.to("cpu", copy=True).view(-1, 16)[4:],
+            weight.detach(),
+            weight.data,
+            weight.reshape(-1),
+            weight.t().reshape(-1),
+        ):
+            assert type(one) is Deferred
+    assert recorder.materialised == {}
+
+
+def test_the_device_that_is_claimed_is_the_models(path: Path):
+    recorder = Recorder(penstock.open(path), device="cuda:0")
+    assert deferred(recorder)["gate"].narrow(0, 0, 2).device == torch.device("cuda:0")
+    assert deferred(recorder)["gate"].is_cuda
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda t: t.float(), "_to_copy"),
+        (lambda t: t + 1, "add"),
+        (lambda t: torch.cat([t, t]), "cat"),
+        (lambda t: t.max(), "max"),
+        (lambda t: t.sum().item(), "sum"),
+        (lambda t: t[torch.tensor([1, 0])], "index"),
+        (lambda t: t.tolist(), "tolist"),
+        (lambda t: t.float().numpy(), "_to_copy"),
+        (lambda t: torch.stack([t, t]), "stack"),
+        (lambda t: t.view(torch.int32), "view"),
+        (lambda t: f"{t[0, 0]:.3f}", "__format__"),
+    ],
+)
+def test_what_needs_elements_gets_them_and_is_counted(path: Path, operation: Callable[..., Any], expected: str):
+    eager = penstock.open(path).load()["gate"]
+    recorder = Recorder(penstock.open(path))
+    with recorder.barrier():
+        found = operation(deferred(recorder)["gate"])
+    wanted = operation(eager)
+    assert type(found) is type(wanted)
+    assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else str(found) == str(wanted)
+    assert sum(expected in name for name in recorder.materialised) == 1, recorder.materialised
+
+
+def test_only_the_part_that_is_needed_is_read_at_once(path: Path):
+    checkpoint = penstock.open(path)
+    recorder = Recorder(checkpoint)
+    with recorder.barrier():
+        deferred(recorder)["gate"].narrow(0, 8, 4).float()
+    assert recorder.materialised_bytes == 4 * 32 * 2
+    assert checkpoint.last_report is not None
+    assert checkpoint.last_report.nbytes == 4 * 32 * 2
+
+
+def test_data_that_is_assigned_is_memory_of_its_own(path: Path):
+    eager = penstock.open(path).load()
+    recorder, parameter = Recorder(penstock.open(path)), torch.nn.Parameter(torch.zeros(1))
+    with recorder.barrier():
+        parameter.data = deferred(recorder)["norm"]
+        recorder.run()
+    assert type(parameter) is torch.nn.Parameter
+    assert torch.equal(parameter.data, eager["norm"])
+
+
+def test_no_parameter_or_buffer_is_deferred_afterwards(path: Path):
+    eager = penstock.open(path).load()
+    recorder, model = Recorder(penstock.open(path)), torch.nn.Module()
+    with recorder.barrier():
+        weights = deferred(recorder)
+        model.weight = torch.nn.Parameter(weights["gate"], requires_grad=False)
+        model.register_buffer("scale", weights["scale"])
+        assert isinstance(model.weight, Deferred)
+        report = recorder.run(model)
+    assert type(model.weight) is torch.nn.Parameter
+    assert type(model.scale) is torch.Tensor
+    assert torch.equal(model.weight, eager["gate"])
+    assert torch.equal(model.scale, eager["scale"])
+    assert report.materialised == {"parameter left": 1, "buffer left": 1}
+
+
+def test_a_copy_into_a_meta_tensor_is_passed_on(path: Path):
+    recorder = Recorder(penstock.open(path))
+    seen = []
+
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                seen.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with recorder.barrier(), Counts():
+        to = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+        assert to.copy_(deferred(recorder)["gate"]) is to
+    assert seen == [64 * 32]
+    assert (recorder.copies, recorder.materialised) == (0, {})
+
+
+def test_a_scalar_may_be_copied_to_many_elements(path: Path):
+    eager = penstock.open(path).load()
+    recorder = Recorder(penstock.open(path))
+    many, one, filled = torch.zeros(5, 3), torch.zeros(4), torch.zeros(7)
+    with recorder.barrier():
+        scale = deferred(recorder)["scale"]
+        many.copy_(scale)
+        one[2] = scale
+        filled.fill_(scale)
+        report = recorder.run()
+    assert many.eq(eager["scale"]).all()
+    assert filled.eq(eager["scale"]).all()
+    assert one.tolist() == [0, 0, eager["scale"].item(), 0]
+    assert (report.loads, report.materialised) == (1, {})
+
+
+def test_floats_are_converted_and_bytes_are_taken_as_they_are(path: Path):
+    eager = penstock.open(path).load()
+    recorder = Recorder(penstock.open(path))
+    wide, half = torch.zeros(64, 32), torch.zeros(16, 48, dtype=torch.float16).t()
+    as_bytes = torch.zeros(64, 32, dtype=torch.uint8)
+    same = torch.zeros(64, 32, dtype=torch.float8_e4m3fn)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        wide.copy_(weights["gate"])
+        half.copy_(weights["qkv"])
+        as_bytes.copy_(weights["quant"].view(torch.uint8))
+        same.view(torch.uint8).copy_(weights["quant"].view(torch.uint8))
+        report = recorder.run()
+    assert torch.equal(wide, eager["gate"].float())
+    assert torch.equal(half, eager["qkv"].half())
+    assert raw(as_bytes) == raw(same) == raw(eager["quant"])
+    assert (report.loads, report.materialised) == (1, {})
+
+
+def test_a_dtype_that_is_not_converted_on_the_way_is_made_at_once(path: Path):
+    eager = penstock.open(path).load()
+    recorder, wide = Recorder(penstock.open(path)), torch.zeros(64, 32, dtype=torch.bfloat16)
+    with recorder.barrier():
+        wide.copy_(deferred(recorder)["quant"])
+    assert torch.equal(wide, eager["quant"].bfloat16())
+    assert recorder.materialised == {"aten.copy_.default": 1}
+
+
+# --- The barrier ---
+
+
+def test_an_operation_that_touches_no_outstanding_byte_does_not_split_the_load(path: Path):
+    eager = penstock.open(path).load()
+    recorder, embedding = Recorder(penstock.open(path)), torch.full((80, 32), 7.0, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(embedding, requires_grad=False)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        parameter[:64].data.copy_(weights["gate"])
+        parameter[64:].data.fill_(0)
+        torch.zeros(3).add_(1)
+        report = recorder.run()
+    assert report.loads == 1
+    assert torch.equal(embedding[:64], eager["gate"])
+    assert not embedding[64:].any()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: t.sum(),
+        lambda t: t[:4].clone(),
+        lambda t: t.add_(1),
+        lambda t: t[3:5].fill_(0),
+        lambda t: torch.empty(64, 32, dtype=t.dtype).copy_(t),
+        lambda t: torch.equal(t, t),
+        lambda t: torch._foreach_mul_([t], 2),
+        lambda t: t.data.mul_(2),
+    ],
+)
+def test_an_operation_that_touches_outstanding_bytes_has_them_first(path: Path, operation: Callable[..., Any]):
+    eager = penstock.open(path).load()["gate"]
+    recorder, to = Recorder(penstock.open(path)), torch.zeros(64, 32, dtype=torch.bfloat16)
+    with recorder.barrier():
+        to.copy_(deferred(recorder)["gate"])
+        found = operation(to)
+        report = recorder.run()
+    expected = operation(eager)
+    assert torch.equal(to, eager)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    assert (report.loads, report.copies) == (1, 1)
+
+
+def test_columns_beside_outstanding_columns_are_other_bytes(path: Path):
+    recorder, to = Recorder(penstock.open(path)), torch.zeros(64, 64, dtype=torch.bfloat16)
+    with recorder.barrier():
+        to[:, :32].copy_(deferred(recorder)["gate"])
+        to[:, 32:].fill_(3)
+        to[:, 40] = 5
+        assert not recorder._reports
+        to[:, 31:33].sum()
+        assert len(recorder._reports) == 1
+
+
+def test_the_last_of_several_copies_to_one_place_counts(path: Path):
+    eager = penstock.open(path).load()
+    recorder, to = Recorder(penstock.open(path)), torch.zeros(64, 32, dtype=torch.bfloat16)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        to.copy_(weights["gate"])
+        to.copy_(weights["up"])
+        assert (recorder.overwritten, recorder._outstanding.count) == (1, 1)
+        to[8:16].copy_(weights["gate"][:8])
+        report = recorder.run()
+    assert torch.equal(to[:8], eager["up"][:8])
+    assert torch.equal(to[8:16], eager["gate"][:8])
+    assert report.loads == 2, "a copy over a part of another one cannot be made in the same load"
+
+
+# --- Writes to deferred tensors ---
+
+
+def test_writes_to_a_deferred_tensor_are_seen_by_its_views_and_not_by_copies_made_before(path: Path):
+    eager = penstock.open(path).load()["gate"].clone()
+    recorder = Recorder(penstock.open(path))
+    before, after = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    with recorder.barrier():
+        weight = deferred(recorder)["gate"]
+        view, copy = weight.t(), weight.clone()
+        before.copy_(weight)
+        weight[3:5].mul_(2)
+        weight += 1
+        after.copy_(view)
+        assert torch.equal(copy, eager)
+        recorder.run()
+    assert torch.equal(before, eager)
+    eager[3:5].mul_(2)
+    assert torch.equal(after, eager.add(1).t())
+
+
+# --- Random chains ---
+
+
+def chain(rng: random.Random, tensor: Any, real: list[torch.Tensor], length: int) -> list[Any]:
+    """Twenty operations on a tensor, those of engines' loaders. The same for a deferred and for an eager one."""
+    seen = [tensor]
+    results: list[Any] = []
+    for _ in range(length):
+        at = rng.randrange(len(seen))
+        one = seen[at]
+        d = rng.randrange(one.dim()) if one.dim() else 0
+        n = one.shape[d] if one.dim() else 1
+        kind, a, b = rng.randrange(15), rng.random(), rng.random()
+        if one.dim() and n:
+            if kind == 0:
+                start = int(a * n)
+                one = one.narrow(d, start, 1 + int(b * (n - start - 1)))
+            elif kind == 1:
+                one = one.chunk(1 + int(a * 4), d)[0]
+            elif kind == 2:
+                one = one.transpose(d, int(a * one.dim()))
+            elif kind == 3:
+                one = one.select(d, int(a * n))
+            elif kind == 4:
+                one = one.reshape(-1) if a < 0.5 else one.unsqueeze(d)
+            elif kind == 5 and n % 2 == 0:
+                one = one.unflatten(d, (2, n // 2) if a < 0.5 else (n // 2, 2))
+            elif kind == 6 and one.dim() > 1 and one.is_contiguous():
+                one = one.view(-1, one.shape[-1])
+            elif kind == 7:
+                one = one[(slice(None),) * d + (slice(int(a * n), None, 1 + int(b * 3)),)]
+        if kind == 8:
+            one = one.to("cpu", copy=a < 0.5)
+        elif kind == 9:
+            one = one.contiguous() if a < 0.5 else one.clone()
+        elif kind == 10 and one.dim() and a < 0.3:
+            one = torch.cat([one, one], d)
+        elif kind == 11 and a < 0.3:
+            one = one.to(torch.float64 if b < 0.5 else torch.float16)
+        elif kind == 12 and a < 0.15:
+            one.mul_(2)
+        elif kind == 13 and a < 0.15:
+            one.copy_(torch.full((), b).to(one.dtype))
+        if rng.random() < 0.35:
+            size = one.numel()
+            memory = real[rng.randrange(len(real))]
+            if 0 < size <= memory.numel():
+                start = int(rng.random() * (memory.numel() - size))
+                to = memory[start : start + size]
+                wide = rng.random() < 0.3 and 2 * size <= memory.numel()
+                to = memory[: 2 * size : 2] if wide else to
+                to = to.view(one.shape) if not wide else to.unflatten(0, one.shape) if one.dim() else to[0]
+                if one.dim() == 2 and rng.random() < 0.3 and not wide:
+                    to = to.view(one.shape[1], one.shape[0]).t()
+                to.copy_(one)
+        if rng.random() < 0.05:
+            results.append(real[rng.randrange(len(real))].double().sum())
+        if rng.random() < 0.05:
+            real[rng.randrange(len(real))][: int(rng.random() * 50)].fill_(1)
+        if one.numel() and one.numel() <= 20_000:
+            seen.append(one)
+    results.extend(seen)
+    return results
+
+
+CHAINS = 10_000
+PARTS = 20
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_chains_do_what_eager_tensors_do(write: Write, part: int):
+    rng = random.Random(part)
+    kinds = ["BF16", "F32", "F16", "F64"]
+    shapes = [(24, 16), (6, 4, 8), (48,), (), (2, 3, 4, 5), (1, 40)]
+    tensors = [Tensor(f"t{i}", kinds[i % 4], shapes[i % 6]) for i in range(12)]
+    path = write(*tensors)
+    checkpoint, eager = penstock.open(path), penstock.open(path).load(dtype=None)
+    left = 0
+    for number in range(CHAINS // PARTS):
+        seed, name = rng.random(), f"t{rng.randrange(12)}"
+        of_eager = [torch.zeros(2048, dtype=kind) for kind in (torch.float32, torch.bfloat16, torch.float64)]
+        of_deferred = [one.clone() for one in of_eager]
+        expected = chain(random.Random(seed), eager[name].clone(), of_eager, 20)
+        recorder = Recorder(checkpoint, keep=lambda one, name=name: one == name)
+        with recorder.barrier():
+            [(_, tensor)] = recorder.weights()
+            found = chain(random.Random(seed), tensor, of_deferred, 20)
+            recorder.run()
+            found = [one.clone().detach() if isinstance(one, torch.Tensor) else one for one in found]
+            found = [one + 0 if isinstance(one, Deferred) else one for one in found]
+        for one, other in zip(of_deferred, of_eager, strict=True):
+            assert raw(one) == raw(other), (part, number)
+        for one, other in zip(found, expected, strict=True):
+            assert type(one) is torch.Tensor
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            # a sum of -0.0 and 0 is 0
+            assert raw(one) == raw(other + 0 if other.dtype.is_floating_point else other) or torch.equal(
+                one.nan_to_num(), other.nan_to_num()
+            ), (part, number)
+        left += sum(isinstance(one, Deferred) for one in of_deferred)
+    assert left == 0
+
+
+# --- Failures, threads, cost ---
+
+
+def test_a_load_that_fails_changes_nothing_or_says_what(path: Path):
+    recorder, to = Recorder(penstock.open(path)), torch.full((64, 32), 7.0, dtype=torch.bfloat16)
+    with recorder.barrier():
+        to.copy_(deferred(recorder)["gate"])
+        path.write_bytes(path.read_bytes()[:-3000])
+        with pytest.raises(penstock.PenstockError) as caught:
+            recorder.run()
+    assert caught.value.touched in ([], ["gate"])
+    assert to.eq(7).all() or caught.value.touched == ["gate"]
+
+
+def test_many_threads_may_copy(path: Path):
+    eager = penstock.open(path).load()["gate"]
+    recorder = Recorder(penstock.open(path))
+    weight = deferred(recorder)["gate"]
+    to = torch.zeros(16, 64, 32, dtype=torch.bfloat16)
+
+    def copy(first: int) -> None:
+        for row in range(64):
+            to[first, row].copy_(weight[row])
+
+    threads = [threading.Thread(target=copy, args=(first,)) for first in range(16)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    report = recorder.run()
+    assert to.eq(eager).all()
+    assert (report.loads, report.copies) == (1, 1024)
+
+
+def test_names_that_are_not_kept_are_not_given(path: Path):
+    recorder = Recorder(penstock.open(path), keep=lambda name: name.startswith("q"))
+    assert [name for name, _ in recorder.weights(prefix="model.")] == ["model.quant", "model.qkv"]
