@@ -18,6 +18,26 @@ from penstock.synthetic.synth import Tensor
 Write = Callable[..., Path]
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bytes are the same: random bytes are NaN now and then."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bits are the same, except those of NaN: torch's own code keeps others of them from CPU to CPU."""
+    return same(torch.where(a.isnan(), 0, a), torch.where(b.isnan(), 0, b)) and a.isnan().equal(b.isnan())
+
+
+def misaligned(checkpoint: penstock.Checkpoint, name: str) -> bool:
+    """Whether an element of it may lie in two reads."""
+    return checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size() != 0
+
+
+def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
+    """Whether the last dimensions of a tensor are the same as another one, each time."""
+    return same(many, one.expand(many.shape))
+
+
 @pytest.fixture
 def path(write: Write) -> Path:
     return write(
@@ -44,8 +64,8 @@ def test_one_tensor_has_any_number_of_destinations_in_one_load(path: Path):
             *(Destination("gate", again[i]) for i in range(3)),
         ]
     )
-    assert torch.equal(fused, torch.cat([eager["gate"], eager["up"]]))
-    assert again.eq(eager["gate"]).all()
+    assert same(fused, torch.cat([eager["gate"], eager["up"]]))
+    assert all_are(again, eager["gate"])
     assert (report.tensors, report.copied_through, report.missing, report.unexpected) == (5, [], [], [])
     assert sum(way["bytes"] for way in report.routes.values()) < 3 * 64 * 32 * 2, "each byte is read once"
 
@@ -63,10 +83,10 @@ def test_cuts_axes_and_split_dimensions(path: Path):
             Destination("qkv", heads.transpose(0, 1), axes=(0, 0, 1)),
         ]
     )
-    assert torch.equal(part, eager["gate"][16:32])
-    assert torch.equal(turned, eager["gate"][::4].t())
-    assert torch.equal(row.flatten(), eager["gate"][3])
-    assert torch.equal(heads, eager["qkv"].view(3, 16, 16).transpose(0, 1))
+    assert same(part, eager["gate"][16:32])
+    assert same(turned, eager["gate"][::4].t())
+    assert same(row.flatten(), eager["gate"][3])
+    assert same(heads, eager["qkv"].view(3, 16, 16).transpose(0, 1))
 
 
 def test_arrays_of_numpy_take_parts_too_backwards_as_well(path: Path):
@@ -79,8 +99,8 @@ def test_arrays_of_numpy_take_parts_too_backwards_as_well(path: Path):
             Destination("hollow", np.zeros((0, 4), np.float32)),
         ]
     )
-    assert np.array_equal(turned, eager[:24].T)
-    assert np.array_equal(backwards[::-1, ::-1], eager)
+    assert turned.tobytes() == eager[:24].T.tobytes()
+    assert backwards[::-1, ::-1].tobytes() == eager.tobytes()
     assert report.copied_through == ["qkv"]
 
 
@@ -97,9 +117,9 @@ def test_floats_are_converted_as_torch_does(path: Path, kind: torch.dtype):
         ]
     )
     for name in names:
-        assert raw(to[name]) == raw(eager[name].to(kind)), name
-    assert raw(turned) == raw(eager["qkv"][24:].to(kind).t())
-    assert report.copied_through == []
+        assert same_numbers(to[name], eager[name].to(kind)), name
+    assert same_numbers(turned, eager["qkv"][24:].to(kind).t())
+    assert set(report.copied_through) == {name for name in names if misaligned(checkpoint, name) and eager[name].dtype != kind}
 
 
 def test_a_tensor_of_bytes_takes_any_dtype_of_eight_bits(path: Path):
@@ -123,11 +143,11 @@ def test_one_element_may_go_to_many(path: Path):
             Destination("gate", cell, (slice(5, 6), slice(7, 8))),
         ]
     )
-    assert many.eq(eager["scale"]).all()
-    assert cast.eq(eager["one"].float()).all()
-    assert (strided[:, 1] == eager["scale"].item()).all()
+    assert all_are(many, eager["scale"])
+    assert all_are(cast, eager["one"].float().reshape(()))
+    assert strided[:, 1].tobytes() == 4 * raw(eager["scale"])
     assert not strided[:, 2].any()
-    assert cell.eq(eager["gate"][5, 7]).all()
+    assert all_are(cell, eager["gate"][5:6, 7:8])
 
 
 def test_halves_of_bytes_go_in_pairs(path: Path):
@@ -137,7 +157,7 @@ def test_halves_of_bytes_go_in_pairs(path: Path):
     checkpoint.load_into([Destination("fp4", to), Destination("fp4", part, (slice(2, 6), slice(8, 16)))])
     expected = checkpoint.load(names=["fp4"], dtype="raw")["fp4"]
     assert raw(to.view(torch.uint8)) == raw(expected)
-    assert torch.equal(part.view(torch.uint8), expected.view(8, 8)[2:6, 4:8])
+    assert same(part.view(torch.uint8), expected.view(8, 8)[2:6, 4:8])
 
 
 def test_every_problem_is_listed_before_a_byte_moves(path: Path):
@@ -261,6 +281,9 @@ def test_random_parts_in_random_places(write: Write, seed: int):
             expected.append((memory, again))
         options: dict[str, Any] = {"extent": rng.choice([4096, 1 << 22]), "gap": rng.choice([0, 16384])}
         report = checkpoint.load_into(destinations, options=options)
-        assert report.copied_through == []
+        assert all(misaligned(checkpoint, name) for name in report.copied_through)
         for destination, (found, wanted) in zip(destinations, expected, strict=True):
-            assert raw(found) == raw(wanted), destination
+            if destination.cast:
+                assert same_numbers(found, wanted), destination
+            else:
+                assert same(found, wanted), destination

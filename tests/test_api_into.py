@@ -241,7 +241,7 @@ def test_memory_that_may_not_be_written_to_is_refused_not_a_crash(write):
 
 @pytest.mark.parametrize("given", [3, [torch.zeros(3)], None, "x"])
 def test_what_is_neither_module_nor_mapping_is_refused(opened, given):
-    with pytest.raises(penstock.InvalidError, match="neither a torch module nor a mapping"):
+    with pytest.raises(penstock.InvalidError, match="a torch module, a mapping of names to tensors"):
         opened.load_into(given)
 
 
@@ -358,7 +358,7 @@ def test_what_is_said_to_interleave_shares_no_byte():
             steps = [chance.choice([1, 1, 2, -1]) for _ in ends]
             view = matrix[ends[0][0] : ends[0][1], ends[1][0] : ends[1][1]][:: steps[0], :: steps[1]]
             views.append(view.T if chance.random() < 0.3 else view)
-        group = [(to, *_memory._span(to)) for to in map(_memory._numpy_destination, views)]
+        group = [(to, *_memory._span(to)) for to in map(_memory._numpy_memory, views)]
         group.sort(key=lambda entry: entry[1])
         pairs = itertools.combinations(views, 2)
         none = not any(np.shares_memory(a, b) for a, b in pairs)

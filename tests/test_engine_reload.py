@@ -8,6 +8,7 @@ from pathlib import Path
 import penstock
 import pytest
 import torch
+from conftest import raw
 from penstock.integrations._deferred import Deferred
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._reload import Reloader, cuts_of
@@ -15,6 +16,16 @@ from penstock.integrations.tgis import Weights
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bytes are the same: random bytes are NaN now and then."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
+
+
+def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
+    """Whether the last dimensions of a tensor are the same as another one, each time."""
+    return same(many, one.expand(many.shape))
 
 LAYERS = [
     *(Tensor(f"layers.{i}.down", "BF16", (32, 64)) for i in range(3)),
@@ -123,9 +134,9 @@ def test_ranks_get_their_shards(path: Path, ranks: int):
         rows, columns = 64 // ranks, 64 // ranks
         up, down = eager["layers.0.up"].bfloat16(), eager["layers.0.down"]
         assert weights.get_shape("0.up") == [64, 32]
-        assert torch.equal(weights.get_tensor("final"), eager["norm"].bfloat16())
-        assert torch.equal(weights.get_sharded("0.up", 0), up[rank * rows : (rank + 1) * rows])
-        assert torch.equal(weights.get_partial_sharded("0.down", 1), down[:, rank * columns : (rank + 1) * columns])
+        assert same(weights.get_tensor("final"), eager["norm"].bfloat16())
+        assert same(weights.get_sharded("0.up", 0), up[rank * rows : (rank + 1) * rows])
+        assert same(weights.get_partial_sharded("0.down", 1), down[:, rank * columns : (rank + 1) * columns])
     assert weights.get_filename("final") == (str(path), "norm")
 
 
@@ -135,9 +146,9 @@ def test_shards_of_several_tensors_are_one_tensor_and_one_load(write: Write):
     for rank in range(2):
         weights = Weights(path, "cpu", torch.float16, Group(rank, 2))
         expected = [eager[f"{n}.weight"].half().chunk(2)[rank] for n in "qkv"]
-        assert torch.equal(weights.get_multi_weights_col(["q", "k", "v"]), torch.cat(expected))
+        assert same(weights.get_multi_weights_col(["q", "k", "v"]), torch.cat(expected))
         assert weights.checkpoint.last_report.tensors == 3
-        assert torch.equal(weights.get_multi_weights_row("q"), eager["q.weight"].half().chunk(2, 1)[rank])
+        assert same(weights.get_multi_weights_row("q"), eager["q.weight"].half().chunk(2, 1)[rank])
 
 
 def test_uneven_shards_and_unknown_names_are_errors(path: Path):

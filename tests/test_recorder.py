@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -17,6 +18,21 @@ from penstock.integrations._recorder import Recorder
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bytes are the same: random bytes are NaN now and then."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(compact(a)) == raw(compact(b))
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in a row: `contiguous` leaves odd strides of single elements as they are."""
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+
+
+def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
+    """Whether the last dimensions of a tensor are the same as another one, each time."""
+    return same(many, one.expand(many.shape))
 
 
 @pytest.fixture
@@ -45,10 +61,10 @@ def test_copies_of_parts_are_one_load_of_their_bytes_and_no_others(path: Path):
         fused[:32].copy_(weights["gate"].narrow(0, 32, 32))
         fused.narrow(0, 32, 32).copy_(weights["up"].chunk(2, 0)[1])
         column.copy_(weights["down"].narrow(1, 32, 32))
-        assert not fused.any(), "nothing is read before `run`"
+        assert (recorder.copies, recorder._reports) == (3, []), "nothing is read before `run`"
         report = recorder.run()
-    assert torch.equal(fused, torch.cat([eager["gate"][32:], eager["up"][32:]]))
-    assert torch.equal(column, eager["down"][:, 32:])
+    assert same(fused, torch.cat([eager["gate"][32:], eager["up"][32:]]))
+    assert same(column, eager["down"][:, 32:])
     assert report.nbytes == 3 * 32 * 32 * 2
     assert (report.loads, report.copies, report.materialised, report.copied_through) == (1, 3, {}, [])
     assert recorder.layout[2] == ("down", (slice(0, 32, 1), slice(32, 64, 1)))
@@ -77,8 +93,8 @@ def test_a_transposed_and_a_permuted_copy_are_read_into_place(path: Path):
         turned.copy_(weights["gate"].t())
         heads.copy_(weights["qkv"].view(3, 16, 16).transpose(0, 1))
         report = recorder.run()
-    assert torch.equal(turned, eager["gate"].t())
-    assert torch.equal(heads, eager["qkv"].view(3, 16, 16).transpose(0, 1))
+    assert same(turned, eager["gate"].t())
+    assert same(heads, eager["qkv"].view(3, 16, 16).transpose(0, 1))
     assert (report.loads, report.materialised, report.copied_through) == (1, {}, [])
 
 
@@ -131,7 +147,7 @@ def test_what_needs_elements_gets_them_and_is_counted(path: Path, operation: Cal
         found = operation(deferred(recorder)["gate"])
     wanted = operation(eager)
     assert type(found) is type(wanted)
-    assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else str(found) == str(wanted)
+    assert same(found, wanted) if isinstance(wanted, torch.Tensor) else str(found) == str(wanted)
     assert sum(expected in name for name in recorder.materialised) == 1, recorder.materialised
 
 
@@ -152,7 +168,7 @@ def test_data_that_is_assigned_is_memory_of_its_own(path: Path):
         parameter.data = deferred(recorder)["norm"]
         recorder.run()
     assert type(parameter) is torch.nn.Parameter
-    assert torch.equal(parameter.data, eager["norm"])
+    assert same(parameter.data, eager["norm"])
 
 
 def test_no_parameter_or_buffer_is_deferred_afterwards(path: Path):
@@ -166,8 +182,8 @@ def test_no_parameter_or_buffer_is_deferred_afterwards(path: Path):
         report = recorder.run(model)
     assert type(model.weight) is torch.nn.Parameter
     assert type(model.scale) is torch.Tensor
-    assert torch.equal(model.weight, eager["gate"])
-    assert torch.equal(model.scale, eager["scale"])
+    assert same(model.weight, eager["gate"])
+    assert same(model.scale, eager["scale"])
     assert report.materialised == {"parameter left": 1, "buffer left": 1}
 
 
@@ -198,8 +214,8 @@ def test_a_scalar_may_be_copied_to_many_elements(path: Path):
         one[2] = scale
         filled.fill_(scale)
         report = recorder.run()
-    assert many.eq(eager["scale"]).all()
-    assert filled.eq(eager["scale"]).all()
+    assert all_are(many, eager["scale"])
+    assert all_are(filled, eager["scale"])
     assert one.tolist() == [0, 0, eager["scale"].item(), 0]
     assert (report.loads, report.materialised) == (1, {})
 
@@ -209,17 +225,17 @@ def test_floats_are_converted_and_bytes_are_taken_as_they_are(path: Path):
     recorder = Recorder(penstock.open(path))
     wide, half = torch.zeros(64, 32), torch.zeros(16, 48, dtype=torch.float16).t()
     as_bytes = torch.zeros(64, 32, dtype=torch.uint8)
-    same = torch.zeros(64, 32, dtype=torch.float8_e4m3fn)
+    float8 = torch.zeros(64, 32, dtype=torch.float8_e4m3fn)
     with recorder.barrier():
         weights = deferred(recorder)
         wide.copy_(weights["gate"])
         half.copy_(weights["qkv"])
         as_bytes.copy_(weights["quant"].view(torch.uint8))
-        same.view(torch.uint8).copy_(weights["quant"].view(torch.uint8))
+        float8.view(torch.uint8).copy_(weights["quant"].view(torch.uint8))
         report = recorder.run()
-    assert torch.equal(wide, eager["gate"].float())
-    assert torch.equal(half, eager["qkv"].half())
-    assert raw(as_bytes) == raw(same) == raw(eager["quant"])
+    assert same(wide, eager["gate"].float())
+    assert same(half, eager["qkv"].half())
+    assert raw(as_bytes) == raw(float8) == raw(eager["quant"])
     assert (report.loads, report.materialised) == (1, {})
 
 
@@ -228,7 +244,7 @@ def test_a_dtype_that_is_not_converted_on_the_way_is_made_at_once(path: Path):
     recorder, wide = Recorder(penstock.open(path)), torch.zeros(64, 32, dtype=torch.bfloat16)
     with recorder.barrier():
         wide.copy_(deferred(recorder)["quant"])
-    assert torch.equal(wide, eager["quant"].bfloat16())
+    assert same(wide, eager["quant"].bfloat16())
     assert recorder.materialised == {"aten.copy_.default": 1}
 
 
@@ -246,7 +262,7 @@ def test_an_operation_that_touches_no_outstanding_byte_does_not_split_the_load(p
         torch.zeros(3).add_(1)
         report = recorder.run()
     assert report.loads == 1
-    assert torch.equal(embedding[:64], eager["gate"])
+    assert same(embedding[:64], eager["gate"])
     assert not embedding[64:].any()
 
 
@@ -271,9 +287,9 @@ def test_an_operation_that_touches_outstanding_bytes_has_them_first(path: Path, 
         found = operation(to)
         report = recorder.run()
     expected = operation(eager)
-    assert torch.equal(to, eager)
+    assert same(to, eager)
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
+        assert same(found, expected)
     assert (report.loads, report.copies) == (1, 1)
 
 
@@ -298,8 +314,8 @@ def test_the_last_of_several_copies_to_one_place_counts(path: Path):
         assert (recorder.overwritten, recorder._outstanding.count) == (1, 1)
         to[8:16].copy_(weights["gate"][:8])
         report = recorder.run()
-    assert torch.equal(to[:8], eager["up"][:8])
-    assert torch.equal(to[8:16], eager["gate"][:8])
+    assert same(to[:8], eager["up"][:8])
+    assert same(to[8:16], eager["gate"][:8])
     assert report.loads == 2, "a copy over a part of another one cannot be made in the same load"
 
 
@@ -317,11 +333,11 @@ def test_writes_to_a_deferred_tensor_are_seen_by_its_views_and_not_by_copies_mad
         weight[3:5].mul_(2)
         weight += 1
         after.copy_(view)
-        assert torch.equal(copy, eager)
+        assert same(copy, eager)
         recorder.run()
-    assert torch.equal(before, eager)
+    assert same(before, eager)
     eager[3:5].mul_(2)
-    assert torch.equal(after, eager.add(1).t())
+    assert same(after, eager.add(1).t())
 
 
 # --- Random chains ---
@@ -389,19 +405,21 @@ def chain(rng: random.Random, tensor: Any, real: list[torch.Tensor], length: int
     return results
 
 
-CHAINS = 10_000
 PARTS = 20
+#: `make test-whole` runs 10,000.
+CHAINS = 10_000 if os.environ.get("PENSTOCK_TEST_WHOLE") == "1" else 1_000
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_chains_do_what_eager_tensors_do(write: Write, part: int):
+def test_random_chains_do_what_eager_tensors_do(tmp_path: Path, part: int):
     rng = random.Random(part)
-    kinds = ["BF16", "F32", "F16", "F64"]
+    torch.manual_seed(part)
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
     shapes = [(24, 16), (6, 4, 8), (48,), (), (2, 3, 4, 5), (1, 40)]
-    tensors = [Tensor(f"t{i}", kinds[i % 4], shapes[i % 6]) for i in range(12)]
-    path = write(*tensors)
-    checkpoint, eager = penstock.open(path), penstock.open(path).load(dtype=None)
-    left = 0
+    path = tmp_path / "model.safetensors"
+    penstock.save_file({f"t{i}": torch.randn(shapes[i % 6]).to(kinds[i % 4]) for i in range(12)}, path)
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    copies = 0
     for number in range(CHAINS // PARTS):
         seed, name = rng.random(), f"t{rng.randrange(12)}"
         of_eager = [torch.zeros(2048, dtype=kind) for kind in (torch.float32, torch.bfloat16, torch.float64)]
@@ -412,19 +430,16 @@ def test_random_chains_do_what_eager_tensors_do(write: Write, part: int):
             [(_, tensor)] = recorder.weights()
             found = chain(random.Random(seed), tensor, of_deferred, 20)
             recorder.run()
-            found = [one.clone().detach() if isinstance(one, torch.Tensor) else one for one in found]
-            found = [one + 0 if isinstance(one, Deferred) else one for one in found]
         for one, other in zip(of_deferred, of_eager, strict=True):
-            assert raw(one) == raw(other), (part, number)
-        for one, other in zip(found, expected, strict=True):
             assert type(one) is torch.Tensor
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            # a sum of -0.0 and 0 is 0
-            assert raw(one) == raw(other + 0 if other.dtype.is_floating_point else other) or torch.equal(
-                one.nan_to_num(), other.nan_to_num()
-            ), (part, number)
-        left += sum(isinstance(one, Deferred) for one in of_deferred)
-    assert left == 0
+            assert same(one, other), (part, number)
+        for one, other in zip(found, expected, strict=True):
+            value = one.value() if isinstance(one, Deferred) else one
+            assert type(value) is torch.Tensor
+            assert same(value.clone().reshape(other.shape), other), (part, number)
+            assert one.shape == other.shape
+        copies += recorder.copies
+    assert copies > CHAINS // PARTS, "most chains copy something that can wait"
 
 
 # --- Failures, threads, cost ---
@@ -457,7 +472,7 @@ def test_many_threads_may_copy(path: Path):
     for one in threads:
         one.join()
     report = recorder.run()
-    assert to.eq(eager).all()
+    assert all_are(to, eager)
     assert (report.loads, report.copies) == (1, 1024)
 
 

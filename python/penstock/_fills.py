@@ -77,11 +77,9 @@ class Fill:
         with torch.inference_mode() if to.is_inference() else torch.no_grad():
             if self.spread:
                 to.copy_(tensor.reshape(()))
-            elif self.order is None:
-                to.copy_(tensor.view(to.dtype) if self._as_bytes(tensor) else tensor)
-            else:
-                there = to.permute(list(self.order))
-                there.copy_((tensor.view(to.dtype) if self._as_bytes(tensor) else tensor).reshape(there.shape))
+                return
+            there = to if self.order is None else to.permute(list(self.order))
+            there.copy_((tensor.view(to.dtype) if self._as_bytes(tensor) else tensor).reshape(there.shape))
 
     def _as_bytes(self, tensor: Any) -> bool:
         return self.cast is None and tensor.dtype != self.memory.tensor.dtype
@@ -156,12 +154,12 @@ def _order(
             behind[axis].append(d)
         else:
             return None, f"axes[{d}] is {axis!r}: the checkpoint's tensor has dimensions 0 to {len(shape) - 1}"
+    if DTYPES[dtype].bits < 8 and axes and axes[-1] != len(shape) - 1:
+        return None, f"{dtype} has several elements in a byte, so the last dimension has to be the last one of both"
     for axis, (wanted, own) in enumerate(zip(shape, behind, strict=True)):
         given = prod(to.shape[d] for d in own)
         if given != wanted:
             text = f"dimension {axis} has {wanted} wanted elements, and {given} in the destination"
             return None, f"{text} (axes={list(axes)})"
     order = [d for own in behind for d in own] + rest
-    if DTYPES[dtype].bits < 8 and order and axes and (axes[-1] != len(shape) - 1 or behind[-1][-1] != len(axes) - 1):
-        return None, f"{dtype} has several elements in a byte, so the last dimension has to be the last one of both"
     return (None if order == sorted(order) else order), None

@@ -85,8 +85,14 @@ class Root:
         """A real tensor with the elements of a view. It is new, unless all of this is real already."""
         if self.real is not None:
             return self.real.as_strided(size, stride, offset)
+        return self._read(size, stride, offset, device)
+
+    def _read(self, size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device) -> torch.Tensor:
+        """A new tensor with the elements of a view as the file has them, whatever has been written to this since."""
         dtype = self.dtype
-        made = torch.empty(size, dtype=dtype, device=device)
+        # With dimensions in the order of memory that a copy of an eager tensor would have
+        like = torch.empty_like(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+        made = torch.empty_strided(size, like.stride(), dtype=dtype, device=device)
         if made.numel() == 0:
             return made
         steps = [(n, own, to) for n, own, to in zip(size, stride, made.stride(), strict=True) if n > 1]
@@ -95,7 +101,7 @@ class Root:
             self.recording.read(self.tensor(), box, made)
         elif self.parent is not None:
             parent, strides, start = self.parent
-            copied = parent.value(self.shape, strides, start, device).contiguous()
+            copied = parent._read(self.shape, strides, start, device).contiguous()
             made.copy_(copied.as_strided(size, stride, offset))
         else:
             shape = self.shape
@@ -314,9 +320,9 @@ def _view(func: Any, first: Deferred, args: tuple[Any, ...], kwargs: dict[str, A
 def _copy_of(func: Any, first: Deferred, kwargs: dict[str, Any]) -> Deferred | None:
     """A deferred copy, if its elements are the same."""
     dtype = kwargs.get("dtype")
-    if (dtype is not None and dtype != first.dtype) or first.reinterpreted or kwargs.get("layout") is not None:
+    if (dtype is not None and dtype != first.dtype) or first.reinterpreted:
         return None
-    if kwargs.get("pin_memory"):
+    if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
         return None
     device = torch.device(kwargs.get("device") or first.device)
     if device.type == "meta":
@@ -350,7 +356,7 @@ def _writes(func: Any) -> tuple[set[int], set[str]]:
 def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Makes an operation with real tensors in place of deferred ones."""
     positions, names = _writes(func)
-    views = func.is_view
+    views = func.is_view or func in _ALIASES
     told: list[Recording] = []
 
     def real(value: Any, write: bool) -> Any:
