@@ -60,6 +60,8 @@ def _deepseek() -> Any:
         qk_rope_head_dim=32,
         qk_nope_head_dim=32,
         v_head_dim=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         architectures=["DeepseekV3ForCausalLM"],
     )
 

@@ -55,11 +55,12 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 def load(args: dict[str, Any], load_format: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
     more = {"model_loader_extra_config": extra} if extra else {}
     engine = EngineArgs(
-        **args, load_format=load_format, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, **more
+        **args, load_format=load_format, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, **more
     )
     config = engine.create_engine_config()
     with set_current_vllm_config(config):
         loader = get_model_loader(config.load_config)
+        torch.set_default_dtype(config.model_config.dtype)
         with torch.device("cpu"):
             model = loader.create_model(config, config.model_config)
             before = {name: t.data_ptr() for name, t in tensors(model).items()}
@@ -68,6 +69,7 @@ def load(args: dict[str, Any], load_format: str, extra: dict[str, Any] | None = 
             for name, tensor in model.named_buffers():
                 tensor.copy_(buffers[name])
             loader.load_weights(model, config.model_config)
+        torch.set_default_dtype(torch.float32)
         moved = [name for name, t in tensors(model).items() if before.get(name) != t.data_ptr()]
     return model, (loader, moved)
 
@@ -102,7 +104,8 @@ def main() -> None:
     spec, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     size = spec["tensor_parallel_size"] * spec.get("pipeline_parallel_size", 1)
     parallel = {key: spec[key] for key in spec if key.endswith("_size") or key.startswith("enable_")}
-    first = {**next(iter(spec["models"].values())), **parallel}
+    # A model of experts: only for those vLLM makes a group of expert parallel ranks
+    first = {**spec["models"][spec["first"]], **parallel}
     results: dict[str, Any] = {}
     config = EngineArgs(**first, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128).create_engine_config()
     with set_current_vllm_config(config):

@@ -44,25 +44,29 @@ def settings_of(given: Mapping[str, Any], engine: str) -> tuple[Options, str | N
 class Loads:
     """The loads of one call of an engine's loader: one for each place that it takes weights from."""
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: Options | None, mark: str | None = None) -> None:
         self.recorders: list[Recorder] = []
         self.fallbacks: list[str] = []
         """Why the engine's own way was taken, for each place where it was."""
+        self.options = options
         self._device = device
-        self._options = options
+        self._mark = mark
 
     def weights(
         self, files: Sequence[str], keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred."""
         try:
-            recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self._options)
+            recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
             found = list(recorder.weights())
         except UnsupportedError as error:
             self.fallbacks.append(str(error))
             logger.warning("penstock: loading as the engine does: %s", error)
             return iter(otherwise())
         self.recorders.append(recorder)
+        if self._mark is not None:
+            for _, tensor in found:
+                setattr(tensor, self._mark, True)
         return iter(found)
 
     @contextmanager
