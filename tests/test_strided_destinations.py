@@ -170,7 +170,7 @@ def status(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 
 into = [(v.data_ptr(), sum((n - 1) * s for n, s in zip(v.shape, v.stride())) * size + size) for v in views]
-strides = [(i, [s * size for s in v.stride()]) for i, v in enumerate(views)]
+strides = [(i, [(n, s * size) for n, s in zip(v.shape, v.stride())]) for i, v in enumerate(views)]
 regions = [[(start, stop, 1) for start, stop in part] for part in parts]
 counted = os.access("/proc/self/clear_refs", os.W_OK)
 if counted:
@@ -233,14 +233,13 @@ def test_the_core_refuses_strides_that_do_not_fit(write: Callable[..., Path]) ->
     memory = np.zeros(4096, np.uint8)
     address = memory.__array_interface__["data"][0]
 
-    def fill(nbytes: int, strides: list[int] | None, want: int = 0, device: str = "cpu") -> None:
+    def fill(nbytes: int, dims: list[tuple[int, int]] | None, want: int = 0) -> None:
         load = _core.Load.start(
             checkpoint._core,
             _core.Options(),
             wants=[0],
-            device=device,
             into=[(address, nbytes)],
-            strides=None if strides is None else [(want, strides)],
+            strides=None if dims is None else [(want, dims)],
             keep=memory,
         )
         try:
@@ -248,22 +247,41 @@ def test_the_core_refuses_strides_that_do_not_fit(write: Callable[..., Path]) ->
         finally:
             load.close()
 
-    fill(256, [4, 32])
+    fill(256, [(8, 4), (8, 32)])
     assert memory[:256].any()
     memory[:] = 0
-    for nbytes, strides, error in [
-        (255, [4, 32], penstock.InvalidError),
-        (4096, [0, 4], penstock.InvalidError),
-        (4096, [28, 4], penstock.InvalidError),
-        (256, [32], penstock.MismatchError),
+    for nbytes, dims, error in [
+        (255, [(8, 4), (8, 32)], penstock.InvalidError),
+        (4096, [(8, 0), (8, 4)], penstock.InvalidError),
+        (4096, [(8, 28), (8, 4)], penstock.InvalidError),
+        (256, [(8, 32)], penstock.MismatchError),
+        (256, [(9, 32), (8, 4)], penstock.MismatchError),
         (255, None, penstock.MismatchError),
     ]:
         with pytest.raises(error, match=r"model\.safetensors"):
-            fill(nbytes, strides)
-    with pytest.raises(penstock.UnsupportedError, match="GPU"):
-        fill(256, [4, 32], device="gpu:0")
+            fill(nbytes, dims)
     with pytest.raises(IndexError):
-        fill(256, [32, 4], want=1)
+        fill(256, [(8, 32), (8, 4)], want=1)
     with pytest.raises(OverflowError):
-        fill(256, [-32, 4])
+        fill(256, [(8, -32), (8, 4)])
     assert not memory.any()
+
+
+def test_dimensions_of_a_destination_are_its_own(write: Callable[..., Path]) -> None:
+    """One of the tensor's divided into two that change places, and all of them joined."""
+    path = write(Tensor("a", "F32", (6, 40)), Tensor("b", "F32", (6, 40)))
+    source = np.frombuffer(Oracle(path)["a"], np.float32).reshape(6, 4, 10)
+    divided, joined = np.zeros((4, 6, 10), np.float32), np.zeros((240, 3), np.float32)
+    load = _core.Load.start(
+        penstock.open(path)._core,
+        _core.Options(),
+        wants=[0, 1],
+        into=[(divided.ctypes.data, divided.nbytes), (joined.ctypes.data, joined.nbytes - 8)],
+        strides=[(0, [(6, 40), (4, 240), (10, 4)]), (1, [(240, 12)])],
+        keep=(divided, joined),
+    )
+    load.wait()
+    load.close()
+    assert divided.tobytes() == source.transpose(1, 0, 2).tobytes()
+    assert joined[:, 0].tobytes() == Oracle(path)["b"]
+    assert not joined[:, 1:].any()

@@ -198,7 +198,8 @@ class Load:
         stream: bool = False,
         caller_blocks: bool = False,
         into: Sequence[tuple[int, int]] | None = None,
-        strides: Sequence[tuple[int, Sequence[int]]] | None = None,
+        strides: Sequence[tuple[int, Sequence[tuple[int, int]]]] | None = None,
+        casts: Sequence[tuple[int, str]] | None = None,
         keep: object = None,
         fence: int = 0,
         dlpack_device: tuple[int, int] | None = None,
@@ -211,8 +212,12 @@ class Load:
         options.window until `take`.
         caller_blocks: GPU block memory comes from the caller (`blocks`, `grant`); else it is the core's own.
         into: per want (address, nbytes) of caller memory on `device`; `keep` is held until the load ends; `fence` is a
-        CUevent that the copies wait for. strides: (want, bytes from element to element in each dimension) of memory
-        that is not contiguous ("cpu" only); its nbytes count from the first element to the end of the last one.
+        CUevent that the copies wait for. strides: (want, dimensions) of memory that is not contiguous: (count, bytes
+        from one to the next) of each dimension, outermost first. The elements of the want fill them in row-major order;
+        only their number has to be that of the want. The memory's nbytes count from the first element to the end of the
+        last one. casts: (want, dtype) of memory that has another dtype than the tensor, in the spelling of the format:
+        F16, BF16, F32 and F64, converted to each other ("cpu" only). Raises UnsupportedError for others, and for a
+        tensor whose elements the file misaligns.
         dlpack_device: what capsules say (None: by device and driver).
         misaligned: tensors that a file misaligns may keep their place in it, mapped or read.
         """

@@ -43,9 +43,9 @@ class Destination:
         start, past = _span(self, 0)
         return past - start if self.nbytes else 0
 
-    def strides(self) -> list[int]:
-        """Bytes from element to element in each dimension; 0 where there is one element at most."""
-        return [step if n > 1 else 0 for n, step in self.steps()[0]]
+    def strides(self) -> list[tuple[int, int]]:
+        """Count, and bytes from element to element, of each dimension; 0 bytes where there is one element at most."""
+        return [(n, step if n > 1 else 0) for n, step in self.steps()[0]]
 
     def steps(self) -> tuple[list[tuple[int, int]], int]:
         """Where its bytes are: (count, step in bytes, maybe negative) per dimension, and the bytes of an element."""

@@ -51,7 +51,8 @@ def begin(
     *,
     stream: bool = False,
     into: Sequence[tuple[int, int]] | None = None,
-    strides: Sequence[tuple[int, Sequence[int]]] | None = None,
+    strides: Sequence[tuple[int, Sequence[tuple[int, int]]]] | None = None,
+    casts: Sequence[tuple[int, str]] | None = None,
     keep: object = None,
     fence: int = 0,
 ) -> _core.Load:
@@ -69,6 +70,7 @@ def begin(
         caller_blocks=caller_blocks,
         into=into,
         strides=strides,
+        casts=casts,
         keep=keep,
         fence=fence,
         dlpack_device=None if adapter is None else adapter.dlpack_device,

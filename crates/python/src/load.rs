@@ -18,7 +18,7 @@ use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::strides::Foreign;
 use penstock::plan::want::{AxisSlice, Want};
 use penstock::stats::Report;
-use penstock::{Error, ErrorKind};
+use penstock::{DType, Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList};
@@ -41,6 +41,9 @@ const AT_ONCE: usize = 1024;
 
 /// One (start, stop, step) per dimension, or None for the whole tensor.
 type Region = Option<Listed<(u64, u64, u64)>>;
+
+/// (count, bytes from one to the next) of each dimension of a destination.
+type Dims = Listed<(u64, u64)>;
 
 /// A Python object that keeps memory alive.
 pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
@@ -65,8 +68,8 @@ impl Drop for Load {
 impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
-                        stream = false, caller_blocks = false, into = None, strides = None, keep = None, fence = 0,
-                        dlpack_device = None, misaligned = false))]
+                        stream = false, caller_blocks = false, into = None, strides = None, casts = None, keep = None,
+                        fence = 0, dlpack_device = None, misaligned = false))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -79,7 +82,8 @@ impl Load {
         stream: bool,
         caller_blocks: bool,
         into: Option<Listed<(u64, u64)>>,
-        strides: Option<Listed<(u32, Listed<u64>)>>,
+        strides: Option<Listed<(u32, Dims)>>,
+        casts: Option<Listed<(u32, String)>>,
         keep: Option<Py<PyAny>>,
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
@@ -113,7 +117,7 @@ impl Load {
             };
             let memory = match into {
                 Some(tensors) => Memory::Into {
-                    tensors: foreign(tensors, strides)?,
+                    tensors: foreign(tensors, strides, casts)?,
                     keep: Arc::new(keep.map(Kept)),
                     fence: (fence != 0).then_some(Fence(fence)),
                 },
@@ -327,14 +331,23 @@ impl Load {
     }
 }
 
-/// The caller's memory, one for each want: address and bytes, and the strides of those that have any.
-fn foreign(into: Listed<(u64, u64)>, strides: Option<Listed<(u32, Listed<u64>)>>) -> PyResult<Vec<Foreign>> {
+/// The caller's memory, one for each want: address and bytes, the dimensions of what is not contiguous, and the dtypes of
+/// what has another one than the tensor.
+fn foreign(
+    into: Listed<(u64, u64)>,
+    strides: Option<Listed<(u32, Dims)>>,
+    casts: Option<Listed<(u32, String)>>,
+) -> PyResult<Vec<Foreign>> {
     let mut tensors: Vec<Foreign> = into.0.into_iter().map(|(at, nbytes)| Foreign::contiguous(at, nbytes)).collect();
-    for (want, strides) in strides.into_iter().flat_map(|s| s.0) {
-        let tensor = tensors.get_mut(want as usize);
-        let tensor =
-            tensor.ok_or_else(|| PyIndexError::new_err(format!("strides of want {want}, which has no memory")))?;
-        tensor.strides = Some(strides.0.into());
+    let nowhere = |what: &str, want: u32| PyIndexError::new_err(format!("{what} of want {want}, which has no memory"));
+    for (want, dims) in strides.into_iter().flat_map(|s| s.0) {
+        let tensor = tensors.get_mut(want as usize).ok_or_else(|| nowhere("strides", want))?;
+        tensor.dims = Some(dims.0.into());
+    }
+    for (want, name) in casts.into_iter().flat_map(|c| c.0) {
+        let tensor = tensors.get_mut(want as usize).ok_or_else(|| nowhere("a cast", want))?;
+        let dtype = DType::parse(&name);
+        tensor.cast = Some(dtype.ok_or_else(|| PyValueError::new_err(format!("{name:?} is no dtype of the format")))?);
     }
     Ok(tensors)
 }

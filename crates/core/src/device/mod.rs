@@ -5,6 +5,7 @@
 //! seen the event). Only then may the slab be rewritten.
 
 pub mod api;
+pub mod cast;
 pub mod cpu;
 pub(crate) mod fetch;
 pub mod gpu;

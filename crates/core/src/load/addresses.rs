@@ -4,6 +4,7 @@
 //! the engine's simulator runs them on real buffers.
 
 use super::shared::internal;
+use crate::device::cast::Cast;
 use crate::device::strided::{self, Strided};
 use crate::device::Copy;
 use crate::error::Result;
@@ -66,7 +67,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         Ok(copies)
     }
 
-    /// The copies out of the slab at `slab` into strided memory: a few boxes for each piece.
+    /// The copies out of the slab at `slab` into strided memory, or memory of another dtype: a few boxes for each piece.
     pub(crate) fn strided(&self, slab: *mut u8) -> Result<Strided> {
         let mut copies = Strided::default();
         if self.layout.strides.is_empty() {
@@ -74,7 +75,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         }
         for p in self.pieces {
             if let Some(strides) = self.layout.strides_of(p.want) {
-                spread(p, strides, slab, self.block(p.block)?, &mut copies);
+                spread(p, strides, slab, self.block(p.block)?, &mut copies)?;
             }
         }
         Ok(copies)
@@ -142,10 +143,11 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
                     rows.push((from, (base + to) as *mut u8, p.len));
                     continue;
                 };
+                let run = strides.run().ok_or_else(|| internal("elements are converted, and land without a slab"))?;
                 // Run by run: a row may begin and end within one.
                 let mut done = 0;
                 while done < p.len {
-                    let len = (strides.run() - (to + done) % strides.run()).min(p.len - done);
+                    let len = (run - (to + done) % run).min(p.len - done);
                     rows.push((from + done, (base + strides.memory(to + done)) as *mut u8, len));
                     done += len;
                 }
@@ -183,12 +185,18 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     }
 }
 
-/// The copies of one piece into strided memory at `base`.
+/// The copies of one piece into strided memory at `base`, or into memory of another dtype.
 ///
 /// Rows lie evenly in dense order, and so do the steps of the destination's axes. Where a row's distance in dense order is a
 /// step of them, all rows are together a few boxes. Otherwise each row is: only the first and the last row of an extent,
 /// which may be cut off, come so.
-fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut Strided) {
+fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut Strided) -> Result<()> {
+    let cast = strides.cast();
+    if let Some(size) = cast.map(Cast::from_bytes) {
+        if p.to % size != 0 || p.len % size != 0 || (p.rows > 1 && p.to_stride % size != 0) {
+            return Err(internal("an element is converted that is divided between two extents"));
+        }
+    }
     let (mut rows, mut row) = (Vec::new(), Vec::new());
     let divided = if p.rows > 1 { strides.divided(p.to_stride) } else { None };
     let within = p.to % p.to_stride.max(1);
@@ -206,7 +214,7 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
                         to: axis.memory,
                     });
                     let axes = of_rows.chain(b.axes(&inner).map(dense));
-                    copies.push(slab.wrapping_add(from as usize), base + a.memory + b.memory, axes);
+                    copies.push(cast, slab.wrapping_add(from as usize), base + a.memory + b.memory, axes);
                 }
             }
         }
@@ -217,11 +225,12 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
                 parts(strides.axes(), to..to + p.len, &mut row);
                 for b in &row {
                     let from = slab.wrapping_add((from + b.dense - to) as usize);
-                    copies.push(from, base + b.memory, b.axes(strides.axes()).map(dense));
+                    copies.push(cast, from, base + b.memory, b.axes(strides.axes()).map(dense));
                 }
             }
         }
     }
+    Ok(())
 }
 
 /// An axis of a destination whose bytes lie in dense order in the slab.
@@ -234,6 +243,7 @@ mod tests {
     use super::*;
     use crate::error::ErrorKind;
     use crate::extent::{Route, TakesSlab};
+    use crate::format::DType;
     use crate::plan::layout::{BlockSpec, Place};
 
     const MIRROR: BlockKind = BlockKind::Mirror { file: 0, start: 4096 };
@@ -330,18 +340,51 @@ mod tests {
         assert_eq!((copies[0].from as u64, copies[0].to, copies[3].to), (4106, 1 << 20, 3 << 20));
     }
 
-    /// The items that are copied into strided memory: offset in the slab, offset in the block, bytes. And in how many boxes.
-    fn spread_out(dims: &[(u64, u64)], piece: Piece) -> (Vec<(u64, u64, u64)>, usize) {
+    /// Offset in the slab, offset in the block, bytes.
+    type SpreadItem = (u64, u64, u64);
+
+    /// The items that are copied into strided memory. And in how many boxes.
+    fn spread_out(dims: &[(u64, u64)], piece: Piece) -> (Vec<SpreadItem>, usize) {
+        spread_over(Strides::new(dims), piece).unwrap()
+    }
+
+    fn spread_over(strides: Strides, piece: Piece) -> Result<(Vec<SpreadItem>, usize)> {
         let (mut schedule, mut layout) = plan(Landing::Slab, &[BlockKind::Foreign { want: 0 }], vec![piece]);
-        layout.strides = vec![Some(Strides::new(dims))];
+        layout.strides = vec![Some(strides)];
         schedule.extents[0].staging = TakesSlab::AtRequest;
         let at = Addresses::new(&schedule, &layout, 0, base);
         let slab = 4096 as *mut u8;
         assert!(at.copies(slab).unwrap().is_empty());
-        let copies = at.strided(slab).unwrap();
+        let copies = at.strided(slab)?;
         let mut items = Vec::new();
         copies.items(|from, to, len| items.push((from as u64 - 4096, to - (1 << 20), len)));
-        (items, copies.len())
+        Ok((items, copies.len()))
+    }
+
+    #[test]
+    fn elements_that_are_converted_keep_their_number_and_not_their_distance() {
+        let cast = Cast::new(DType::F32, DType::BF16).unwrap();
+        // Elements 2 to 9 of a 3 x 4 matrix, into a transposed one and into a contiguous one.
+        let turned = Strides::converted(&[(3, 2), (4, 6), (1, 2)], cast);
+        let (items, boxes) = spread_over(turned, piece(0, 0, 8, 32)).unwrap();
+        let expected = (2..10).map(|i| (4 * (i - 2), i / 4 * 2 + i % 4 * 6, 4));
+        assert_eq!((items, boxes), (expected.collect(), 3));
+        let straight = Strides::converted(&[(12, 2)], cast);
+        assert_eq!(straight.span(), 24);
+        assert_eq!(spread_over(straight, piece(0, 0, 8, 32)).unwrap(), (vec![(0, 4, 32)], 1));
+        // Two rows of a slice, 40 bytes apart in the file.
+        let rows = Piece { rows: 2, from_stride: 40, to_stride: 16, ..piece(0, 4, 16, 16) };
+        let (items, _) = spread_over(Strides::converted(&[(12, 2)], cast), rows).unwrap();
+        assert_eq!(items, [(4, 8, 16), (44, 16, 16)]);
+    }
+
+    #[test]
+    fn an_element_that_is_converted_and_divided_is_an_error() {
+        let cast = Cast::new(DType::F32, DType::BF16).unwrap();
+        for (to, len) in [(2, 8), (0, 6)] {
+            let found = spread_over(Strides::converted(&[(12, 2)], cast), piece(0, 0, to, len));
+            assert_eq!(found.unwrap_err().kind(), ErrorKind::Internal);
+        }
     }
 
     #[test]

@@ -299,7 +299,7 @@ impl Load {
         if self.layout.strides_of(want).is_some() {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("the bytes of want {want} are strided: no view shows them"),
+                format!("the bytes of want {want} are strided or of another dtype: no view shows them"),
             ));
         }
         if std::mem::replace(&mut state.viewed[want as usize], true) {

@@ -59,7 +59,7 @@ pub enum BlockKind {
 }
 
 /// Where a want's bytes go: `Runs::nbytes` dense bytes from `offset` in block number `block`. If the caller's tensor is
-/// strided, the offsets of a place count its bytes in dense order: see [`Layout::strides`].
+/// strided or of another dtype, the offsets of a place count the checkpoint's bytes in dense order: see [`Layout::strides`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Number of the block in [`Layout::blocks`].
@@ -83,8 +83,9 @@ pub struct Layout {
     pub files: Vec<u32>,
     /// Want numbers in the order of reading and hand-out.
     pub order: Vec<u32>,
-    /// How the caller's tensors lie in their blocks, in order of the wants: `None` for contiguous ones. Empty if all are
-    /// contiguous. [`Layout::new`] knows of none: they come with the caller's memory.
+    /// How the caller's tensors lie in their blocks, and whether elements are converted, in order of the wants: `None` for
+    /// contiguous ones of the checkpoint's dtype. Empty if all are. [`Layout::new`] knows of none: they come with the caller's
+    /// memory.
     pub strides: Vec<Option<Strides>>,
 }
 
@@ -144,49 +145,40 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Takes what is particular to the caller's memory: `tensors`, one per want.
+    /// Takes what is particular to the caller's memory: `tensors`, one per want, in memory of the host (`cpu`) or of a GPU.
     ///
     /// # Errors
-    /// `Invalid` if there is not one per want. `Mismatch` if one does not have the size or the dimensions of its want.
-    /// `Invalid` if the elements of one lie behind it, or may share bytes. Strides of memory that is not `strided` are
-    /// `Unsupported`.
+    /// `Invalid` if there is not one per want. `Mismatch` if one does not have the size or the number of elements of its want.
+    /// `Invalid` if the elements of one lie behind it, or may share bytes. `Unsupported` for casts that loads do not make.
     pub(crate) fn fill(
         &mut self,
         checkpoint: &Checkpoint,
         wants: &[Want],
         tensors: &[Foreign],
-        strided: bool,
+        cpu: bool,
     ) -> Result<()> {
         if tensors.len() != self.places.len() {
             return Err(Error::new(ErrorKind::Invalid, "there must be one destination per want"));
         }
         for (want, tensor) in tensors.iter().enumerate() {
-            let nbytes = self.places[want].nbytes;
+            let place = self.places[want];
             let info = checkpoint.tensor(wants[want].tensor);
             let named =
                 |e: Error| e.reworded(|text| format!("tensor {}: {text}", quoted(info.name))).of_tensor(info.name);
-            let strides = tensor.strides(&wants[want], &info).map_err(named)?;
-            if let Some(strides) = strides {
-                if !strided {
+            if let Some(strides) = tensor.strides(&info, place.nbytes, cpu).map_err(named)? {
+                if !cpu {
                     let text = format!("tensor {}: destinations on a GPU have to be contiguous", quoted(info.name));
                     return Err(Error::new(ErrorKind::Unsupported, text).of_tensor(info.name));
                 }
-                self.blocks[self.places[want].block as usize].nbytes = strides.span();
+                self.blocks[place.block as usize].nbytes = strides.span();
                 self.strides.resize(self.places.len(), None);
                 self.strides[want] = Some(strides);
-            } else if tensor.nbytes != nbytes && (tensor.strides.is_none() || tensor.nbytes < nbytes) {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    format!("a destination of {} bytes for {nbytes} wanted bytes", tensor.nbytes),
-                )
-                .of_tensor(info.name)
-                .with_values(nbytes, tensor.nbytes));
             }
         }
         self.check_size()
     }
 
-    /// How the destination of a want is strided; `None` if it is contiguous.
+    /// How the destination of a want is strided or converted; `None` if its bytes are contiguous.
     pub(crate) fn strides_of(&self, want: u32) -> Option<&Strides> {
         self.strides.get(want as usize)?.as_ref()
     }

@@ -27,7 +27,7 @@ pub enum Memory {
     /// The caller's tensors, one per want. Several wants may be parts of one tensor, or the same part. No two of the
     /// caller's tensors may share a byte.
     Into {
-        /// The memory of each want's destination. It may be strided in CPU memory, and is contiguous on a GPU.
+        /// The memory of each want's destination. It may be strided, and in CPU memory of another floating-point dtype.
         tensors: Vec<Foreign>,
         /// Keeps the tensors alive; held until nothing can write to them any more.
         keep: Keep,

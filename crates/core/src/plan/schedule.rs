@@ -730,8 +730,12 @@ impl Making<'_> {
                     to_stride: part.to_stride,
                 };
                 let before = sums.clone();
-                let run = layout.strides_of(part.want).map(Strides::run);
-                sums.add(&piece, scratch.last(), run);
+                let strides = layout.strides_of(part.want);
+                sums.add(&piece, scratch.last(), strides.and_then(Strides::run));
+                if scatter.is_some() && strides.is_some_and(|s| s.cast().is_some()) {
+                    // Elements are converted out of a slab.
+                    stop = Some(Stop::NoScatter);
+                }
                 if stop.is_none() {
                     stop = sums.excess(rules, &before, &piece, scratch.len() + 1, home, scatter);
                 }

@@ -1,10 +1,11 @@
-//! Strided memory of the caller: where in it the bytes of a want go.
+//! Memory of the caller that is strided or of another dtype: where in it the elements of a want go.
 //!
-//! The plan counts a want's bytes in dense (row-major) order. [`Strides`] says where each of them lies.
+//! The plan counts a want's bytes in dense (row-major) order, as the checkpoint has them. [`Strides`] says where each of them
+//! lies.
 
-use super::want::Want;
+use crate::device::cast::Cast;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::TensorInfo;
+use crate::format::{DType, TensorInfo};
 use std::ops::Range;
 
 /// The caller's memory for one want.
@@ -14,45 +15,56 @@ pub struct Foreign {
     pub address: u64,
     /// Bytes from there to the end of the last element.
     pub nbytes: u64,
-    /// Bytes from one element to the next, for each dimension of the want. `None`: contiguous (row-major). For dtypes that
-    /// are no whole bytes, the elements of the last dimension are its bytes.
-    pub strides: Option<Box<[u64]>>,
+    /// How its elements lie: (count, bytes from one to the next) of each dimension, outermost first. The elements of the want
+    /// fill them in row-major order. The dimensions need not be the want's: one of these may be divided into several, and
+    /// several may be one. `None`: contiguous. For dtypes that are no whole bytes, the elements are bytes.
+    pub dims: Option<Box<[(u64, u64)]>>,
+    /// The dtype of its elements if it is not the tensor's: the load converts them. Among F16, BF16, F32 and F64, in CPU memory.
+    pub cast: Option<DType>,
 }
 
 impl Foreign {
-    /// Contiguous memory.
+    /// Contiguous memory of the tensor's dtype.
     pub fn contiguous(address: u64, nbytes: u64) -> Self {
-        Self { address, nbytes, strides: None }
+        Self { address, nbytes, dims: None, cast: None }
     }
 
-    /// Where the bytes of `want` go, a part of the tensor `info`; `None` if they are contiguous from `address` on.
+    /// Where the elements go of a want that has `nbytes` bytes of the tensor `info`; `None` if its bytes are contiguous from
+    /// `address` on. `cpu`: it is memory of the host.
     ///
     /// # Errors
-    /// `Mismatch` if the memory does not have the size or the dimensions of the want. `Invalid` if elements lie behind the
-    /// memory, or may share bytes: if a stride is shorter than what lies within it.
-    pub(crate) fn strides(&self, want: &Want, info: &TensorInfo<'_>) -> Result<Option<Strides>> {
-        let mismatch = |text: String| Err(Error::new(ErrorKind::Mismatch, text));
+    /// `Mismatch` if the memory does not have the size or the number of elements of the want. `Invalid` if elements lie behind
+    /// the memory, or may share bytes: if a stride is shorter than what lies within it. `Unsupported` for a cast of other
+    /// dtypes, of a tensor whose elements the file misaligns, or onto a GPU.
+    pub(crate) fn strides(&self, info: &TensorInfo<'_>, nbytes: u64, cpu: bool) -> Result<Option<Strides>> {
         let invalid = |text: String| Err(Error::new(ErrorKind::Invalid, text));
-        let Some(strides) = &self.strides else { return Ok(None) };
-        let mut shape = want.shape(info);
-        if strides.len() != shape.len() {
-            let (expected, found) = (shape.len() as u64, strides.len() as u64);
-            let text = format!("a destination of {found} dimensions for a want of {expected}");
-            return Err(Error::new(ErrorKind::Mismatch, text).with_values(expected, found));
+        let cast = self.cast.filter(|to| *to != info.dtype).map(|to| conversion(info, to, cpu)).transpose()?;
+        let bits = info.dtype.bits();
+        let (what, size) = if bits % 8 == 0 { ("elements", bits / 8) } else { ("bytes", 1) };
+        let (wanted, item) = (nbytes / size, cast.map_or(size, Cast::to_bytes));
+        let Some(dims) = &self.dims else {
+            if wanted.checked_mul(item) != Some(self.nbytes) {
+                let text = match cast {
+                    None => format!("a destination of {} bytes for {nbytes} wanted bytes", self.nbytes),
+                    Some(_) => format!("a destination of {} bytes for {wanted} elements of {item} bytes", self.nbytes),
+                };
+                let expected = wanted.saturating_mul(item);
+                return Err(Error::new(ErrorKind::Mismatch, text).with_values(expected, self.nbytes));
+            }
+            return Ok(cast.filter(|_| wanted > 0).map(|cast| Strides::converted(&[(wanted, item)], cast)));
+        };
+        let count = if dims.iter().any(|d| d.0 == 0) { Some(0) } else { product(dims) };
+        if count != Some(wanted) {
+            let text = match count {
+                Some(count) => format!("a destination of {count} {what} for {wanted} wanted {what}"),
+                None => format!("a destination of more {what} than an address space has, for {wanted} wanted {what}"),
+            };
+            return Err(Error::new(ErrorKind::Mismatch, text).with_values(wanted, count.unwrap_or(u64::MAX)));
         }
-        if shape.contains(&0) {
+        if wanted == 0 {
             return Ok(None);
         }
-        let bits = info.dtype.bits();
-        let item = if bits % 8 == 0 { bits / 8 } else { 1 };
-        if let Some(last) = shape.last_mut() {
-            // No overflow: at most the bits of the tensor.
-            if *last * bits % 8 != 0 {
-                return mismatch("rows of a strided destination that are no whole bytes".to_owned());
-            }
-            *last = *last * bits / (8 * item);
-        }
-        let mut dims: Vec<(u64, u64)> = shape.into_iter().zip(strides.iter().copied()).filter(|d| d.0 > 1).collect();
+        let mut dims: Vec<(u64, u64)> = dims.iter().copied().filter(|d| d.0 > 1).collect();
         let mut ascending = dims.clone();
         ascending.sort_unstable_by_key(|d| d.1);
         let mut within = Some(item);
@@ -68,13 +80,13 @@ impl Foreign {
         if within.is_none_or(|n| n > self.nbytes) || self.address.checked_add(self.nbytes).is_none() {
             return invalid(format!("elements of a destination lie behind its {} bytes", self.nbytes));
         }
-        // The innermost dimensions that are contiguous are one run of bytes.
-        let mut run = item;
-        while let Some(&(count, _)) = dims.last().filter(|d| d.1 == run) {
+        // The innermost dimensions that are contiguous are one run.
+        let mut run = 1;
+        while let Some(&(count, _)) = dims.last().filter(|d| d.1 == run * item) {
             run *= count;
             dims.pop();
         }
-        if dims.is_empty() {
+        if dims.is_empty() && cast.is_none() {
             return Ok(None);
         }
         let mut merged: Vec<(u64, u64)> = Vec::with_capacity(dims.len() + 1);
@@ -85,15 +97,51 @@ impl Foreign {
                 _ => merged.push((count, stride)),
             }
         }
-        merged.push((run, 1));
-        Ok(Some(Strides::new(&merged)))
+        Ok(Some(match cast {
+            Some(cast) => {
+                merged.push((run, item));
+                Strides::converted(&merged, cast)
+            }
+            None => {
+                merged.push((run * item, 1));
+                Strides::new(&merged)
+            }
+        }))
     }
+}
+
+/// The product of the counts; `None` if it overflows.
+fn product(dims: &[(u64, u64)]) -> Option<u64> {
+    dims.iter().try_fold(1u64, |n, d| n.checked_mul(d.0))
+}
+
+/// The conversion of a tensor's elements.
+fn conversion(info: &TensorInfo<'_>, to: DType, cpu: bool) -> Result<Cast> {
+    let unsupported = |why: String| Error::new(ErrorKind::Unsupported, why);
+    let from = info.dtype;
+    if !cpu {
+        return Err(unsupported(format!("{from} is cast to {to} in CPU memory only, and its destination is on a GPU")));
+    }
+    let cast = Cast::new(from, to).ok_or_else(|| {
+        unsupported(format!("{from} is not cast to {to} on the way: only F16, BF16, F32 and F64 are, to each other"))
+    })?;
+    // Reads are cut at pages. They divide no element whose distance from the start of the file is a multiple of its size.
+    if info.begin % cast.from_bytes() != 0 {
+        let text = format!(
+            "{from} is not cast to {to} on the way: its elements are misaligned in the file, at {}",
+            info.begin
+        );
+        return Err(unsupported(text));
+    }
+    Ok(cast)
 }
 
 /// Where the dense bytes of one want lie: evenly strided dimensions, and none of their elements share a byte.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Strides {
     axes: Box<[Axis]>,
+    /// If there is one, the innermost axis is one of elements, and otherwise of bytes.
+    cast: Option<Cast>,
 }
 
 /// One dimension.
@@ -121,26 +169,32 @@ pub(crate) struct Part {
 impl Strides {
     /// Of (count, stride) for each dimension, outermost first. The last one is that of the bytes in a contiguous run.
     pub(crate) fn new(dims: &[(u64, u64)]) -> Strides {
-        let mut axes: Vec<Axis> = dims.iter().map(|&(count, memory)| Axis { count, dense: 0, memory }).collect();
-        let mut dense = 1;
-        for axis in axes.iter_mut().rev() {
-            axis.dense = dense;
-            dense *= axis.count;
-        }
-        Strides { axes: axes.into() }
+        Strides { axes: axes(dims, 1), cast: None }
     }
 
-    /// Bytes of the runs that are contiguous in memory. Each begins at a multiple of this in dense order.
-    pub fn run(&self) -> u64 {
-        self.axes.last().map_or(1, |a| a.count)
+    /// The same for elements that are converted. The last dimension is that of the elements in a contiguous run.
+    pub(crate) fn converted(dims: &[(u64, u64)], cast: Cast) -> Strides {
+        Strides { axes: axes(dims, cast.from_bytes()), cast: Some(cast) }
     }
 
-    /// Bytes from the first to the end of the last one.
+    /// What becomes of the elements.
+    pub(crate) fn cast(&self) -> Option<Cast> {
+        self.cast
+    }
+
+    /// Bytes of the runs that are contiguous in memory. Each begins at a multiple of this in dense order. `None` if elements
+    /// are converted: then no run of bytes is.
+    pub fn run(&self) -> Option<u64> {
+        self.cast.is_none().then(|| self.axes.last().map_or(1, |a| a.count))
+    }
+
+    /// Bytes of memory from the first one to the end of the last one.
     pub fn span(&self) -> u64 {
-        self.axes.iter().map(|a| (a.count - 1) * a.memory).sum::<u64>() + 1
+        let last = self.cast.map_or(1, Cast::to_bytes);
+        self.axes.iter().map(|a| (a.count - 1) * a.memory).sum::<u64>() + last
     }
 
-    /// Where the byte at this dense offset lies, from the first one.
+    /// Where the byte at this dense offset lies, from the first one. If elements are converted, only whole ones lie anywhere.
     pub fn memory(&self, mut dense: u64) -> u64 {
         let mut at = 0;
         for axis in &self.axes {
@@ -176,6 +230,16 @@ impl Strides {
     pub(crate) fn axes(&self) -> &[Axis] {
         &self.axes
     }
+}
+
+/// Axes of these (count, stride), outermost first; a step of the innermost one is `dense` bytes in dense order.
+fn axes(dims: &[(u64, u64)], mut dense: u64) -> Box<[Axis]> {
+    let mut axes: Vec<Axis> = dims.iter().map(|&(count, memory)| Axis { count, dense: 0, memory }).collect();
+    for axis in axes.iter_mut().rev() {
+        axis.dense = dense;
+        dense *= axis.count;
+    }
+    axes.into()
 }
 
 impl Part {
