@@ -6,6 +6,7 @@ mod toy_device;
 
 use device::{alone, collect, noise, open_files_and_threads, whole_slab, Cpu, Gpu, Kind, TestSlab, PATIENCE, SLAB};
 use penstock::device::api::Vendor;
+use penstock::device::strided::{GridAxis, Strided};
 use penstock::device::{Batch, Copy, Device, Fence};
 use penstock::extent::Ticket;
 use penstock::{Error, ErrorKind};
@@ -132,6 +133,101 @@ fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
     kind.check();
 }
 
+/// A grid of items: bytes of each, the counts of its axes in the order of the slab, the axes in the order of the destination,
+/// and which steps are longer than need be, in the slab and there.
+#[derive(Debug, Clone)]
+struct Lattice {
+    item: u64,
+    counts: Vec<u64>,
+    order: Vec<usize>,
+    padding: Vec<[bool; 2]>,
+}
+
+fn lattice() -> impl Strategy<Value = Lattice> {
+    let counts = prop_oneof![
+        2 => prop::collection::vec(1u64..6, 0..=4),
+        2 => prop::collection::vec(1u64..200, 2),
+        1 => prop::collection::vec(1u64..12, 3),
+    ];
+    let item = prop_oneof![4 => prop::sample::select(vec![1u64, 2, 4, 8, 12]), 1 => 500u64..1500];
+    (item, counts).prop_flat_map(|(item, counts)| {
+        // As much as a slab holds, with the padding.
+        let counts: Vec<u64> = counts.into_iter().map(|n| if item > 100 { n.min(4) } else { n }).collect();
+        let order = Just((0..counts.len()).collect::<Vec<_>>()).prop_shuffle();
+        let padding = prop::collection::vec(any::<[bool; 2]>(), counts.len());
+        (Just(counts), order, padding).prop_map(move |(counts, order, padding)| Lattice {
+            item,
+            counts,
+            order,
+            padding,
+        })
+    })
+}
+
+impl Lattice {
+    /// Its axes, outermost first in the slab, that of the bytes last; its bytes in the slab and at the destination.
+    fn axes(&self) -> (Vec<GridAxis>, u64, u64) {
+        let mut axes: Vec<GridAxis> = self.counts.iter().map(|&count| GridAxis { count, from: 0, to: 0 }).collect();
+        let (mut from, mut to) = (self.item, self.item);
+        for i in (0..axes.len()).rev() {
+            axes[i].from = from + 3 * u64::from(self.padding[i][0]);
+            from += (axes[i].count - 1) * axes[i].from;
+        }
+        for &i in &self.order {
+            axes[i].to = to + 5 * u64::from(self.padding[i][1]);
+            to += (axes[i].count - 1) * axes[i].to;
+        }
+        axes.push(GridAxis { count: self.item, from: 1, to: 1 });
+        (axes, from, to)
+    }
+}
+
+/// Calls `give` with how far each step of the axes is from the first one, in the slab and at the destination.
+fn each(axes: &[GridAxis], from: u64, to: u64, give: &mut impl FnMut(u64, u64)) {
+    let Some((axis, inner)) = axes.split_first() else { return give(from, to) };
+    (0..axis.count).for_each(|i| each(inner, from + i * axis.from, to + i * axis.to, give));
+}
+
+/// Random grids into strided memory, several batches in flight: every byte in its place, and nothing else touched.
+fn copies_into_strided_memory<K: Kind>(kind: &K) {
+    let batches = prop::collection::vec(prop::collection::vec(lattice(), 1..5), 1..6);
+    let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
+    let slabs: Vec<_> = (0..6).map(|_| kind.slab()).collect();
+    let device = RefCell::new(kind.device());
+    runner
+        .run(&batches, |batches| {
+            let device = &mut **device.borrow_mut();
+            let nbytes: u64 = batches.iter().flatten().map(|l| l.axes().2 + 7).sum();
+            let (memory, base) = kind.memory(nbytes as usize);
+            let mut expected = kind.bytes(&memory);
+            let memory = Arc::new(memory);
+            let mut at = 0;
+            for ((i, lattices), slab) in (0..).zip(&batches).zip(&slabs) {
+                let content = noise(i);
+                kind.before_write(slab);
+                slab.fill(&content);
+                let mut strided = Strided::default();
+                for lattice in lattices {
+                    let (axes, in_slab, there) = lattice.axes();
+                    let start = i * 1000 % (SLAB as u64 - in_slab);
+                    each(&axes, start, at, &mut |from, to| expected[to as usize] = content[from as usize]);
+                    strided.push(None, slab.address().wrapping_add(start as usize), base + at, axes.into_iter());
+                    at += there + 7;
+                }
+                let keep = Arc::new((memory.clone(), slab.clone()));
+                let (slab, copies) = ((slab.address(), SLAB), Vec::new());
+                device.copy(Batch { ticket: Ticket(i), slab, copies, strided, keep }).unwrap();
+            }
+            collect(device, batches.len()).into_iter().for_each(|copied| copied.result.unwrap());
+            let wrong = kind.bytes(&memory).iter().zip(&expected).position(|(a, b)| a != b);
+            prop_assert_eq!(wrong, None);
+            Ok(())
+        })
+        .unwrap();
+    drop((device, slabs));
+    kind.check();
+}
+
 /// A device dropped with copies pending ends them one way or the other, and lets go of their memory and its threads.
 fn drops_with_copies_pending<K: Kind>(kind: &K) {
     let count = Arc::new(AtomicUsize::new(0));
@@ -228,10 +324,15 @@ fn a_forked_child_is_told<K: Kind>(kind: &K) {
 }
 
 macro_rules! suite {
-    ($kind:expr, $bytes:ident, $drop:ident, $release:ident, $leak:ident, $fork:ident) => {
+    ($kind:expr, $bytes:ident, $strided:ident, $drop:ident, $release:ident, $leak:ident, $fork:ident) => {
         #[test]
         fn $bytes() {
             copies_every_byte_to_its_place(&$kind);
+        }
+
+        #[test]
+        fn $strided() {
+            copies_into_strided_memory(&$kind);
         }
 
         #[test]
@@ -259,6 +360,7 @@ macro_rules! suite {
 suite!(
     Cpu,
     cpu_copies_every_byte_to_its_place,
+    cpu_copies_into_strided_memory,
     cpu_drops_with_copies_pending,
     cpu_has_released_the_memory_of_a_ticket_that_is_back,
     cpu_leaves_no_thread_or_descriptor,
@@ -268,6 +370,7 @@ suite!(
 suite!(
     Gpu::new(Vendor::Cuda),
     cuda_copies_every_byte_to_its_place,
+    cuda_copies_into_strided_memory,
     cuda_drops_with_copies_pending,
     cuda_has_released_the_memory_of_a_ticket_that_is_back,
     cuda_leaves_no_thread_or_descriptor,
@@ -277,6 +380,7 @@ suite!(
 suite!(
     Gpu::new(Vendor::Hip),
     hip_copies_every_byte_to_its_place,
+    hip_copies_into_strided_memory,
     hip_drops_with_copies_pending,
     hip_has_released_the_memory_of_a_ticket_that_is_back,
     hip_leaves_no_thread_or_descriptor,
@@ -286,6 +390,7 @@ suite!(
 suite!(
     Toy,
     toy_copies_every_byte_to_its_place,
+    toy_copies_into_strided_memory,
     toy_drops_with_copies_pending,
     toy_has_released_the_memory_of_a_ticket_that_is_back,
     toy_leaves_no_thread_or_descriptor,

@@ -6,11 +6,13 @@ mod device;
 
 use device::{alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, SLAB};
 use penstock::device::api::{Api, Stream, Vendor};
+use penstock::device::cast::Cast;
 use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::strided::{GridAxis, Strided};
 use penstock::device::{Batch, Copied, Copy, Device, Fence};
 use penstock::extent::Ticket;
 use penstock::staging::Ring;
-use penstock::ErrorKind;
+use penstock::{DType, ErrorKind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -161,6 +163,84 @@ fn scratch_memory_is_refilled_only_after_it_has_travelled() {
     }
     assert_eq!(load_small_tensors(false), (String::new(), true));
     assert!(load_small_tensors(true).0.contains("source-modified"));
+}
+
+/// A matrix of `rows` times `columns` elements of two bytes, which fill the slab, into columns and rows.
+fn turned(slab: &TestSlab, to: u64, (rows, columns): (u64, u64)) -> Strided {
+    let mut strided = Strided::default();
+    let axes = [(rows, 2 * columns, 2), (columns, 2, 2 * rows), (2, 1, 1)];
+    let axes = axes.into_iter().map(|(count, from, to)| GridAxis { count, from, to });
+    strided.push(None, slab.address(), to, axes);
+    strided
+}
+
+#[test]
+fn scratch_memory_of_strided_copies_is_refilled_only_after_it_has_travelled() {
+    fn transposed(skip_scratch_wait: bool) -> (String, bool) {
+        let mut gpu = cuda();
+        gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
+        // Long enough that a half is refilled before it has travelled, however busy the machine.
+        gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "200000" } else { "2000" });
+        let (memory, to) = gpu.memory(4 * SLAB);
+        let (slabs, memory) = ([0; 4].map(|_| gpu.slab()), Arc::new(memory));
+        let (rows, columns) = (512, SLAB as u64 / 1024);
+        let mut device = gpu.gpu();
+        for (i, slab) in (0..).zip(&slabs) {
+            slab.fill(&noise(i));
+            let strided = turned(slab, to + i * SLAB as u64, (rows, columns));
+            device.copy(Batch { strided, ..batch(i, slab, Vec::new(), &memory) }).unwrap();
+        }
+        collect(&mut device, 4).into_iter().for_each(|copied| copied.result.unwrap());
+        let got = gpu.bytes(&memory);
+        let right = (0..4).all(|i| {
+            let (content, got) = (noise(i as u64), &got[i * SLAB..(i + 1) * SLAB]);
+            (0..SLAB / 2).all(|n| {
+                let (row, column) = (n / columns as usize, n % columns as usize);
+                got[2 * (column * rows as usize + row)..][..2] == content[2 * n..][..2]
+            })
+        });
+        // No gaps at the destination: the scratch memory is full with one range.
+        assert_eq!((gpu.fake.counter("copies"), gpu.fake.counter("calls.cuMemcpy2DAsync_v2")), (4, 0));
+        drop((device, memory, slabs));
+        (misuses_of(gpu), right)
+    }
+    assert_eq!(transposed(false), (String::new(), true));
+    assert!(transposed(true).0.contains("source-modified"));
+}
+
+#[test]
+fn strided_copies_that_leave_the_memory_are_noticed() {
+    for rows in [512, 700] {
+        let gpu = cuda();
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let mut device = gpu.gpu();
+        // Rows of a kibibyte, two kibibytes apart: half a mebibyte of them fits.
+        let mut strided = Strided::default();
+        let axes = [(rows, 1024, 2048), (1024, 1, 1)].map(|(count, from, to)| GridAxis { count, from, to });
+        strided.push(None, slab.address(), to, axes.into_iter());
+        device.copy(Batch { strided, ..batch(0, &slab, Vec::new(), &memory) }).unwrap();
+        let result = collect(&mut device, 1).remove(0).result;
+        assert_eq!(result.is_ok(), rows == 512, "{result:?}");
+        drop((device, slab, memory));
+        let log = misuses_of(gpu);
+        assert_eq!(log.contains("out-of-bounds"), rows != 512, "{log}");
+    }
+}
+
+#[test]
+fn elements_are_not_converted_on_the_way_to_a_gpu() {
+    let gpu = cuda();
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, memory) = (gpu.slab(), Arc::new(memory));
+    let mut device = gpu.gpu();
+    let mut strided = Strided::default();
+    let axes = [GridAxis { count: 100, from: 4, to: 2 }];
+    strided.push(Cast::new(DType::F32, DType::BF16), slab.address(), to, axes.into_iter());
+    let refused = device.copy(Batch { strided, ..batch(0, &slab, Vec::new(), &memory) });
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Internal);
+    drop((device, slab, memory));
+    gpu.check();
 }
 
 #[test]

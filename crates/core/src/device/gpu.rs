@@ -17,7 +17,9 @@
 //! because the accelerator may still touch them.
 
 use super::api::{Api, Context, Current, DriverEvent, Rows, Stream};
+use super::boxes::{self, Crossing};
 use super::join::{self, Transfer};
+use super::strided::Strided;
 use super::{Batch, Copied, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
@@ -43,8 +45,8 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 /// The same if the load has already waited for them in vain.
 const IMPATIENCE: Duration = Duration::from_millis(500);
 
-/// Half of the scratch buffer in which small copies are gathered: the largest gathered transfer. 1 MiB takes 20 to 40 µs on
-/// the link, ten times what submitting it costs, so the other half is filled meanwhile.
+/// Half of the scratch buffer in which small copies are gathered and strided ones are packed: the largest such transfer.
+/// 1 MiB takes 20 to 40 µs on the link, ten times what submitting it costs, so the other half is filled meanwhile.
 const HALF: u64 = MIB;
 const _: () = assert!(2 * HALF <= HUGE_PAGE && HALF >= join::GATHER);
 
@@ -421,8 +423,8 @@ impl Device for GpuDevice {
 
     fn copy(&mut self, batch: Batch) -> Result<()> {
         self.same_process()?;
-        if !batch.strided.is_empty() {
-            return Err(Error::new(ErrorKind::Internal, "copies into strided memory of a GPU"));
+        if batch.strided.converts() {
+            return Err(Error::new(ErrorKind::Internal, "elements are converted on the way to a GPU"));
         }
         self.send(Command::Copy(batch))?;
         self.in_flight += 1;
@@ -759,8 +761,32 @@ impl<'a> GpuQueue<'a> {
                 }
             }
         }
+        self.spread(&batch.strided, together, &mut many)?;
         // SAFETY: as above; blocks do not overlap, nor do the copies into one.
         unsafe { self.copy_many(&many) }
+    }
+
+    /// Submits the copies into strided memory. Those of `many` are for the caller to submit: small ranges of the slab.
+    fn spread(&mut self, strided: &Strided, together: bool, many: &mut Many) -> Result<()> {
+        for (grid, axes) in strided.each() {
+            boxes::plan(grid, axes, HALF, |crossing| match crossing {
+                Crossing::Straight(rows) if rows.rows == 1 && rows.width <= BATCHED && together => {
+                    many.add(rows.from, rows.to, rows.width as usize);
+                    Ok(())
+                }
+                // SAFETY: as for every transfer: the batch's maker vouches for both sides.
+                Crossing::Straight(rows) => unsafe { self.api.copy_rows_to_device(rows, self.stream) },
+                Crossing::Packed(packed) => {
+                    let room = self.scratch(packed.nbytes())?;
+                    // SAFETY: `room` is so many bytes that no transfer under way reads; the sources as above.
+                    unsafe { packed.write(room) };
+                    // At once: the next box may take the other half, and then an event is recorded behind these.
+                    // SAFETY: as above.
+                    packed.rows(room as u64, |rows| unsafe { self.api.copy_rows_to_device(rows, self.stream) })
+                }
+            })?;
+        }
+        Ok(())
     }
 
     /// Submits many small transfers at once where the driver can, else one by one.

@@ -18,7 +18,7 @@ use std::ops::Range;
 /// Largest copy that is gathered: a core copies this much in the time that a separate transfer would cost.
 pub(crate) const GATHER: u64 = 32 << 10;
 /// Rows shorter than this are gathered.
-const NARROW: u64 = 512;
+pub(super) const NARROW: u64 = 512;
 
 /// One transfer.
 #[derive(Debug)]

@@ -5,6 +5,7 @@
 //! seen the event). Only then may the slab be rewritten.
 
 pub mod api;
+mod boxes;
 pub mod cast;
 pub mod cpu;
 pub(crate) mod fetch;
@@ -54,7 +55,7 @@ pub struct Batch {
     pub slab: (*mut u8, usize),
     /// The copies.
     pub copies: Vec<Copy>,
-    /// The copies into strided memory. There are none on a GPU.
+    /// The copies into strided memory. On a GPU they convert nothing.
     pub strided: Strided,
     /// Keeps slab and destination memory alive until the copies have completed.
     pub keep: Arc<dyn Any + Send + Sync>,

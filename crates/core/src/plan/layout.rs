@@ -166,10 +166,6 @@ impl Layout {
             let named =
                 |e: Error| e.reworded(|text| format!("tensor {}: {text}", quoted(info.name))).of_tensor(info.name);
             if let Some(strides) = tensor.strides(&info, place.nbytes, cpu).map_err(named)? {
-                if !cpu {
-                    let text = format!("tensor {}: destinations on a GPU have to be contiguous", quoted(info.name));
-                    return Err(Error::new(ErrorKind::Unsupported, text).of_tensor(info.name));
-                }
                 self.blocks[place.block as usize].nbytes = strides.span();
                 self.strides.resize(self.places.len(), None);
                 self.strides[want] = Some(strides);

@@ -62,6 +62,10 @@ impl Device for ToyDevice {
                 unsafe { std::ptr::copy_nonoverlapping(from, to, copy.len as usize) };
             }
         }
+        batch.strided.items(|from, to, len| {
+            // SAFETY: as above.
+            unsafe { std::ptr::copy_nonoverlapping(from, pointer(to) as *mut u8, len as usize) };
+        });
         let ticket = batch.ticket;
         drop(batch);
         done.push(Copied { ticket, result: Ok(()) });

@@ -72,7 +72,7 @@ impl Case {
                 let place = layout.places[want];
                 let dense = place.offset as usize..(place.offset + place.nbytes) as usize;
                 let foreign = matches!(layout.blocks[block as usize].kind, BlockKind::Foreign { .. });
-                let strided = if foreign && !gpu && rng.one_in(2) { strided(rng, place.nbytes) } else { None };
+                let strided = if foreign && rng.one_in(2) { strided(rng, place.nbytes) } else { None };
                 at.push(strided.map_or(dense.collect(), |(strides, places)| {
                     layout.blocks[block as usize].nbytes = strides.span();
                     layout.strides.resize(want + 1, None);
