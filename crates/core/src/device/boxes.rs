@@ -130,7 +130,7 @@ pub(super) fn plan(
     let longest = (0..axes.len()).max_by_key(|&i| axes[i].count);
     let rows = longest.map_or(1, |i| axes[i].count);
     let sizes = sizes(item, &axes, most);
-    if is_straight(item, items, rows, &axes, &sizes, most) {
+    if is_straight(item, items, rows, &axes, &sizes) {
         let row = longest.map(|i| axes.remove(i));
         let (from_pitch, to_pitch) = row.map_or((item, item), |row| (row.from, row.to));
         return each_step(&axes, |_, from, to| {
@@ -161,9 +161,10 @@ pub(super) fn plan(
 }
 
 /// Whether a grid goes straight out of the slab, `rows` items with each call.
-fn is_straight(item: u64, items: u64, rows: u64, axes: &[GridAxis], sizes: &[u64], most: u64) -> bool {
-    // No box holds an item, or a core would need longer to write such rows to scratch memory than calls for them cost.
-    if item > most || (item >= NARROW && item * rows >= GATHER) {
+fn is_straight(item: u64, items: u64, rows: u64, axes: &[GridAxis], sizes: &[u64]) -> bool {
+    // A core would need longer to write such rows to scratch memory than a call for them costs. No item is longer than a box:
+    // it would be such a row.
+    if item >= NARROW && item * rows >= GATHER {
         return true;
     }
     let full: Vec<GridAxis> =
@@ -248,10 +249,13 @@ mod tests {
     }
 
     #[test]
-    fn wide_rows_go_straight_in_one_call() {
+    fn wide_rows_go_straight() {
         // Half of the columns of a wider matrix.
         assert_eq!(matrix((512, 2048), 2, (8192, 2)), Calls { straight: 1, packed: 0, narrowest: 4096 });
         assert_eq!(matrix((1, 100), 2, (0, 2)), Calls { straight: 1, packed: 0, narrowest: 200 });
+        // Blocks that change places: eight calls cost less than a core needs to write 256 KiB.
+        assert_eq!(matrix((8, 8), 4096, (4096, 1 << 15)), Calls { straight: 8, packed: 0, narrowest: 4096 });
+        assert_eq!(matrix((8, 8), 1024, (1024, 1 << 13)), Calls { straight: 0, packed: 1, narrowest: 1 << 16 });
     }
 
     #[test]
@@ -275,6 +279,13 @@ mod tests {
     fn many_narrow_items_in_order_are_one_range() {
         // Heads of 16 bytes that change places with the rows.
         assert_eq!(matrix((64, 32), 16, (16, 1024)), Calls { straight: 0, packed: 1, narrowest: 1 << 15 });
+        // A column of a wider matrix.
+        let (slab, mut there) = (noise(64 * 1000), vec![0; 16 * 1000]);
+        let axes = [GridAxis { count: 1000, from: 64, to: 16 }, GridAxis { count: 16, from: 1, to: 1 }];
+        let mut copies = Strided::default();
+        copies.push(None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
+        assert_eq!(carry_out(&copies, 1 << 20), Calls { straight: 0, packed: 1, narrowest: 16_000 });
+        assert!(there.chunks(16).zip(slab.chunks(64)).all(|(to, from)| *to == from[..16]));
     }
 
     proptest! {

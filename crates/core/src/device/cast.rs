@@ -2,8 +2,9 @@
 //!
 //! They give what torch's `.to()` gives: the nearest value, and the even one of two that are equally near. Every conversion
 //! goes by way of F32, as torch's do. So F64 to F16 or BF16 is rounded twice, and the result of the two is torch's. What is too
-//! large becomes infinite. A NaN stays one; its sign and its payload are those that a processor's own conversion keeps, except
-//! that all NaN in BF16 are one: there torch itself has several answers, by processor and by place in the tensor.
+//! large becomes infinite. A NaN stays one, and keeps its sign and the higher bits of its payload, as in a processor's own
+//! conversions. Those that become BF16 are all 0x7fc0. In torch the bits of a NaN depend on the processor, and on the place in
+//! the tensor.
 
 use crate::format::DType;
 use std::marker::PhantomData;
