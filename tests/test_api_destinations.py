@@ -30,7 +30,10 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def misaligned(checkpoint: penstock.Checkpoint, name: str) -> bool:
     """Whether an element of it may lie in two reads."""
-    return checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size() != 0
+    return (
+        checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size()
+        != 0
+    )
 
 
 def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
@@ -119,7 +122,9 @@ def test_floats_are_converted_as_torch_does(path: Path, kind: torch.dtype):
     for name in names:
         assert same_numbers(to[name], eager[name].to(kind)), name
     assert same_numbers(turned, eager["qkv"][24:].to(kind).t())
-    assert set(report.copied_through) == {name for name in names if misaligned(checkpoint, name) and eager[name].dtype != kind}
+    assert set(report.copied_through) == {
+        name for name in names if misaligned(checkpoint, name) and eager[name].dtype != kind
+    }
 
 
 def test_a_tensor_of_bytes_takes_any_dtype_of_eight_bits(path: Path):

@@ -55,7 +55,13 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 def load(args: dict[str, Any], load_format: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
     more = {"model_loader_extra_config": extra} if extra else {}
     engine = EngineArgs(
-        **args, load_format=load_format, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, **more
+        **args,
+        load_format=load_format,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        **more,
     )
     config = engine.create_engine_config()
     with set_current_vllm_config(config):
