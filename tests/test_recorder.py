@@ -481,3 +481,59 @@ def test_many_threads_may_copy(path: Path):
 def test_names_that_are_not_kept_are_not_given(path: Path):
     recorder = Recorder(penstock.open(path), keep=lambda name: name.startswith("q"))
     assert [name for name, _ in recorder.weights(prefix="model.")] == ["model.quant", "model.qkv"]
+
+
+def test_small_tensors_are_read_together_when_one_of_them_is_asked_for(write: Write):
+    path = write(*(Tensor(f"scale.{i}", "F32", ()) for i in range(50)), Tensor("weight", "F32", (64, 64)))
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    recorder = Recorder(checkpoint, keep=lambda name: name != "scale.49")
+    reports = []
+    for name, tensor in recorder.weights():
+        if name.startswith("scale"):
+            found = torch.tensor(tensor.item(), dtype=torch.float32)
+            assert same(found, eager[name]) or found.isnan()
+            reports.append(checkpoint.last_report)
+    assert all(report is reports[0] for report in reports)
+    assert reports[0] is not None
+    assert (reports[0].tensors, reports[0].nbytes) == (49, 49 * 4)
+
+
+def test_an_attribute_of_a_module_that_is_deferred_becomes_real(path: Path):
+    eager = penstock.open(path).load()["norm"]
+    recorder, model = Recorder(penstock.open(path)), torch.nn.Linear(1, 1)
+    with recorder.barrier():
+        model.table = deferred(recorder)["norm"]
+        recorder.run(model)
+    assert type(model.table) is torch.Tensor
+    assert same(model.table, eager)
+
+
+def test_an_error_names_what_earlier_loads_and_single_copies_wrote(path: Path):
+    checkpoint = penstock.open(path)
+    recorder = Recorder(checkpoint)
+    gate, up = (torch.zeros(64, 32, dtype=torch.bfloat16) for _ in range(2))
+    quant = torch.zeros(64, 32)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        gate.copy_(weights["gate"])
+        gate.sum()  # it is there
+        quant.copy_(weights["quant"])  # of a dtype that is not converted on the way
+        up.copy_(weights["up"])
+        path.write_bytes(path.read_bytes()[: checkpoint["gate"].offsets[0] - 8])
+        with pytest.raises(penstock.PenstockError) as caught:
+            recorder.run()
+    assert caught.value.touched == ["gate", "quant"]
+    assert "overwritten before: gate, quant" in str(caught.value)
+    assert not up.any()
+
+
+def test_a_module_that_is_filled_column_by_column_is_one_load(write: Write):
+    path = write(*(Tensor(f"t{i}", "F32", (32,)) for i in range(200)))
+    eager = penstock.open(path).load()
+    recorder, to = Recorder(penstock.open(path)), torch.zeros(32, 200)
+    with recorder.barrier():
+        for i, (_, tensor) in enumerate(recorder.weights()):
+            to[:, i].copy_(tensor)
+        report = recorder.run()
+    assert report.loads == 1
+    assert all(same(to[:, i], eager[f"t{i}"]) for i in range(200))

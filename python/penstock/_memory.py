@@ -213,6 +213,13 @@ def overlap(a: Memory, b: Memory) -> bool:
         return True
 
 
+def share_bytes(a: Memory, b: Memory) -> bool:
+    """Whether two tensors have a byte in common."""
+    spans = [(to, *_span(to)) for to in (a, b)]
+    (_, begin, past), (_, other, end) = spans
+    return begin < end and other < past and not _interleave(spans) and overlap(a, b)
+
+
 class _Elsewhere:
     """What numpy needs to know of an array with the shape and steps of a destination."""
 

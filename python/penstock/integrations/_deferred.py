@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,6 +36,9 @@ class Recording(Protocol):
 
     def count(self, operation: str, nbytes: int) -> None:
         """Counts an operation that got a real tensor, and its bytes."""
+
+    def wrote(self, index: int) -> None:
+        """Says that an operation wrote what tensor number ``index`` gave to a real tensor."""
 
 
 _realising = threading.RLock()
@@ -173,6 +177,14 @@ def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
     if box is None:
         return None
     return Planned(tensor, cut_of(box), box, arranged(to, box), tuple([d for d, _, _ in box.dims]), cast)
+
+
+def piece_of(box: Box, cut: Sequence[slice], part: torch.Tensor) -> torch.Tensor | None:
+    """A box out of a part of the same tensor, with the box's dimensions; None if the part does not have all of it."""
+    if any(first < own.start or past > own.stop for own, (first, past, _) in zip(cut, box.cut, strict=True)):
+        return None
+    index = tuple(slice(a - own.start, b - own.start, s) for own, (a, b, s) in zip(cut, box.cut, strict=True))
+    return part[index].reshape([n for _, n, _ in box.dims])
 
 
 def arranged(to: torch.Tensor, box: Box) -> torch.Tensor:
@@ -344,21 +356,22 @@ def _copy_of(func: Any, first: Deferred, kwargs: dict[str, Any]) -> Deferred | N
     return Deferred(Root(first._root.recording, first._root.index, shape, first._root.dtype, parent), twin, device)
 
 
-def _writes(func: Any) -> tuple[set[int], set[str]]:
+@cache
+def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Which arguments an operation writes to: their positions, and their names."""
     positions, names = set(), set()
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             positions.add(position)
             names.add(argument.name)
-    return positions, names
+    return frozenset(positions), frozenset(names)
 
 
 def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Makes an operation with real tensors in place of deferred ones."""
     positions, names = _writes(func)
     views = func.is_view or func in _ALIASES
-    told: list[Recording] = []
+    told: list[Root] = []
 
     def real(value: Any, write: bool) -> Any:
         if not isinstance(value, Deferred):
@@ -367,7 +380,7 @@ def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = value.realised() if write or views else value.value()
         if not told:
             value._root.recording.count(str(func), found.numel() * found.element_size())
-        told.append(value._root.recording)
+        told.append(value._root)
         return found
 
     made = [
@@ -382,11 +395,14 @@ def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         def touch(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                told[0].about_to_touch(value)
+                told[0].recording.about_to_touch(value)
             return value
 
         tree_map(touch, (made, named))
     found = func(*made, **named)
+    if any(position < len(args) and not isinstance(args[position], Deferred) for position in positions):
+        for root in told:
+            root.recording.wrote(root.index)
     # An operation in place returns what it was given
     for position in positions:
         if position < len(args) and isinstance(args[position], Deferred) and found is made[position]:

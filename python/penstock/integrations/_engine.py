@@ -16,7 +16,7 @@ from .._core import Options
 from .._errors import InvalidError, UnsupportedError
 from .._options import make_options
 from .._report import Report
-from ._recorder import Recorder, watching
+from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 
 logger = logging.getLogger("penstock")
@@ -59,16 +59,19 @@ class Loads:
         """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred."""
         try:
             recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
-            found = list(recorder.weights())
+            recorder.check()
         except UnsupportedError as error:
             self.fallbacks.append(str(error))
             logger.warning("penstock: loading as the engine does: %s", error)
             return iter(otherwise())
         self.recorders.append(recorder)
-        if self._mark is not None:
-            for _, tensor in found:
+        return self._marked(recorder)
+
+    def _marked(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in recorder.weights():
+            if self._mark is not None:
                 setattr(tensor, self._mark, True)
-        return iter(found)
+            yield name, tensor
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
@@ -78,7 +81,13 @@ class Loads:
 
     def run(self, model: torch.nn.Module) -> list[Report]:
         """Makes the loads."""
-        reports = [recorder.run(model) for recorder in self.recorders]
+        reports: list[Report] = []
+        for number, recorder in enumerate(self.recorders):
+            try:
+                reports.append(recorder.run(model))
+            except BaseException as error:
+                say_written(error, [name for before in self.recorders[:number] for name in before.written])
+                raise
         for report in reports:
             report["fallbacks"] = [
                 *report.get("fallbacks", ()),

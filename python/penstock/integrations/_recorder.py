@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .._checkpoint import Checkpoint
 from .._choices import ORDERS, Order, check_choice
 from .._destination import Destination
-from .._errors import MissingDtypeError
-from .._memory import Memory, memory_of, overlap
+from .._errors import MissingDtypeError, PenstockError
+from .._memory import memory_of, share_bytes
 from .._report import Report, merged
+from .._selection import TensorInfo
 from .._torch import torch_dtype, torch_shape
-from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, cut_of, planned, with_memory
+from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, cut_of, piece_of, planned, with_memory
 from ._region import Box
+
+#: Bytes of a tensor that is read with all others of its size, if one of them is read.
+_SMALL = 64
+
+
+def say_written(error: BaseException, names: Sequence[str]) -> None:
+    """Adds to an error that ended a load what had been overwritten before that load."""
+    if names:
+        error.touched = [*names, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
+        if isinstance(error, PenstockError):
+            error.message += f"; overwritten before: {', '.join(names[:5])}{' and more' * (len(names) > 5)}"
 
 
 class _Copy:
@@ -205,8 +217,16 @@ class Recorder:
         self._reports: list[Report] = []
         self._layout: list[tuple[str, tuple[slice, ...]]] = []
         self._names = checkpoint.keys()
+        self._small: dict[int, torch.Tensor] | None = None
+        self._written: list[str] = []
 
     # What the loader gets
+
+    def check(self) -> None:
+        """Raises MissingDtypeError if torch has no dtype for a tensor, UnsupportedError if no shape. Reads nothing."""
+        for info in self.checkpoint.values():
+            if self._keep is None or self._keep(info.name):
+                _kind_of(info)
 
     def weights(self, prefix: str = "", order: Order | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (``prefix`` + name, deferred tensor) for the tensors of the checkpoint.
@@ -229,11 +249,7 @@ class Recorder:
             info = infos[number]
             if self._keep is not None and not self._keep(info.name):
                 continue
-            dtype = torch_dtype(info.dtype)
-            if dtype is None:
-                text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
-                raise MissingDtypeError(text, path=info.file, tensor=info.name)
-            shape = tuple(torch_shape(info.name, info.dtype, info.shape, info.file))
+            dtype, shape = _kind_of(info)
             twin = twins.get((shape, dtype))
             if twin is None:
                 twin = twins[shape, dtype] = torch.empty(shape, dtype=dtype, device="meta")
@@ -275,8 +291,35 @@ class Recorder:
 
     def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
         """Reads a box at once; see `Recording`."""
+        small = self._small_tensors().get(tensor.index)
+        if small is not None:
+            piece = piece_of(box, [slice(0, n) for n in small.shape], small)
+            if piece is not None:
+                arranged(to, box).copy_(piece)
+                return
         plan = Planned(tensor, cut_of(box), box, arranged(to, box), tuple(d for d, _, _ in box.dims), False)
         self.checkpoint.load_into([self._destination(plan)], progress=False, options=self._options)
+
+    def _small_tensors(self) -> dict[int, torch.Tensor]:
+        """Tensors of a few elements, all of them in one load: a loader asks for the value of each scale in turn."""
+        with self._lock:
+            if self._small is None:
+                infos = enumerate(self.checkpoint.values())
+                numbers = [
+                    number
+                    for number, info in infos
+                    if info.nbytes <= _SMALL and (self._keep is None or self._keep(info.name))
+                ]
+                with _disable_current_modes():
+                    names = [self._names[number] for number in numbers]
+                    found = self.checkpoint.load("cpu", names, None, "pt", False, self._options) if names else {}
+                self._small = {number: found[self._names[number]] for number in numbers}
+            return self._small
+
+    def wrote(self, index: int) -> None:
+        """Knows that a copy was made at once; see `Recording`."""
+        with self._lock:
+            self._written.append(self._names[index])
 
     def about_to_touch(self, tensor: torch.Tensor) -> None:
         """Loads what goes to these bytes, if anything does; see `Recording`."""
@@ -302,12 +345,21 @@ class Recorder:
         copies = self._outstanding.take()
         if copies:
             with _disable_current_modes():
-                report = self.checkpoint.load_into(
-                    [copy.destination for copy in copies], progress=False, options=self._options
-                )
+                destinations = [copy.destination for copy in copies]
+                try:
+                    report = self.checkpoint.load_into(destinations, progress=False, options=self._options)
+                except BaseException as error:
+                    say_written(error, self._written)
+                    raise
             self._reports.append(report)
+            self._written += [destination.name for destination in destinations]
 
     # What comes of it
+
+    @property
+    def written(self) -> list[str]:
+        """The names of the tensors that have been written to their destinations, one for each."""
+        return list(self._written)
 
     @property
     def layout(self) -> list[tuple[str, tuple[slice, ...]]]:
@@ -349,18 +401,27 @@ class Recorder:
             return report
 
     def _settle(self, model: torch.nn.Module) -> None:
-        """Gives parameters and buffers that are deferred memory of their own."""
+        """Gives parameters, buffers and other attributes that are deferred memory of their own."""
         for module in model.modules():
-            stores: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers)
-            for store in stores:
+            stores = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", vars(module)))
+            for kind, store in stores:
                 for name, value in list(store.items()):
                     if not isinstance(value, Deferred):
                         continue
-                    self.count(f"{'parameter' if store is module._parameters else 'buffer'} left", value.nbytes)
+                    self.count(f"{kind} left", value.nbytes)
                     made = with_memory(value)
-                    if store is module._parameters:
+                    if isinstance(value, torch.nn.Parameter):
                         made = torch.nn.Parameter(made, requires_grad=value.requires_grad)
-                    store[name] = made  # type: ignore[index]
+                    store[name] = made  # type: ignore[assignment]
+
+
+def _kind_of(info: TensorInfo) -> tuple[torch.dtype, tuple[int, ...]]:
+    """torch's dtype and shape for a tensor."""
+    dtype = torch_dtype(info.dtype)
+    if dtype is None:
+        text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
+        raise MissingDtypeError(text, path=info.file, tensor=info.name)
+    return dtype, torch_shape(info.name, info.dtype, info.shape, info.file)
 
 
 def _layer(name: str) -> tuple[Any, ...]:
@@ -371,4 +432,4 @@ def _layer(name: str) -> tuple[Any, ...]:
 def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one storage whose spans meet have a byte in common."""
     one, other = memory_of(a), memory_of(b)
-    return not isinstance(one, Memory) or not isinstance(other, Memory) or overlap(one, other)
+    return one is None or other is None or share_bytes(one, other)

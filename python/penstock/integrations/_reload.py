@@ -15,7 +15,7 @@ from .._checkpoint import Checkpoint
 from .._destination import Destination
 from .._selection import TensorInfo
 from .._torch import torch_dtype, torch_shape
-from ._deferred import Deferred, Root, arranged, cut_of, planned
+from ._deferred import Deferred, Root, arranged, cut_of, piece_of, planned
 from ._region import Box
 
 Cuts = dict[str, tuple[slice, ...]]
@@ -111,13 +111,10 @@ class Reloader:
     def count(self, operation: str, nbytes: int) -> None:
         """Nothing is counted."""
 
+    def wrote(self, index: int) -> None:
+        """Every copy is made at once, so an error is of the engine's."""
+
 
 def _piece(tensor: Root, box: Box) -> torch.Tensor | None:
     """A box of a tensor out of the part of it that has been read; None if that part does not have all of it."""
-    if tensor.part is None:
-        return None
-    cut, part = tensor.part
-    if any(first < own.start or past > own.stop for own, (first, past, _) in zip(cut, box.cut, strict=True)):
-        return None
-    index = tuple(slice(a - own.start, b - own.start, s) for own, (a, b, s) in zip(cut, box.cut, strict=True))
-    return part[index].reshape([n for _, n, _ in box.dims])
+    return None if tensor.part is None else piece_of(box, *tensor.part)
