@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, open
 from ._core import CacheFill, Options, __version__, release_staging
-from ._destination import Destination
 from ._errors import (
     AccessError,
     CancelledError,
@@ -47,6 +46,7 @@ from ._report import Report
 from ._selection import TensorInfo
 
 if TYPE_CHECKING:
+    from ._destination import Destination
     from ._patch import Patch, patch
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
@@ -109,6 +109,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _safe_open as module
             elif name in ("save", "save_file"):
                 from . import _save as module
+            elif name == "Destination":
+                from . import _destination as module
             elif name == "torch_dtype":
                 from . import _torch as module
             else:
