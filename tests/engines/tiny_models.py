@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,31 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     written["torch_dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(written))
     return folder
+
+
+_FLIPPED = bytes(255 - byte for byte in range(256))
+
+
+def inverted(folder: Path, to: Path) -> Path:
+    """The same checkpoint with every bit of every tensor inverted: each byte that comes from a file is another one."""
+    to.mkdir()
+    for file in folder.iterdir():
+        raw = file.read_bytes()
+        if file.suffix == ".safetensors":
+            begin = 8 + int.from_bytes(raw[:8], "little")
+            raw = raw[:begin] + raw[begin:].translate(_FLIPPED)
+        (to / file.name).write_bytes(raw)
+    return to
+
+
+def item_sizes(folder: Path) -> dict[str, float]:
+    """By name: bytes of one element of the tensor in the checkpoint."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, entry in header.items():
+            elements = math.prod(entry["shape"]) if name != "__metadata__" else 0
+            if elements:
+                found[name] = (entry["data_offsets"][1] - entry["data_offsets"][0]) / elements
+    return found
