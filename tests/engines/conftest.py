@@ -136,3 +136,11 @@ def world(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         return ran[name]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def alone(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Makes this process the only rank of vLLM, for any model."""
+    from vllm_model import configured, joined
+
+    joined(configured({"model": str(checkpoint("qwen3-moe"))}), 1, 0, tmp_path_factory.mktemp("alone") / "meeting")

@@ -24,8 +24,8 @@ SHARED: dict[str, Any] = {
 }
 
 
-def _llama() -> Any:
-    return transformers.LlamaConfig(**SHARED, architectures=["LlamaForCausalLM"])
+def _llama(**more: Any) -> Any:
+    return transformers.LlamaConfig(**{**SHARED, **more}, architectures=["LlamaForCausalLM"])
 
 
 def _qwen3_moe() -> Any:
@@ -86,10 +86,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+#: Loaded by one process each.
+MORE: dict[str, Callable[[], Any]] = {
+    # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
+    "unpadded": lambda: _llama(vocab_size=1024),
+}
+
+
 def write(name: str, folder: Path, seed: int = 0) -> Path:
     """Writes the model of this name: random bytes of ordinary size, in two shards and more."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **MORE}[name]()
     with torch.device("cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -128,3 +135,18 @@ def item_sizes(folder: Path) -> dict[str, float]:
             if elements:
                 found[name] = (entry["data_offsets"][1] - entry["data_offsets"][0]) / elements
     return found
+
+
+def edited(folder: Path, name: str, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Has ``change`` make another entry of a tensor's entry in its file's header; None takes the tensor out.
+
+    The bytes of the last tensor but for the new ones are kept.
+    """
+    for file in folder.glob("*.safetensors"):
+        raw = file.read_bytes()
+        begin = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:begin])
+        if name not in header:
+            continue
+        entry = change(dict(header[name]))
+        E = 0

@@ -12,10 +12,10 @@ import torch
 from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._core import Options
-from .._errors import InvalidError, UnsupportedError
+from .._errors import InvalidError, MissingDtypeError, UnsupportedError
 from .._options import make_options
 from .._report import Report
-from ._recorder import Recorder, watching
+from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 
 logger = logging.getLogger("penstock")
@@ -55,13 +55,22 @@ class Loads:
     def weights(
         self, files: Sequence[str], keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred."""
+        """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred.
+
+        Raises:
+            MissingDtypeError: torch has no such dtype. The engine's own way would meet it in the middle of its load.
+        """
+        recorder = None
         try:
             recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
             found = list(recorder.weights())
+        except MissingDtypeError:
+            raise
         except UnsupportedError as error:
             self.fallbacks.append(str(error))
             logger.warning("penstock: loading as the engine does: %s", error)
+            if recorder is not None:
+                self.recorders.append(recorder)  # its report, of nothing, says why
             return iter(otherwise())
         self.recorders.append(recorder)
         if self._mark is not None:
@@ -76,8 +85,19 @@ class Loads:
             yield
 
     def run(self, model: torch.nn.Module) -> list[Report]:
-        """Makes the loads."""
-        reports = [recorder.run(model) for recorder in self.recorders]
+        """Makes the loads.
+
+        Raises:
+            PenstockError: one failed. ``touched`` has the names of what all of them have overwritten.
+        """
+        reports, written = [], list[str]()
+        for recorder in self.recorders:
+            try:
+                reports.append(recorder.run(model))
+            except BaseException as error:
+                say_written(error, written)
+                raise
+            written += recorder.written
         for report in reports:
             report["fallbacks"] = [
                 *report.get("fallbacks", ()),

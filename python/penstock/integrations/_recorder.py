@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from .._checkpoint import Checkpoint
 from .._choices import ORDERS, Order, check_choice
 from .._destination import Destination
-from .._errors import MissingDtypeError
+from .._errors import MissingDtypeError, PenstockError
 from .._memory import Memory, memory_of, overlap
 from .._report import Report, merged
 from .._torch import torch_dtype, torch_shape
@@ -173,6 +173,8 @@ class Recorder:
         """Copies that were recorded."""
         self.overwritten = 0
         """Recorded copies that were never made, because another one took their place."""
+        self.written: list[str] = []
+        """Names of the copies that have been made, in the order of the loads."""
         self._keep = keep
         self._device = torch.device(device)
         self._options = options
@@ -273,10 +275,14 @@ class Recorder:
         """Makes all copies that are outstanding, in one load."""
         copies = self._outstanding.take()
         if copies:
-            with _disable_current_modes():
-                report = self.checkpoint.load_into(
-                    [copy.destination for copy in copies], progress=False, options=self._options
-                )
+            destinations = [copy.destination for copy in copies]
+            try:
+                with _disable_current_modes():
+                    report = self.checkpoint.load_into(destinations, progress=False, options=self._options)
+            except BaseException as error:
+                say_written(error, self.written)
+                raise
+            self.written += [one.name for one in destinations]
             self._reports.append(report)
 
     # What comes of it
@@ -298,8 +304,8 @@ class Recorder:
             ``materialised`` (operations that needed bytes at once, by name).
 
         Raises:
-            PenstockError: a load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
-                in part.
+            PenstockError: a load failed. ``touched`` lists the names of the tensors whose destinations were
+                overwritten, wholly or in part, by this load and by those before it.
         """
         with self._lock:
             self._load()
@@ -333,6 +339,13 @@ class Recorder:
                     if store is module._parameters:
                         made = torch.nn.Parameter(made, requires_grad=value.requires_grad)
                     store[name] = made  # type: ignore[index]
+
+
+def say_written(error: BaseException, before: Sequence[str]) -> None:
+    """Adds to the error of a load which destinations earlier loads have overwritten."""
+    if before and isinstance(error, PenstockError):
+        error.message += f"; loads before this one overwrote {len(before)} destinations"
+    error.touched = [*before, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
 
 
 def _layer(name: str) -> tuple[Any, ...]:

@@ -49,12 +49,15 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(plain)
         self.reports: list[Report] = []
         """Of the loads of the last call of `load_weights`."""
+        self.fallbacks: list[str] = []
+        """Why that call loaded as vLLM does, for each place of weights where it did."""
         self._loads: Loads | None = None
         self._model: torch.nn.Module | None = None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.options)
+        self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():
                 super().load_weights(model, model_config)

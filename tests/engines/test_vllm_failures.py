@@ -1,0 +1,175 @@
+"""A load of vLLM that fails has a typed error. Parameters are unchanged, or the error says which are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import slow_fs
+import torch
+from penstock import Checkpoint, Destination
+from penstock.integrations._recorder import Recorder
+from tiny_models import edited
+from vllm_model import POISON, as_bytes, configured, created, digests, load
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A checkpoint of two shards and more that a test may damage."""
+    return shutil.copytree(checkpoint("unpadded"), tmp_path / "model")
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def changed(tensor: torch.Tensor) -> bool:
+    return bool((as_bytes(tensor) != POISON).any())
+
+
+def failed(folder: Path, error: type[BaseException], match: str) -> tuple[BaseException, torch.nn.Module]:
+    """The error of a load, and the model."""
+    config = configured({"model": str(folder)}, "penstock")
+    loader, model = created(config)
+    with pytest.raises(error, match=match) as caught:
+        load(loader, model, config)
+    return caught.value, model
+
+
+def unchanged(model: torch.nn.Module) -> None:
+    assert [name for name, parameter in model.named_parameters() if changed(parameter)] == []
+
+
+def test_a_truncated_shard(model: Path):
+    shard = shards(model)[-1]
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+    error, loaded = failed(model, penstock.TruncatedError, shard.name)
+    assert isinstance(error, EOFError)
+    unchanged(loaded)
+
+
+def test_a_shard_that_only_the_index_names(model: Path):
+    shard = shards(model)[-1]
+    shard.unlink()
+    _, loaded = failed(model, FileNotFoundError, shard.name)
+    unchanged(loaded)
+
+
+def test_a_tensor_of_another_shape(model: Path):
+    """vLLM's own loaders compare shapes, of deferred tensors too."""
+    name = "model.layers.3.mlp.down_proj.weight"
+    edited(model, name, lambda entry: entry | {"shape": entry["shape"][::-1]})
+    _, loaded = failed(model, (AssertionError, RuntimeError, ValueError), "")
+    unchanged(loaded)
+
+
+def test_a_dtype_that_torch_lacks(model: Path):
+    """No fallback: vLLM's own way would meet it after it has overwritten parameters."""
+    name = "model.layers.3.mlp.down_proj.weight"
+    rows, columns = 256, 512
+    edited(model, name, lambda entry: entry | {"dtype": "F6_E2M3", "shape": [rows, columns * 16 // 6 // 4 * 4]})
+    error, loaded = failed(model, penstock.MissingDtypeError, "F6_E2M3")
+    assert isinstance(error, TypeError)
+    assert error.tensor == name
+    unchanged(loaded)
+
+
+def test_a_tensor_that_is_missing(model: Path):
+    """vLLM asks for every parameter, before the load."""
+    name = "model.layers.3.mlp.down_proj.weight"
+    edited(model, name, lambda entry: None)
+    index = model / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    del found["weight_map"][name]
+    index.write_text(json.dumps(found))
+    _, loaded = failed(model, ValueError, name)
+    unchanged(loaded)
+
+
+@pytest.fixture
+def destinations(monkeypatch: pytest.MonkeyPatch) -> list[Destination]:
+    """What loads go to, as they are made."""
+    found: list[Destination] = []
+    load_into = Checkpoint.load_into
+
+    def noted(self: Checkpoint, into: Any, *args: Any, **kwargs: Any) -> Any:
+        found.extend(into)
+        return load_into(self, into, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoint, "load_into", noted)
+    return found
+
+
+def touched_exactly(error: BaseException, destinations: list[Destination], model: torch.nn.Module) -> list[str]:
+    """The names that an error says were overwritten: exactly those whose destinations were, in whole or in part."""
+    assert len(destinations) == 39, "one for every tensor of the checkpoint"
+    touched: list[str] = error.touched  # type: ignore[attr-defined]
+    assert sorted(touched) == sorted(one.name for one in destinations if changed(one.into))
+    return touched
+
+
+@pytest.fixture
+def failing(model: Path) -> Iterator[Callable[[Path], None]]:
+    """The file system of the checkpoint can be told which file's reads fail."""
+    if (why := slow_fs.why_not()) is not None:
+        pytest.skip(why)
+    with slow_fs.mounted(model) as fs:
+        yield fs
+
+
+def test_a_read_error(failing: Any, model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch):
+    run = Recorder.run
+
+    def fails(self: Recorder, *args: Any) -> Any:
+        failing.tell(fail=["read"])
+        return run(self, *args)
+
+    monkeypatch.setattr(Recorder, "run", fails)
+    error, loaded = failed(failing.path, penstock.ReadError, "Input/output error")
+    assert isinstance(error, OSError)
+    assert error.errno == 5
+    assert touched_exactly(error, destinations, loaded) == []
+    unchanged(loaded)
+
+
+def test_a_shard_that_shrinks_meanwhile(model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch):
+    """The other shards are read: the error says which parameters those were."""
+    run, shard = Recorder.run, shards(model)[-1]
+
+    def shrinks(self: Recorder, *args: Any) -> Any:
+        with shard.open("r+b") as file:
+            file.truncate(shard.stat().st_size // 2)
+        return run(self, *args)
+
+    monkeypatch.setattr(Recorder, "run", shrinks)
+    error, loaded = failed(model, (penstock.TruncatedError, penstock.ChangedError), shard.name)
+    touched_exactly(error, destinations, loaded)
+
+
+def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuses(self: Recorder, *args: Any) -> Any:
+        raise penstock.UnsupportedError("not this one")
+
+    monkeypatch.setattr(Recorder, "weights", refuses)
+    config = configured({"model": str(model)}, "penstock")
+    loader, mine = created(config)
+    load(loader, mine, config)
+    assert loader.fallbacks == ["not this one"]
+    (report,) = loader.reports
+    (fallback,) = report["fallbacks"]
+    assert fallback == {"from": "penstock", "to": "the engine's own loader", "reason": "not this one"}
+    assert report["copies"] == 0
+    config = configured({"model": str(model)})
+    loader, theirs = created(config)
+    load(loader, theirs, config)
+    assert digests(mine) == digests(theirs)
