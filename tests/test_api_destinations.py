@@ -30,7 +30,10 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def misaligned(checkpoint: penstock.Checkpoint, name: str) -> bool:
     """Whether an element of it may lie in two reads."""
-    return checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size() != 0
+    return (
+        checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size()
+        != 0
+    )
 
 
 def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
@@ -119,7 +122,9 @@ def test_floats_are_converted_as_torch_does(path: Path, kind: torch.dtype):
     for name in names:
         assert same_numbers(to[name], eager[name].to(kind)), name
     assert same_numbers(turned, eager["qkv"][24:].to(kind).t())
-    assert set(report.copied_through) == {name for name in names if misaligned(checkpoint, name) and eager[name].dtype != kind}
+    assert set(report.copied_through) == {
+        name for name in names if misaligned(checkpoint, name) and eager[name].dtype != kind
+    }
 
 
 def test_a_tensor_of_bytes_takes_any_dtype_of_eight_bits(path: Path):
@@ -287,3 +292,21 @@ def test_random_parts_in_random_places(write: Write, seed: int):
                 assert same_numbers(found, wanted), destination
             else:
                 assert same(found, wanted), destination
+
+
+def test_gaps_are_told_by_tensor(write: Write):
+    """Half of each row of one tensor, every row of another, and a tensor between them that nobody wants."""
+    path = write(Tensor("a", "BF16", (64, 32)), Tensor("between", "U8", (100,)), Tensor("b", "BF16", (8, 32)))
+    left = torch.zeros(64, 16, dtype=torch.bfloat16)
+    twice = [torch.zeros(64, 8, dtype=torch.bfloat16) for _ in range(2)]
+    whole = torch.zeros(8, 32, dtype=torch.bfloat16)
+    columns = (slice(None), slice(0, 16))
+    checkpoint = penstock.open(path)
+    report = checkpoint.load_into([Destination("a", left, columns), Destination("b", whole)])
+    assert report.gaps == {"a": 63 * 32 + 32 + 100}
+    assert sum(report.gaps.values()) == report.gap_bytes
+    report = checkpoint.load_into([Destination("a", to, (slice(None), slice(8, 16))) for to in twice])
+    assert report.gaps == {"a": 63 * 48}, "what two want is wanted once"
+    assert checkpoint.load().keys() == {"a", "between", "b"}
+    assert checkpoint.last_report is not None
+    assert checkpoint.last_report.gaps == {}

@@ -27,6 +27,7 @@ def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
     """Whether the last dimensions of a tensor are the same as another one, each time."""
     return same(many, one.expand(many.shape))
 
+
 LAYERS = [
     *(Tensor(f"layers.{i}.down", "BF16", (32, 64)) for i in range(3)),
     *(Tensor(f"layers.{i}.up", "F32", (64, 32)) for i in range(3)),

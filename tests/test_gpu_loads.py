@@ -246,18 +246,43 @@ def test_load_into_waits_for_what_is_queued_on_the_parameters(gpu: FakeTorch, ch
         gpu.pool.peak = gpu.pool.live
 
 
-def test_load_into_strided_parameters_goes_by_way_of_one_temporary(
+def test_load_into_strided_parameters_takes_no_memory_of_the_device(
     gpu: FakeTorch, checkpoints: dict[str, Path]
 ) -> None:
     opened = penstock.open(checkpoints["gpt2"])
-    whole = opened.load("cpu", names=["h.0.mlp.c_fc.weight"])["h.0.mlp.c_fc.weight"]
+    name = "h.0.mlp.c_fc.weight"
+    whole = opened.load("cpu", names=[name])[name]
     memory = gpu.pool.empty(2 * whole.nbytes).view(torch.float32).reshape(whole.shape[1], -1)
     gpu.fake.control("stream_synchronize", gpu.stream, 0)
     to = memory[:, : whole.shape[0]].t()
     assert not to.is_contiguous()
-    report = opened.load_into({"h.0.mlp.c_fc.weight": to}, strict=False)
+    live = gpu.pool.live
+    report = opened.load_into({name: to}, strict=False)
     assert raw(to) == raw(whole)
-    assert report["copied_through"] == ["h.0.mlp.c_fc.weight"]
+    assert (report.copied_through, gpu.pool.peak) == ([], live)
+
+
+def test_parts_of_tensors_go_to_their_destinations(gpu: FakeTorch, checkpoints: dict[str, Path]) -> None:
+    """Halves of rows, columns, both in one tensor; casts on the device, through a temporary tensor."""
+    opened, name = penstock.open(checkpoints["gpt2"]), "h.0.mlp.c_fc.weight"
+    whole = opened.load("cpu", names=[name])[name]
+    rows, columns = whole.shape
+    memory = gpu.pool.empty(whole.nbytes).view(torch.float32).reshape(rows, columns)
+    half = gpu.pool.empty(whole.nbytes // 4).view(torch.float16).reshape(rows // 2, columns)
+    gpu.fake.control("stream_synchronize", gpu.stream, 0)
+    left, right = memory[:, : columns // 2], memory[:, columns // 2 :]
+    report = opened.load_into(
+        [
+            penstock.Destination(name, left, (slice(None), slice(columns // 2, None))),
+            penstock.Destination(name, right, (slice(None), slice(0, columns // 2))),
+        ]
+    )
+    assert raw(left) == raw(whole[:, columns // 2 :])
+    assert raw(right) == raw(whole[:, : columns // 2])
+    assert report.copied_through == []
+    report = opened.load_into([penstock.Destination(name, half, slice(0, rows // 2), cast=True)])
+    assert torch.allclose(half.float(), whole[: rows // 2].half().float(), equal_nan=True)
+    assert report.copied_through == [name]
 
 
 def test_a_job_loads_in_the_background(gpu: FakeTorch, checkpoints: dict[str, Path]) -> None:

@@ -277,6 +277,8 @@ def test_an_operation_that_touches_no_outstanding_byte_does_not_split_the_load(p
         lambda t: torch.equal(t, t),
         lambda t: torch._foreach_mul_([t], 2),
         lambda t: t.data.mul_(2),
+        lambda t: torch.tensor(t.tolist(), dtype=torch.float64),
+        lambda t: torch.from_numpy(t.view(torch.int16).numpy().copy()),
     ],
 )
 def test_an_operation_that_touches_outstanding_bytes_has_them_first(path: Path, operation: Callable[..., Any]):

@@ -143,7 +143,7 @@ class Checkpoint:
         return self._last_report
 
     def _ended(self, load: _core.Load) -> Report:
-        self._last_report = report_of(load.report(), self.warnings)
+        self._last_report = report_of(load.report(), self._core)
         return self._last_report
 
     # Getting it out

@@ -176,7 +176,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
                 parts.append(_Part(request, on_it, device))
             for part in parts:
                 _running.await_load(part.load, meter)
-            reports += [report_of(part.load.report(), request.checkpoint.warnings) for part in parts]
+            reports += [report_of(part.load.report(), request.selection.core) for part in parts]
             for part, report in zip(parts, reports, strict=True):
                 _running.write_trace(part.load, report)
         reports += [detour.run(copied) for detour in detours]

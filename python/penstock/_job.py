@@ -84,7 +84,7 @@ class Job:
     def report(self) -> Report:
         """The report of the load. It is empty until the load has ended; `progress` says how far the load is."""
         raise_if_forked(self._owner, "job")
-        return self._report if self._report is not None else report_of(self._load.report(), self._checkpoint.warnings)
+        return self._report if self._report is not None else report_of(self._load.report(), self._checkpoint._core)
 
     def cancel(self) -> None:
         """Stops the load and waits until it has stopped. `result` then raises `CancelledError`."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import _core
 
 
 def size_text(nbytes: float) -> str:
@@ -121,9 +124,10 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
-def report_of(found: dict[str, Any], warnings: list[str]) -> Report:
-    """The core's counters of one load as a report."""
-    report = Report(found, warnings=warnings)
+def report_of(found: dict[str, Any], core: _core.Checkpoint) -> Report:
+    """The core's counters of one load of this checkpoint as a report."""
+    report = Report(found, warnings=core.warnings())
+    report["gaps"] = {core.info(tensor)[0]: nbytes for tensor, nbytes in report["gaps"].items()}
     report["gbps"] = report["nbytes"] / report["seconds"] / 1e9 if report["seconds"] else 0.0
     report["seconds_per_tensor"] = report["seconds"] / report["tensors"] if report["tensors"] else None
     return report

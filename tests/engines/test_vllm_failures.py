@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,13 @@ import slow_fs
 import torch
 from penstock import Checkpoint, Destination
 from penstock.integrations._recorder import Recorder
-from tiny_models import edited
+from tiny_models import Tensors, edited
 from vllm_model import POISON, as_bytes, configured, created, digests, load
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+#: A tensor of the last layer: much has been recorded, and would have been loaded, when it comes.
+LAST = "model.layers.3.mlp.down_proj.weight"
 
 
 @pytest.fixture
@@ -45,6 +47,18 @@ def failed(folder: Path, error: type[BaseException], match: str) -> tuple[BaseEx
     return caught.value, model
 
 
+def exchanged(folder: Path, change: Callable[[str, list[int], bytes], tuple[str, list[int], bytes]]) -> None:
+    """Has one tensor of a checkpoint made another one."""
+    done = []
+
+    def make(tensors: Tensors) -> Tensors:
+        done.extend(name for name in tensors if name == LAST)
+        return {name: change(*tensor) if name == LAST else tensor for name, tensor in tensors.items()}
+
+    edited(folder, make)
+    assert done == [LAST]
+
+
 def unchanged(model: torch.nn.Module) -> None:
     assert [name for name, parameter in model.named_parameters() if changed(parameter)] == []
 
@@ -67,32 +81,24 @@ def test_a_shard_that_only_the_index_names(model: Path):
 
 def test_a_tensor_of_another_shape(model: Path):
     """vLLM's own loaders compare shapes, of deferred tensors too."""
-    name = "model.layers.3.mlp.down_proj.weight"
-    edited(model, name, lambda entry: entry | {"shape": entry["shape"][::-1]})
+    exchanged(model, lambda dtype, shape, data: (dtype, shape[::-1], data))
     _, loaded = failed(model, (AssertionError, RuntimeError, ValueError), "")
     unchanged(loaded)
 
 
 def test_a_dtype_that_torch_lacks(model: Path):
     """No fallback: vLLM's own way would meet it after it has overwritten parameters."""
-    name = "model.layers.3.mlp.down_proj.weight"
-    rows, columns = 256, 512
-    edited(model, name, lambda entry: entry | {"dtype": "F6_E2M3", "shape": [rows, columns * 16 // 6 // 4 * 4]})
+    exchanged(model, lambda dtype, shape, data: ("F6_E2M3", shape, data[: len(data) * 6 // 16]))
     error, loaded = failed(model, penstock.MissingDtypeError, "F6_E2M3")
     assert isinstance(error, TypeError)
-    assert error.tensor == name
+    assert error.tensor == LAST
     unchanged(loaded)
 
 
 def test_a_tensor_that_is_missing(model: Path):
     """vLLM asks for every parameter, before the load."""
-    name = "model.layers.3.mlp.down_proj.weight"
-    edited(model, name, lambda entry: None)
-    index = model / "model.safetensors.index.json"
-    found = json.loads(index.read_text())
-    del found["weight_map"][name]
-    index.write_text(json.dumps(found))
-    _, loaded = failed(model, ValueError, name)
+    edited(model, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != LAST})
+    _, loaded = failed(model, ValueError, LAST)
     unchanged(loaded)
 
 

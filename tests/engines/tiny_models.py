@@ -137,16 +137,37 @@ def item_sizes(folder: Path) -> dict[str, float]:
     return found
 
 
-def edited(folder: Path, name: str, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    """Has ``change`` make another entry of a tensor's entry in its file's header; None takes the tensor out.
+#: Of a file: dtype, shape and bytes of each tensor by name.
+Tensors = dict[str, tuple[str, list[int], bytes]]
 
-    The bytes of the last tensor but for the new ones are kept.
-    """
-    for file in folder.glob("*.safetensors"):
-        raw = file.read_bytes()
-        begin = 8 + int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8:begin])
-        if name not in header:
-            continue
-        entry = change(dict(header[name]))
-        E = 0
+
+def read(file: Path) -> Tensors:
+    """The tensors of a file, in its order."""
+    raw = file.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    header.pop("__metadata__", None)
+    places = {name: [begin + at for at in entry["data_offsets"]] for name, entry in header.items()}
+    return {name: (entry["dtype"], entry["shape"], raw[slice(*places[name])]) for name, entry in header.items()}
+
+
+def save(file: Path, tensors: Tensors) -> None:
+    """Writes a file, of any dtype that has a name."""
+    header, at = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + len(data)]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
+
+
+def edited(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Has ``change`` make other tensors of those of each file. The index follows."""
+    index = folder / "model.safetensors.index.json"
+    places = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = change(read(file))
+        save(file, tensors)
+        places.update(dict.fromkeys(tensors, file.name))
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))

@@ -4,6 +4,7 @@ use crate::engine::Wait;
 use crate::extent::{Route, RouteTotals};
 use crate::fallback::Fallback;
 use crate::store::CacheFill;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Time spent waiting, by cause.
@@ -110,6 +111,8 @@ pub struct Report {
     pub slack_bytes: u64,
     /// Extra bytes between wanted ones, read because skipping them would have cost more.
     pub gap_bytes: u64,
+    /// Those bytes by the number of the tensor that they are in, or come behind. Tensors without any are left out.
+    pub gaps: BTreeMap<u32, u64>,
     /// Bytes in the page cache when the load began, between the first and the last wanted byte of each file.
     pub resident_bytes: u64,
     /// System calls for finding that out.

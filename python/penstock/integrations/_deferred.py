@@ -37,10 +37,14 @@ class Recording(Protocol):
         """Counts an operation that got a real tensor, and its bytes."""
 
 
+_realising = threading.RLock()
+"""Held while a root becomes real, and while elements are read: so both are seen whole."""
+
+
 class Root:
     """What several deferred tensors are views of."""
 
-    __slots__ = ("dtype", "index", "lock", "parent", "part", "real", "recording", "shape")
+    __slots__ = ("dtype", "index", "parent", "part", "real", "recording", "shape")
 
     def __init__(
         self,
@@ -63,7 +67,6 @@ class Root:
         """A cut of it that has been read."""
         self.real: torch.Tensor | None = None
         """All of it, once something has written to it."""
-        self.lock = threading.RLock()
 
     def tensor(self) -> Root:
         """The tensor of the checkpoint that this is, or is a copy of."""
@@ -113,9 +116,10 @@ class Root:
 
     def realise(self, device: torch.device) -> torch.Tensor:
         """Makes all of it real, for good: something is about to write to it."""
-        with self.lock:
+        with _realising:
             if self.real is None:
-                strides, step = [], 1
+                strides: list[int] = []
+                step = 1
                 for n in reversed(self.shape):
                     strides.insert(0, step)
                     step *= n
@@ -131,18 +135,20 @@ class Planned(NamedTuple):
 
     tensor: Root
     """What it is a copy of a part of."""
-    box: Box
+    cut: tuple[slice, ...]
     """The part."""
+    box: Box
+    """The same, and how it lies at its destination."""
     into: torch.Tensor
     """Where it goes: one dimension for each one of the box, or any shape if the box has one element."""
     axes: tuple[int, ...] | None
     """The dimension of the tensor behind each one of ``into``; None: one element for all of it."""
     cast: bool
 
-    @property
-    def cut(self) -> tuple[slice, ...]:
-        """The part, as slices."""
-        return tuple(slice(*part) for part in self.box.cut)
+
+def cut_of(box: Box) -> tuple[slice, ...]:
+    """The part that a box is, as slices."""
+    return tuple([slice(*part) for part in box.cut])
 
 
 def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
@@ -158,7 +164,7 @@ def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
     tensor = source._root.tensor()
     if source.numel() == 1 and to.numel() != 1:
         box = source.box([])
-        return None if box is None else Planned(tensor, box, to, None, cast)
+        return None if box is None else Planned(tensor, cut_of(box), box, to, None, cast)
     if source.shape != to.shape:
         if source.numel() != to.numel():
             return None  # elements that are copied several times
@@ -166,7 +172,7 @@ def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
     box = source.box(source.steps(to))
     if box is None:
         return None
-    return Planned(tensor, box, arranged(to, box), tuple(d for d, _, _ in box.dims), cast)
+    return Planned(tensor, cut_of(box), box, arranged(to, box), tuple([d for d, _, _ in box.dims]), cast)
 
 
 def arranged(to: torch.Tensor, box: Box) -> torch.Tensor:
@@ -209,7 +215,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(cls, root: Root, twin: torch.Tensor, device: torch.device) -> Deferred:
-        make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
         made: Deferred = make(
             cls,
             twin.size(),
@@ -221,13 +227,8 @@ class Deferred(torch.Tensor):
         made._root, made._twin, made._value = root, twin, None
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred({tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    @property
-    def index(self) -> int:
-        """Number of the checkpoint's tensor."""
-        return self._root.index
 
     def steps(self, to: torch.Tensor) -> list[Step]:
         """Of a copy of this to a tensor of the same shape."""
@@ -236,7 +237,7 @@ class Deferred(torch.Tensor):
 
     def box(self, steps: Sequence[Step]) -> Box | None:
         """The box of the checkpoint's tensor that this is, with these steps."""
-        return self._root.box(steps, self._twin.storage_offset())
+        return self._root.box(steps, int(self._twin.storage_offset()))
 
     @property
     def is_real(self) -> bool:
@@ -253,8 +254,8 @@ class Deferred(torch.Tensor):
         root, twin = self._root, self._twin
         if root.real is None and self._value is not None:
             return self._value
-        with root.lock:
-            found = root.value(twin.size(), twin.stride(), twin.storage_offset(), self.device)
+        with _realising:
+            found = root.value(twin.size(), twin.stride(), int(twin.storage_offset()), self.device)
         if self.reinterpreted:
             found = found.view(twin.dtype)
         if root.real is None:
@@ -278,7 +279,7 @@ class Deferred(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -339,8 +340,8 @@ def _copy_of(func: Any, first: Deferred, kwargs: dict[str, Any]) -> Deferred | N
                 return None
             step *= twin.size(d)
     view = first._twin
-    parent = (first._root, tuple(view.stride(d) for d in order), view.storage_offset())
-    return Deferred(Root(first._root.recording, first.index, shape, first._root.dtype, parent), twin, device)
+    parent = (first._root, tuple(view.stride(d) for d in order), int(view.storage_offset()))
+    return Deferred(Root(first._root.recording, first._root.index, shape, first._root.dtype, parent), twin, device)
 
 
 def _writes(func: Any) -> tuple[set[int], set[str]]:

@@ -11,6 +11,7 @@ import torch
 
 from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
+from .._collector import collector_paused
 from .._core import Options
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
 from .._options import make_options
@@ -81,7 +82,7 @@ class Loads:
     @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
-        with watching(self.recorders):
+        with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
             yield
 
     def run(self, model: torch.nn.Module) -> list[Report]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from .._checkpoint import Checkpoint
 from .._choices import ORDERS, Order, check_choice
@@ -25,7 +24,7 @@ from .._errors import MissingDtypeError, PenstockError
 from .._memory import Memory, memory_of, overlap
 from .._report import Report, merged
 from .._torch import torch_dtype, torch_shape
-from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, planned, with_memory
+from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, cut_of, planned, with_memory
 from ._region import Box
 
 
@@ -98,11 +97,21 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage().data_ptr(), begin, end
 
 
-class _Watch(TorchDispatchMode):
+def _real_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments of an operation, in its lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, Deferred):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _real_tensors(value)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at what every operation of this thread touches, before it runs."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorders = recorders
 
     def __torch_dispatch__(
@@ -114,20 +123,35 @@ class _Watch(TorchDispatchMode):
             own = None
             if func is torch.ops.aten.copy_.default and isinstance(args[1], Deferred):
                 own = args[1]._root.recording
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, torch.Tensor) and not isinstance(value, Deferred):
-                    for recorder in self._recorders:
-                        if recorder is not own:
-                            recorder.about_to_touch(value)
+            for value in _real_tensors(args):
+                for recorder in self._recorders:
+                    if recorder is not own:
+                        recorder.about_to_touch(value)
+            for value in _real_tensors(kwargs.values()):
+                for recorder in self._recorders:
+                    recorder.about_to_touch(value)
         return func(*args, **kwargs)
 
 
-class _Assignments(TorchFunctionMode):
-    """Sees ``parameter.data = deferred``, of which the parameter alone would be told."""
+#: What reads a tensor's bytes and never reaches the dispatcher.
+_READ_DIRECTLY = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__"))
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what the dispatcher never does: ``parameter.data = deferred``, of which torch tells the parameter alone, and
+    what reads bytes directly.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        super().__init__()
+        self._recorders = recorders
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _READ_DIRECTLY and not isinstance(args[0], Deferred):
+            for recorder in self._recorders:
+                recorder.about_to_touch(args[0])
         if len(args) == 2 and isinstance(args[1], Deferred) and func == SET_DATA and not isinstance(args[0], Deferred):
             return assign_data(*args)
         return func(*args, **(kwargs or {}))
@@ -136,7 +160,7 @@ class _Assignments(TorchFunctionMode):
 @contextmanager
 def watching(recorders: Sequence[Recorder]) -> Iterator[None]:
     """`Recorder.barrier` for several at once, which may become more meanwhile."""
-    with _Assignments(), _Watch(recorders):
+    with _Calls(recorders), _Watch(recorders):
         yield
 
 
@@ -197,7 +221,9 @@ class Recorder:
             MissingDtypeError: torch has no such dtype.
         """
         check_choice("order", order or "file", ORDERS)
-        infos = [self.checkpoint[name] for name in self._names]
+        infos = self.checkpoint.values()
+        # Nothing changes a tensor without bytes, so those of one shape share one
+        twins: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         numbers: Any = range(len(infos))
         if order == "layer":
             numbers = sorted(numbers, key=lambda i: _layer(infos[i].name))
@@ -209,9 +235,11 @@ class Recorder:
             if dtype is None:
                 text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
                 raise MissingDtypeError(text, path=info.file, tensor=info.name)
-            shape = torch_shape(info.name, info.dtype, info.shape, info.file)
-            twin = torch.empty(shape, dtype=dtype, device="meta")
-            yield prefix + info.name, Deferred(Root(self, number, tuple(shape), dtype), twin, self._device)
+            shape = tuple(torch_shape(info.name, info.dtype, info.shape, info.file))
+            twin = twins.get((shape, dtype))
+            if twin is None:
+                twin = twins[shape, dtype] = torch.empty(shape, dtype=dtype, device="meta")
+            yield prefix + info.name, Deferred(Root(self, number, shape, dtype), twin, self._device)
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
@@ -249,7 +277,7 @@ class Recorder:
 
     def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
         """Reads a box at once; see `Recording`."""
-        plan = Planned(tensor, box, arranged(to, box), tuple(d for d, _, _ in box.dims), False)
+        plan = Planned(tensor, cut_of(box), box, arranged(to, box), tuple(d for d, _, _ in box.dims), False)
         self.checkpoint.load_into([self._destination(plan)], progress=False, options=self._options)
 
     def about_to_touch(self, tensor: torch.Tensor) -> None:

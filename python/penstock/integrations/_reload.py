@@ -15,7 +15,7 @@ from .._checkpoint import Checkpoint
 from .._destination import Destination
 from .._selection import TensorInfo
 from .._torch import torch_dtype, torch_shape
-from ._deferred import Deferred, Root, arranged, planned
+from ._deferred import Deferred, Root, arranged, cut_of, planned
 from ._region import Box
 
 Cuts = dict[str, tuple[slice, ...]]
@@ -102,8 +102,7 @@ class Reloader:
             return
         self.read_besides += to.nbytes
         axes = tuple(d for d, _, _ in box.dims)
-        cut = tuple(slice(*part) for part in box.cut)
-        destination = Destination(self._names[tensor.index], arranged(to, box), cut, axes)
+        destination = Destination(self._names[tensor.index], arranged(to, box), cut_of(box), axes)
         self.checkpoint.load_into([destination], progress=False, options=self._options)
 
     def about_to_touch(self, tensor: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ def _iterated_by(make: Any) -> Iterator[None]:
 
 
 def iterated(original: Any, loader: Any, options: Options, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """The tensors of one place: deferred within `loaded`, SGLang's own elsewhere. An update asks for them before that."""
+    """The tensors of one place: deferred within `loaded`, SGLang's own elsewhere. They are asked for before that."""
     loads = _loads.get()
     if loads is None:
         yield from original(loader, *args, **kwargs)

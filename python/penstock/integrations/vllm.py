@@ -20,7 +20,7 @@ def register() -> None:
     If vLLM's interface has changed too much, one line is logged, and the format loads as ``safetensors`` does.
     """
     try:
-        from vllm.model_executor.model_loader import (  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader import (
             _LOAD_FORMAT_TO_MODEL_LOADER,
             register_model_loader,
         )
@@ -34,5 +34,5 @@ def register() -> None:
         from ._vllm_loader import PenstockModelLoader as loader
     except Exception as error:  # an interface that has changed fails in ways of its own
         _logger.warning("penstock: this vLLM is not one that it knows (%r); loading as safetensors does", error)
-        from ._vllm_fallback import FallbackModelLoader as loader  # type: ignore[assignment]
+        from ._vllm_fallback import FallbackModelLoader as loader
     register_model_loader(FORMAT)(loader)

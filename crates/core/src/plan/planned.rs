@@ -6,12 +6,15 @@ use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
 use super::schedule::{FileTraits, Limits, Schedule};
 use super::survey::{Survey, Surveyed};
+use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Piece;
 use crate::machine;
 use crate::options::{Io, HUGE_PAGE, LEAST_EXTENT, PAGE};
 use crate::stats::Report;
 use crate::store::{FsKind, Storage};
 use crate::way::{Cold, Routing};
+use std::collections::BTreeMap;
 
 /// What is to be read, where to, and how it travels.
 pub(crate) struct Planned {
@@ -108,10 +111,39 @@ impl Planned {
             // A direct read covers whole sectors. The part past the end of the file never arrives.
             let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
             report.slack_bytes += e.slack.saturating_sub(past_end);
-            report.gap_bytes += e.len.saturating_sub(e.wanted + e.slack);
+            let gap = e.len.saturating_sub(e.wanted + e.slack);
+            report.gap_bytes += gap;
+            if gap > 0 {
+                let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+                gaps_of_tensors(pieces, wants, &mut report.gaps);
+            }
         }
         let slab = slab.unwrap_or(options.extent);
         Ok(Planned { layout, schedule, routing, slab, uses_disk, report })
+    }
+}
+
+/// Adds what one extent reads between the first and the last wanted byte of each tensor, and from there to the next tensor.
+fn gaps_of_tensors(pieces: &[Piece], wants: &[Want], gaps: &mut BTreeMap<u32, u64>) {
+    let tensor = |piece: &Piece| wants[piece.want as usize].tensor;
+    let end = |piece: &Piece| piece.from + (piece.rows - 1) * piece.from_stride + piece.len;
+    let mut sorted: Vec<&Piece> = pieces.iter().collect();
+    // The bytes of different tensors do not interleave. Those that several wants have count once.
+    sorted.sort_unstable_by_key(|p| (tensor(p), p.from, p.rows, p.len, p.from_stride));
+    sorted.dedup_by_key(|p| (tensor(p), p.from, p.rows, p.len, if p.rows > 1 { p.from_stride } else { 0 }));
+    sorted.sort_by_key(|p| p.from);
+    let mut last: Option<(u32, u64)> = None;
+    for of_tensor in sorted.chunk_by(|a, b| tensor(a) == tensor(b)) {
+        let (start, past) = (of_tensor[0].from, of_tensor.iter().map(|p| end(p)).max().unwrap_or(0));
+        let wanted: u64 = of_tensor.iter().map(|p| p.nbytes()).sum();
+        if let Some((before, at)) = last.filter(|(_, at)| *at < start) {
+            *gaps.entry(before).or_default() += start - at;
+        }
+        let within = (past - start).saturating_sub(wanted);
+        if within > 0 {
+            *gaps.entry(tensor(of_tensor[0])).or_default() += within;
+        }
+        last = Some((tensor(of_tensor[0]), past));
     }
 }
 
