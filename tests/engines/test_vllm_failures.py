@@ -12,6 +12,7 @@ import pytest
 import slow_fs
 import torch
 from penstock import Checkpoint, Destination
+from penstock._errors import MissingDtypeError
 from penstock.integrations._recorder import Recorder
 from tiny_models import Tensors, edited
 from vllm_model import POISON, as_bytes, configured, created, digests, load
@@ -38,9 +39,11 @@ def changed(tensor: torch.Tensor) -> bool:
     return bool((as_bytes(tensor) != POISON).any())
 
 
-def failed(folder: Path, error: type[BaseException], match: str) -> tuple[BaseException, torch.nn.Module]:
+def failed(
+    folder: Path, error: type[BaseException], match: str, **options: Any
+) -> tuple[BaseException, torch.nn.Module]:
     """The error of a load, and the model."""
-    config = configured({"model": str(folder)}, "penstock")
+    config = configured({"model": str(folder), "model_loader_extra_config": options}, "penstock")
     loader, model = created(config)
     with pytest.raises(error, match=match) as caught:
         load(loader, model, config)
@@ -82,23 +85,16 @@ def test_a_shard_that_only_the_index_names(model: Path):
 def test_a_tensor_of_another_shape(model: Path):
     """vLLM's own loaders compare shapes, of deferred tensors too."""
     exchanged(model, lambda dtype, shape, data: (dtype, shape[::-1], data))
-    _, loaded = failed(model, (AssertionError, RuntimeError, ValueError), "")
+    _, loaded = failed(model, RuntimeError, "exceeds dimension size")
     unchanged(loaded)
 
 
 def test_a_dtype_that_torch_lacks(model: Path):
     """No fallback: vLLM's own way would meet it after it has overwritten parameters."""
     exchanged(model, lambda dtype, shape, data: ("F6_E2M3", shape, data[: len(data) * 6 // 16]))
-    error, loaded = failed(model, penstock.MissingDtypeError, "F6_E2M3")
+    error, loaded = failed(model, MissingDtypeError, "F6_E2M3")
     assert isinstance(error, TypeError)
     assert error.tensor == LAST
-    unchanged(loaded)
-
-
-def test_a_tensor_that_is_missing(model: Path):
-    """vLLM asks for every parameter, before the load."""
-    edited(model, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != LAST})
-    _, loaded = failed(model, ValueError, LAST)
     unchanged(loaded)
 
 
@@ -116,12 +112,10 @@ def destinations(monkeypatch: pytest.MonkeyPatch) -> list[Destination]:
     return found
 
 
-def touched_exactly(error: BaseException, destinations: list[Destination], model: torch.nn.Module) -> list[str]:
-    """The names that an error says were overwritten: exactly those whose destinations were, in whole or in part."""
+def what_changed(destinations: list[Destination]) -> set[str]:
+    """The names whose destinations were overwritten, wholly or in part."""
     assert len(destinations) == 39, "one for every tensor of the checkpoint"
-    touched: list[str] = error.touched  # type: ignore[attr-defined]
-    assert sorted(touched) == sorted(one.name for one in destinations if changed(one.into))
-    return touched
+    return {one.name for one in destinations if changed(one.into)}
 
 
 @pytest.fixture
@@ -133,23 +127,28 @@ def failing(model: Path) -> Iterator[Callable[[Path], None]]:
         yield fs
 
 
-def test_a_read_error(failing: Any, model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("good", [0, 20])
+def test_a_read_error(
+    good: int, failing: Any, model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch
+):
     run = Recorder.run
 
     def fails(self: Recorder, *args: Any) -> Any:
-        failing.tell(fail=["read"])
+        failing.tell(fail=["read"], after=good, forget=True)
         return run(self, *args)
 
     monkeypatch.setattr(Recorder, "run", fails)
-    error, loaded = failed(failing.path, penstock.ReadError, "Input/output error")
+    error, _ = failed(failing.path, penstock.ReadError, "Input/output error", extent=1 << 16)
     assert isinstance(error, OSError)
     assert error.errno == 5
-    assert touched_exactly(error, destinations, loaded) == []
-    unchanged(loaded)
+    found = what_changed(destinations)
+    assert bool(found) == bool(good)
+    assert len(found) < len(destinations)
+    # The kernel may have written before it failed: what a failed read goes to counts as overwritten
+    assert found <= set(error.touched)
 
 
 def test_a_shard_that_shrinks_meanwhile(model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch):
-    """The other shards are read: the error says which parameters those were."""
     run, shard = Recorder.run, shards(model)[-1]
 
     def shrinks(self: Recorder, *args: Any) -> Any:
@@ -158,8 +157,9 @@ def test_a_shard_that_shrinks_meanwhile(model: Path, destinations: list[Destinat
         return run(self, *args)
 
     monkeypatch.setattr(Recorder, "run", shrinks)
-    error, loaded = failed(model, (penstock.TruncatedError, penstock.ChangedError), shard.name)
-    touched_exactly(error, destinations, loaded)
+    error, loaded = failed(model, penstock.ChangedError, shard.name)
+    assert what_changed(destinations) == set(error.touched) == set()
+    unchanged(loaded)
 
 
 def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch: pytest.MonkeyPatch):

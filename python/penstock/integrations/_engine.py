@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._collector import collector_paused
 from .._core import Options
@@ -113,8 +112,22 @@ class Loads:
 
 
 def reloaded(
-    files: Sequence[str], keep: Callable[[str], bool] | None, device: torch.device, options: Options, cuts: Cuts
+    files: Sequence[str],
+    keep: Callable[[str], bool] | None,
+    device: torch.device,
+    options: Options,
+    cuts: Cuts,
+    otherwise: Callable[[], Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of these files, layer by layer, whose copies are made at once."""
-    checkpoint: Checkpoint = open_checkpoint(list(files))
-    return Reloader(checkpoint, keep, device, options, cuts).weights()
+    """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+    """
+    try:
+        return Reloader(open_checkpoint(list(files)), keep, device, options, cuts).weights()
+    except MissingDtypeError:
+        raise
+    except UnsupportedError as error:
+        logger.warning("penstock: reloading as the engine does: %s", error)
+        return iter(otherwise())

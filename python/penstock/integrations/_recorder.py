@@ -372,7 +372,7 @@ class Recorder:
 def say_written(error: BaseException, before: Sequence[str]) -> None:
     """Adds to the error of a load which destinations earlier loads have overwritten."""
     if before and isinstance(error, PenstockError):
-        error.message += f"; loads before this one overwrote {len(before)} destinations"
+        error.message += f"; loads before this one overwrote {len(before)} destination{'s' * (len(before) > 1)}"
     error.touched = [*before, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
 
 
