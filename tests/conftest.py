@@ -37,6 +37,9 @@ torch = pytest.importorskip("torch")
 #: What failed tests leave; hooks for the marks `machine` and `pairwise`; checkpoints with the layouts of public models.
 pytest_plugins = ["aftermath", "machine", "models", "pairwise"]
 
+#: The tests of serving engines need an environment with those engines: `make engines`.
+collect_ignore_glob = [] if os.environ.get("PENSTOCK_TEST_ENGINES") == "1" else ["engines"]
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ import penstock
 import pytest
 import torch
 from conftest import raw
+from penstock._errors import MissingDtypeError
 from penstock.integrations._deferred import Deferred
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._reload import Reloader, cuts_of
@@ -111,6 +112,15 @@ def test_what_was_not_read_ahead_is_read_when_it_is_needed(path: Path):
     again.load_weights(reloader.weights())
     assert again.bytes() == first.bytes()
     assert reloader.read_besides == 32 * 32 * 2 + 32 * 32 * 4 + 32 * 4
+
+
+def test_a_dtype_that_torch_lacks_is_an_error_before_anything_is_read(write: Write):
+    path = write(Tensor("a", "F32", (4,)), Tensor("b", "F6_E2M3", (8,)))
+    with pytest.raises(MissingDtypeError, match="F6_E2M3") as caught:
+        Reloader(penstock.open(path), None, torch.device("cpu"), None, {})
+    assert caught.value.tensor == "b"
+    reloader = Reloader(penstock.open(path), lambda name: name == "a", torch.device("cpu"), None, {})
+    assert [name for name, _ in reloader.weights()] == ["a"]
 
 
 # --- tgis ---

@@ -458,6 +458,22 @@ def test_a_load_that_fails_changes_nothing_or_says_what(path: Path):
     assert to.eq(7).all() or caught.value.touched == ["gate"]
 
 
+def test_an_error_names_what_earlier_loads_have_overwritten(path: Path):
+    recorder = Recorder(penstock.open(path))
+    first, second = torch.zeros(64, 32, dtype=torch.bfloat16), torch.full((32,), 7.0)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        first.copy_(weights["gate"])
+        assert first.any(), "it is read, so it was loaded"
+        second.copy_(weights["norm"])
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(penstock.ChangedError, match="loads before this one overwrote 1 destination") as caught:
+            recorder.run()
+    assert recorder.written == ["gate"]
+    assert caught.value.touched == ["gate"]
+    assert second.eq(7).all()
+
+
 def test_many_threads_may_copy(path: Path):
     eager = penstock.open(path).load()["gate"]
     recorder = Recorder(penstock.open(path))

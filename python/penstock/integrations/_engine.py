@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._collector import collector_paused
 from .._core import Options
-from .._errors import InvalidError, UnsupportedError
+from .._errors import InvalidError, MissingDtypeError, UnsupportedError
 from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
@@ -56,13 +55,22 @@ class Loads:
     def weights(
         self, files: Sequence[str], keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred."""
+        """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred.
+
+        Raises:
+            MissingDtypeError: torch has no such dtype. The engine's own way would meet it in the middle of its load.
+        """
+        recorder = None
         try:
             recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
             recorder.check()
+        except MissingDtypeError:
+            raise
         except UnsupportedError as error:
             self.fallbacks.append(str(error))
             logger.warning("penstock: loading as the engine does: %s", error)
+            if recorder is not None:
+                self.recorders.append(recorder)  # its report, of nothing, says why
             return iter(otherwise())
         self.recorders.append(recorder)
         return self._marked(recorder)
@@ -102,8 +110,22 @@ class Loads:
 
 
 def reloaded(
-    files: Sequence[str], keep: Callable[[str], bool] | None, device: torch.device, options: Options, cuts: Cuts
+    files: Sequence[str],
+    keep: Callable[[str], bool] | None,
+    device: torch.device,
+    options: Options,
+    cuts: Cuts,
+    otherwise: Callable[[], Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of these files, layer by layer, whose copies are made at once."""
-    checkpoint: Checkpoint = open_checkpoint(list(files))
-    return Reloader(checkpoint, keep, device, options, cuts).weights()
+    """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+    """
+    try:
+        return Reloader(open_checkpoint(list(files)), keep, device, options, cuts).weights()
+    except MissingDtypeError:
+        raise
+    except UnsupportedError as error:
+        logger.warning("penstock: reloading as the engine does: %s", error)
+        return iter(otherwise())

@@ -34,8 +34,8 @@ _SMALL = 64
 
 def say_written(error: BaseException, names: Sequence[str]) -> None:
     """Adds to an error that ended a load what had been overwritten before that load."""
+    error.touched = [*names, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
     if names:
-        error.touched = [*names, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
         if isinstance(error, PenstockError):
             error.message += f"; overwritten before: {', '.join(names[:5])}{' and more' * (len(names) > 5)}"
 
@@ -378,8 +378,8 @@ class Recorder:
             ``materialised`` (operations that needed bytes at once, by name).
 
         Raises:
-            PenstockError: a load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
-                in part.
+            PenstockError: a load failed. ``touched`` lists the names of the tensors whose destinations were
+                overwritten, wholly or in part, by this load and by those before it.
         """
         with self._lock:
             self._load()

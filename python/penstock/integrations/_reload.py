@@ -13,6 +13,7 @@ import torch
 
 from .._checkpoint import Checkpoint
 from .._destination import Destination
+from .._errors import MissingDtypeError
 from .._selection import TensorInfo
 from .._torch import torch_dtype, torch_shape
 from ._deferred import Deferred, Root, arranged, cut_of, piece_of, planned
@@ -33,6 +34,14 @@ def cuts_of(copied: Iterable[tuple[str, tuple[slice, ...]]]) -> Cuts:
     return found
 
 
+def _dtype_of(info: TensorInfo) -> torch.dtype:
+    dtype: torch.dtype | None = torch_dtype(info.dtype)
+    if dtype is None:
+        text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
+        raise MissingDtypeError(text, path=info.file, tensor=info.name)
+    return dtype
+
+
 def _fits(info: TensorInfo, cut: tuple[slice, ...]) -> bool:
     return len(cut) == len(info.shape) and all(part.stop <= n for part, n in zip(cut, info.shape, strict=True))
 
@@ -46,6 +55,10 @@ class Reloader:
         device: Where the parts are read to.
         options: Of the loads.
         cuts: The parts. A tensor without one is read when it is needed.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+        UnsupportedError: torch cannot hold a tensor.
     """
 
     def __init__(
@@ -54,30 +67,27 @@ class Reloader:
         self.checkpoint = checkpoint
         self.read_besides = 0
         """Bytes that were not read ahead."""
-        self._keep = keep
         self._device = device
         self._options = options
-        self._cuts = cuts
         self._names = checkpoint.keys()
+        self._cuts: Cuts = {}
+        self._roots: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        for number, (name, info) in enumerate(checkpoint.items()):
+            if keep is None or keep(name):
+                self._roots[name] = number, torch_shape(name, info.dtype, info.shape, info.file), _dtype_of(info)
+                cut = cuts.get(name)
+                known = cut is not None and _fits(info, cut)
+                self._cuts[name] = cut if known and cut is not None else tuple(slice(0, 0) for _ in info.shape)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) layer by layer."""
-        infos = {name: info for name, info in self.checkpoint.items() if self._keep is None or self._keep(name)}
-        cuts: Cuts = {}
-        for name, info in infos.items():
-            cut = self._cuts.get(name)
-            known = cut is not None and _fits(info, cut)
-            cuts[name] = cut if known and cut is not None else tuple(slice(0, 0) for _ in info.shape)
-        number = {name: index for index, name in enumerate(self._names)}
         stream = self.checkpoint.stream(
-            self._device, list(infos), "layer", framework="pt", slices=cuts, options=self._options
+            self._device, list(self._roots), "layer", framework="pt", slices=self._cuts, options=self._options
         )
         for name, part in stream:
-            info = infos[name]
-            dtype = torch_dtype(info.dtype)
-            shape = tuple(torch_shape(name, info.dtype, info.shape, info.file))
-            root = Root(self, number[name], shape, dtype)
-            root.part = cuts[name], part
+            number, shape, dtype = self._roots[name]
+            root = Root(self, number, shape, dtype)
+            root.part = self._cuts[name], part
             yield name, Deferred(root, torch.empty(shape, dtype=dtype, device="meta"), self._device)
             del root, part  # or they would stay until the next one is there
 

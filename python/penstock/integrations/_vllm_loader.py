@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +21,18 @@ from ._reload import Cuts
 _ITERATE = "safetensors_weights_iterator"
 """What the default loader calls for the tensors of the files that it has chosen."""
 
-#: By model: what its first load copied. A reload makes a loader of its own.
-_copied: WeakKeyDictionary[torch.nn.Module, Cuts] = WeakKeyDictionary()
+
+class _First(NamedTuple):
+    """What a reload has to know of the first load."""
+
+    name: str
+    """Of the model, or its path."""
+    cuts: Cuts
+    """What was copied."""
+
+
+#: By model. A reload makes a loader of its own.
+_first_loads: WeakKeyDictionary[torch.nn.Module, _First] = WeakKeyDictionary()
 _replacing = threading.Lock()
 
 
@@ -49,30 +59,39 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(plain)
         self.reports: list[Report] = []
         """Of the loads of the last call of `load_weights`."""
+        self.fallbacks: list[str] = []
+        """Why that call loaded as vLLM does, for each place of weights where it did."""
         self._loads: Loads | None = None
         self._model: torch.nn.Module | None = None
+        self._name: str | None = None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.options)
+        self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():
                 super().load_weights(model, model_config)
                 self.reports = loads.run(model)
         finally:
             self._loads = None
-        _copied[model] = loads.cuts()
+        _first_loads[model] = _First(model_config.model, loads.cuts())
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
-        self._model = model
+        self._model, self._name = model, model_config.model
         yield from super().get_all_weights(model_config, model)
 
     def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
         return super()._prepare_weights(self._place(model_name_or_path), *args, **kwargs)
 
-    def _place(self, model: str) -> str:
-        return model if self.other_place is None else self.other_place
+    def _place(self, name: str) -> str:
+        """Where the weights of a model are: at ``weights=``, for the one that is served."""
+        if self.other_place is None or self._name not in (None, name):
+            return name
+        first = None if self._model is None else _first_loads.get(self._model)
+        # A reload may name another model: that one is meant then
+        return self.other_place if first is None or first.name == name else name
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         own = getattr(default_loader, _ITERATE)
@@ -87,9 +106,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             if self._loads is not None:
                 return self._loads.weights(files, keep, otherwise)
             model = self._model
-            cuts = _copied.get(model, {}) if model is not None else {}
+            first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
-            return reloaded(files, keep, device, self.options, cuts)
+            return reloaded(files, keep, device, self.options, first.cuts if first else {}, otherwise)
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)

@@ -1,0 +1,146 @@
+"""Tiny checkpoints, and worlds of vLLM's ranks. `make engines` runs these tests, in an environment of their own.
+
+The engines are large, and want other versions of packages than the other tests. So `pytest tests` does not look in here
+(tests/conftest.py), unless PENSTOCK_TEST_ENGINES=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CONFIGS, inverted, write
+
+# Before vLLM is imported, here or by a rank
+os.environ.update(
+    VLLM_TARGET_DEVICE="cpu",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+)
+
+HERE = Path(__file__).parent
+
+#: The worlds that models are loaded in, as arguments of vLLM.
+WORLDS: dict[str, dict[str, Any]] = {
+    "tp1": {"tensor_parallel_size": 1},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp4": {"tensor_parallel_size": 4},
+    "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "pp2": {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+}
+
+#: Seconds until a world is given up: 15 s on an idle machine, most of it imports.
+PATIENCE = 600
+
+
+def ranks_of(world: str) -> int:
+    sizes = WORLDS[world]
+    return int(sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1))
+
+
+def models_of(world: str) -> list[str]:
+    """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
+    return [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny checkpoint by its name. Beside it, with ``.inverse``, is the inverted one."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name) / "model"
+            made[name] = write(name, folder)
+            inverted(folder, folder.with_suffix(".inverse"))
+        return made[name]
+
+    return find
+
+
+class World:
+    """What the ranks of one world made of all models."""
+
+    def __init__(self, results: list[dict[str, Any]], trouble: str) -> None:
+        self._results = results
+        self._trouble = trouble
+
+    def of(self, model: str, rank: int) -> dict[str, Any]:
+        """What a rank says about a model; fails with the log of all ranks if it says nothing."""
+        if rank >= len(self._results) or self._trouble:
+            pytest.fail(self._trouble)
+        found: dict[str, Any] = self._results[rank][model]
+        if "error" in found:
+            pytest.fail(found["error"])
+        return found
+
+
+def run_world(world: str, models: dict[str, Path], folder: Path) -> World:
+    """One process for each rank. As soon as one fails, or time is up, all are ended: the others would wait for it."""
+    ranks = ranks_of(world)
+    spec = {
+        "world": WORLDS[world],
+        "ranks": ranks,
+        "meeting": str(folder / "meeting"),
+        "out": str(folder),
+        "first": {"model": str(models["qwen3-moe"])},
+        "models": {
+            name: {"args": {"model": str(path)}, "inverse": str(path.with_suffix(".inverse"))}
+            for name, path in models.items()
+        },
+    }
+    specification = folder / "specification.json"
+    specification.write_text(json.dumps(spec))
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as output:
+            command = [sys.executable, str(HERE / "vllm_rank.py"), str(specification), str(rank)]
+            processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+    with ThreadPoolExecutor(ranks) as pool:
+        waiting = {pool.submit(process.wait, PATIENCE) for process in processes}
+        trouble = ""
+        while waiting and not trouble:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for one in done:
+                if one.exception() is not None:
+                    trouble = f"{world}: no end after {PATIENCE} s"
+                elif one.result() != 0:
+                    trouble = f"{world}: a rank ended with status {one.result()}"
+        for process in processes:
+            process.kill()
+    if trouble:
+        said = "".join(f"\n--- rank {rank} ---\n{log.read_text()[-4000:]}" for rank, log in enumerate(logs))
+        return World([], trouble + said)
+    return World([json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)], "")
+
+
+@pytest.fixture(scope="session")
+def world(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    """What a world made of all models. It runs once: an engine takes long to import."""
+    ran: dict[str, World] = {}
+
+    def find(name: str) -> World:
+        if name not in ran:
+            models = {model: checkpoint(model) for model in models_of(name)}
+            ran[name] = run_world(name, models, tmp_path_factory.mktemp(name))
+        return ran[name]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def alone(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Makes this process the only rank of vLLM, for any model."""
+    from vllm_model import configured, joined
+
+    joined(configured({"model": str(checkpoint("qwen3-moe"))}), 1, 0, tmp_path_factory.mktemp("alone") / "meeting")

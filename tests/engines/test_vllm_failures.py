@@ -1,0 +1,181 @@
+"""A load of vLLM that fails has a typed error. Parameters are unchanged, or the error says which are not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import slow_fs
+import torch
+from penstock import Checkpoint, Destination
+from penstock._errors import MissingDtypeError
+from penstock.integrations._recorder import Recorder
+from tiny_models import Tensors, edited
+from vllm_model import POISON, as_bytes, configured, created, digests, load
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+#: A tensor of the last layer: much has been recorded, and would have been loaded, when it comes.
+LAST = "model.layers.3.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A checkpoint of two shards and more that a test may damage."""
+    return shutil.copytree(checkpoint("unpadded"), tmp_path / "model")
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def changed(tensor: torch.Tensor) -> bool:
+    return bool((as_bytes(tensor) != POISON).any())
+
+
+def failed(
+    folder: Path, error: type[BaseException], match: str, **options: Any
+) -> tuple[BaseException, torch.nn.Module]:
+    """The error of a load, and the model."""
+    config = configured({"model": str(folder), "model_loader_extra_config": options}, "penstock")
+    loader, model = created(config)
+    with pytest.raises(error, match=match) as caught:
+        load(loader, model, config)
+    return caught.value, model
+
+
+def exchanged(folder: Path, change: Callable[[str, list[int], bytes], tuple[str, list[int], bytes]]) -> None:
+    """Has one tensor of a checkpoint made another one."""
+    done = []
+
+    def make(tensors: Tensors) -> Tensors:
+        done.extend(name for name in tensors if name == LAST)
+        return {name: change(*tensor) if name == LAST else tensor for name, tensor in tensors.items()}
+
+    edited(folder, make)
+    assert done == [LAST]
+
+
+def unchanged(model: torch.nn.Module) -> None:
+    assert [name for name, parameter in model.named_parameters() if changed(parameter)] == []
+
+
+def test_a_truncated_shard(model: Path):
+    shard = shards(model)[-1]
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+    error, loaded = failed(model, penstock.TruncatedError, shard.name)
+    assert isinstance(error, EOFError)
+    unchanged(loaded)
+
+
+def test_a_shard_that_only_the_index_names(model: Path):
+    shard = shards(model)[-1]
+    shard.unlink()
+    _, loaded = failed(model, FileNotFoundError, shard.name)
+    unchanged(loaded)
+
+
+def test_a_tensor_of_another_shape(model: Path):
+    """vLLM's own loaders compare shapes, of deferred tensors too."""
+    exchanged(model, lambda dtype, shape, data: (dtype, shape[::-1], data))
+    _, loaded = failed(model, RuntimeError, "exceeds dimension size")
+    unchanged(loaded)
+
+
+def test_a_dtype_that_torch_lacks(model: Path):
+    """No fallback: vLLM's own way would meet it after it has overwritten parameters."""
+    exchanged(model, lambda dtype, shape, data: ("F6_E2M3", shape, data[: len(data) * 6 // 16]))
+    error, loaded = failed(model, MissingDtypeError, "F6_E2M3")
+    assert isinstance(error, TypeError)
+    assert error.tensor == LAST
+    unchanged(loaded)
+
+
+@pytest.fixture
+def destinations(monkeypatch: pytest.MonkeyPatch) -> list[Destination]:
+    """What loads go to, as they are made."""
+    found: list[Destination] = []
+    load_into = Checkpoint.load_into
+
+    def noted(self: Checkpoint, into: Any, *args: Any, **kwargs: Any) -> Any:
+        found.extend(into)
+        return load_into(self, into, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoint, "load_into", noted)
+    return found
+
+
+def what_changed(destinations: list[Destination]) -> set[str]:
+    """The names whose destinations were overwritten, wholly or in part."""
+    assert len(destinations) == 39, "one for every tensor of the checkpoint"
+    return {one.name for one in destinations if changed(one.into)}
+
+
+@pytest.fixture
+def failing(model: Path) -> Iterator[Callable[[Path], None]]:
+    """The file system of the checkpoint can be told which file's reads fail."""
+    if (why := slow_fs.why_not()) is not None:
+        pytest.skip(why)
+    with slow_fs.mounted(model) as fs:
+        yield fs
+
+
+@pytest.mark.parametrize("good", [0, 20])
+def test_a_read_error(
+    good: int, failing: Any, model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch
+):
+    run = Recorder.run
+
+    def fails(self: Recorder, *args: Any) -> Any:
+        failing.tell(fail=["read"], after=good, forget=True)
+        return run(self, *args)
+
+    monkeypatch.setattr(Recorder, "run", fails)
+    error, _ = failed(failing.path, penstock.ReadError, "Input/output error", extent=1 << 16)
+    assert isinstance(error, OSError)
+    assert error.errno == 5
+    found = what_changed(destinations)
+    assert bool(found) == bool(good)
+    assert len(found) < len(destinations)
+    # The kernel may have written before it failed: what a failed read goes to counts as overwritten
+    assert found <= set(error.touched)
+
+
+def test_a_shard_that_shrinks_meanwhile(model: Path, destinations: list[Destination], monkeypatch: pytest.MonkeyPatch):
+    run, shard = Recorder.run, shards(model)[-1]
+
+    def shrinks(self: Recorder, *args: Any) -> Any:
+        with shard.open("r+b") as file:
+            file.truncate(shard.stat().st_size // 2)
+        return run(self, *args)
+
+    monkeypatch.setattr(Recorder, "run", shrinks)
+    error, loaded = failed(model, penstock.ChangedError, shard.name)
+    assert what_changed(destinations) == set(error.touched) == set()
+    unchanged(loaded)
+
+
+def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuses(self: Recorder, *args: Any) -> Any:
+        raise penstock.UnsupportedError("not this one")
+
+    monkeypatch.setattr(Recorder, "weights", refuses)
+    config = configured({"model": str(model)}, "penstock")
+    loader, mine = created(config)
+    load(loader, mine, config)
+    assert loader.fallbacks == ["not this one"]
+    (report,) = loader.reports
+    (fallback,) = report["fallbacks"]
+    assert fallback == {"from": "penstock", "to": "the engine's own loader", "reason": "not this one"}
+    assert report["copies"] == 0
+    config = configured({"model": str(model)})
+    loader, theirs = created(config)
+    load(loader, theirs, config)
+    assert digests(mine) == digests(theirs)

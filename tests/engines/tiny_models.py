@@ -1,0 +1,173 @@
+"""Tiny models of public architectures: a configuration, and a checkpoint as transformers itself saves it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def _llama(**more: Any) -> Any:
+    return transformers.LlamaConfig(**{**SHARED, **more}, architectures=["LlamaForCausalLM"])
+
+
+def _qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **SHARED,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=32,
+        decoder_sparse_step=1,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+
+def _mixtral() -> Any:
+    return transformers.MixtralConfig(
+        **SHARED, num_local_experts=8, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
+    )
+
+
+def _deepseek() -> Any:
+    return transformers.DeepseekV3Config(
+        **{**SHARED, "num_key_value_heads": 8},
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=64,
+        q_lora_rank=96,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+
+
+def _gpt_oss() -> Any:
+    return transformers.GptOssConfig(
+        **{**SHARED, "head_dim": 32},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        architectures=["GptOssForCausalLM"],
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen3-moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek": _deepseek,
+    "gpt-oss": _gpt_oss,
+}
+
+
+#: Loaded by one process each.
+MORE: dict[str, Callable[[], Any]] = {
+    # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
+    "unpadded": lambda: _llama(vocab_size=1024),
+}
+
+
+def write(name: str, folder: Path, seed: int = 0) -> Path:
+    """Writes the model of this name: random bytes of ordinary size, in two shards and more."""
+    torch.manual_seed(seed)
+    config = {**CONFIGS, **MORE}[name]()
+    with torch.device("cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(folder, max_shard_size="4MB")
+    written = json.loads((folder / "config.json").read_text())
+    written["torch_dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+_FLIPPED = bytes(255 - byte for byte in range(256))
+
+
+def inverted(folder: Path, to: Path) -> Path:
+    """The same checkpoint with every bit of every tensor inverted: each byte that comes from a file is another one."""
+    to.mkdir()
+    for file in folder.iterdir():
+        raw = file.read_bytes()
+        if file.suffix == ".safetensors":
+            begin = 8 + int.from_bytes(raw[:8], "little")
+            raw = raw[:begin] + raw[begin:].translate(_FLIPPED)
+        (to / file.name).write_bytes(raw)
+    return to
+
+
+def item_sizes(folder: Path) -> dict[str, float]:
+    """By name: bytes of one element of the tensor in the checkpoint."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, entry in header.items():
+            elements = math.prod(entry["shape"]) if name != "__metadata__" else 0
+            if elements:
+                found[name] = (entry["data_offsets"][1] - entry["data_offsets"][0]) / elements
+    return found
+
+
+#: Of a file: dtype, shape and bytes of each tensor by name.
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+def read(file: Path) -> Tensors:
+    """The tensors of a file, in its order."""
+    raw = file.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    header.pop("__metadata__", None)
+    places = {name: [begin + at for at in entry["data_offsets"]] for name, entry in header.items()}
+    return {name: (entry["dtype"], entry["shape"], raw[slice(*places[name])]) for name, entry in header.items()}
+
+
+def save(file: Path, tensors: Tensors) -> None:
+    """Writes a file, of any dtype that has a name."""
+    header, at = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + len(data)]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
+
+
+def edited(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Has ``change`` make other tensors of those of each file. The index follows."""
+    index = folder / "model.safetensors.index.json"
+    places = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = change(read(file))
+        save(file, tensors)
+        places.update(dict.fromkeys(tensors, file.name))
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))

@@ -1,0 +1,155 @@
+"""Models of vLLM on a CPU: made and loaded through its own loader classes, as its workers do, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from penstock.integrations._deferred import Deferred
+from tiny_models import item_sizes
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+
+#: What memory holds before a load.
+POISON = 0xA7
+
+
+def configured(args: dict[str, Any], load_format: str = "safetensors") -> Any:
+    """vLLM's configuration, as its command line would make it of these arguments."""
+    fixed = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
+    return EngineArgs(**{**fixed, **args}, load_format=load_format).create_engine_config()
+
+
+def joined(config: Any, size: int, rank: int, meeting: Path) -> None:
+    """Makes this process a rank of a world, which meets by way of a file: a port could be taken meanwhile."""
+    parallel = config.parallel_config
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(size, rank, f"file://{meeting}", rank, "gloo")
+        parallel_state.initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+@contextmanager
+def current(config: Any) -> Iterator[None]:
+    """As vLLM's workers have it while they load."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with set_current_vllm_config(config), torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def created(config: Any) -> tuple[Any, torch.nn.Module]:
+    """The loader that vLLM chooses, and a model whose parameters hold poison."""
+    loader = get_model_loader(config.load_config)
+    with current(config):
+        model = loader.create_model(config, config.model_config)
+    poison(model)
+    return loader, model
+
+
+def load(loader: Any, model: torch.nn.Module, config: Any) -> None:
+    with current(config):
+        loader.load_weights(model, config.model_config)
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def poison(model: torch.nn.Module, byte: int = POISON) -> None:
+    """Overwrites the memory of all parameters. Buffers keep their values: many are computed when a model is made."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for parameter in model.parameters():
+        storage = parameter.detach().untyped_storage()
+        if storage.nbytes():
+            storage.fill_(byte)
+    for buffer, value in kept:
+        buffer.copy_(value)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in rows of one element each."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).view(flat.numel(), tensor.element_size())
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    """By name: shape, dtype and a digest of the bytes."""
+    return {
+        name: f"{tuple(tensor.shape)} {tensor.dtype} " + hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors(model).items()
+    }
+
+
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
+
+
+def left_deferred(model: torch.nn.Module) -> list[str]:
+    return [name for name, tensor in tensors(model).items() if isinstance(tensor, Deferred)]
+
+
+def bytes_of_files(one: torch.nn.Module, other: torch.nn.Module, folder: Path) -> int:
+    """Bytes of a checkpoint that a model holds.
+
+    Args:
+        one: Loaded from the checkpoint.
+        other: Loaded from the same checkpoint with all bits inverted. What does not differ is padding.
+        folder: The checkpoint. An element counts as it is there, even if the parameter has another dtype.
+    """
+    found, sizes = 0.0, item_sizes(folder)
+    mine, inverted = tensors(one), tensors(other)
+    for name, tensor in mine.items():
+        elements = int((as_bytes(tensor) != as_bytes(inverted[name])).any(1).sum())
+        found += elements * sizes.get(name, tensor.element_size())
+    return round(found)
+
+
+def loaded_twice(args: dict[str, Any], inverse: Path) -> dict[str, Any]:
+    """Loads a model with vLLM's own format and with Penstock's. What there is to say about it, as JSON.
+
+    Args:
+        args: Of vLLM. ``model`` is the checkpoint.
+        inverse: The checkpoint with all bits inverted.
+    """
+    config = configured(args)
+    loader, theirs = created(config)
+    load(loader, theirs, config)
+    expected = digests(theirs)
+    config = configured({**args, "model": str(inverse)})
+    loader, other = created(config)
+    load(loader, other, config)
+    from_files = bytes_of_files(theirs, other, Path(args["model"]))
+    del theirs, other
+    config = configured(args, "penstock")
+    loader, mine = created(config)
+    before = addresses(mine)
+    load(loader, mine, config)
+    after = addresses(mine)
+    left = left_deferred(mine)
+    found = digests(mine)
+    return {
+        "loader": type(loader).__module__,
+        "parameters": len(dict(mine.named_parameters())),
+        "deferred": left,
+        "different": sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)),
+        "moved": sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)),
+        "from_files": from_files,
+        "reports": [
+            {
+                **{key: report[key] for key in ("loads", "copies", "materialised", "materialised_bytes")},
+                **{key: report[key] for key in ("nbytes", "copied_through", "fallbacks", "gap_bytes")},
+                "read": sum(way["bytes"] for way in report["routes"].values()),
+            }
+            for report in loader.reports
+        ],
+    }
