@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -28,9 +27,6 @@ from typing import Any
 os.environ["SGLANG_NCCL_SO_PATH"] = "/there/is/none"
 
 import torch
-
-torch.set_num_threads(1)
-
 from sglang.srt.arg_groups import choices
 from sglang.srt.configs import load_config as config_module
 from sglang.srt.configs.device_config import DeviceConfig
@@ -190,6 +186,15 @@ def padding(model: torch.nn.Module) -> int:
     return found
 
 
+def outside(rank: Rank, folder: str) -> Any:
+    """Tensors that something other than a load of weights asks the loader for, as SGLang's expert backups do."""
+    load_plugins()
+    config = rank.join(folder)
+    loader = get_model_loader(LoadConfig(load_format="penstock"), config)
+    source = DefaultModelLoader.Source.init_new(config, None)
+    return {name: [type(one).__name__, digest(one)] for name, one in loader._get_weights_iterator(source)}
+
+
 def elsewhere(rank: Rank, folder: str, weights: str) -> Any:
     """Loads the weights of another place than the model's."""
     load_plugins()
@@ -239,9 +244,9 @@ def updates(rank: Rank, folders: list[str], times: int) -> Any:
     return found
 
 
-def _caught(call: Callable[[], Any]) -> dict[str, Any]:
+def _caught(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     try:
-        return {"returned": call()}
+        return {"returned": call(*args, **kwargs)}
     except Exception as error:
         return {
             "type": type(error).__name__,
@@ -268,17 +273,16 @@ def failures(rank: Rank, folder: str, broken: dict[str, str], torn: str, shard: 
     before, at = digests(model), addresses(model)
     found: dict[str, Any] = {}
     for name, path in broken.items():
-        found[f"update {name}"] = _caught(lambda path=path: updater(model, config).update_weights_from_disk(path, "penstock"))
+        found[f"update {name}"] = _caught(updater(model, config).update_weights_from_disk, path, "penstock")
         found[f"update {name}"] |= {"different": different(before, digests(model)), "moved": at != addresses(model)}
-        other = rank.join(path)
-        found[f"start {name}"] = _caught(lambda other=other: rank.load(other, "penstock"))
+        found[f"start {name}"] = _caught(rank.load, rank.join(path), "penstock")
         config = rank.join(folder)
     found["torn"] = _torn(rank, model, torn, shard)
     return found
 
 
 def _torn(rank: Rank, model: torch.nn.Module, folder: str, shard: str) -> dict[str, Any]:
-    """A load whose file is cut short when the first bytes have arrived. Repeated until it is cut before the last ones."""
+    """A load whose file is cut short when the first bytes have arrived. Again, if it came too late."""
     before, at, whole = digests(model), addresses(model), Path(shard).read_bytes()
     options = {"io": "threads", "extent": 4096, "depth": 1, "threads": 1}
     found: dict[str, Any] = {"attempts": 0, "touched": []}
@@ -298,7 +302,7 @@ def _torn(rank: Rank, model: torch.nn.Module, folder: str, shard: str) -> dict[s
         weights = loader._get_weights_iterator(DefaultModelLoader.Source.init_new(config, model))
         thread = threading.Thread(target=tear)
         thread.start()
-        caught = _caught(lambda weights=weights: loader.load_weights_only(model, weights, torch.device("cpu")))
+        caught = _caught(loader.load_weights_only, model, weights, torch.device("cpu"))
         over.set()
         thread.join()
         found |= caught | {
@@ -341,9 +345,9 @@ def parses(rank: Rank, folder: str) -> Any:
     mine = LoadConfig(load_format="Penstock", model_loader_extra_config=extra)
     found["mine"] = [mine.load_format is LoadFormat.SAFETENSORS, mine.model_loader_extra_config, mine.penstock[1]]
     found["loader"] = type(get_model_loader(mine)).__name__
-    found["unknown"] = _caught(lambda: LoadConfig(load_format="penstock", model_loader_extra_config={"bogus": 1}))
-    found["not an object"] = _caught(lambda: LoadConfig(load_format="penstock", model_loader_extra_config="[1]"))
-    found["still unknown"] = _caught(lambda: LoadConfig(load_format="rocket"))
+    found["unknown"] = _caught(LoadConfig, load_format="penstock", model_loader_extra_config={"bogus": 1})
+    found["not an object"] = _caught(LoadConfig, load_format="penstock", model_loader_extra_config="[1]")
+    found["still unknown"] = _caught(LoadConfig, load_format="rocket")
     found["said"] = rank.lines.of_penstock()
     return found
 
@@ -377,9 +381,7 @@ DRIFTS: dict[str, Callable[[], None]] = {
         "_prepare_weights",
         [DefaultModelLoader._get_weights_iterator, DefaultModelLoader.resolve_model_weights],
     ),
-    "iterator": lambda: _rename(
-        DefaultModelLoader, "_get_weights_iterator", [DefaultModelLoader._get_all_weights]
-    ),
+    "iterator": lambda: _rename(DefaultModelLoader, "_get_weights_iterator", [DefaultModelLoader._get_all_weights]),
     "function": lambda: _rename(
         loader_module, "safetensors_weights_iterator", [DefaultModelLoader._get_weights_iterator]
     ),
@@ -388,9 +390,7 @@ DRIFTS: dict[str, Callable[[], None]] = {
         "buffered_multi_thread_safetensors_weights_iterator",
         [DefaultModelLoader._get_weights_iterator],
     ),
-    "load": lambda: _rename(
-        DefaultModelLoader, "load_weights_only", [DefaultModelLoader.load_weights_and_postprocess]
-    ),
+    "load": lambda: _rename(DefaultModelLoader, "load_weights_only", [DefaultModelLoader.load_weights_and_postprocess]),
     "arguments": _other_arguments,
 }
 
@@ -410,11 +410,12 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (compare, elsewhere, updates, failures, parses, drift)
+    one.__name__: one for one in (compare, outside, elsewhere, updates, failures, parses, drift)
 }
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     spec, number = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     for task in spec["tasks"]:
         out = Path(f"{spec['out']}.{task['name']}.{number}.json")
