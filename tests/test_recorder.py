@@ -342,6 +342,18 @@ def test_writes_to_a_deferred_tensor_are_seen_by_its_views_and_not_by_copies_mad
     assert same(after, eager.add(1).t())
 
 
+def test_every_tensor_that_an_operation_gets_is_counted_in_bytes_and_the_operation_once(path: Path):
+    eager = penstock.open(path).load()
+    recorder = Recorder(penstock.open(path))
+    to = torch.zeros(128, 32, dtype=torch.bfloat16)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        to.copy_(torch.cat([weights["gate"], weights["up"]]))
+        report = recorder.run()
+    assert same(to, torch.cat([eager["gate"], eager["up"]]))
+    assert (report.materialised, report.materialised_bytes) == ({"aten.cat.default": 1}, 2 * 64 * 32 * 2)
+
+
 # --- Random chains ---
 
 

@@ -372,15 +372,16 @@ def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     positions, names = _writes(func)
     views = func.is_view or func in _ALIASES
     told: list[Root] = []
+    nbytes = 0
 
     def real(value: Any, write: bool) -> Any:
+        nonlocal nbytes
         if not isinstance(value, Deferred):
             return value
         # What views a real tensor may be written to later
         found = value.realised() if write or views else value.value()
-        if not told:
-            value._root.recording.count(str(func), found.numel() * found.element_size())
         told.append(value._root)
+        nbytes += found.numel() * found.element_size()
         return found
 
     made = [
@@ -391,6 +392,8 @@ def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name: tree_map(lambda value, write=name in names: real(value, write), argument)
         for name, argument in kwargs.items()
     }
+    if told:
+        told[0].recording.count(str(func), nbytes)
     if told and not views:
 
         def touch(value: Any) -> Any:

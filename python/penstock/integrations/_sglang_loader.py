@@ -2,45 +2,93 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader import loader as sglang_loader
 
 from .._core import Options
 from .._report import Report
-from ._engine import Loads, settings_of
+from ._engine import Loads
+
+logger = logging.getLogger("penstock")
 
 #: What the default loader calls for the tensors of the files that it has chosen.
 _ITERATE = ("buffered_multi_thread_safetensors_weights_iterator", "safetensors_weights_iterator")
 #: SGLang copies tensors of the CPU in threads of its own, later, except those with this attribute.
 _AT_ONCE = "_sglang_runai_streamer_tensor"
-#: Keys that belong to SGLang's own iterators, and mean nothing here.
-_THEIRS = ("enable_multithread_load", "num_threads")
 
 _loads: ContextVar[Loads | None] = ContextVar("penstock_sglang_loads", default=None)
 _replacing = threading.Lock()
+_installed = False
 
 last_reports: list[Report] = []
-"""Of the last call of the loader in this process."""
+"""Of the last load of this process that was one of Penstock's."""
 
 
-def claim(config: Any) -> None:
-    """Takes a configuration whose format is penstock: to SGLang it is safetensors."""
-    extra = dict(config.model_loader_extra_config or {})
-    settings = settings_of({key: value for key, value in extra.items() if key not in _THEIRS}, "SGLang")
-    config.load_format = LoadFormat.SAFETENSORS
-    config.model_loader_extra_config = {key: extra[key] for key in _THEIRS if key in extra}
-    config.penstock = settings
+def install() -> None:
+    """Puts Penstock around three methods of the default loader, once in a process.
+
+    Raises:
+        AttributeError: SGLang lacks one of the names that this needs. Nothing has changed.
+        TypeError: SGLang calls one of them otherwise. Nothing has changed.
+    """
+    global _installed
+    with _replacing:
+        if _installed:
+            return
+        default = sglang_loader.DefaultModelLoader
+        for name in _ITERATE:
+            getattr(sglang_loader, name)
+        takes = list(inspect.signature(default.load_weights_only).parameters)
+        if takes != ["model", "weights", "target_device"]:
+            raise TypeError(f"DefaultModelLoader.load_weights_only takes {', '.join(takes)}")
+        # Not as hooks of SGLang's registry: it may have been applied to these methods already, and applies only once
+        around = {
+            "_prepare_weights": _around(default._prepare_weights, _prepared),
+            "_get_weights_iterator": _around(default._get_weights_iterator, _iterated),
+            "load_weights_only": staticmethod(_around(default.load_weights_only, _loaded)),
+        }
+        for name, function in around.items():
+            setattr(default, name, function)
+        _installed = True
+
+
+def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    return call
+
+
+def _settings(loader: Any) -> tuple[Options, str | None] | None:
+    """What a configuration whose format is penstock was marked with."""
+    found: tuple[Options, str | None] | None = getattr(loader.load_config, "penstock", None)
+    return found
+
+
+def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
+    settings = _settings(loader)
+    if settings is not None and settings[1] is not None:
+        if not hasattr(loader, "penstock_model"):
+            loader.penstock_model = model
+        if model == loader.penstock_model:
+            model = settings[1]
+    return original(loader, model, *args, **kwargs)
 
 
 @contextmanager
-def _iterated_by(make: Any) -> Iterator[None]:
+def _iterated_by(make: Callable[[Any], Any]) -> Iterator[None]:
+    """Has the default loader call other functions in place of its own iterators."""
     with _replacing:
         own = {name: getattr(sglang_loader, name) for name in _ITERATE}
         for name, function in own.items():
@@ -52,33 +100,49 @@ def _iterated_by(make: Any) -> Iterator[None]:
                 setattr(sglang_loader, name, function)
 
 
-def iterated(original: Any, loader: Any, options: Options, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """The tensors of one place: deferred within `loaded`, SGLang's own elsewhere. They are asked for before that."""
-    loads = _loads.get()
-    if loads is None:
-        yield from original(loader, *args, **kwargs)
-        return
-    loads.options = options
+def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensors of one place: deferred if `_loaded` takes them, SGLang's own if anything else does.
+
+    The files are chosen here, because an update takes an error of that for one that has changed nothing.
+    """
+    settings = _settings(loader)
+    if settings is None:
+        return original(loader, *args, **kwargs)
+    asked = []
 
     def make(own: Any) -> Any:
-        def iterate(files: Sequence[str], *more: Any, **named: Any) -> Any:
-            return loads.weights(files, None, lambda: own(files, *more, **named))
+        def iterate(files: Sequence[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            asked.append(files)
+
+            def later() -> Iterator[tuple[str, torch.Tensor]]:
+                loads = _loads.get()
+                if loads is None:
+                    yield from own(files, *more, **named)
+                else:
+                    loads.options = settings[0]
+                    yield from loads.weights(files, None, lambda: own(files, *more, **named))
+
+            return later()
 
         return iterate
 
     with _iterated_by(make):
         found = original(loader, *args, **kwargs)
-    yield from found
+    if not asked:
+        logger.warning("penstock: loading as SGLang does: it found no safetensors files in %s", args[:1])
+    return found
 
 
-def loaded(original: Any, model: torch.nn.Module, weights: Any, target_device: torch.device) -> Any:
+def _loaded(original: Any, model: torch.nn.Module, weights: Any, target_device: torch.device) -> Any:
     """Records what the model's own loader copies, and loads that."""
     loads = Loads(torch.device(target_device), None, mark=_AT_ONCE)
     token = _loads.set(loads)
     try:
         with loads.barrier():
             found = original(model, weights, target_device)
-            last_reports[:] = loads.run(model)
-        return found
+            reports = loads.run(model)
     finally:
         _loads.reset(token)
+    if reports:
+        last_reports[:] = reports
+    return found

@@ -1,19 +1,22 @@
 """SGLang: ``--load-format penstock``.
 
-SGLang finds `register` by an entry point and calls it in every process. Hooks around SGLang's default loader give its
-models deferred tensors, at start-up and in ``update_weights_from_disk``.
+SGLang finds `register` by an entry point and calls it in every process. To SGLang the format is ``safetensors`` with a
+mark. The first configuration of a process that asks for it has SGLang's default loader give its models deferred
+tensors, at start-up and in ``update_weights_from_disk``. Until then only the check of the format is hooked.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 FORMAT = "penstock"
 
 _logger = logging.getLogger("penstock")
-_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _CONFIG = "sglang.srt.configs.load_config.LoadConfig"
+_VERIFY = "_verify_load_format"
 
 
 def register() -> None:
@@ -23,51 +26,49 @@ def register() -> None:
     """
     try:
         from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
+        from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError as error:
-        _logger.warning("penstock: this SGLang takes no load formats of plugins (%s)", error)
+
+        getattr(LoadConfig, _VERIFY)  # SGLang logs an exception for a hook on what is not there
+    except (ImportError, AttributeError) as error:
+        _say_once(f"penstock: no load format {FORMAT}, because this SGLang's interface differs: {error}")
         return
     if FORMAT in LOAD_FORMAT_CHOICES:
         return
+    HookRegistry.register(f"{_CONFIG}.{_VERIFY}", _verified, HookType.AROUND)
     add_load_format_choices([FORMAT])
-    for target, hook in (
-        (f"{_CONFIG}._verify_load_format", _verified),
-        (f"{_LOADER}._prepare_weights", _prepared),
-        (f"{_LOADER}._get_weights_iterator", _iterated),
-        (f"{_LOADER}.load_weights_only", _loaded),
-    ):
-        HookRegistry.register(target, hook, HookType.AROUND)
-
-
-# The hooks import what they need: torch is there when they are called.
 
 
 def _verified(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
-        from ._sglang_loader import claim
-
-        claim(config)
+        _claim(config)
     return original(config, *args, **kwargs)
 
 
-def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    settings = getattr(loader.load_config, "penstock", None)
-    return original(loader, model if settings is None or settings[1] is None else settings[1], *args, **kwargs)
+def _claim(config: Any) -> None:
+    """Takes a configuration whose format is penstock: to SGLang it is safetensors.
+
+    Raises:
+        InvalidError: an unknown key in ``--model-loader-extra-config``. The error lists the known ones.
+    """
+    from .._errors import InvalidError
+    from ._engine import settings_of  # with torch, which is there when a configuration is made
+
+    given = config.model_loader_extra_config or {}
+    if not isinstance(given, Mapping):
+        raise InvalidError(f"SGLang: --model-loader-extra-config is {given!r}: give an object of JSON")
+    settings = settings_of(given, "SGLang")
+    config.load_format, config.model_loader_extra_config = "safetensors", {}
+    try:
+        from ._sglang_loader import install
+
+        install()
+    except (ImportError, AttributeError, TypeError) as error:
+        _say_once(f"penstock: loading as SGLang does, because its loader's interface differs: {error}")
+        return
+    config.penstock = settings
 
 
-def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    settings = getattr(loader.load_config, "penstock", None)
-    if settings is None:
-        return original(loader, *args, **kwargs)
-    from ._sglang_loader import iterated
-
-    return iterated(original, loader, settings[0], *args, **kwargs)
-
-
-def _loaded(original: Any, model: Any, weights: Any, target_device: Any) -> Any:
-    import sys
-
-    loader = sys.modules.get(f"{__package__}._sglang_loader")
-    if loader is None:  # no configuration of this process has asked for the format
-        return original(model, weights, target_device)
-    return loader.loaded(original, model, weights, target_device)
+@functools.cache
+def _say_once(text: str) -> None:
+    _logger.warning("%s", text)

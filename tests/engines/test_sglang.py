@@ -1,0 +1,323 @@
+"""SGLang's real loader, found by entry point, with load format penstock beside its own safetensors.
+
+SGLang 0.5.23 on a machine without a GPU and without sgl-kernel, with its CPU engine off (SGLANG_USE_CPU_ENGINE). No
+part of it is stubbed: `load_model` runs whole, post-processing included.
+
+| model class | made | of note |
+|---|---|---|
+| LlamaForCausalLM, Qwen3MoeForCausalLM, MixtralForCausalLM | yes | |
+| GptOssForCausalLM, BF16 experts | yes | biases are cast to F32 as they are loaded |
+| DeepseekV3ForCausalLM | yes | `get_rope_cpu` takes scaling "yarn" only; moe_layer_freq has to be in config.json |
+| any, SGLANG_USE_CPU_ENGINE=1 | no | importing the loader imports `copy_all_layer_kv_cache_cpu` of sgl_kernel |
+
+Groups of several ranks get no NCCL communicator: SGLang would make one of the library that torch's wheel brings.
+A forward pass, the server, captured graphs and quantised models are not reached here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+#: Has SGLang and Penstock.
+PYTHON = os.environ.get("PENSTOCK_ENGINES_PYTHON", sys.executable)
+#: Seconds for all tasks of the ranks of one size: importing SGLang alone has taken 155.
+LIMIT = 900
+MODELS = ("llama", "qwen3-moe", "mixtral", "gpt-oss", "deepseek")
+MIB = 1 << 20
+DRIFTS = {
+    "choices": "cannot import name 'add_load_format_choices'",
+    "verify": "no attribute '_verify_load_format'",
+    "class": "cannot import name 'LoadConfig'",
+    "prepare": "no attribute '_prepare_weights'",
+    "iterator": "no attribute '_get_weights_iterator'",
+    "function": "no attribute 'safetensors_weights_iterator'",
+    "threads": "no attribute 'buffered_multi_thread_safetensors_weights_iterator'",
+    "load": "no attribute 'load_weights_only'",
+    "arguments": "takes model, weights, target_device, extra",
+}
+
+_WRITE = "import sys, pathlib, models; models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
+
+
+def _port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _with_shape_of_one_turned(path: Path) -> None:
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    name = [one for one in header if one.endswith("down_proj.weight")][-1]
+    header[name]["shape"].reverse()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints: one of each model, another one of Llama, and what is left of that when it is broken."""
+    root = tmp_path_factory.mktemp("sglang")
+    found = {name: root / name for name in (*MODELS, "other", "truncated", "missing", "shape", "torn")}
+    for name in (*MODELS, "other"):
+        model, seed = ("llama", "1") if name == "other" else (name, "0")
+        subprocess.run([PYTHON, "-c", _WRITE, model, found[name], seed], cwd=HERE, check=True, capture_output=True)
+        assert len(_shards(found[name])) > 1
+    config = json.loads((found["deepseek"] / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+    config |= {"moe_layer_freq": 1, "rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    (found["deepseek"] / "config.json").write_text(json.dumps(config))
+    for name in ("truncated", "missing", "shape", "torn"):
+        shutil.copytree(found["other"], found[name])
+    last = {name: _shards(found[name])[-1] for name in found}
+    os.truncate(last["truncated"], last["truncated"].stat().st_size - 1000)
+    last["missing"].unlink()
+    _with_shape_of_one_turned(last["shape"])
+    return found
+
+
+class Run:
+    """What ranks were told to do, and what came of it."""
+
+    def __init__(self, size: int, tasks: list[dict[str, Any]], folder: Path) -> None:
+        self.size, self._out, self._logs = size, folder / "out", [folder / f"log.{rank}" for rank in range(size)]
+        self._codes: list[int | None] = []
+        spec = folder / "spec.json"
+        tasks = [task | {"port": _port()} for task in tasks]
+        spec.write_text(json.dumps({"size": size, "tasks": tasks, "out": str(self._out)}))
+        with ExitStack() as stack:
+            ranks = [
+                subprocess.Popen(
+                    [PYTHON, HERE / "sglang_rank.py", spec, str(rank)],
+                    stdout=stack.enter_context(log.open("w")),
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for rank, log in enumerate(self._logs)
+            ]
+            try:
+                for rank in ranks:
+                    rank.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                pass  # a result is missing: its test says so, with the log
+            finally:
+                for rank in ranks:
+                    if rank.poll() is None:
+                        os.killpg(rank.pid, 9)
+                        rank.wait()
+                self._codes = [rank.returncode for rank in ranks]
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """What came of a task, by rank."""
+        found = []
+        for rank, log in enumerate(self._logs):
+            path = Path(f"{self._out}.{name}.{rank}.json")
+            one = json.loads(path.read_text()) if path.exists() else {"error": f"no result, exit {self._codes[rank]}"}
+            if "error" in one:
+                pytest.fail(f"{name}, rank {rank} of {self.size}: {one['error']}\n\n{log.read_text()[-4000:]}")
+            found.append(one)
+        return found
+
+
+def _compared(places: dict[str, Path]) -> list[dict[str, Any]]:
+    return [{"name": name, "do": "compare", "with": {"folder": str(places[name])}} for name in MODELS]
+
+
+def _updated(places: dict[str, Path]) -> dict[str, Any]:
+    folders = [str(places["llama"]), str(places["other"])]
+    return {"name": "updates", "do": "updates", "with": {"folders": folders, "times": 20}}
+
+
+@pytest.fixture(scope="session")
+def alone(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """All that one rank does."""
+    llama = str(places["llama"])
+    broken = {name: str(places[name]) for name in ("truncated", "missing", "shape")}
+    torn = {"torn": str(places["torn"]), "shard": str(_shards(places["torn"])[0])}
+    tasks = [
+        *_compared(places),
+        _updated(places),
+        {"name": "parses", "do": "parses", "with": {"folder": llama}},
+        {"name": "outside", "do": "outside", "with": {"folder": llama}},
+        {"name": "elsewhere", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["other"])}},
+        {"name": "failures", "do": "failures", "with": {"folder": llama, "broken": broken, **torn}},
+        *({"name": f"drift {kind}", "do": "drift", "with": {"folder": llama, "kind": kind}} for kind in DRIFTS),
+    ]
+    yield Run(1, tasks, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="session")
+def pair(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """All that two ranks do."""
+    experts = {"folder": str(places["qwen3-moe"]), "args": {"ep_size": 2}}
+    tasks = [*_compared(places), {"name": "experts", "do": "compare", "with": experts}, _updated(places)]
+    yield Run(2, tasks, tmp_path_factory.mktemp("pair"))
+
+
+#: (copies, materialised operations, their bytes, bytes of these that a load then need not read), each for the ranks
+#: that differ. DeepSeek: `torch.cat` of two projections, four times. GPT-OSS: ranks other than the first write zeros
+#: over a bias that all of them would add.
+_PLAIN: dict[str, tuple[int, dict[str, int], int, int]] = {
+    "llama": (39, {}, 0, 0),
+    "qwen3-moe": (135, {}, 0, 0),
+    "experts": (87, {}, 0, 0),
+    "mixtral": (127, {}, 0, 0),
+    "gpt-oss": (71, {}, 0, 0),
+    "deepseek": (121, {"aten.cat.default": 4}, 393216, 393216),
+}
+_SECOND: dict[str, tuple[int, dict[str, int], int, int]] = {
+    **_PLAIN,
+    "gpt-oss": (67, {"aten.zero_.default": 4, "aten.copy_.default": 4}, 32768, 16384),
+}
+
+
+def _check_equal(name: str, ranks: list[dict[str, Any]]) -> None:
+    for number, found in enumerate(ranks):
+        copies, materialised, nbytes, elsewhere = (_SECOND if number else _PLAIN)[name]
+        assert found["untouched"], "the load with safetensors came first, and nothing but the check was hooked"
+        assert found["different"] == [] and found["left"] == []
+        assert found["parameters"] > 20
+        assert found["said"] == []
+        [report] = found["reports"]
+        assert report == {
+            "nbytes": 2 * found["elements"] - elsewhere,  # the checkpoint is BF16; without the padding
+            "loads": 1,
+            "copies": copies,
+            "materialised": materialised,
+            "materialised_bytes": nbytes,
+            "copied_through": [],
+            "fallbacks": [],
+        }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_gets_what_safetensors_gives_in_one_load(alone: Run, name: str):
+    _check_equal(name, alone.of(name))
+
+
+@pytest.mark.parametrize("name", [*MODELS, "experts"])
+def test_each_of_two_ranks_gets_its_part_in_one_load_of_no_other_bytes(pair: Run, name: str):
+    _check_equal(name, pair.of(name))
+
+
+def test_the_format_is_an_argument_once_plugins_are_loaded_and_then_means_safetensors(alone: Run):
+    [found] = alone.of("parses")
+    assert (found["before"], found["after"]) == ("exit 2", "penstock")
+    assert found["choices"] == 1, "register was called four times"
+    assert found["mine"] == [True, {}, "/elsewhere"]
+    assert found["loader"] == "DefaultModelLoader"
+    assert found["said"] == []
+
+
+def test_a_configuration_of_another_format_changes_nothing(alone: Run):
+    [found] = alone.of("parses")
+    assert found["plain"] == ["safetensors", {"num_threads": 2}, False]
+    assert found["wrapped before"] == [False, False, False]
+    assert not found["loaded before"]
+    assert found["still unknown"]["text"] == "'rocket' is not a valid LoadFormat"
+
+
+def test_unknown_keys_are_refused_and_the_known_ones_listed(alone: Run):
+    [found] = alone.of("parses")
+    assert "ValueError" in found["unknown"]["bases"]
+    assert "unknown options bogus; load format penstock takes weights, " in found["unknown"]["text"]
+    assert ", threads, " in found["unknown"]["text"]
+    assert "ValueError" in found["not an object"]["bases"]
+    assert "give an object of JSON" in found["not an object"]["text"]
+
+
+def test_weights_names_another_place(alone: Run, places: dict[str, Path]):
+    [found] = alone.of("elsewhere")
+    assert found["different"] == []
+    assert found["path"] == str(places["llama"])
+    assert found["reports"][0]["loads"] == 1
+
+
+def test_tensors_that_are_asked_for_outside_of_a_load_are_real(alone: Run, places: dict[str, Path]):
+    [found] = alone.of("outside")
+    expected = {}
+    for path in _shards(places["llama"]):
+        whole = path.read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        for name, info in json.loads(whole[8 : 8 + length]).items():
+            if name != "__metadata__":
+                begin, end = (8 + length + at for at in info["data_offsets"])
+                text = f"{hashlib.sha256(whole[begin:end]).hexdigest()} {tuple(info['shape'])} torch.bfloat16"
+                expected[name] = ["Tensor", text]
+    assert found == expected
+
+
+@pytest.mark.parametrize("size", ["alone", "pair"])
+def test_twenty_updates_from_disk_change_values_and_neither_addresses_nor_memory(
+    size: str, request: pytest.FixtureRequest
+):
+    for found in request.getfixturevalue(size).of("updates"):
+        assert found["said"] == [[True, "Succeeded to update model weights."]] * 20
+        assert found["checkpoints differ in"] == found["parameters"] == 27
+        assert found["different"] == [] and found["moved"] == []
+        assert [(one["loads"], one["copied_through"]) for one in found["reports"]] == [(1, [])] * 20
+        assert max(found["resident"][5:]) - found["resident"][4] <= MIB
+        assert found["with 64 MiB more"] >= 60 * MIB, "memory is measured"
+
+
+def test_a_truncated_shard_is_an_error_with_a_type_that_changes_nothing(alone: Run):
+    [found] = alone.of("failures")
+    for when in ("update", "start"):
+        assert found[f"{when} truncated"]["type"] == "TruncatedError"
+        assert "1000 bytes short" in found[f"{when} truncated"]["text"]
+    assert not found["update truncated"]["different"] and not found["update truncated"]["moved"]
+
+
+def test_a_missing_shard_is_what_sglang_makes_of_it_and_changes_nothing(alone: Run):
+    [found] = alone.of("failures")
+    good, text = found["update missing"]["returned"]
+    assert not good
+    assert text.startswith("Failed to get weights iterator: ") and "1 shard file(s) missing" in text
+    assert not found["update missing"]["different"] and not found["update missing"]["moved"]
+    assert found["start missing"]["type"] == "RuntimeError"
+
+
+def test_a_wrong_shape_is_an_error_of_the_model_that_changes_nothing(alone: Run):
+    [found] = alone.of("failures")
+    for when in ("update", "start"):
+        assert found[f"{when} shape"]["type"] == "AssertionError"
+        assert "[512, 512]" in found[f"{when} shape"]["text"]
+    assert not found["update shape"]["different"] and not found["update shape"]["moved"]
+
+
+def test_a_file_that_is_cut_short_during_the_load_is_an_error_that_says_what_was_overwritten(alone: Run):
+    [found] = alone.of("failures")
+    torn = found["torn"]
+    assert "PenstockError" in torn["bases"]
+    assert torn["touched"], f"cut too late {torn['attempts']} times"
+    assert torn["changed"] == torn["of touched"]
+    assert not torn["moved"]
+
+
+@pytest.mark.parametrize("kind", DRIFTS)
+def test_an_sglang_with_other_names_loads_its_own_way_and_one_line_says_why(alone: Run, kind: str):
+    [found] = alone.of(f"drift {kind}")
+    [said] = found["said"]
+    assert DRIFTS[kind] in said
+    assert found["errors"] == []
+    assert found["known"] == (kind not in ("choices", "verify", "class"))
+    assert found["different"] == ([] if found["known"] else None)
