@@ -479,7 +479,7 @@ def test_an_error_names_what_earlier_loads_have_overwritten(path: Path):
         assert first.any(), "it is read, so it was loaded"
         second.copy_(weights["norm"])
         os.truncate(path, path.stat().st_size // 2)
-        with pytest.raises(penstock.ChangedError, match="loads before this one overwrote 1 destination") as caught:
+        with pytest.raises(penstock.ChangedError, match="overwritten before: gate") as caught:
             recorder.run()
     assert recorder.written == ["gate"]
     assert caught.value.touched == ["gate"]
