@@ -35,9 +35,8 @@ _SMALL = 64
 def say_written(error: BaseException, names: Sequence[str]) -> None:
     """Adds to an error that ended a load what had been overwritten before that load."""
     error.touched = [*names, *getattr(error, "touched", ())]  # type: ignore[attr-defined]
-    if names:
-        if isinstance(error, PenstockError):
-            error.message += f"; overwritten before: {', '.join(names[:5])}{' and more' * (len(names) > 5)}"
+    if names and isinstance(error, PenstockError):
+        error.message += f"; overwritten before: {', '.join(names[:5])}{' and more' * (len(names) > 5)}"
 
 
 class _Copy:
