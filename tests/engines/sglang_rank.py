@@ -154,36 +154,67 @@ def resident() -> int:
 # The tasks
 
 
-def compare(rank: Rank, folder: str, extra: dict[str, Any] | None = None, args: dict[str, Any] | None = None) -> Any:
+def compare(rank: Rank, folder: str, args: dict[str, Any] | None = None, draft: bool = False) -> Any:
     """Loads a model both ways."""
     load_plugins()
     config = rank.join(folder, **(args or {}))
+    if draft:
+        config = ModelConfig.from_server_args(ServerArgs(model_path=folder, device="cpu"), is_draft_model=True)
     theirs = rank.load(config, "safetensors")
     untouched = "penstock.integrations._sglang_loader" not in sys.modules
     expected = digests(theirs)
     del theirs
-    mine = rank.load(config, "penstock", model_loader_extra_config=extra or {})
+    mine = rank.load(config, "penstock")
+    without = kept(mine, POISONS["penstock"])
+    elements = {name: one.numel() for name, one in mine.named_parameters() if name not in without}
     return {
-        "model": type(mine).__module__,
+        "model": type(mine).__name__,
         "untouched": untouched,
         "different": different(expected, digests(mine)),
         "left": left(mine),
         "parameters": len(list(mine.parameters())),
-        "elements": sum(one.numel() for one in mine.parameters()) - padding(mine),
+        "kept": without,
+        "elements": sum(elements.values()) - padding(mine, without),
         "reports": reports(),
         "said": rank.lines.of_penstock(),
     }
 
 
-def padding(model: torch.nn.Module) -> int:
+def kept(model: torch.nn.Module, byte: int) -> list[str]:
+    """Names of the parameters that nothing has been loaded into."""
+    return sorted(
+        name
+        for name, one in model.named_parameters()
+        if bool((one.detach().contiguous().view(torch.uint8) == byte).all())
+    )
+
+
+def padding(model: torch.nn.Module, without: list[str]) -> int:
     """Elements of the rows that vocabularies are padded with on this rank."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    found = 0
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            found += (module.weight.shape[0] - module.shard_indices.num_org_elements) * module.weight.shape[1]
-    return found
+    return sum(
+        (module.weight.shape[0] - module.shard_indices.num_org_elements) * module.weight.shape[1]
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and f"{name}.weight" not in without
+    )
+
+
+def fallback(rank: Rank, folder: str) -> Any:
+    """A load of what the recorder refuses."""
+    load_plugins()
+    config = rank.join(folder)
+    expected = digests(rank.load(config, "safetensors"))
+    from penstock import UnsupportedError
+    from penstock.integrations import _engine, _sglang_loader
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("no such luck")
+
+    _engine.Recorder = refuse
+    mine = rank.load(config, "penstock")
+    [report] = _sglang_loader.last_reports
+    return {"different": different(expected, digests(mine)), "report": report, "said": rank.lines.of_penstock()}
 
 
 def outside(rank: Rank, folder: str) -> Any:
@@ -410,7 +441,7 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (compare, outside, elsewhere, updates, failures, parses, drift)
+    one.__name__: one for one in (compare, fallback, outside, elsewhere, updates, failures, parses, drift)
 }
 
 

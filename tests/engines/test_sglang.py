@@ -7,7 +7,7 @@ part of it is stubbed: `load_model` runs whole, post-processing included.
 |---|---|---|
 | LlamaForCausalLM, Qwen3MoeForCausalLM, MixtralForCausalLM | yes | |
 | GptOssForCausalLM, BF16 experts | yes | biases are cast to F32 as they are loaded |
-| DeepseekV3ForCausalLM | yes | `get_rope_cpu` takes scaling "yarn" only; moe_layer_freq has to be in config.json |
+| DeepseekV3ForCausalLM, also its draft, ...NextN | yes | only with rope scaling "yarn" and a `moe_layer_freq` |
 | any, SGLANG_USE_CPU_ENGINE=1 | no | importing the loader imports `copy_all_layer_kv_cache_cpu` of sgl_kernel |
 
 Groups of several ranks get no NCCL communicator: SGLang would make one of the library that torch's wheel brings.
@@ -36,6 +36,16 @@ PYTHON = os.environ.get("PENSTOCK_ENGINES_PYTHON", sys.executable)
 #: Seconds for all tasks of the ranks of one size: importing SGLang alone has taken 155.
 LIMIT = 900
 MODELS = ("llama", "qwen3-moe", "mixtral", "gpt-oss", "deepseek")
+#: The class of each model, and how many parameters one has.
+MADE = {
+    "llama": ["LlamaForCausalLM", 27],
+    "qwen3-moe": ["Qwen3MoeForCausalLM", 39],
+    "experts": ["Qwen3MoeForCausalLM", 39],
+    "mixtral": ["MixtralForCausalLM", 31],
+    "gpt-oss": ["GptOssForCausalLM", 55],
+    "deepseek": ["DeepseekV3ForCausalLM", 55],
+    "draft": ["DeepseekV3ForCausalLMNextN", 20],
+}
 MIB = 1 << 20
 DRIFTS = {
     "choices": "cannot import name 'add_load_format_choices'",
@@ -49,7 +59,24 @@ DRIFTS = {
     "arguments": "takes model, weights, target_device, extra",
 }
 
-_WRITE = "import sys, pathlib, models; models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
+#: Adds a head that predicts a second token: the last layer again, with what the head has besides.
+_ADD_HEAD = """
+import json, pathlib, sys, torch
+from safetensors.torch import load_file, save_file
+folder = pathlib.Path(sys.argv[1])
+tensors = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+head = {name.replace(".3.", ".4.", 1): one for name, one in tensors.items() if name.startswith("model.layers.3.")}
+for name, shape in {"eh_proj": (256, 512), "enorm": (256,), "hnorm": (256,), "shared_head.norm": (256,)}.items():
+    head[f"model.layers.4.{name}.weight"] = torch.randn(shape).bfloat16()
+for name, other in {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}.items():
+    head[f"model.layers.4.{name}.weight"] = tensors[f"{other}.weight"]
+save_file({name: one.clone() for name, one in head.items()}, folder / "model-head.safetensors")
+path = folder / "model.safetensors.index.json"
+index = json.loads(path.read_text())
+index["weight_map"] |= dict.fromkeys(head, "model-head.safetensors")
+path.write_text(json.dumps(index))
+"""
+_WRITE = "import sys, pathlib, tiny_models; tiny_models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
 
 
 def _port() -> int:
@@ -84,7 +111,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert len(_shards(found[name])) > 1
     config = json.loads((found["deepseek"] / "config.json").read_text())
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
-    config |= {"moe_layer_freq": 1, "rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    subprocess.run([PYTHON, "-c", _ADD_HEAD, found["deepseek"]], check=True, capture_output=True)
+    config |= {
+        "num_nextn_predict_layers": 1,
+        "moe_layer_freq": 1,
+        "rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    }
     (found["deepseek"] / "config.json").write_text(json.dumps(config))
     for name in ("truncated", "missing", "shape", "torn"):
         shutil.copytree(found["other"], found[name])
@@ -139,7 +171,9 @@ class Run:
 
 
 def _compared(places: dict[str, Path]) -> list[dict[str, Any]]:
-    return [{"name": name, "do": "compare", "with": {"folder": str(places[name])}} for name in MODELS]
+    draft = {"folder": str(places["deepseek"]), "draft": True}
+    models = [{"name": name, "do": "compare", "with": {"folder": str(places[name])}} for name in MODELS]
+    return [*models, {"name": "draft", "do": "compare", "with": draft}]
 
 
 def _updated(places: dict[str, Path]) -> dict[str, Any]:
@@ -148,7 +182,7 @@ def _updated(places: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def alone(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def single(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """All that one rank does."""
     llama = str(places["llama"])
     broken = {name: str(places[name]) for name in ("truncated", "missing", "shape")}
@@ -157,12 +191,13 @@ def alone(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         *_compared(places),
         _updated(places),
         {"name": "parses", "do": "parses", "with": {"folder": llama}},
+        {"name": "fallback", "do": "fallback", "with": {"folder": llama}},
         {"name": "outside", "do": "outside", "with": {"folder": llama}},
         {"name": "elsewhere", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["other"])}},
         {"name": "failures", "do": "failures", "with": {"folder": llama, "broken": broken, **torn}},
         *({"name": f"drift {kind}", "do": "drift", "with": {"folder": llama, "kind": kind}} for kind in DRIFTS),
     ]
-    yield Run(1, tasks, tmp_path_factory.mktemp("alone"))
+    yield Run(1, tasks, tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture(scope="session")
@@ -183,6 +218,7 @@ _PLAIN: dict[str, tuple[int, dict[str, int], int, int]] = {
     "mixtral": (127, {}, 0, 0),
     "gpt-oss": (71, {}, 0, 0),
     "deepseek": (121, {"aten.cat.default": 4}, 393216, 393216),
+    "draft": (40, {"aten.cat.default": 1}, 98304, 98304),
 }
 _SECOND: dict[str, tuple[int, dict[str, int], int, int]] = {
     **_PLAIN,
@@ -192,10 +228,12 @@ _SECOND: dict[str, tuple[int, dict[str, int], int, int]] = {
 
 def _check_equal(name: str, ranks: list[dict[str, Any]]) -> None:
     for number, found in enumerate(ranks):
+        # A draft model is given the target's vocabulary after its load
+        without = ["lm_head.weight", "model.embed_tokens.weight"] if name == "draft" else []
         copies, materialised, nbytes, elsewhere = (_SECOND if number else _PLAIN)[name]
         assert found["untouched"], "the load with safetensors came first, and nothing but the check was hooked"
-        assert found["different"] == [] and found["left"] == []
-        assert found["parameters"] > 20
+        assert (found["different"], found["kept"], found["left"]) == (without, without, [])
+        assert [found["model"], found["parameters"]] == MADE[name]
         assert found["said"] == []
         [report] = found["reports"]
         assert report == {
@@ -209,18 +247,18 @@ def _check_equal(name: str, ranks: list[dict[str, Any]]) -> None:
         }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_rank_gets_what_safetensors_gives_in_one_load(alone: Run, name: str):
-    _check_equal(name, alone.of(name))
+@pytest.mark.parametrize("name", [*MODELS, "draft"])
+def test_one_rank_gets_what_safetensors_gives_in_one_load(single: Run, name: str):
+    _check_equal(name, single.of(name))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "experts"])
+@pytest.mark.parametrize("name", [*MODELS, "draft", "experts"])
 def test_each_of_two_ranks_gets_its_part_in_one_load_of_no_other_bytes(pair: Run, name: str):
     _check_equal(name, pair.of(name))
 
 
-def test_the_format_is_an_argument_once_plugins_are_loaded_and_then_means_safetensors(alone: Run):
-    [found] = alone.of("parses")
+def test_the_format_is_an_argument_once_plugins_are_loaded_and_then_means_safetensors(single: Run):
+    [found] = single.of("parses")
     assert (found["before"], found["after"]) == ("exit 2", "penstock")
     assert found["choices"] == 1, "register was called four times"
     assert found["mine"] == [True, {}, "/elsewhere"]
@@ -228,16 +266,16 @@ def test_the_format_is_an_argument_once_plugins_are_loaded_and_then_means_safete
     assert found["said"] == []
 
 
-def test_a_configuration_of_another_format_changes_nothing(alone: Run):
-    [found] = alone.of("parses")
+def test_a_configuration_of_another_format_changes_nothing(single: Run):
+    [found] = single.of("parses")
     assert found["plain"] == ["safetensors", {"num_threads": 2}, False]
     assert found["wrapped before"] == [False, False, False]
     assert not found["loaded before"]
     assert found["still unknown"]["text"] == "'rocket' is not a valid LoadFormat"
 
 
-def test_unknown_keys_are_refused_and_the_known_ones_listed(alone: Run):
-    [found] = alone.of("parses")
+def test_unknown_keys_are_refused_and_the_known_ones_listed(single: Run):
+    [found] = single.of("parses")
     assert "ValueError" in found["unknown"]["bases"]
     assert "unknown options bogus; load format penstock takes weights, " in found["unknown"]["text"]
     assert ", threads, " in found["unknown"]["text"]
@@ -245,15 +283,23 @@ def test_unknown_keys_are_refused_and_the_known_ones_listed(alone: Run):
     assert "give an object of JSON" in found["not an object"]["text"]
 
 
-def test_weights_names_another_place(alone: Run, places: dict[str, Path]):
-    [found] = alone.of("elsewhere")
+def test_weights_names_another_place(single: Run, places: dict[str, Path]):
+    [found] = single.of("elsewhere")
     assert found["different"] == []
     assert found["path"] == str(places["llama"])
     assert found["reports"][0]["loads"] == 1
 
 
-def test_tensors_that_are_asked_for_outside_of_a_load_are_real(alone: Run, places: dict[str, Path]):
-    [found] = alone.of("outside")
+def test_what_cannot_be_recorded_is_loaded_as_sglang_does_and_the_report_says_why(single: Run):
+    [found] = single.of("fallback")
+    assert found["different"] == []
+    reason = {"from": "penstock", "to": "the engine's own loader", "reason": "no such luck"}
+    assert (found["report"]["loads"], found["report"]["fallbacks"]) == (0, [reason])
+    assert found["said"] == ["penstock: loading as the engine does: no such luck"]
+
+
+def test_tensors_that_are_asked_for_outside_of_a_load_are_real(single: Run, places: dict[str, Path]):
+    [found] = single.of("outside")
     expected = {}
     for path in _shards(places["llama"]):
         whole = path.read_bytes()
@@ -266,7 +312,7 @@ def test_tensors_that_are_asked_for_outside_of_a_load_are_real(alone: Run, place
     assert found == expected
 
 
-@pytest.mark.parametrize("size", ["alone", "pair"])
+@pytest.mark.parametrize("size", ["single", "pair"])
 def test_twenty_updates_from_disk_change_values_and_neither_addresses_nor_memory(
     size: str, request: pytest.FixtureRequest
 ):
@@ -279,16 +325,16 @@ def test_twenty_updates_from_disk_change_values_and_neither_addresses_nor_memory
         assert found["with 64 MiB more"] >= 60 * MIB, "memory is measured"
 
 
-def test_a_truncated_shard_is_an_error_with_a_type_that_changes_nothing(alone: Run):
-    [found] = alone.of("failures")
+def test_a_truncated_shard_is_an_error_with_a_type_that_changes_nothing(single: Run):
+    [found] = single.of("failures")
     for when in ("update", "start"):
         assert found[f"{when} truncated"]["type"] == "TruncatedError"
         assert "1000 bytes short" in found[f"{when} truncated"]["text"]
     assert not found["update truncated"]["different"] and not found["update truncated"]["moved"]
 
 
-def test_a_missing_shard_is_what_sglang_makes_of_it_and_changes_nothing(alone: Run):
-    [found] = alone.of("failures")
+def test_a_missing_shard_is_what_sglang_makes_of_it_and_changes_nothing(single: Run):
+    [found] = single.of("failures")
     good, text = found["update missing"]["returned"]
     assert not good
     assert text.startswith("Failed to get weights iterator: ") and "1 shard file(s) missing" in text
@@ -296,16 +342,16 @@ def test_a_missing_shard_is_what_sglang_makes_of_it_and_changes_nothing(alone: R
     assert found["start missing"]["type"] == "RuntimeError"
 
 
-def test_a_wrong_shape_is_an_error_of_the_model_that_changes_nothing(alone: Run):
-    [found] = alone.of("failures")
+def test_a_wrong_shape_is_an_error_of_the_model_that_changes_nothing(single: Run):
+    [found] = single.of("failures")
     for when in ("update", "start"):
         assert found[f"{when} shape"]["type"] == "AssertionError"
         assert "[512, 512]" in found[f"{when} shape"]["text"]
     assert not found["update shape"]["different"] and not found["update shape"]["moved"]
 
 
-def test_a_file_that_is_cut_short_during_the_load_is_an_error_that_says_what_was_overwritten(alone: Run):
-    [found] = alone.of("failures")
+def test_a_file_that_is_cut_short_during_the_load_is_an_error_that_says_what_was_overwritten(single: Run):
+    [found] = single.of("failures")
     torn = found["torn"]
     assert "PenstockError" in torn["bases"]
     assert torn["touched"], f"cut too late {torn['attempts']} times"
@@ -314,8 +360,8 @@ def test_a_file_that_is_cut_short_during_the_load_is_an_error_that_says_what_was
 
 
 @pytest.mark.parametrize("kind", DRIFTS)
-def test_an_sglang_with_other_names_loads_its_own_way_and_one_line_says_why(alone: Run, kind: str):
-    [found] = alone.of(f"drift {kind}")
+def test_an_sglang_with_other_names_loads_its_own_way_and_one_line_says_why(single: Run, kind: str):
+    [found] = single.of(f"drift {kind}")
     [said] = found["said"]
     assert DRIFTS[kind] in said
     assert found["errors"] == []

@@ -96,6 +96,8 @@ class Loads:
             except BaseException as error:
                 say_written(error, [name for before in self.recorders[:number] for name in before.written])
                 raise
+        if self.fallbacks and not reports:
+            reports.append(Report(tensors=0, nbytes=0, seconds=0.0, loads=0, copies=0))
         for report in reports:
             report["fallbacks"] = [
                 *report.get("fallbacks", ()),
