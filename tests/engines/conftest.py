@@ -144,8 +144,3 @@ def alone(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     from vllm_model import configured, joined
 
     joined(configured({"model": str(checkpoint("qwen3-moe"))}), 1, 0, tmp_path_factory.mktemp("alone") / "meeting")
-
-import os as _os  # noqa: E402
-
-#: The engines have an environment of their own (`make engines`).
-collect_ignore_glob = [] if _os.environ.get("PENSTOCK_TEST_ENGINES") == "1" else ["test_*.py"]
