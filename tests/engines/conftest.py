@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantised import quantise
 from tiny_models import CONFIGS, inverted, write
 
 # Before vLLM is imported, here or by a rank
@@ -47,20 +49,36 @@ def ranks_of(world: str) -> int:
     return int(sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1))
 
 
+#: Quantised checkpoints, and the worlds that load them.
+QUANTISED = [
+    *(f"{model}.{form}" for model in ("llama", "qwen3-moe") for form in ("ct-fp8", "ct-wna16", "gptq", "awq")),
+    "deepseek.ct-fp8",
+    "gpt-oss.mxfp4",
+    *(f"wide-{model}.fp8-blocks" for model in ("llama", "qwen3-moe", "deepseek")),
+]
+WORLDS_OF_QUANTISED = ("tp1", "tp2")
+
+
 def models_of(world: str) -> list[str]:
     """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
-    return [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+    plain = [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+    return plain + (QUANTISED if world in WORLDS_OF_QUANTISED else [])
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by its name. Beside it, with ``.inverse``, is the inverted one."""
+    """The folder of a tiny checkpoint by its name: ``model`` or ``model.format``. The inverted one is beside it."""
     made: dict[str, Path] = {}
 
     def find(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(name) / "model"
-            made[name] = write(name, folder)
+            plain, _, form = name.partition(".")
+            if form:
+                made[name] = shutil.copytree(find(plain), folder)
+                quantise(folder, form)
+            else:
+                made[name] = write(name, folder)
             inverted(folder, folder.with_suffix(".inverse"))
         return made[name]
 

@@ -86,10 +86,23 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-#: Loaded by one process each.
+def _wide(name: str) -> Any:
+    """Two layers of a model whose weights are whole blocks of 128 by 128 on each of two ranks."""
+    config = CONFIGS[name]()
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    config.update({key: value for key, value in wide.items() if hasattr(config, key)})
+    if name != "deepseek":
+        config.head_dim = 64
+    return config
+
+
+#: For some tests alone.
 MORE: dict[str, Callable[[], Any]] = {
     # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
     "unpadded": lambda: _llama(vocab_size=1024),
+    "wide-llama": lambda: _wide("llama"),
+    "wide-qwen3-moe": lambda: _wide("qwen3-moe"),
+    "wide-deepseek": lambda: _wide("deepseek"),
 }
 
 
