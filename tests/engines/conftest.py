@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from quantised import quantise
-from tiny_models import CONFIGS, inverted, write
+from tiny_models import CONFIGS, add_draft, inverted, write
 
 # Before vLLM is imported, here or by a rank
 os.environ.update(
@@ -49,20 +49,25 @@ def ranks_of(world: str) -> int:
     return int(sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1))
 
 
-#: Quantised checkpoints, and the worlds that load them.
+#: Quantised checkpoints.
 QUANTISED = [
     *(f"{model}.{form}" for model in ("llama", "qwen3-moe") for form in ("ct-fp8", "ct-wna16", "gptq", "awq")),
     "deepseek.ct-fp8",
     "gpt-oss.mxfp4",
     *(f"wide-{model}.fp8-blocks" for model in ("llama", "qwen3-moe", "deepseek")),
 ]
-WORLDS_OF_QUANTISED = ("tp1", "tp2")
+#: A draft model of a checkpoint, with its arguments.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "deepseek-mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+}
+
+WORLDS_OF_VARIANTS = ("tp1", "tp2")
 
 
 def models_of(world: str) -> list[str]:
     """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
     plain = [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
-    return plain + (QUANTISED if world in WORLDS_OF_QUANTISED else [])
+    return plain + ([*QUANTISED, *DRAFTS] if world in WORLDS_OF_VARIANTS else [])
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +79,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         if name not in made:
             folder = tmp_path_factory.mktemp(name) / "model"
             plain, _, form = name.partition(".")
-            if form:
+            if name in DRAFTS:
+                made[name] = shutil.copytree(find(name.removesuffix("-mtp")), folder)
+                add_draft(folder)
+            elif form:
                 made[name] = shutil.copytree(find(plain), folder)
                 quantise(folder, form)
             else:
@@ -112,7 +120,7 @@ def run_world(world: str, models: dict[str, Path], folder: Path) -> World:
         "out": str(folder),
         "first": {"model": str(models["qwen3-moe"])},
         "models": {
-            name: {"args": {"model": str(path)}, "inverse": str(path.with_suffix(".inverse"))}
+            name: {"args": {"model": str(path), **DRAFTS.get(name, {})}, "inverse": str(path.with_suffix(".inverse"))}
             for name, path in models.items()
         },
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,35 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     written["torch_dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(written))
     return folder
+
+
+def add_draft(folder: Path) -> None:
+    """Adds the layer for predicting more tokens (MTP) to a checkpoint of DeepSeek. vLLM makes a draft model of it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    layers, hidden, vocabulary = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    random.seed(0)
+    layer: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        layer |= {
+            new + name.removeprefix(last): (dtype, shape, random.randbytes(len(data)))
+            for name, (dtype, shape, data) in read(file).items()
+            if name.startswith(last)
+        }
+    shapes = {
+        "enorm": [hidden],
+        "hnorm": [hidden],
+        "eh_proj": [hidden, 2 * hidden],
+        "embed_tokens": [vocabulary, hidden],
+        "shared_head.norm": [hidden],
+        "shared_head.head": [vocabulary, hidden],
+    }
+    for name, shape in shapes.items():
+        layer[f"{new}{name}.weight"] = "BF16", shape, random.randbytes(2 * math.prod(shape))
+    save(folder / "model-mtp.safetensors", layer)
+    edited(folder, lambda tensors: tensors)
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 _FLIPPED = bytes(255 - byte for byte in range(256))
