@@ -67,7 +67,7 @@ WORLDS_OF_VARIANTS = ("tp1", "tp2")
 def models_of(world: str) -> list[str]:
     """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
     plain = [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
-    return plain + ([*QUANTISED, *DRAFTS] if world in WORLDS_OF_VARIANTS else [])
+    return plain + (["llava", *QUANTISED, *DRAFTS] if world in WORLDS_OF_VARIANTS else [])
 
 
 @pytest.fixture(scope="session")

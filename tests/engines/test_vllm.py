@@ -5,6 +5,7 @@ What is compared is what vLLM has before it processes weights for its kernels. O
 | format | models | operations that need bytes at once |
 |---|---|---|
 | none | Llama, Qwen3-MoE, Mixtral, DeepSeek-V3, GPT-OSS | GPT-OSS: `zero_` and `copy_` of a bias, except on rank 0 |
+| none | LLaVA | none |
 | none | the draft model (MTP) of DeepSeek-V3 | none |
 | FP8 with block scales | Llama, Qwen3-MoE, DeepSeek-V3 | none |
 | compressed-tensors FP8, scales by channel | Llama, Qwen3-MoE, DeepSeek-V3 | none |
@@ -13,7 +14,7 @@ What is compared is what vLLM has before it processes weights for its kernels. O
 | MXFP4 | GPT-OSS | as without a format |
 
 vLLM makes all of these on a CPU without its compiled operators. FP8 with block scales needs one stub (stubs.py).
-Quantised models and drafts are loaded in the worlds `tp1` and `tp2`.
+LLaVA, drafts and quantised models are loaded in the worlds `tp1` and `tp2`.
 """
 
 from __future__ import annotations

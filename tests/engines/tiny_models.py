@@ -97,10 +97,31 @@ def _wide(name: str) -> Any:
     return config
 
 
+def _llava() -> Any:
+    """With an activation that vLLM has without its compiled operators: CLIP's own, `quick_gelu`, is one of those."""
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 56,
+        "patch_size": 14,
+        "projection_dim": 64,
+        "hidden_act": "gelu",
+    }
+    return transformers.LlavaConfig(
+        text_config=_llama(num_hidden_layers=2),
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        image_token_index=999,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+
+
 #: For some tests alone.
 MORE: dict[str, Callable[[], Any]] = {
     # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
     "unpadded": lambda: _llama(vocab_size=1024),
+    "llava": _llava,
     "wide-llama": lambda: _wide("llama"),
     "wide-qwen3-moe": lambda: _wide("qwen3-moe"),
     "wide-deepseek": lambda: _wide("deepseek"),
@@ -111,12 +132,15 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     """Writes the model of this name: random bytes of ordinary size, in two shards and more."""
     torch.manual_seed(seed)
     config = {**CONFIGS, **MORE}[name]()
+    kind = transformers.AutoModelForImageTextToText if name == "llava" else transformers.AutoModelForCausalLM
     with torch.device("cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.05)
     model.save_pretrained(folder, max_shard_size="4MB")
+    if name == "llava":  # as published checkpoints have it, and vLLM wants it
+        edited(folder, lambda found: {key.replace("_tower.", "_tower.vision_model."): found[key] for key in found})
     written = json.loads((folder / "config.json").read_text())
     written["torch_dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(written))
