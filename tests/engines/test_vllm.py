@@ -13,7 +13,14 @@ What is compared is what vLLM has before it processes weights for its kernels. O
 | GPTQ, AWQ | Llama, Qwen3-MoE | none |
 | MXFP4 | GPT-OSS | as without a format |
 
-vLLM makes all of these on a CPU without its compiled operators. FP8 with block scales needs one stub (stubs.py).
+vLLM makes all of these on a CPU without its compiled operators. FP8 with block scales needs one stub (stubs.py). Not
+reached here:
+
+| what | why |
+|---|---|
+| Qwen2-VL, and CLIP with its own activation | making the model asks for `_C.gelu_quick` |
+| kernels, and so what GPTQ, AWQ and MXFP4 make of weights after a load | `_C`, or a GPU |
+
 LLaVA, drafts and quantised models are loaded in the worlds `tp1` and `tp2`.
 """
 

@@ -117,11 +117,21 @@ def _llava() -> Any:
     )
 
 
+def _eighths() -> Any:
+    """Two layers of DeepSeek whose weights are whole blocks of 128 by 128 on each of eight ranks."""
+    config = _deepseek()
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    heads |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 64, "head_dim": 64}
+    config.update({"intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2, **heads})
+    return config
+
+
 #: For some tests alone.
 MORE: dict[str, Callable[[], Any]] = {
     # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
     "unpadded": lambda: _llama(vocab_size=1024),
     "llava": _llava,
+    "eighths-deepseek": _eighths,
     "wide-llama": lambda: _wide("llama"),
     "wide-qwen3-moe": lambda: _wide("qwen3-moe"),
     "wide-deepseek": lambda: _wide("deepseek"),
