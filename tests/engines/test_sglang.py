@@ -49,7 +49,7 @@ DRIFTS = {
     "arguments": "takes model, weights, target_device, extra",
 }
 
-_WRITE = "import sys, pathlib, models; models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
+_WRITE = "import sys, pathlib, tiny_models; tiny_models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
 
 
 def _port() -> int:
