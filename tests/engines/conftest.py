@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import CONFIGS, inverted, write
+from quantised import quantise
+from tiny_models import CONFIGS, add_draft, inverted, write
 
 # Before vLLM is imported, here or by a rank
 os.environ.update(
@@ -47,20 +49,44 @@ def ranks_of(world: str) -> int:
     return int(sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1))
 
 
+#: Quantised checkpoints.
+QUANTISED = [
+    *(f"{model}.{form}" for model in ("llama", "qwen3-moe") for form in ("ct-fp8", "ct-wna16", "gptq", "awq")),
+    "deepseek.ct-fp8",
+    "gpt-oss.mxfp4",
+    *(f"wide-{model}.fp8-blocks" for model in ("llama", "qwen3-moe", "deepseek")),
+]
+#: A draft model of a checkpoint, with its arguments.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "deepseek-mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+}
+
+WORLDS_OF_VARIANTS = ("tp1", "tp2")
+
+
 def models_of(world: str) -> list[str]:
     """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
-    return [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+    plain = [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+    return plain + (["llava", *QUANTISED, *DRAFTS] if world in WORLDS_OF_VARIANTS else [])
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by its name. Beside it, with ``.inverse``, is the inverted one."""
+    """The folder of a tiny checkpoint by its name: ``model`` or ``model.format``. The inverted one is beside it."""
     made: dict[str, Path] = {}
 
     def find(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(name) / "model"
-            made[name] = write(name, folder)
+            plain, _, form = name.partition(".")
+            if name in DRAFTS:
+                made[name] = shutil.copytree(find(name.removesuffix("-mtp")), folder)
+                add_draft(folder)
+            elif form:
+                made[name] = shutil.copytree(find(plain), folder)
+                quantise(folder, form)
+            else:
+                made[name] = write(name, folder)
             inverted(folder, folder.with_suffix(".inverse"))
         return made[name]
 
@@ -94,7 +120,7 @@ def run_world(world: str, models: dict[str, Path], folder: Path) -> World:
         "out": str(folder),
         "first": {"model": str(models["qwen3-moe"])},
         "models": {
-            name: {"args": {"model": str(path)}, "inverse": str(path.with_suffix(".inverse"))}
+            name: {"args": {"model": str(path), **DRAFTS.get(name, {})}, "inverse": str(path.with_suffix(".inverse"))}
             for name, path in models.items()
         },
     }

@@ -166,7 +166,7 @@ def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch
     def refuses(self: Recorder, *args: Any) -> Any:
         raise penstock.UnsupportedError("not this one")
 
-    monkeypatch.setattr(Recorder, "weights", refuses)
+    monkeypatch.setattr(Recorder, "check", refuses)
     config = configured({"model": str(model)}, "penstock")
     loader, mine = created(config)
     load(loader, mine, config)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 @pytest.fixture(autouse=True)
 def without_compiled_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    stubs.install(monkeypatch)
+    stubs.process_weights(monkeypatch)
 
 
 def served(folder: Path, load_format: str, **options: Any) -> tuple[torch.nn.Module, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,54 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-#: Loaded by one process each.
+def _wide(name: str) -> Any:
+    """Two layers of a model whose weights are whole blocks of 128 by 128 on each of two ranks."""
+    config = CONFIGS[name]()
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    config.update({key: value for key, value in wide.items() if hasattr(config, key)})
+    if name != "deepseek":
+        config.head_dim = 64
+    return config
+
+
+def _llava() -> Any:
+    """With an activation that vLLM has without its compiled operators: CLIP's own, `quick_gelu`, is one of those."""
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 56,
+        "patch_size": 14,
+        "projection_dim": 64,
+        "hidden_act": "gelu",
+    }
+    return transformers.LlavaConfig(
+        text_config=_llama(num_hidden_layers=2),
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        image_token_index=999,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+
+
+def _eighths() -> Any:
+    """Two layers of DeepSeek whose weights are whole blocks of 128 by 128 on each of eight ranks."""
+    config = _deepseek()
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    heads |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 64, "head_dim": 64}
+    config.update({"intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2, **heads})
+    return config
+
+
+#: For some tests alone.
 MORE: dict[str, Callable[[], Any]] = {
     # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
     "unpadded": lambda: _llama(vocab_size=1024),
+    "llava": _llava,
+    "eighths-deepseek": _eighths,
+    "wide-llama": lambda: _wide("llama"),
+    "wide-qwen3-moe": lambda: _wide("qwen3-moe"),
+    "wide-deepseek": lambda: _wide("deepseek"),
 }
 
 
@@ -97,16 +142,48 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     """Writes the model of this name: random bytes of ordinary size, in two shards and more."""
     torch.manual_seed(seed)
     config = {**CONFIGS, **MORE}[name]()
+    kind = transformers.AutoModelForImageTextToText if name == "llava" else transformers.AutoModelForCausalLM
     with torch.device("cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.05)
     model.save_pretrained(folder, max_shard_size="4MB")
+    if name == "llava":  # as published checkpoints have it, and vLLM wants it
+        edited(folder, lambda found: {key.replace("_tower.", "_tower.vision_model."): found[key] for key in found})
     written = json.loads((folder / "config.json").read_text())
     written["torch_dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(written))
     return folder
+
+
+def add_draft(folder: Path) -> None:
+    """Adds the layer for predicting more tokens (MTP) to a checkpoint of DeepSeek. vLLM makes a draft model of it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    layers, hidden, vocabulary = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    random.seed(0)
+    layer: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        layer |= {
+            new + name.removeprefix(last): (dtype, shape, random.randbytes(len(data)))
+            for name, (dtype, shape, data) in read(file).items()
+            if name.startswith(last)
+        }
+    shapes = {
+        "enorm": [hidden],
+        "hnorm": [hidden],
+        "eh_proj": [hidden, 2 * hidden],
+        "embed_tokens": [vocabulary, hidden],
+        "shared_head.norm": [hidden],
+        "shared_head.head": [vocabulary, hidden],
+    }
+    for name, shape in shapes.items():
+        layer[f"{new}{name}.weight"] = "BF16", shape, random.randbytes(2 * math.prod(shape))
+    save(folder / "model-mtp.safetensors", layer)
+    edited(folder, lambda tensors: tensors)
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 _FLIPPED = bytes(255 - byte for byte in range(256))

@@ -21,7 +21,9 @@ POISON = 0xA7
 
 
 def configured(args: dict[str, Any], load_format: str = "safetensors") -> Any:
-    """vLLM's configuration, as its command line would make it of these arguments."""
+    """vLLM's configuration, as its command line would make it of these arguments. A draft is of the same checkpoint."""
+    if "speculative_config" in args:
+        args = {**args, "speculative_config": {**args["speculative_config"], "model": args["model"]}}
     fixed = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
     return EngineArgs(**{**fixed, **args}, load_format=load_format).create_engine_config()
 
@@ -46,18 +48,24 @@ def current(config: Any) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def model_config_of(config: Any) -> Any:
+    """Of the model to load: the draft, where there is one. vLLM loads that after the model it drafts for."""
+    draft = config.speculative_config
+    return config.model_config if draft is None else draft.draft_model_config
+
+
 def created(config: Any) -> tuple[Any, torch.nn.Module]:
     """The loader that vLLM chooses, and a model whose parameters hold poison."""
     loader = get_model_loader(config.load_config)
     with current(config):
-        model = loader.create_model(config, config.model_config)
+        model = loader.create_model(config, model_config_of(config))
     poison(model)
     return loader, model
 
 
 def load(loader: Any, model: torch.nn.Module, config: Any) -> None:
     with current(config):
-        loader.load_weights(model, config.model_config)
+        loader.load_weights(model, model_config_of(config))
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -110,7 +118,7 @@ def bytes_of_files(one: torch.nn.Module, other: torch.nn.Module, folder: Path) -
     mine, inverted = tensors(one), tensors(other)
     for name, tensor in mine.items():
         elements = int((as_bytes(tensor) != as_bytes(inverted[name])).any(1).sum())
-        found += elements * sizes.get(name, tensor.element_size())
+        found += elements * sizes.get(name.replace(".mtp_block", ""), tensor.element_size())
     return round(found)
 
 
