@@ -12,27 +12,12 @@ from typing import Any
 import penstock
 import pytest
 import torch
-from conftest import raw
+from conftest import all_are, raw, same
 from penstock.integrations._deferred import Deferred
 from penstock.integrations._recorder import Recorder
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bytes are the same: random bytes are NaN now and then."""
-    return a.shape == b.shape and a.dtype == b.dtype and raw(compact(a)) == raw(compact(b))
-
-
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in a row: `contiguous` leaves odd strides of single elements as they are."""
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
-
-
-def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
-    """Whether the last dimensions of a tensor are the same as another one, each time."""
-    return same(many, one.expand(many.shape))
 
 
 @pytest.fixture
@@ -565,3 +550,77 @@ def test_a_module_that_is_filled_column_by_column_is_one_load(write: Write):
         report = recorder.run()
     assert report.loads == 1
     assert all(same(to[:, i], eager[f"t{i}"]) for i in range(200))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: torch.zeros(0, dtype=t.dtype).copy_(t),
+        lambda t: torch.zeros(5, dtype=t.dtype).copy_(t[:1, :1]),
+        lambda t: torch.zeros(32, 64, dtype=t.dtype).copy_(t),
+        lambda t: torch.zeros(64, 32, dtype=t.dtype).fill_(t),
+        lambda t: torch.zeros(64, 16, dtype=t.dtype).copy_(t),
+    ],
+)
+def test_what_torch_refuses_is_refused(path: Path, operation: Callable[..., Any]):
+    eager = penstock.open(path).load()["gate"]
+    recorder = Recorder(penstock.open(path))
+    with pytest.raises(RuntimeError):
+        operation(eager)
+    with recorder.barrier(), pytest.raises(RuntimeError):
+        operation(deferred(recorder)["gate"])
+    assert (recorder.copies, recorder.written) == (0, [])
+
+
+def test_pairs_of_f4_are_read_whole_and_copied_at_once(write: Write):
+    path = write(Tensor("a", "F4", (8, 16)))
+    eager = penstock.open(path).load()["a"]
+    recorder = Recorder(penstock.open(path))
+    whole, rows = (torch.zeros(n, 8, dtype=torch.uint8).view(eager.dtype) for n in (8, 3))
+    with recorder.barrier():
+        whole.copy_(deferred(recorder)["a"])
+        rows.copy_(deferred(recorder)["a"].narrow(0, 2, 3))
+        report = recorder.run()
+    assert whole.view(torch.uint8).equal(eager.view(torch.uint8))
+    assert rows.view(torch.uint8).equal(eager.view(torch.uint8)[2:5])
+    assert report.copies == 0
+
+
+def test_a_large_tensor_that_is_read_at_once_brings_no_small_ones(path: Path):
+    checkpoint = penstock.open(path)
+    recorder = Recorder(checkpoint)
+    deferred(recorder)["norm"].tolist()
+    assert checkpoint.last_report is not None
+    assert checkpoint.last_report.nbytes == 32 * 4
+    assert recorder._small is None
+
+
+def test_a_thread_that_still_reads_does_not_block_the_run(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is left deferred is read while another thread reads a small tensor: each needs what the other one has."""
+    eager = penstock.open(path).load()["gate"]
+    recorder, model = Recorder(penstock.open(path)), torch.nn.Module()
+    weights = deferred(recorder)
+    model.table = weights["gate"].view(-1)[5:40]  # no box: it cannot wait
+    reading, settling = threading.Event(), threading.Event()
+    small, settle = recorder._small_tensors, recorder._settle
+
+    def read_late() -> Any:
+        reading.set()
+        assert settling.wait(60)
+        return small()
+
+    def settle_meanwhile(of: torch.nn.Module) -> None:
+        settling.set()
+        settle(of)
+
+    monkeypatch.setattr(recorder, "_small_tensors", read_late)
+    monkeypatch.setattr(recorder, "_settle", settle_meanwhile)
+    reader = threading.Thread(target=weights["scale"].item, daemon=True)
+    runner = threading.Thread(target=recorder.run, args=(model,), daemon=True)
+    reader.start()
+    assert reading.wait(60)
+    runner.start()
+    for thread in (reader, runner):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert same(model.table, eager.view(-1)[5:40])

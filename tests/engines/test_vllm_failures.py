@@ -15,6 +15,7 @@ from penstock import Checkpoint, Destination
 from penstock._errors import MissingDtypeError
 from penstock.integrations._recorder import Recorder
 from tiny_models import Tensors, edited
+from vllm.model_executor.model_loader import default_loader
 from vllm_model import POISON, as_bytes, configured, created, digests, load
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -179,3 +180,22 @@ def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch
     loader, theirs = created(config)
     load(loader, theirs, config)
     assert digests(mine) == digests(theirs)
+
+
+def test_tensors_of_torchao_are_left_to_vllm(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own way gets them. Here that is a stand-in that says what it was given."""
+    given: list[tuple[Any, ...]] = []
+
+    def own(files: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        given.append(args)
+        return iter(())
+
+    monkeypatch.setattr(default_loader, "safetensors_weights_iterator", own)
+    config = configured({"model": str(model)}, "penstock")
+    loader, mine = created(config)
+    loader.load_config.safetensors_load_strategy = "torchao"
+    with pytest.raises(ValueError, match="not initialized"):
+        load(loader, mine, config)
+    assert given
+    assert "torchao" in given[0]
+    assert loader.fallbacks == ["the checkpoint holds tensors of torchao's classes"]

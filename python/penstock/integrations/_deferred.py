@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from .._destination import Destination
 from .._dtypes import CASTABLE
-from .._torch import torch_dtype
+from .._errors import MissingDtypeError
+from .._selection import TensorInfo
+from .._torch import torch_dtype, torch_shape
 from ._region import Box, Step, box_of, composed
 
 aten = torch.ops.aten
@@ -39,6 +42,24 @@ class Recording(Protocol):
 
     def wrote(self, index: int) -> None:
         """Says that an operation wrote what tensor number ``index`` gave to a real tensor."""
+
+
+_CASTABLE = frozenset(torch_dtype(name) for name in CASTABLE)
+_PAIRS = torch_dtype("F4")
+
+
+def kind_of(info: TensorInfo) -> tuple[torch.dtype, tuple[int, ...]]:
+    """torch's dtype and shape for a tensor of the checkpoint.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+        UnsupportedError: torch has no tensor of such a shape.
+    """
+    dtype = torch_dtype(info.dtype)
+    if dtype is None:
+        text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
+        raise MissingDtypeError(text, path=info.file, tensor=info.name)
+    return dtype, torch_shape(info.name, info.dtype, info.shape, info.file)
 
 
 _realising = threading.RLock()
@@ -81,6 +102,8 @@ class Root:
 
     def box(self, steps: Sequence[Step], offset: int) -> Box | None:
         """The box of the checkpoint's tensor that a view of this is."""
+        if self.dtype == _PAIRS:
+            return None
         root, found = self, box_of(self.shape, steps, offset)
         while root.parent is not None and found is not None:
             root, strides, start = root.parent
@@ -131,9 +154,6 @@ class Root:
             return self.real
 
 
-_CASTABLE = frozenset(torch_dtype(name) for name in CASTABLE)
-
-
 class Planned(NamedTuple):
     """A copy of a deferred tensor that can be made later."""
 
@@ -150,9 +170,15 @@ class Planned(NamedTuple):
     cast: bool
 
 
-def cut_of(box: Box) -> tuple[slice, ...]:
-    """The part that a box is, as slices."""
+def _cut_of(box: Box) -> tuple[slice, ...]:
     return tuple([slice(*part) for part in box.cut])
+
+
+def destination_of(name: str, tensor: Root, box: Box, to: torch.Tensor) -> Destination:
+    """Where a box of a tensor of the checkpoint goes that is read at once."""
+    if tensor.dtype == _PAIRS:  # only whole ones are read: the file counts elements, torch pairs of them
+        return Destination(name, to)
+    return Destination(name, arranged(to, box), _cut_of(box), tuple([d for d, _, _ in box.dims]))
 
 
 def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
@@ -166,9 +192,11 @@ def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
     if source.reinterpreted:
         to = to.view(source._root.dtype)
     tensor = source._root.tensor()
+    if source.dim() > to.dim():
+        return None  # torch refuses it
     if source.numel() == 1 and to.numel() != 1:
         box = source.box([])
-        return None if box is None else Planned(tensor, cut_of(box), box, to, None, cast)
+        return None if box is None else Planned(tensor, _cut_of(box), box, to, None, cast)
     if source.shape != to.shape:
         if source.numel() != to.numel():
             return None  # elements that are copied several times
@@ -176,7 +204,7 @@ def planned(to: torch.Tensor, source: Deferred) -> Planned | None:
     box = source.box(source.steps(to))
     if box is None:
         return None
-    return Planned(tensor, cut_of(box), box, arranged(to, box), tuple([d for d, _, _ in box.dims]), cast)
+    return Planned(tensor, _cut_of(box), box, arranged(to, box), tuple([d for d, _, _ in box.dims]), cast)
 
 
 def piece_of(box: Box, cut: Sequence[slice], part: torch.Tensor) -> torch.Tensor | None:
@@ -314,7 +342,7 @@ class Deferred(torch.Tensor):
             if isinstance(source, Deferred) and isinstance(first, torch.Tensor):
                 if first.is_meta:
                     return func(first, source._twin.to(device="meta"), *args[2:], **kwargs)
-                if source._root.recording.copied(first, source):
+                if (func is _COPY or source.dim() == 0) and source._root.recording.copied(first, source):
                     return first
         return _at_once(func, args, kwargs)
 

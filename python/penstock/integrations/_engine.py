@@ -60,20 +60,21 @@ class Loads:
         Raises:
             MissingDtypeError: torch has no such dtype. The engine's own way would meet it in the middle of its load.
         """
-        recorder = None
         try:
             recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
             recorder.check()
         except MissingDtypeError:
             raise
         except UnsupportedError as error:
-            self.fallbacks.append(str(error))
-            logger.warning("penstock: loading as the engine does: %s", error)
-            if recorder is not None:
-                self.recorders.append(recorder)  # its report, of nothing, says why
-            return iter(otherwise())
+            return self.fall_back(str(error), otherwise)
         self.recorders.append(recorder)
         return self._marked(recorder)
+
+    def fall_back(self, why: str, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the engine's own way gives. The reason goes into the reports."""
+        self.fallbacks.append(why)
+        logger.warning("penstock: loading as the engine does: %s", why)
+        return iter(otherwise())
 
     def _marked(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in recorder.weights():

@@ -20,12 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .._checkpoint import Checkpoint
 from .._choices import ORDERS, Order, check_choice
 from .._destination import Destination
-from .._errors import MissingDtypeError, PenstockError
+from .._errors import PenstockError
 from .._memory import memory_of, share_bytes
 from .._report import Report, merged
-from .._selection import TensorInfo
-from .._torch import torch_dtype, torch_shape
-from ._deferred import SET_DATA, Deferred, Planned, Root, arranged, assign_data, cut_of, piece_of, planned, with_memory
+from ._deferred import (
+    SET_DATA,
+    Deferred,
+    Planned,
+    Root,
+    arranged,
+    assign_data,
+    destination_of,
+    kind_of,
+    piece_of,
+    planned,
+    with_memory,
+)
 from ._region import Box
 
 #: Bytes of a tensor that is read with all others of its size, if one of them is read.
@@ -217,6 +227,11 @@ class Recorder:
         self._layout: list[tuple[str, tuple[slice, ...]]] = []
         self._names = checkpoint.keys()
         self._small: dict[int, torch.Tensor] | None = None
+        self._small_numbers = {
+            number
+            for number, info in enumerate(checkpoint.values())
+            if info.nbytes <= _SMALL and info.dtype != "F4" and (keep is None or keep(info.name))
+        }
         self._written: list[str] = []
 
     # What the loader gets
@@ -225,7 +240,7 @@ class Recorder:
         """Raises MissingDtypeError if torch has no dtype for a tensor, UnsupportedError if no shape. Reads nothing."""
         for info in self.checkpoint.values():
             if self._keep is None or self._keep(info.name):
-                _kind_of(info)
+                kind_of(info)
 
     def weights(self, prefix: str = "", order: Order | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (``prefix`` + name, deferred tensor) for the tensors of the checkpoint.
@@ -248,7 +263,7 @@ class Recorder:
             info = infos[number]
             if self._keep is not None and not self._keep(info.name):
                 continue
-            dtype, shape = _kind_of(info)
+            dtype, shape = kind_of(info)
             twin = twins.get((shape, dtype))
             if twin is None:
                 twin = twins[shape, dtype] = torch.empty(shape, dtype=dtype, device="meta")
@@ -265,7 +280,7 @@ class Recorder:
     def copied(self, to: torch.Tensor, source: Deferred) -> bool:
         """Records a copy; see `Recording`."""
         if to.numel() == 0:
-            return True
+            return to.shape == source.shape
         plan = planned(to, source)
         if plan is None:
             return False
@@ -290,29 +305,23 @@ class Recorder:
 
     def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
         """Reads a box at once; see `Recording`."""
-        small = self._small_tensors().get(tensor.index)
-        if small is not None:
+        if tensor.index in self._small_numbers:
+            small = self._small_tensors()[tensor.index]
             piece = piece_of(box, [slice(0, n) for n in small.shape], small)
             if piece is not None:
                 arranged(to, box).copy_(piece)
                 return
-        plan = Planned(tensor, cut_of(box), box, arranged(to, box), tuple(d for d, _, _ in box.dims), False)
-        self.checkpoint.load_into([self._destination(plan)], progress=False, options=self._options)
+        destination = destination_of(self._names[tensor.index], tensor, box, to)
+        self.checkpoint.load_into([destination], progress=False, options=self._options)
 
     def _small_tensors(self) -> dict[int, torch.Tensor]:
         """Tensors of a few elements, all of them in one load: a loader asks for the value of each scale in turn."""
         with self._lock:
             if self._small is None:
-                infos = enumerate(self.checkpoint.values())
-                numbers = [
-                    number
-                    for number, info in infos
-                    if info.nbytes <= _SMALL and (self._keep is None or self._keep(info.name))
-                ]
                 with _disable_current_modes():
-                    names = [self._names[number] for number in numbers]
-                    found = self.checkpoint.load("cpu", names, None, "pt", False, self._options) if names else {}
-                self._small = {number: found[self._names[number]] for number in numbers}
+                    names = [self._names[number] for number in self._small_numbers]
+                    found = self.checkpoint.load("cpu", names, None, "pt", False, self._options)
+                self._small = {number: found[self._names[number]] for number in self._small_numbers}
             return self._small
 
     def wrote(self, index: int) -> None:
@@ -382,9 +391,11 @@ class Recorder:
         """
         with self._lock:
             self._load()
-            if model is not None:
-                self._settle(model)
-                self._load()
+        if model is not None:
+            # Without the lock: what is settled may have to be read at once, and whoever reads waits for the lock
+            self._settle(model)
+        with self._lock:
+            self._load()
             if not self._reports:
                 self._reports.append(self.checkpoint.load_into([], progress=False, options=self._options))
             loads = [report for report in self._reports if report["tensors"]]
@@ -412,15 +423,6 @@ class Recorder:
                     if isinstance(value, torch.nn.Parameter):
                         made = torch.nn.Parameter(made, requires_grad=value.requires_grad)
                     store[name] = made  # type: ignore[assignment]
-
-
-def _kind_of(info: TensorInfo) -> tuple[torch.dtype, tuple[int, ...]]:
-    """torch's dtype and shape for a tensor."""
-    dtype = torch_dtype(info.dtype)
-    if dtype is None:
-        text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
-        raise MissingDtypeError(text, path=info.file, tensor=info.name)
-    return dtype, torch_shape(info.name, info.dtype, info.shape, info.file)
 
 
 def _layer(name: str) -> tuple[Any, ...]:

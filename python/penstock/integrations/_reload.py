@@ -12,11 +12,8 @@ from typing import Any
 import torch
 
 from .._checkpoint import Checkpoint
-from .._destination import Destination
-from .._errors import MissingDtypeError
 from .._selection import TensorInfo
-from .._torch import torch_dtype, torch_shape
-from ._deferred import Deferred, Root, arranged, cut_of, piece_of, planned
+from ._deferred import Deferred, Root, arranged, destination_of, kind_of, piece_of, planned
 from ._region import Box
 
 Cuts = dict[str, tuple[slice, ...]]
@@ -32,14 +29,6 @@ def cuts_of(copied: Iterable[tuple[str, tuple[slice, ...]]]) -> Cuts:
             slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before or cut, cut, strict=True)
         )
     return found
-
-
-def _dtype_of(info: TensorInfo) -> torch.dtype:
-    dtype: torch.dtype | None = torch_dtype(info.dtype)
-    if dtype is None:
-        text = f"tensor {info.name} is {info.dtype}, which torch {torch.__version__} lacks"
-        raise MissingDtypeError(text, path=info.file, tensor=info.name)
-    return dtype
 
 
 def _fits(info: TensorInfo, cut: tuple[slice, ...]) -> bool:
@@ -74,7 +63,8 @@ class Reloader:
         self._roots: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         for number, (name, info) in enumerate(checkpoint.items()):
             if keep is None or keep(name):
-                self._roots[name] = number, torch_shape(name, info.dtype, info.shape, info.file), _dtype_of(info)
+                dtype, shape = kind_of(info)
+                self._roots[name] = number, shape, dtype
                 cut = cuts.get(name)
                 known = cut is not None and _fits(info, cut)
                 self._cuts[name] = cut if known and cut is not None else tuple(slice(0, 0) for _ in info.shape)
@@ -96,7 +86,7 @@ class Reloader:
     def copied(self, to: torch.Tensor, source: Deferred) -> bool:
         """Makes a copy at once, of what has been read ahead."""
         if to.numel() == 0:
-            return True
+            return to.shape == source.shape
         plan = planned(to, source)
         piece = None if plan is None else _piece(plan.tensor, plan.box)
         if plan is None or piece is None:
@@ -111,8 +101,7 @@ class Reloader:
             arranged(to, box).copy_(piece)
             return
         self.read_besides += to.nbytes
-        axes = tuple(d for d, _, _ in box.dims)
-        destination = Destination(self._names[tensor.index], arranged(to, box), cut_of(box), axes)
+        destination = destination_of(self._names[tensor.index], tensor, box, to)
         self.checkpoint.load_into([destination], progress=False, options=self._options)
 
     def about_to_touch(self, tensor: torch.Tensor) -> None:

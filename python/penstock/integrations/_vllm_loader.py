@@ -103,6 +103,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             def otherwise() -> Any:
                 return own(files, *args, local_expert_ids=local_expert_ids, **kwargs)
 
+            if self._loads is not None and self.load_config.safetensors_load_strategy == "torchao":
+                # vLLM makes tensors of torchao's own classes of them
+                return self._loads.fall_back("the checkpoint holds tensors of torchao's classes", otherwise)
             if self._loads is not None:
                 return self._loads.weights(files, keep, otherwise)
             model = self._model
