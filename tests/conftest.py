@@ -95,6 +95,21 @@ def raw(value: Any) -> bytes:
     return raw(torch.from_dlpack(value))
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether shape, dtype and all bytes are the same: random bytes are NaN now and then."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(_compact(a)) == raw(_compact(b))
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in a row: `contiguous` leaves odd strides of single elements as they are."""
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+
+
+def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
+    """Whether the last dimensions of a tensor are the same as another one, each time."""
+    return same(many, one.expand(many.shape))
+
+
 def descriptors() -> dict[str, str]:
     """This process' open descriptors and what they are."""
     found = {}

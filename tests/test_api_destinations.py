@@ -11,16 +11,11 @@ import numpy as np
 import penstock
 import pytest
 import torch
-from conftest import raw
+from conftest import all_are, raw, same
 from penstock import Destination
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bytes are the same: random bytes are NaN now and then."""
-    return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -34,11 +29,6 @@ def misaligned(checkpoint: penstock.Checkpoint, name: str) -> bool:
         checkpoint[name].offsets[0] % torch.empty(0, dtype=penstock.torch_dtype(checkpoint[name].dtype)).element_size()
         != 0
     )
-
-
-def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
-    """Whether the last dimensions of a tensor are the same as another one, each time."""
-    return same(many, one.expand(many.shape))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import penstock
 import pytest
 import torch
-from conftest import raw
+from conftest import same
 from penstock._errors import MissingDtypeError
 from penstock.integrations._deferred import Deferred
 from penstock.integrations._recorder import Recorder
@@ -17,16 +17,6 @@ from penstock.integrations.tgis import Weights
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bytes are the same: random bytes are NaN now and then."""
-    return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
-
-
-def all_are(many: torch.Tensor, one: torch.Tensor) -> bool:
-    """Whether the last dimensions of a tensor are the same as another one, each time."""
-    return same(many, one.expand(many.shape))
 
 
 LAYERS = [

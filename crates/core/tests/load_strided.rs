@@ -280,7 +280,7 @@ fn wanted(tensors: Vec<Tensor>, cast: bool) -> impl Strategy<Value = (Vec<Tensor
                 let padding = prop_oneof![3 => Just(0u64), 1 => 0u64..20, 1 => Just(4096u64)];
                 let padding = prop::collection::vec(padding, rank);
                 let casts: Vec<_> = if cast { FLOATS.into_iter().filter(|to| *to != dtype).collect() } else { vec![] };
-                // The last one is none.
+                // `casts.len()` stands for no cast.
                 (order, padding, 0..=casts.len()).prop_map(move |(order, mut padding, cast)| {
                     // Not hundreds of megabytes for one small tensor.
                     if counts.iter().product::<u64>() > 500 {
