@@ -6,7 +6,7 @@ Errors of the core are raised as what `penstock._errors.from_core(kind, message,
 import os
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from penstock._choices import Cache, FillState, Io, Layout, Order
 
@@ -72,7 +72,9 @@ class Options:
     @property
     def depth(self) -> int: ...
     @property
-    def gap(self) -> int: ...
+    def gap(self) -> int | Literal["auto"]: ...
+    @property
+    def _least_gap(self) -> int: ...
     @property
     def trace(self) -> str: ...
     @staticmethod

@@ -101,7 +101,8 @@ class Report(dict[str, Any]):
             line("staging", f"{size_text(get('peak_staging', 0))} at most")
         if get("slack_bytes") or get("gap_bytes"):
             slack, gaps = size_text(get("slack_bytes", 0)), size_text(get("gap_bytes", 0))
-            line("extra bytes", f"{slack} for alignment, {gaps} in gaps")
+            limit = f" of at most {size_text(get('gap_limit', 0))}" if get("gap_bytes") else ""
+            line("extra bytes", f"{slack} for alignment, {gaps} in gaps{limit}")
         if get("cache"):
             why = re.sub(r"\b\d{4,}\b", lambda number: size_text(int(number[0])), str(get("cache_reason") or ""))
             why = why.replace("B cold bytes", "B of cold bytes")
@@ -163,4 +164,4 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return a
-    return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging",) else a + b
+    return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging", "gap_limit") else a + b

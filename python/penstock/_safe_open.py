@@ -113,7 +113,7 @@ class Slice:
         opened, indexing = self._opened, self._indexing
         opened._made_by.check_slice(self._info)
         bits = DTYPES[self._info.dtype].bits * indexing.unit
-        near = opened._options.gap * 8 // bits
+        near = opened._options._least_gap * 8 // bits
         planned = plan(index, indexing.shape, indexing.arrays, indexing.unit, near)
         if planned is None:
             indexing.probe(index)

@@ -260,7 +260,7 @@ _OPTIONS = {
     "io": ("HOW", f"{', '.join(get_args(Io))}: the way of reading"),
     "extent": ("SIZE", "the most bytes of one read (4MiB)"),
     "depth": ("N", "the most reads in flight (0: adapts)"),
-    "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (16KiB)"),
+    "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
     "trace": ("FILE", "write what happened when, as --trace does"),
 }
 

@@ -27,6 +27,9 @@ pub const MOST_EXTENT: u64 = 1 << 30;
 /// The shortest extent that a store may declare: shorter reads cost every store more than they bring.
 pub const LEAST_EXTENT: u64 = 256 * KIB;
 
+/// Holes up to this many bytes are always read if no other limit is given: reading them costs less than any read.
+pub const LEAST_GAP: u64 = 16 * KIB;
+
 /// Plain staging memory that stays for the next load after the last load of the process has ended: 16 slabs of the
 /// default size. All memory that is registered with a GPU's driver stays.
 pub const IDLE_STAGING: u64 = 64 * MIB;
@@ -110,8 +113,9 @@ pub struct Options {
     /// chosen): for consumers that read any address, as torch does.
     /// Otherwise they are copied to aligned memory.
     pub misaligned: bool,
-    /// Extra bytes between two wanted runs are read, not skipped, up to this many. A store may declare more.
-    pub gap: u64,
+    /// Extra bytes between two wanted runs are read, not skipped, up to this many. A store may declare more. `None`:
+    /// [`LEAST_GAP`], or what a read of the storage costs, measured if there are thousands of longer holes.
+    pub gap: Option<u64>,
     /// Order of reading and hand-out.
     pub order: Order,
     /// Most bytes read ahead of the consumer of a stream; or the next tensor alone where that is larger.
@@ -134,11 +138,18 @@ impl Default for Options {
             threads: 0,
             copy: None,
             misaligned: false,
-            gap: 16 * KIB,
+            gap: None,
             order: Order::File,
             window: GIB,
             stall_timeout: Duration::from_secs(120),
             trace: String::new(),
         }
+    }
+}
+
+impl Options {
+    /// The gap before anything is known of the storage.
+    pub fn least_gap(&self) -> u64 {
+        self.gap.unwrap_or(LEAST_GAP)
     }
 }

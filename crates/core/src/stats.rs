@@ -111,6 +111,8 @@ pub struct Report {
     pub slack_bytes: u64,
     /// Extra bytes between wanted ones, read because skipping them would have cost more.
     pub gap_bytes: u64,
+    /// The longest hole between two wanted runs that was read, not skipped, in bytes; of several files the largest.
+    pub gap_limit: u64,
     /// Those bytes by the number of the tensor that they are in, or come behind. Tensors without any are left out.
     pub gaps: BTreeMap<u32, u64>,
     /// Bytes in the page cache when the load began, between the first and the last wanted byte of each file.

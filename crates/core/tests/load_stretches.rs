@@ -47,7 +47,7 @@ fn reads_go_on_into_blocks_of_a_file_whose_first_block_is_complete() {
                 memory: Memory::Ours,
                 layout: None,
                 // Few reads in flight: when the last ones start, the first tensors are complete.
-                options: Options { copy, gap, extent: 256 << 10, depth: 2, ..Options::default() },
+                options: Options { copy, gap: Some(gap), extent: 256 << 10, depth: 2, ..Options::default() },
                 stream,
             };
             let load = Load::start(request).unwrap();

@@ -305,7 +305,7 @@ proptest! {
         gap in prop_oneof![Just(0u64), Just(64), Just(16 << 10)],
         io in prop_oneof![Just(Io::Auto), Just(Io::Buffered), Just(Io::Direct)],
     ) {
-        check(&tensors, before, &wanted, Options { extent: pages * 4096, gap, io, ..Options::default() });
+        check(&tensors, before, &wanted, Options { extent: pages * 4096, gap: Some(gap), io, ..Options::default() });
     }
 
     #[test]
@@ -320,7 +320,7 @@ proptest! {
         gap in prop_oneof![Just(0u64), Just(64), Just(16 << 10)],
         io in prop_oneof![Just(Io::Auto), Just(Io::Buffered), Just(Io::Direct)],
     ) {
-        check(&tensors, 0, &wanted, Options { extent: pages * 4096, gap, io, ..Options::default() });
+        check(&tensors, 0, &wanted, Options { extent: pages * 4096, gap: Some(gap), io, ..Options::default() });
     }
 }
 

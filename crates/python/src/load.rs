@@ -447,6 +447,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     d.set_item("slack_bytes", r.slack_bytes)?;
     d.set_item("gap_bytes", r.gap_bytes)?;
     d.set_item("gaps", &r.gaps)?;
+    d.set_item("gap_limit", r.gap_limit)?;
     d.set_item("rerouted_extents", r.rerouted_extents)?;
     d.set_item("resident_bytes", r.resident_bytes)?;
     d.set_item("residency_probes", r.residency_probes)?;

@@ -57,7 +57,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///   "threads", and the report says so.
 /// - extent: the most bytes of one read, a multiple of 4096 (default 4 MiB).
 /// - depth: the most reads in flight; 0 (the default) adapts.
-/// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too (default 16 KiB).
+/// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too. "auto" (the default): 16 KiB;
+///   more where a load has thousands of longer holes and a read of this storage, timed, costs more.
 /// - trace: a file. The load writes to it what happened when, for Chrome or Perfetto. "{pid}" and "{n}" in the name stand
 ///   for the process and the number of the traced load in it. "" (the default) writes none.
 ///
@@ -111,8 +112,17 @@ impl Options {
     }
 
     #[getter]
-    fn gap<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
-        answer(py, || Ok(self.0.gap))
+    fn gap<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || match self.0.gap {
+            None => Ok("auto".into_pyobject(py)?.into_any()),
+            Some(bytes) => Ok(bytes.into_pyobject(py)?.into_any()),
+        })
+    }
+
+    /// Bytes: `gap`, or where that is "auto" what it is before anything is known of the storage.
+    #[getter]
+    fn _least_gap<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.least_gap()))
     }
 
     #[getter]
@@ -195,9 +205,10 @@ impl Options {
             Some(true) => "True",
             Some(false) => "False",
         };
+        let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={}, trace={:?})",
+             depth={}, gap={gap}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -206,7 +217,6 @@ impl Options {
             spelling(IO, self.0.io),
             self.0.extent,
             self.0.depth,
-            self.0.gap,
             self.0.trace,
         )
     }
@@ -290,7 +300,8 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "extent" => o.extent = size(text)?,
         "depth" => o.depth = whole()?,
         "threads" => o.threads = whole()?,
-        "gap" => o.gap = size(text)?,
+        "gap" if text.trim() == "auto" => o.gap = None,
+        "gap" => o.gap = Some(size(text).map_err(|why| format!("{why}, or \"auto\""))?),
         "window" => o.window = size(text)?,
         "trace" => text.clone_into(&mut o.trace),
         "stall_timeout" => {

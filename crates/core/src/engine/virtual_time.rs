@@ -220,7 +220,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         .map(|storage| FileTraits { storage, direct_align: Some(512), way, ..FileTraits::default() })
         .collect();
     let limits =
-        Limits { extent: options.extent, gap: options.gap, scatter: None, direct_in_place: true, window: None };
+        Limits { extent: options.extent, gap: options.least_gap(), scatter: None, direct_in_place: true, window: None };
     let layout = Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File).unwrap());
     let schedule = Arc::new(Schedule::new(checkpoint, &layout, &traits, &limits));
     let bounds = Bounds { depth, requests: depth, window: None, stall: nanos(60.0) };

@@ -10,7 +10,7 @@ use super::strides::{Foreign, Strides};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{layer, quoted, Checkpoint};
-use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, KIB, PAGE, SHARED_BLOCK};
+use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, LEAST_GAP, PAGE, SHARED_BLOCK};
 use hashbrown::HashMap;
 use std::cmp::Reverse;
 
@@ -95,7 +95,7 @@ const OWN_BLOCK: u64 = SHARED_BLOCK / 4;
 
 /// Bytes between two wants that one mirror block spans at most. A constant, the default of `Options.gap`: what a load reads
 /// may depend on its options, where a tensor lies does not.
-const GAP: u64 = 16 * KIB;
+const GAP: u64 = LEAST_GAP;
 
 /// Most bytes of all blocks, or of all places, of one layout.
 const MOST: u64 = i64::MAX as u64;

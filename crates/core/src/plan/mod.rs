@@ -1,5 +1,6 @@
 //! What is to be read, where to, and why that way: from a request to a layout, a routing and a schedule.
 
+mod holes;
 pub mod layout;
 mod planned;
 mod recorded;

@@ -1,5 +1,6 @@
 //! A request as a plan: layout, survey, routing and schedule, one after the other.
 
+use super::holes;
 use super::layout::{Layout, Target};
 use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
@@ -8,12 +9,12 @@ use super::schedule::{FileTraits, Limits, Schedule};
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Piece;
+use crate::extent::{Piece, Route};
 use crate::machine;
-use crate::options::{Io, HUGE_PAGE, LEAST_EXTENT, PAGE};
+use crate::options::{Io, Options, HUGE_PAGE, LEAST_EXTENT, PAGE};
 use crate::stats::Report;
 use crate::store::{FsKind, Storage};
-use crate::way::{Cold, Routing};
+use crate::way::{Cold, Routing, Way};
 use std::collections::BTreeMap;
 
 /// What is to be read, where to, and how it travels.
@@ -77,7 +78,9 @@ impl Planned {
         let is_cached = |s: &Surveyed| s.facts.kind != FsKind::Remote;
         let uses_disk = routing.cold != Cold::None && survey.files.iter().flatten().any(is_cached);
         let mut slab = None;
-        let traits = survey.files.into_iter().zip(&routing.ways).map(|(surveyed, way)| {
+        report.gap_limit = options.least_gap();
+        let measured = gaps_measured(&survey, &routing, &layout, files, options)?;
+        let traits = survey.files.into_iter().zip(&routing.ways).zip(measured).map(|((surveyed, way), measured)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
             report.resident_bytes += surveyed.warm();
             // Between two samples there may be pages that the page cache does not hold. So all pages are populated: a first
@@ -87,6 +90,10 @@ impl Planned {
             // Stores know what their requests cost.
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
             slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
+            let least = options.least_gap();
+            let declared = surveyed.facts.gap.or(measured);
+            let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
+            report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
             FileTraits {
                 storage,
                 direct_align: surveyed.facts.direct_align,
@@ -94,13 +101,13 @@ impl Planned {
                 way: *way,
                 staging: surveyed.facts.staging,
                 extent,
-                gap: surveyed.facts.gap.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(options.gap)),
+                gap,
             }
         });
         let traits: Vec<FileTraits> = traits.collect();
         let limits = Limits {
             extent: options.extent,
-            gap: options.gap,
+            gap: options.least_gap(),
             scatter: (*device == Where::Cpu).then_some(PAGE),
             direct_in_place: machine::direct_reads_survive_forks(),
             window: request.stream.then_some(options.window),
@@ -121,6 +128,34 @@ impl Planned {
         let slab = slab.unwrap_or(options.extent);
         Ok(Planned { layout, schedule, routing, slab, uses_disk, report })
     }
+}
+
+/// For each file, the longest hole that is read, not skipped, where the storage was asked what a read costs: for cold bytes
+/// of loads that have many holes. Files on one storage are asked once.
+fn gaps_measured(
+    survey: &Survey,
+    routing: &Routing,
+    layout: &Layout,
+    files: &Storage,
+    options: &Options,
+) -> Result<Vec<Option<u64>>> {
+    let mut found = vec![None; survey.files.len()];
+    if options.gap.is_some() || routing.cold == Cold::None {
+        return Ok(found);
+    }
+    let mut known: BTreeMap<(u64, bool), Option<u64>> = BTreeMap::new();
+    for (file, (surveyed, way)) in (0..).zip(survey.files.iter().zip(&routing.ways)) {
+        let Some(surveyed) = surveyed.as_ref().filter(|s| s.cut && s.facts.gap.is_none()) else { continue };
+        let Way { mapped: false, cold, .. } = way else { continue };
+        let key = (surveyed.facts.storage, *cold == Route::Direct);
+        if let Some(answer) = known.get(&key) {
+            found[file as usize] = *answer;
+        } else if let Some(sample) = holes::sample(layout, file, surveyed, files.size(file)) {
+            found[file as usize] = files.hole(file, key.1, &sample)?;
+            known.insert(key, found[file as usize]);
+        }
+    }
+    Ok(found)
 }
 
 /// Adds what one extent reads between the first and the last wanted byte of each tensor, and from there to the next tensor.

@@ -5,6 +5,7 @@ use super::facts::{facts_of, Facts, FsKind};
 use super::known_disks;
 use super::location::Location;
 use super::pread::MOST_PER_CALL;
+use super::read_cost::{self, Sample};
 use super::residency::{resident, Residency};
 use super::stat::{identity_of, statx};
 use super::version::{Identity, Version};
@@ -268,6 +269,18 @@ impl Files {
         }
         let fd = self.open(file, false)?;
         resident(fd.as_raw_fd(), range).map_err(|e| e.at(self.path(file)))
+    }
+
+    /// The hole between two runs that costs as much as a read of this file: see [`read_cost`]. `None` if it cannot be
+    /// measured.
+    pub(crate) fn hole(&self, file: u32, direct: bool, sample: &Sample) -> Result<Option<u64>> {
+        let dev = self.identity(file).dev;
+        if let Some(found) = read_cost::known(dev, direct) {
+            return Ok(Some(found));
+        }
+        let fd = self.open(file, direct)?;
+        let _asking = self.ask(file);
+        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample))
     }
 
     /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.

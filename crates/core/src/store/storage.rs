@@ -4,6 +4,7 @@ use super::facts::Facts;
 use super::files::{Asking, Files};
 use super::location::Location;
 use super::object::{store_for, Object, Objects};
+use super::read_cost::Sample;
 use super::residency::Residency;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
@@ -123,6 +124,14 @@ impl Storage {
             found.asked.store(true, Ordering::Relaxed);
         }
         self.ask(file, |objects| objects.facts(file))
+    }
+
+    /// The hole that costs as much as a read: see [`Files::hole`]. Stores that a scheme names declare it.
+    pub(crate) fn hole(&self, file: u32, direct: bool, sample: &Sample) -> Result<Option<u64>> {
+        match self.elsewhere(file) {
+            Some(_) => Ok(None),
+            None => self.local.hole(file, direct, sample),
+        }
     }
 
     pub(crate) fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
