@@ -32,7 +32,7 @@
 //!
 //! A source whose bytes come late is sent reads without a place to land ([`Destination::OnArrival`]). It reports
 //! [`Progress::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
-//! [`Source::land`] has given it a place. A read that fails needs no arrival. No source in this crate does that yet.
+//! [`Source::land`] has given it a place. A read that fails needs no arrival.
 //!
 //! Three rules hold for every source. The conformance suite checks each source for them:
 //! - every ticket comes back exactly once, also after `cancel`, and when an interface is refused while reads are in
@@ -267,7 +267,7 @@ fn no_place() -> Error {
 }
 
 /// An empty epoll set: readable while any descriptor in it is.
-fn epoll() -> Result<OwnedFd> {
+pub(crate) fn epoll() -> Result<OwnedFd> {
     // SAFETY: a plain system call.
     let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
     if fd < 0 {

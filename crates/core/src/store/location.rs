@@ -30,11 +30,12 @@ impl Location {
         }
     }
 
-    /// As errors and messages show it.
+    /// As errors and messages show it: of a web address without its query, which may be a signature, and without a user's
+    /// name and password.
     pub fn as_path(&self) -> &Path {
         match self {
             Location::Path(path) => path,
-            Location::Url(text) => Path::new(text),
+            Location::Url(text) => Path::new(shown(text)),
         }
     }
 
@@ -47,7 +48,10 @@ impl Location {
     pub(crate) fn within(&self, name: &OsStr) -> Location {
         match self {
             Location::Path(path) => Location::Path(path.join(name)),
-            Location::Url(text) => Location::Url(format!("{}/{}", text.trim_end_matches('/'), name.to_string_lossy())),
+            Location::Url(text) => {
+                let (place, query) = without_query(text);
+                Location::Url(format!("{}/{}{query}", place.trim_end_matches('/'), name.to_string_lossy()))
+            }
         }
     }
 
@@ -60,7 +64,7 @@ impl Location {
         }
     }
 
-    /// As it is spelled.
+    /// As it is spelled, except for what messages do not show.
     pub fn as_os_str(&self) -> &OsStr {
         self.as_path().as_os_str()
     }
@@ -80,14 +84,17 @@ impl Location {
         self.as_path().extension()?.to_str()
     }
 
-    /// The object of that name beside this one: what an index names.
+    /// The object of that name beside this one: what an index names. A query goes with it: it may be what allows access.
     pub fn sibling(&self, name: &str) -> Location {
         match self {
             Location::Path(path) => Location::Path(path.with_file_name(name)),
-            Location::Url(text) => Location::Url(match text.rfind('/') {
-                Some(slash) => format!("{}{name}", &text[..=slash]),
-                None => name.to_owned(),
-            }),
+            Location::Url(text) => {
+                let (place, query) = without_query(text);
+                Location::Url(match place.rfind('/') {
+                    Some(slash) => format!("{}{name}{query}", &place[..=slash]),
+                    None => name.to_owned(),
+                })
+            }
         }
     }
 }
@@ -112,6 +119,33 @@ fn scheme(text: &str) -> Option<&str> {
     (first && letters.all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))).then_some(scheme)
 }
 
+/// Whether queries and users' names have a meaning in addresses of this scheme. Names of other stores may have any letter.
+fn is_web(scheme: &str) -> bool {
+    scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")
+}
+
+/// An address, and what follows its path: the query, or the fragment.
+fn without_query(text: &str) -> (&str, &str) {
+    if !scheme(text).is_some_and(is_web) {
+        return (text, "");
+    }
+    text.split_at(text.find(['?', '#']).unwrap_or(text.len()))
+}
+
+/// What messages show of an address.
+fn shown(text: &str) -> &str {
+    let (place, _) = without_query(text);
+    match scheme(text) {
+        Some(scheme) if is_web(scheme) => {
+            let start = scheme.len() + "://".len();
+            let host = place[start..].split('/').next().unwrap_or_default();
+            // A name or a password stands there: nothing of the rest is shown.
+            if host.contains('@') { &place[..start] } else { place }
+        }
+        _ => place,
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -127,5 +161,16 @@ mod tests {
         }
         let index = Location::Url("toy://a/model.index.json".into());
         assert_eq!(index.sibling("x-1.st"), Location::Url("toy://a/x-1.st".into()));
+    }
+
+    #[test]
+    fn a_query_stays_with_a_web_address_and_is_not_shown() {
+        let index = Location::Url("https://h/a/model.safetensors.index.json?X-Sig=secret/x.y#z".into());
+        assert_eq!(index.to_string(), "https://h/a/model.safetensors.index.json");
+        assert_eq!((index.ending(), index.file_name().to_str()), (Some("json"), Some("model.safetensors.index.json")));
+        assert_eq!(index.sibling("b.st"), Location::Url("https://h/a/b.st?X-Sig=secret/x.y#z".into()));
+        assert_eq!(Location::Url("http://me:secret@h/a".into()).to_string(), "http://");
+        assert_eq!(Location::Url("HTTP://h/a?secret".into()).to_string(), "HTTP://h/a");
+        assert_eq!(Location::Url("s3://b/what?.st".into()).to_string(), "s3://b/what?.st");
     }
 }

@@ -14,9 +14,12 @@ mod origin;
 mod patience;
 mod pread;
 mod read_cost;
+#[cfg(feature = "remote")]
+mod remote;
 mod residency;
 mod stat;
 mod storage;
+mod stores;
 mod version;
 mod watch;
 
@@ -27,14 +30,17 @@ pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
 pub use location::Location;
-pub use object::{register, Head, Object, Objects, Store};
+pub use object::{Head, Object, Objects, Store};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::read_fully;
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 pub(crate) use residency::cached_pages;
+#[cfg(feature = "remote")]
+pub use remote::{Web, WebSettings};
 pub use residency::Residency;
 pub use stat::identity_of;
 pub(crate) use storage::Storage;
+pub use stores::register;
 pub use version::{Identity, Version};
 pub(crate) use watch::Watch;

@@ -8,7 +8,7 @@ use super::facts::Facts;
 use super::location::Location;
 use super::residency::Residency;
 use super::version::Version;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::options::Io;
 use crate::source::Source;
 use crate::way::Routing;
@@ -16,7 +16,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 /// The first bytes of an object, and what tells it apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,27 +109,4 @@ pub trait Objects: Send + Sync + Debug {
 
     /// What reads the files, as `routing` says. `io` is the interface that the caller asked for.
     fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>>;
-}
-
-/// The registered stores. Looked at for addresses with a scheme only; a fork in the moment in which one is registered could
-/// leave the child with a lock that nobody gives back.
-static STORES: RwLock<Vec<(String, Arc<dyn Store>)>> = RwLock::new(Vec::new());
-
-/// Has `store` asked about addresses that begin with `scheme://`.
-///
-/// # Errors
-/// `Invalid` if the scheme has a store.
-pub fn register(scheme: &str, store: Arc<dyn Store>) -> Result<()> {
-    let mut stores = STORES.write().unwrap_or_else(PoisonError::into_inner);
-    if stores.iter().any(|(known, _)| known == scheme) {
-        return Err(Error::new(ErrorKind::Invalid, format!("there is a store for {scheme}:// already")));
-    }
-    stores.push((scheme.to_owned(), store));
-    Ok(())
-}
-
-/// The store for `scheme`, if there is one.
-pub(crate) fn store_for(scheme: &str) -> Option<Arc<dyn Store>> {
-    let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
-    stores.iter().find(|(known, _)| known == scheme).map(|(_, store)| store.clone())
 }

@@ -4,7 +4,8 @@
 use super::heads::{is_gone, is_link, local_content, local_names, LocalHead};
 use super::known_disks::leads_to_known_disk;
 use super::location::Location;
-use super::object::{store_for, Head, Object, Store};
+use super::object::{Head, Object, Store};
+use super::stores::store_for;
 use super::version::Version;
 use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};

@@ -3,9 +3,10 @@
 use super::facts::Facts;
 use super::files::{Asking, Files};
 use super::location::Location;
-use super::object::{store_for, Object, Objects};
+use super::object::{Object, Objects};
 use super::read_cost::Sample;
 use super::residency::Residency;
+use super::stores::store_for;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Mapping;

@@ -2,6 +2,7 @@
 
 use crate::conformance::toy;
 use crate::sample::*;
+use crate::web::web;
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
 use penstock::source::{Destination, Done, Progress, Read, Source};
@@ -192,3 +193,4 @@ macro_rules! arrivals {
 }
 
 arrivals!(of_the_toy, toy);
+arrivals!(of_a_web_server, web);

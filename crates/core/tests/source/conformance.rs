@@ -2,6 +2,7 @@
 
 use crate::sample::*;
 use crate::toy_store::{Server, ToyObjects, ToySource};
+use crate::web::web;
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, Ticket};
 use penstock::options::Io;
@@ -77,7 +78,7 @@ fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Route) {
     let range = read.offset..read.offset + read.need;
     let done = submit_all(&mut *source, vec![read]);
     let e = done[0].result.as_ref().unwrap_err();
-    assert_eq!((e.kind(), e.path(), e.byte_range()), (ErrorKind::Truncated, Some(&*sample.path), Some(range)), "{e}");
+    assert_eq!((e.kind(), file_of(e), e.byte_range()), (ErrorKind::Truncated, Some(&*sample.path), Some(range)), "{e}");
 }
 
 fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
@@ -99,7 +100,7 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
         // Populating trusts the mapping, for which the file was opened and compared.
         if route != Route::Mapped {
             let e = done[0].result.as_ref().unwrap_err();
-            assert_eq!((e.kind(), e.path()), (ErrorKind::Changed, Some(&*sample.path)), "{how}: {e}");
+            assert_eq!((e.kind(), file_of(e)), (ErrorKind::Changed, Some(&*sample.path)), "{how}: {e}");
         }
         let e = files.verify_file(0).unwrap_err();
         assert_eq!((e.kind(), e.path()), (ErrorKind::Changed, Some(&*sample.path)), "{how}: {e}");
@@ -119,7 +120,7 @@ fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Route) {
         let done = submit_all(&mut *source, vec![second]);
         let e = done[0].result.as_ref().unwrap_err();
         assert!(matches!(e.kind(), ErrorKind::Truncated | ErrorKind::Changed), "{size}: {e:?}");
-        assert_eq!(e.path(), Some(&*sample.path));
+        assert_eq!(file_of(e), Some(&*sample.path));
         assert_eq!(files.verify_file(0).unwrap_err().kind(), ErrorKind::Changed);
     }
 }
@@ -270,6 +271,7 @@ conformance!(throttle, Route::Buffered, |files| {
 });
 
 conformance!(toy, Route::Buffered, toy);
+conformance!(web, Route::Buffered, web);
 
 /// The store of `toy_store`, which serves the file itself, with the inode as validator.
 pub(crate) fn toy(files: Arc<Files>) -> Box<dyn Source> {

@@ -13,3 +13,6 @@ mod store;
 mod throttle;
 #[path = "../toy_store/mod.rs"]
 mod toy_store;
+mod web;
+#[path = "../web_server/mod.rs"]
+mod web_server;

@@ -184,9 +184,11 @@ pub(crate) fn wait(source: &mut dyn Source, n: usize) -> Vec<Done> {
 pub(crate) fn poll(source: &mut dyn Source, done: &mut Vec<Done>) {
     let mut events = Vec::new();
     source.poll(&mut events).unwrap();
-    done.extend(events.into_iter().map(|event| match event {
-        Progress::Done(done) => done,
-        other => panic!("{other:?} of a read that has its place, and takes no time"),
+    done.extend(events.into_iter().filter_map(|event| match event {
+        Progress::Done(done) => Some(done),
+        // A busy machine.
+        Progress::Received(_) => None,
+        Progress::Arrived(ticket) => panic!("{ticket:?} arrived, and had its place"),
     }));
 }
 
@@ -194,6 +196,15 @@ pub(crate) fn readable(fd: RawFd, ms: i32) -> bool {
     let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd.
     unsafe { libc::poll(&raw mut p, 1, ms) == 1 }
+}
+
+/// The file of an error: of an address on this machine, its path, which is that of the file which the server sends.
+pub(crate) fn file_of(e: &penstock::Error) -> Option<&Path> {
+    let text = e.path()?.to_str()?;
+    Some(Path::new(match text.strip_prefix("http://") {
+        Some(rest) => &rest[rest.find('/')?..],
+        None => text,
+    }))
 }
 
 pub(crate) fn submit_all(source: &mut dyn Source, reads: Vec<Read>) -> Vec<Done> {

@@ -2,14 +2,16 @@
 
 use crate::sample::*;
 use crate::toy_store::{Contents, Server, Toy};
+use crate::web_server;
 use penstock::error::ErrorKind;
 use penstock::extent::{Route, TakesSlab, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Progress, Read};
-use penstock::store::{identity_of, Files, FsKind, Location, Object, Objects, Store};
+use penstock::store::{identity_of, Files, FsKind, Location, Object, Objects, Store, Web, WebSettings};
 use penstock::way::Routing;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -306,6 +308,60 @@ fn at_request(server: &mut Server) {
     server.staging = TakesSlab::AtRequest;
 }
 
+/// A web server. It lists nothing: what that means is in `tests/web.rs`.
+struct Site {
+    contents: web_server::Contents,
+    server: web_server::WebServer,
+    number: AtomicU64,
+}
+
+impl Site {
+    fn new(script: fn(&web_server::Asked) -> web_server::Fault) -> Site {
+        let contents = web_server::Contents::default();
+        let server = web_server::WebServer::of(&contents, script);
+        Site { contents, server, number: AtomicU64::new(0) }
+    }
+}
+
+impl Shelf for Site {
+    fn put(&self, name: &str, bytes: &[u8]) {
+        let tag = format!("\"tag {}\"", self.number.fetch_add(1, Ordering::SeqCst));
+        self.contents.lock().unwrap().insert(format!("/{name}"), (Arc::new(bytes.to_vec()), tag));
+    }
+    fn remove(&self, name: &str) {
+        self.contents.lock().unwrap().remove(&format!("/{name}"));
+    }
+    fn at(&self, name: &str) -> Location {
+        Location::Url(self.server.url(&format!("/{name}")))
+    }
+}
+
+impl Stored for Site {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::new(Web::new(WebSettings { pause: Duration::from_millis(1), ..WebSettings::default() }))
+    }
+}
+
+impl Loaded for Site {
+    fn objects(&self, names: &[&str]) -> Arc<dyn Objects> {
+        let store = self.store();
+        store.objects(names.iter().map(|name| Some(object(&*store, &self.at(name)))).collect()).unwrap()
+    }
+}
+
+/// The server gives a weak ETag, which changes with the object, and a date, which does not.
+fn weak(_: &web_server::Asked) -> web_server::Fault {
+    web_server::Fault::Weak("Wed, 25 Nov 2026 10:00:00 GMT")
+}
+
+suite!(a_web_server_is_opened, Site::new(|_| web_server::Fault::None);
+    a_head_is_the_first_bytes_and_the_size
+    a_version_stays_and_another_object_has_another
+    a_read_brings_its_range_of_that_version_or_an_error
+);
+loading!(a_web_server_is_loaded_from, Site::new(|_| web_server::Fault::None));
+loading!(a_web_server_without_strong_validators, Site::new(weak));
+loading!(a_web_server_that_closes_connections, Site::new(|_| web_server::Fault::Close));
 opening!(the_toy_is_opened, Bucket::new(|_| ()));
 loading!(the_toy_is_loaded_from, Bucket::new(|_| ()));
 loading!(the_toy_whose_reads_are_pinned, Bucket::new(pinned));

@@ -1,0 +1,303 @@
+//! The head of an answer: what it says, and whether that is what was asked for.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::version::Version;
+use std::ops::Range;
+use std::time::Duration;
+
+/// The longest head of an answer, in bytes.
+pub(super) const LONGEST_HEAD: usize = 64 << 10;
+const MOST_FIELDS: usize = 128;
+/// The longest pause that a server can ask for.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// What the head of an answer says.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Answer {
+    pub(super) status: u16,
+    reason: String,
+    length: Option<u64>,
+    /// First byte, last byte; `None` of `bytes */total`.
+    range: Option<(u64, u64)>,
+    total: Option<u64>,
+    etag: Option<String>,
+    modified: Option<String>,
+    location: Option<String>,
+    /// The name of its transfer or content encoding, if it has one.
+    encoding: Option<String>,
+    request_id: Option<String>,
+    pause: Option<Duration>,
+    /// Whether the connection can be used again.
+    pub(super) keeps: bool,
+}
+
+/// What a request expects of the object.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Expected {
+    /// Size and version, if the object has been seen before.
+    pub(super) object: Option<(u64, Version)>,
+    /// The bytes that are asked for. Of an object that has not been seen they may pass its end.
+    pub(super) range: Range<u64>,
+}
+
+/// What follows from an answer.
+#[derive(Debug)]
+pub(super) enum Verdict {
+    /// So many bytes follow, of an object of this size and version.
+    Body { length: u64, size: u64, version: Version },
+    /// The object is elsewhere.
+    Moved(String),
+    /// It may work later.
+    Again(Error, Option<Duration>),
+    /// The server does not let us, or has no such object: it may be the address that has expired.
+    Refused(Error),
+    /// It will not work.
+    Failed(Error),
+}
+
+impl Answer {
+    /// The answer that begins with these bytes, and the length of its head; `None` if there are more to come.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Option<(Answer, usize)>, Error> {
+        let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
+        let mut parsed = httparse::Response::new(&mut fields);
+        let length = match parsed.parse(bytes) {
+            Ok(httparse::Status::Complete(length)) => length,
+            Ok(httparse::Status::Partial) if bytes.len() < LONGEST_HEAD => return Ok(None),
+            Ok(httparse::Status::Partial) => {
+                return Err(io(format!("the head of the answer is longer than {LONGEST_HEAD} bytes")))
+            }
+            Err(e) => return Err(io(format!("the server does not answer in HTTP/1.1: {e}"))),
+        };
+        let mut found = Answer {
+            status: parsed.code.unwrap_or_default(),
+            reason: shortened(parsed.reason.unwrap_or_default()),
+            keeps: parsed.version == Some(1),
+            ..Answer::default()
+        };
+        for field in parsed.headers.iter() {
+            let value = String::from_utf8_lossy(field.value).trim().to_owned();
+            match field.name.to_ascii_lowercase().as_str() {
+                "content-length" => {
+                    let length = value.parse().map_err(|_| io("the length of the answer is no number".into()))?;
+                    if found.length.is_some_and(|other| other != length) {
+                        return Err(io("the answer has two lengths".into()));
+                    }
+                    found.length = Some(length);
+                }
+                "content-range" => (found.range, found.total) = content_range(&value),
+                "etag" => found.etag = Some(value),
+                "last-modified" => found.modified = Some(value),
+                "location" => found.location = Some(value),
+                "content-encoding" | "transfer-encoding" if !value.eq_ignore_ascii_case("identity") => {
+                    found.encoding = Some(shortened(&value));
+                }
+                "retry-after" => {
+                    found.pause = value.parse().ok().map(|s| Duration::from_secs(s).min(LONGEST_PAUSE));
+                }
+                "x-amz-request-id" | "x-request-id" | "x-ms-request-id" | "x-guploader-uploadid" => {
+                    found.request_id = Some(shortened(&value));
+                }
+                "connection" => {
+                    let has = |word: &str| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word));
+                    found.keeps = !has("close") && (found.keeps || has("keep-alive"));
+                }
+                _ => {}
+            }
+        }
+        Ok(Some((found, length)))
+    }
+
+    /// What tells the object apart: a strong ETag, or what there is: a weak one, a date, nothing but its size.
+    fn version(&self) -> Version {
+        match (&self.etag, &self.modified) {
+            (Some(etag), _) if etag.starts_with('"') => Version::Strong(etag.clone()),
+            (etag, date) => {
+                let of = |text: &Option<String>| text.clone().unwrap_or_default();
+                Version::Weak(format!("{} {}", of(etag), of(date)).trim().to_owned())
+            }
+        }
+    }
+
+    /// The status, and the number of the request that the server's owner can look up.
+    fn named(&self) -> String {
+        let id = self.request_id.as_ref().map_or_else(String::new, |id| format!(", request {id}"));
+        format!("{} {}{id}", self.status, self.reason).trim_end().to_owned()
+    }
+
+    /// What follows from it.
+    pub(super) fn judge(&self, expected: &Expected) -> Verdict {
+        let named = self.named();
+        let seen = expected.object.is_some();
+        match self.status {
+            206 => self.part(expected).unwrap_or_else(|verdict| *verdict),
+            // An empty object has no range that could be asked for.
+            200 if !seen && self.length == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
+            416 if !seen && self.total == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
+            200 => Verdict::Failed(io(
+                "the server sent the whole object where a part was asked for: it does not support range requests; copy \
+                 the file to a disk, or to a server that does (nginx, Apache, any object store)"
+                    .into(),
+            )),
+            301 | 302 | 303 | 307 | 308 => match &self.location {
+                Some(to) => Verdict::Moved(to.clone()),
+                None => Verdict::Failed(io(format!("the server redirects ({named}) and does not say where"))),
+            },
+            401 | 403 => Verdict::Refused(Error::new(
+                ErrorKind::Permission,
+                format!("the server refuses access ({named}): is the address right, and if it is signed, is it still valid?"),
+            )),
+            404 | 410 if seen => Verdict::Refused(changed(format!("the server has no such object any more ({named})"))),
+            404 | 410 => Verdict::Refused(Error::new(
+                ErrorKind::NotFound,
+                format!("the server has no such object ({named})"),
+            )),
+            412 | 416 if seen => Verdict::Failed(changed(format!("the server has another version of it ({named})"))),
+            408 | 425 | 429 | 500 | 502 | 503 | 504 => {
+                Verdict::Again(io(format!("the server is busy or broken ({named})")), self.pause)
+            }
+            _ => Verdict::Failed(io(format!("the server answered {named}"))),
+        }
+    }
+
+    /// A part of the object. The verdict is boxed, because it is large.
+    fn part(&self, expected: &Expected) -> Result<Verdict, Box<Verdict>> {
+        let failed = |text: String| Box::new(Verdict::Failed(io(text)));
+        let Range { start, end } = expected.range;
+        if let Some(encoding) = &self.encoding {
+            return Err(failed(format!("the body is encoded ({encoding}), which was not asked for")));
+        }
+        let (Some((first, last)), Some(size)) = (self.range, self.total) else {
+            return Err(failed("the answer does not say which part of the object it is (Content-Range)".into()));
+        };
+        let version = self.version();
+        let mut end = end;
+        match &expected.object {
+            Some((known, _)) if size != *known => {
+                let text = format!("it had {known} bytes, and now has {size}");
+                return Err(Box::new(Verdict::Failed(changed(text).with_values(*known, size))));
+            }
+            Some((_, known)) if version != *known => {
+                return Err(Box::new(Verdict::Failed(changed("it has another ETag or date".into()))));
+            }
+            Some(_) => {}
+            None => end = end.min(size),
+        }
+        if first != start || last.checked_add(1) != Some(end) {
+            let text = format!("bytes {start}..{end} were asked for, and the server sends {first}..={last}");
+            return Err(failed(text));
+        }
+        let length = end - start;
+        if self.length.is_some_and(|told| told != length) {
+            let told = self.length.unwrap_or_default();
+            return Err(failed(format!("the part has {length} bytes, and the server says that it sends {told}")));
+        }
+        Ok(Verdict::Body { length, size, version })
+    }
+
+    /// Whether the end of the body is known without the end of the connection.
+    pub(super) fn has_length(&self) -> bool {
+        self.length.is_some()
+    }
+}
+
+fn io(text: String) -> Error {
+    Error::new(ErrorKind::Io, text)
+}
+
+fn changed(what: String) -> Error {
+    let text = format!("the object changed after the checkpoint was opened: {what}; open the checkpoint again");
+    Error::new(ErrorKind::Changed, text)
+}
+
+/// What a server says, for a message: its beginning, without controls.
+fn shortened(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(80).collect()
+}
+
+/// `bytes first-last/total`, or `bytes */total`.
+fn content_range(value: &str) -> (Option<(u64, u64)>, Option<u64>) {
+    let Some((range, total)) = value.strip_prefix("bytes ").and_then(|v| v.trim().split_once('/')) else {
+        return (None, None);
+    };
+    let range = range.split_once('-').and_then(|(first, last)| Some((first.parse().ok()?, last.parse().ok()?)));
+    (range, total.parse().ok())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+mod tests {
+    use super::*;
+
+    fn answer(text: &str) -> Answer {
+        let text = text.replace('\n', "\r\n") + "\r\n\r\n";
+        for cut in 0..text.len() {
+            assert_eq!(Answer::parse(&text.as_bytes()[..cut]).unwrap(), None, "{cut} bytes");
+        }
+        let (found, length) = Answer::parse(text.as_bytes()).unwrap().unwrap();
+        assert_eq!(length, text.len());
+        found
+    }
+
+    fn told(text: &str, object: Option<(u64, Version)>) -> String {
+        match answer(text).judge(&Expected { object, range: 10..20 }) {
+            Verdict::Body { length, size, version } => format!("{length} of {size} {version:?}"),
+            Verdict::Moved(to) => format!("moved {to}"),
+            Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
+            Verdict::Refused(e) => format!("refused {:?}", e.kind()),
+            Verdict::Failed(e) => format!("failed {:?}", e.kind()),
+        }
+    }
+
+    #[test]
+    fn what_follows_from_an_answer() {
+        let known = || Some((100, Version::Strong("\"a\"".into())));
+        let part = "HTTP/1.1 206 Partial Content\nContent-Length: 10\nContent-Range: bytes 10-19/100\nETag: \"a\"";
+        for (text, object, expected) in [
+            (part, known(), "10 of 100 Strong(\"\\\"a\\\"\")"),
+            (part, None, "10 of 100 Strong(\"\\\"a\\\"\")"),
+            (&part.replace("\"a\"", "\"b\""), known(), "failed Changed"),
+            (&part.replace("\nETag: \"a\"", ""), known(), "failed Changed"),
+            (&part.replace("\"a\"", "W/\"a\""), None, "10 of 100 Weak(\"W/\\\"a\\\"\")"),
+            (&part.replace("/100", "/101"), known(), "failed Changed"),
+            (&part.replace("/100", "/*"), known(), "failed Io"),
+            (&part.replace("10-19", "9-18"), known(), "failed Io"),
+            (&part.replace("10-19", "10-18446744073709551615"), known(), "failed Io"),
+            (&part.replace("10-19/100", "10-14/15").replace("Length: 10", "Length: 5"), None, "5 of 15 Strong(\"\\\"a\\\"\")"),
+            (&part.replace("Length: 10", "Length: 11"), known(), "failed Io"),
+            (&part.replace("Content-Length: 10", "Transfer-Encoding: chunked"), known(), "failed Io"),
+            (&part.replace("\nETag", "\nContent-Encoding: gzip\nETag"), known(), "failed Io"),
+            ("HTTP/1.1 200 OK\nContent-Length: 100", known(), "failed Io"),
+            ("HTTP/1.1 200 OK\nContent-Length: 0\nETag: \"e\"", None, "0 of 0 Strong(\"\\\"e\\\"\")"),
+            ("HTTP/1.1 416 No\nContent-Range: bytes */0", None, "0 of 0 Weak(\"\")"),
+            ("HTTP/1.1 416 No\nContent-Range: bytes */5", known(), "failed Changed"),
+            ("HTTP/1.1 302 Found\nLocation: /x", known(), "moved /x"),
+            ("HTTP/1.1 302 Found\nX: /x", known(), "failed Io"),
+            ("HTTP/1.1 403 Forbidden", known(), "refused Permission"),
+            ("HTTP/1.1 404 Not Found", None, "refused NotFound"),
+            ("HTTP/1.1 404 Not Found", known(), "refused Changed"),
+            ("HTTP/1.1 412 Precondition Failed", known(), "failed Changed"),
+            ("HTTP/1.1 503 Slow Down\nRetry-After: 2", known(), "again Io Some(2s)"),
+            ("HTTP/1.1 503 Slow Down\nRetry-After: 1000", None, "again Io Some(10s)"),
+            ("HTTP/1.1 501 No", None, "failed Io"),
+        ] {
+            assert_eq!(told(text, object), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn which_connections_are_kept() {
+        for (text, keeps) in [
+            ("HTTP/1.1 200 OK\nConnection: close", false),
+            ("HTTP/1.1 200 OK\nConnection: x, Close", false),
+            ("HTTP/1.1 200 OK", true),
+            ("HTTP/1.0 200 OK", false),
+            ("HTTP/1.0 200 OK\nConnection: keep-alive", true),
+        ] {
+            assert_eq!(answer(text).keeps, keeps, "{text}");
+        }
+        for text in ["SSH-2.0-x\r\n\r\n", "HTTP/2 200 OK\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"] {
+            assert_eq!(Answer::parse(text.as_bytes()).unwrap_err().kind(), ErrorKind::Io, "{text}");
+        }
+        assert!(Answer::parse(&[b"HTTP/1.1 200 OK\r\nX: ", &[b'a'; LONGEST_HEAD][..]].concat()).is_err());
+    }
+}

@@ -1,0 +1,205 @@
+//! Objects of web servers: `http://` and `https://`.
+//!
+//! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
+//! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
+//! Every answer is compared with what was asked for and with the version that was opened (`answer`).
+//!
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2, no credentials yet.
+
+mod address;
+mod answer;
+mod link;
+mod names;
+mod net;
+mod request;
+mod source;
+mod stream;
+mod tls;
+mod transfer;
+
+use self::answer::Expected;
+use self::net::{Common, Net, Told};
+use self::request::{Anonymous, Requests};
+use self::source::{Remote, WebSource};
+use self::transfer::{Places, Site, Transfer};
+use super::facts::{Facts, FsKind};
+use super::location::Location;
+use super::object::{Head, Object, Objects, Store};
+use super::version::Version;
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Route, TakesSlab, Ticket};
+use crate::options::{Io, MIB};
+use crate::source::Source;
+use crate::way::Routing;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Bytes of one request: 8 to 16 MiB is what object stores recommend.
+const EXTENT: u64 = 16 * MIB;
+/// Bytes that cost less than another request: a server sends 85 MB/s on one connection, after 10 to 50 ms.
+const GAP: u64 = MIB;
+
+/// How web servers are asked.
+#[derive(Debug, Clone)]
+pub struct WebSettings {
+    /// Connections of one load.
+    pub connections: usize,
+    /// Requests for the same bytes, at most.
+    pub tries: u32,
+    /// The pause before the second of them. Each further pause is twice as long, up to 3 s.
+    pub pause: Duration,
+    /// A connection that brings nothing for so long is closed, and what is missing is asked for again.
+    pub stall: Duration,
+    /// A file with the certificates (PEM) of the authorities to trust, instead of the system's.
+    pub authorities: Option<PathBuf>,
+}
+
+impl Default for WebSettings {
+    fn default() -> Self {
+        let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
+        WebSettings { connections: 16, tries: 8, pause, stall, authorities: None }
+    }
+}
+
+/// The store of `http://` and `https://` addresses.
+#[derive(Debug)]
+pub struct Web {
+    common: Arc<Common>,
+    requests: Arc<dyn Requests>,
+}
+
+impl Web {
+    /// A store with these settings. Nothing is connected to before something is asked for.
+    pub fn new(settings: WebSettings) -> Web {
+        let common = Arc::new(Common { settings, names: Arc::default(), tls: tls::Tls::default() });
+        Web { common, requests: Arc::new(Anonymous) }
+    }
+
+    fn site(&self, at: &Location) -> Arc<Site> {
+        let text = match at {
+            Location::Url(text) => text.clone(),
+            Location::Path(path) => path.to_string_lossy().into_owned(),
+        };
+        Arc::new(Site::new(at.as_path().to_path_buf(), text, self.requests.clone()))
+    }
+}
+
+/// Asks for a range and waits for it: its bytes, and size and version of the object.
+fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(Vec<u8>, u64, Version)> {
+    let located = |e: Error| e.at(&site.path);
+    // Behind the memory, so that the connections go first.
+    let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
+    let mut net = Net::new(common.clone(), None).map_err(located)?;
+    let places = Places::one(bytes.as_mut_ptr(), bytes.len());
+    net.add(Transfer::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
+    let mut told = Vec::new();
+    loop {
+        net.turn(&mut told).map_err(located)?;
+        for event in told.drain(..) {
+            if let Told::Done { result, object, .. } = event {
+                let got = result? as usize;
+                bytes.truncate(got);
+                let none = || Error::new(ErrorKind::Internal, "an answer without a size; please report this");
+                let (size, version) = object.ok_or_else(none).map_err(located)?;
+                return Ok((bytes, size, version));
+            }
+        }
+    }
+}
+
+impl Store for Web {
+    /// Web servers list nothing: an address is one object.
+    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+        if at.to_string().ends_with('/') || at.file_name().is_empty() {
+            let text = "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
+                        a list of all files";
+            return Err(Error::new(ErrorKind::NotFound, text).at(at));
+        }
+        Ok(vec![at.clone()])
+    }
+
+    fn head(&self, at: &Location, first: u64) -> Result<Head> {
+        let expected = Expected { object: None, range: 0..first.max(1) };
+        let (mut bytes, size, version) = fetch(&self.common, self.site(at), expected)?;
+        bytes.truncate(first as usize);
+        Ok(Head { bytes, size, version })
+    }
+
+    fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let expected = Expected { object: Some((object.size, object.version.clone())), range };
+        fetch(&self.common, self.site(&object.location), expected).map(|(bytes, ..)| bytes)
+    }
+
+    fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>> {
+        let remote = |object: Object| {
+            let Object { location, size, version } = object;
+            Remote { site: self.site(&location), size, version }
+        };
+        let objects = objects.into_iter().map(|object| object.map(remote)).collect();
+        Ok(Arc::new(WebObjects { common: self.common.clone(), objects: Arc::new(objects) }))
+    }
+}
+
+/// The objects of a load.
+#[derive(Debug)]
+struct WebObjects {
+    common: Arc<Common>,
+    objects: Arc<Vec<Option<Remote>>>,
+}
+
+impl WebObjects {
+    fn remote(&self, file: u32) -> Result<&Remote> {
+        let none = || Error::new(ErrorKind::Internal, "this file is no object of a web server; please report this");
+        self.objects.get(file as usize).and_then(Option::as_ref).ok_or_else(none)
+    }
+}
+
+impl Objects for WebObjects {
+    fn path(&self, file: u32) -> &Path {
+        self.remote(file).map_or(Path::new(""), |remote| &remote.site.path)
+    }
+
+    fn facts(&self, file: u32) -> Result<Facts> {
+        let server = self.remote(file)?.site.request().map(|request| request.address.server);
+        let mut hasher = DefaultHasher::new();
+        server.ok().hash(&mut hasher);
+        Ok(Facts {
+            kind: FsKind::Remote,
+            fs: "http",
+            storage: hasher.finish(),
+            direct_align: None,
+            mappable: false,
+            parallelism: Some(self.common.settings.connections),
+            staging: TakesSlab::AtArrival,
+            extent: Some(EXTENT),
+            gap: Some(GAP),
+        })
+    }
+
+    fn verify(&self, file: u32) -> Result<()> {
+        let Remote { site, size, version } = self.remote(file)?;
+        if *size == 0 {
+            return Ok(());
+        }
+        let expected = Expected { object: Some((*size, version.clone())), range: 0..1 };
+        fetch(&self.common, site.clone(), expected).map(drop)
+    }
+
+    /// Every answer is compared with the ETag. A weak validator may be the same for other bytes, so it is asked for once
+    /// more in the end.
+    fn pins_reads(&self, file: u32) -> bool {
+        self.remote(file).is_ok_and(|remote| matches!(remote.version, Version::Strong(_)))
+    }
+
+    fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
+        let depth = routing.depth.max(routing.requests);
+        Ok(Box::new(WebSource::new(self.common.clone(), self.objects.clone(), depth)?))
+    }
+}

@@ -1,0 +1,230 @@
+//! The source of a load from web servers: one thread that has all connections.
+
+use super::answer::Expected;
+use super::net::{Common, Net, Told};
+use super::transfer::{Places, Site, Transfer};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Ticket;
+use crate::machine::block_signals;
+use crate::source::{Destination, Done, Progress, Read, Source};
+use crate::store::version::Version;
+use crate::sync::{lock, Builder, JoinHandle, Mutex};
+use crate::wake::Wake;
+use std::any::Any;
+use std::collections::HashSet;
+use std::mem;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+/// An object of a load.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub(super) site: Arc<Site>,
+    pub(super) size: u64,
+    pub(super) version: Version,
+}
+
+pub(super) struct WebSource {
+    shared: Arc<Shared>,
+    /// The objects by the number of their file.
+    objects: Arc<Vec<Option<Remote>>>,
+    thread: Option<JoinHandle<()>>,
+    depth: usize,
+    in_flight: usize,
+    /// Reads whose arrival was reported, and which have no place yet.
+    arrived: HashSet<Ticket>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// Wakes the thread.
+    to_thread: Arc<Wake>,
+    /// Wakes the owner.
+    to_owner: Wake,
+}
+
+#[derive(Default)]
+struct State {
+    commands: Vec<Command>,
+    events: Vec<Progress>,
+    /// Every read has been given up: only their ends are of interest until the thread has heard of it.
+    cancelled: bool,
+    closing: bool,
+}
+
+enum Command {
+    Ask(Transfer),
+    Land(Ticket, Places, Arc<dyn Any + Send + Sync>),
+    Cancel,
+}
+
+// SAFETY: the addresses are only written to while the read is in flight, and what it keeps keeps them valid (invariant 5).
+unsafe impl Send for Command {}
+
+impl WebSource {
+    pub(super) fn new(common: Arc<Common>, objects: Arc<Vec<Option<Remote>>>, depth: usize) -> Result<WebSource> {
+        let (state, to_thread, to_owner) = (Mutex::new(State::default()), Arc::new(Wake::new()?), Wake::new()?);
+        let mut net = Net::new(common, Some(to_thread.clone()))?;
+        let shared = Arc::new(Shared { state, to_thread, to_owner });
+        let theirs = shared.clone();
+        let thread = Builder::new().name("penstock-net".into()).spawn(move || {
+            block_signals();
+            theirs.run(&mut net);
+        });
+        let thread = Some(thread.map_err(|e| Error::io("start a thread", &e))?);
+        Ok(WebSource { shared, objects, thread, depth, in_flight: 0, arrived: HashSet::new() })
+    }
+
+    fn transfer(&self, read: Read) -> Result<Transfer, (Read, Error)> {
+        let Some(Remote { site, size, version }) = self.objects.get(read.file as usize).and_then(Option::as_ref) else {
+            let text = "this file is no object of a web server; please report this";
+            return Err((read, Error::new(ErrorKind::Internal, text)));
+        };
+        let end = (read.offset + read.len).min(*size);
+        let needed = read.offset + read.need;
+        if end < needed || end <= read.offset {
+            let text = format!("the object ends at byte {size}, but its header promises more");
+            let e = Error::new(ErrorKind::Truncated, text).with_values(needed, *size);
+            let range = read.offset..needed;
+            return Err((read, e.at(&site.path).range(range)));
+        }
+        let expected = Expected { object: Some((*size, version.clone())), range: read.offset..end };
+        match Places::of(read.into, read.len) {
+            Ok(places) => {
+                let mut transfer = Transfer::new(read.ticket, read.route, site.clone(), expected, places);
+                transfer.keep = read.keep;
+                Ok(transfer)
+            }
+            Err(e) => Err((Read { into: Destination::OnArrival, ..read }, e)),
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self, net: &mut Net) {
+        let mut told = Vec::new();
+        loop {
+            let commands = {
+                let mut state = lock(&self.state);
+                if state.closing {
+                    return;
+                }
+                mem::take(&mut state.commands)
+            };
+            for command in commands {
+                match command {
+                    Command::Ask(transfer) => net.add(transfer),
+                    Command::Land(ticket, places, keep) => net.land(ticket, places, keep, &mut told),
+                    Command::Cancel => {
+                        net.cancel(&mut told);
+                        told.retain(|event| matches!(event, Told::Done { .. }));
+                        lock(&self.state).cancelled = false;
+                    }
+                }
+            }
+            if let Err(e) = net.turn(&mut told) {
+                // No connection can be waited for: every read has failed.
+                net.give_up(&e, &mut told);
+            }
+            self.tell(&mut told);
+        }
+    }
+
+    fn tell(&self, told: &mut Vec<Told>) {
+        if told.is_empty() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        let cancelled = state.cancelled;
+        let events = told.drain(..).filter_map(|event| match event {
+            Told::Done { ticket, route, result, .. } => Some(Progress::Done(Done { ticket, result, route })),
+            _ if cancelled => None,
+            Told::Arrived(ticket) => Some(Progress::Arrived(ticket)),
+            Told::Received(ticket) => Some(Progress::Received(ticket)),
+        });
+        state.events.extend(events);
+        self.to_owner.notify();
+    }
+}
+
+impl Source for WebSource {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        if self.in_flight >= self.depth {
+            return Err(read);
+        }
+        self.in_flight += 1;
+        match self.transfer(read) {
+            Ok(transfer) => lock(&self.shared.state).commands.push(Command::Ask(transfer)),
+            Err((read, e)) => {
+                let (ticket, route) = (read.ticket, read.route);
+                drop(read);
+                lock(&self.shared.state).events.push(Progress::Done(Done { ticket, result: Err(e), route }));
+                self.shared.to_owner.notify();
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if !lock(&self.shared.state).commands.is_empty() {
+            self.shared.to_thread.notify();
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+        self.shared.to_owner.clear();
+        let new = mem::take(&mut lock(&self.shared.state).events);
+        for event in &new {
+            match event {
+                Progress::Arrived(ticket) => drop(self.arrived.insert(*ticket)),
+                Progress::Received(_) => {}
+                Progress::Done(done) => {
+                    self.arrived.remove(&done.ticket);
+                    self.in_flight -= 1;
+                }
+            }
+        }
+        events.extend(new);
+        Ok(())
+    }
+
+    fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        if !self.arrived.remove(&ticket) {
+            let text = format!("ticket {} was given a place, and has not arrived; please report this", ticket.0);
+            return Err(Error::new(ErrorKind::Internal, text));
+        }
+        let none = || Error::new(ErrorKind::Internal, "a read was given no place; please report this");
+        let places = Places::of(into, u64::MAX)?.ok_or_else(none)?;
+        lock(&self.shared.state).commands.push(Command::Land(ticket, places, keep));
+        self.shared.to_thread.notify();
+        Ok(())
+    }
+
+    fn cancel(&mut self) {
+        let mut state = lock(&self.shared.state);
+        state.events.retain(|event| matches!(event, Progress::Done(_)));
+        state.cancelled = true;
+        state.commands.push(Command::Cancel);
+        self.shared.to_thread.notify();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.shared.to_owner.fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+impl Drop for WebSource {
+    fn drop(&mut self) {
+        lock(&self.shared.state).closing = true;
+        self.shared.to_thread.notify();
+        // The thread never blocks on a server. It closes the connections, and then nothing writes to any memory.
+        let _ended = self.thread.take().map(JoinHandle::join);
+        let commands = mem::take(&mut lock(&self.shared.state).commands);
+        drop(commands);
+    }
+}

@@ -1,0 +1,228 @@
+//! One connection: a socket that never blocks, with or without TLS. Bytes are received where they belong.
+
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection};
+use std::io::{self, Read, Write};
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// Encrypted bytes that are received at once: four records and a bit.
+const ENCRYPTED: usize = 68 << 10;
+
+/// A connection.
+pub(super) struct Stream {
+    socket: Socket,
+    tls: Option<Box<Encrypted>>,
+    /// What is to be sent, and how much of it has been.
+    out: Vec<u8>,
+    sent: usize,
+}
+
+struct Socket(OwnedFd);
+
+/// TLS over the socket, by rustls with its own buffers.
+struct Encrypted {
+    connection: ClientConnection,
+    /// Bytes from the socket that rustls has not taken yet.
+    received: Vec<u8>,
+    from: usize,
+    until: usize,
+}
+
+impl Stream {
+    /// Begins to connect. What is sent waits until the connection is there.
+    pub(super) fn connect(to: &SocketAddr, tls: Option<(Arc<ClientConfig>, ServerName<'static>)>) -> io::Result<Stream> {
+        let socket = Socket::connect(to)?;
+        let tls = match tls {
+            None => None,
+            Some((config, name)) => {
+                let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
+                Some(Box::new(Encrypted { connection, received: vec![0; ENCRYPTED], from: 0, until: 0 }))
+            }
+        };
+        Ok(Stream { socket, tls, out: Vec::new(), sent: 0 })
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.socket.0.as_raw_fd()
+    }
+
+    /// Queues a request.
+    pub(super) fn say(&mut self, text: String) {
+        self.out = text.into_bytes();
+        self.sent = 0;
+    }
+
+    /// Sends what is queued, as far as it goes.
+    pub(super) fn send(&mut self) -> io::Result<()> {
+        let Stream { socket, tls, out, sent } = self;
+        if let Some(tls) = tls {
+            if *sent < out.len() {
+                tls.connection.writer().write_all(&out[*sent..])?;
+                *sent = out.len();
+            }
+            while tls.connection.wants_write() {
+                if let Err(e) = tls.connection.write_tls(socket) {
+                    return if e.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(e) };
+                }
+            }
+            return Ok(());
+        }
+        while *sent < out.len() {
+            match socket.write(&out[*sent..]) {
+                Ok(n) => *sent += n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether something waits to be sent.
+    pub(super) fn has_to_send(&self) -> bool {
+        self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write())
+    }
+
+    /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
+    /// `WouldBlock` says that nothing is there.
+    ///
+    /// # Safety
+    /// Each place is `iov_len` bytes of memory that may be written to.
+    pub(super) unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
+        match &mut self.tls {
+            // SAFETY: as the caller promises.
+            None => unsafe { self.socket.receive(places) },
+            // SAFETY: as the caller promises.
+            Some(tls) => unsafe { tls.receive(&mut self.socket, places) },
+        }
+    }
+}
+
+impl Encrypted {
+    /// # Safety
+    /// As [`Stream::receive`].
+    unsafe fn receive(&mut self, socket: &mut Socket, places: &mut [libc::iovec]) -> io::Result<usize> {
+        loop {
+            let mut got = 0;
+            for place in places.iter() {
+                if place.iov_len == 0 {
+                    continue;
+                }
+                // SAFETY: as the caller promises; nobody else looks at the memory of a read in flight.
+                let into = unsafe { std::slice::from_raw_parts_mut(place.iov_base.cast::<u8>(), place.iov_len) };
+                match self.connection.reader().read(into) {
+                    Ok(n) => {
+                        got += n;
+                        if n < into.len() {
+                            break;
+                        }
+                    }
+                    Err(_) if got > 0 => break,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(e) => return Err(e),
+                }
+            }
+            if got > 0 {
+                return Ok(got);
+            }
+            if self.from == self.until {
+                // SAFETY: `received` is ours.
+                let got = unsafe {
+                    let place = libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
+                    socket.receive(&mut [place])?
+                };
+                if got == 0 {
+                    return Ok(0);
+                }
+                (self.from, self.until) = (0, got);
+            }
+            let mut rest = &self.received[self.from..self.until];
+            let taken = self.connection.read_tls(&mut rest)?;
+            if taken == 0 {
+                return Ok(0);
+            }
+            self.from += taken;
+            let processed = self.connection.process_new_packets();
+            // The handshake answers, and so does an alert.
+            while self.connection.wants_write() && self.connection.write_tls(socket).is_ok() {}
+            processed.map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        }
+    }
+}
+
+impl Socket {
+    fn connect(to: &SocketAddr) -> io::Result<Socket> {
+        let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        // SAFETY: a plain system call.
+        let fd = unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new and nobody else's.
+        let socket = Socket(unsafe { OwnedFd::from_raw_fd(fd) });
+        let one = 1i32;
+        let size = size_of::<i32>() as libc::socklen_t;
+        // Requests are single small segments. If the kernel refuses, they only leave later.
+        // SAFETY: the option is four bytes.
+        unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, (&raw const one).cast(), size) };
+        let outcome = match to {
+            SocketAddr::V4(v4) => {
+                let name = libc::sockaddr_in {
+                    sin_family: libc::AF_INET as libc::sa_family_t,
+                    sin_port: v4.port().to_be(),
+                    sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
+                    sin_zero: [0; 8],
+                };
+                // SAFETY: an address of its size.
+                unsafe { libc::connect(fd, (&raw const name).cast(), size_of_val(&name) as libc::socklen_t) }
+            }
+            SocketAddr::V6(v6) => {
+                let name = libc::sockaddr_in6 {
+                    sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                    sin6_port: v6.port().to_be(),
+                    sin6_flowinfo: v6.flowinfo(),
+                    sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
+                    sin6_scope_id: v6.scope_id(),
+                };
+                // SAFETY: an address of its size.
+                unsafe { libc::connect(fd, (&raw const name).cast(), size_of_val(&name) as libc::socklen_t) }
+            }
+        };
+        match outcome {
+            0 => Ok(socket),
+            _ => match io::Error::last_os_error() {
+                e if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(socket),
+                e => Err(e),
+            },
+        }
+    }
+
+    /// # Safety
+    /// As [`Stream::receive`].
+    unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
+        loop {
+            // SAFETY: as the caller promises.
+            let got = unsafe { libc::readv(self.0.as_raw_fd(), places.as_ptr(), places.len() as i32) };
+            if got >= 0 {
+                return Ok(got as usize);
+            }
+            let e = io::Error::last_os_error();
+            if e.kind() != io::ErrorKind::Interrupted {
+                return Err(e);
+            }
+        }
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // SAFETY: readable bytes, as the count says. A connection that is gone gives an error and no signal.
+        let sent = unsafe { libc::send(self.0.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

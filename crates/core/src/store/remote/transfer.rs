@@ -1,0 +1,231 @@
+//! One read on its way: what is still to come, where it goes, and what has been tried.
+
+use super::address::Address;
+use super::answer::Expected;
+use super::request::{Request, Requests};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Route, Ticket};
+use crate::source::Destination;
+use crate::store::version::Version;
+use crate::sync::{lock, Mutex};
+use std::any::Any;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Most places that one system call fills.
+const MOST_PLACES: usize = 64;
+
+/// One object: where it is, and how it is asked for.
+#[derive(Debug)]
+pub(super) struct Site {
+    /// For messages.
+    pub(super) path: PathBuf,
+    at: String,
+    pub(super) requests: Arc<dyn Requests>,
+    /// Where the server has redirected to. Later reads go there at once.
+    moved: Mutex<Option<Address>>,
+}
+
+impl Site {
+    pub(super) fn new(path: PathBuf, at: String, requests: Arc<dyn Requests>) -> Site {
+        Site { path, at, requests, moved: Mutex::new(None) }
+    }
+
+    /// The request for the object. A place that a redirect names has its signature in its own address.
+    pub(super) fn request(&self) -> Result<Request> {
+        match &*lock(&self.moved) {
+            Some(address) => Ok(Request { address: address.clone(), fields: String::new() }),
+            None => self.requests.request(&self.at),
+        }
+    }
+
+    pub(super) fn moved(&self, to: Address) {
+        *lock(&self.moved) = Some(to);
+    }
+
+    /// Has the object asked for where it was first, or with another signature; false if that is what was done.
+    pub(super) fn renew(&self) -> bool {
+        lock(&self.moved).take().is_some() || self.requests.renew()
+    }
+}
+
+/// Consecutive bytes of a body go to these places in turn; a null address discards.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    list: Vec<(*mut u8, usize)>,
+    /// The place that is filled now, and how much of it has been.
+    place: usize,
+    filled: usize,
+}
+
+impl Places {
+    pub(super) fn one(at: *mut u8, len: usize) -> Places {
+        Places { list: vec![(at, len)], ..Places::default() }
+    }
+
+    /// Where a read of `len` bytes lands; `None` if that is not known yet.
+    ///
+    /// # Errors
+    /// `Internal` for a mapping: there is nothing to map.
+    pub(super) fn of(into: Destination, len: u64) -> Result<Option<Places>> {
+        match into {
+            Destination::Memory(at) => Ok(Some(Places::one(at, len as usize))),
+            Destination::Scatter(list) => Ok(Some(Places { list, ..Places::default() })),
+            Destination::OnArrival => Ok(None),
+            Destination::Mapping { .. } => {
+                Err(Error::new(ErrorKind::Internal, "nothing of a web server can be mapped; please report this"))
+            }
+        }
+    }
+
+    /// The next places, for `left` bytes at most; what is discarded goes to `discard`.
+    pub(super) fn next(&self, left: u64, discard: &mut [u8], out: &mut Vec<libc::iovec>) {
+        out.clear();
+        let (mut left, mut filled) = (left as usize, self.filled);
+        for (at, len) in self.list[self.place..].iter().take(MOST_PLACES) {
+            let all = (len - filled).min(left);
+            let (base, iov_len) = match at.is_null() {
+                true => (discard.as_mut_ptr(), all.min(discard.len())),
+                // SAFETY: within the place.
+                false => (unsafe { at.add(filled) }, all),
+            };
+            out.push(libc::iovec { iov_base: base.cast(), iov_len });
+            left -= iov_len;
+            filled = 0;
+            if iov_len < all || left == 0 {
+                return;
+            }
+        }
+    }
+
+    /// `bytes` more are there.
+    fn advance(&mut self, mut bytes: usize) {
+        while let Some((_, len)) = self.list.get(self.place) {
+            let all = len - self.filled;
+            if bytes < all {
+                self.filled += bytes;
+                return;
+            }
+            bytes -= all;
+            (self.place, self.filled) = (self.place + 1, 0);
+        }
+    }
+
+    /// Copies bytes that came with the head of the answer.
+    fn put(&mut self, mut bytes: &[u8]) {
+        while let (false, Some((at, len))) = (bytes.is_empty(), self.list.get(self.place)) {
+            let part = bytes.len().min(len - self.filled);
+            if !at.is_null() {
+                // SAFETY: within the place, which the read keeps for us; the bytes are in a buffer of ours.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.add(self.filled), part) };
+            }
+            self.advance(part);
+            bytes = &bytes[part..];
+        }
+    }
+}
+
+/// A read.
+pub(super) struct Transfer {
+    pub(super) ticket: Ticket,
+    pub(super) route: Route,
+    pub(super) site: Arc<Site>,
+    /// Size and version of the object, and the range of the whole read.
+    expected: Expected,
+    /// `None`: its place comes when the first byte is there.
+    pub(super) places: Option<Places>,
+    pub(super) keep: Arc<dyn Any + Send + Sync>,
+    /// Bytes that are there.
+    got: u64,
+    /// Requests that failed since the last one that brought much, and what was there then.
+    pub(super) tries: u32,
+    pub(super) got_then: u64,
+    /// Whether a server has answered.
+    pub(super) answered: bool,
+    /// Where it was last asked for.
+    pub(super) asked: Option<Address>,
+    pub(super) redirects: u32,
+    pub(super) renewed: bool,
+    /// When it may be asked for again.
+    pub(super) not_before: Instant,
+    /// Whether its arrival was reported.
+    pub(super) arrived: bool,
+    /// When it was last reported that bytes come.
+    pub(super) told: Instant,
+}
+
+// SAFETY: the addresses are only written to while the read is held, and `keep` keeps them valid (invariant 5).
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    pub(super) fn new(ticket: Ticket, route: Route, site: Arc<Site>, expected: Expected, places: Option<Places>) -> Transfer {
+        let now = Instant::now();
+        Transfer {
+            ticket,
+            route,
+            site,
+            expected,
+            places,
+            keep: Arc::new(()),
+            got: 0,
+            tries: 0,
+            got_then: 0,
+            answered: false,
+            asked: None,
+            redirects: 0,
+            renewed: false,
+            not_before: now,
+            arrived: false,
+            told: now,
+        }
+    }
+
+    /// What the next request asks for: only what is missing.
+    pub(super) fn expected(&self) -> Expected {
+        let Expected { object, range } = &self.expected;
+        Expected { object: object.clone(), range: range.start + self.got..range.end }
+    }
+
+    /// The strong ETag of the object, if it has been seen and has one.
+    pub(super) fn etag(&self) -> Option<&str> {
+        match &self.expected.object {
+            Some((_, Version::Strong(etag))) => Some(etag),
+            _ => None,
+        }
+    }
+
+    /// Size and version of the object, if it has been seen.
+    pub(super) fn object(&self) -> Option<&(u64, Version)> {
+        self.expected.object.as_ref()
+    }
+
+    /// The object has this size and version, and `length` bytes come.
+    pub(super) fn seen(&mut self, length: u64, size: u64, version: Version) {
+        if self.expected.object.is_none() {
+            self.expected.range.end = self.expected.range.start + length;
+            self.expected.object = Some((size, version));
+        }
+    }
+
+    pub(super) fn got(&self) -> u64 {
+        self.got
+    }
+
+    /// Bytes were received into the next places.
+    pub(super) fn received(&mut self, bytes: usize) {
+        self.got += bytes as u64;
+        self.places.iter_mut().for_each(|places| places.advance(bytes));
+    }
+
+    /// Copies bytes to the next places.
+    pub(super) fn put(&mut self, bytes: &[u8]) {
+        self.got += bytes.len() as u64;
+        self.places.iter_mut().for_each(|places| places.put(bytes));
+    }
+
+    /// An error that says of which bytes it is.
+    pub(super) fn located(&self, error: Error) -> Error {
+        error.at(&self.site.path).range(self.expected.range.clone())
+    }
+}
