@@ -18,7 +18,7 @@ from ._frameworks import device_for
 from ._job import Job
 from ._late_imports import importing
 from ._options import make_options
-from ._paths import local_path
+from ._paths import is_web, local_path, source_path, without_secrets
 from ._progress import Progress
 from ._report import Report, report_of
 from ._request import Request, prepare
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ._hub import Snapshot
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A shard file, several files, a folder, an index file, or the name of a repository in the local Hub cache."""
+"""A shard file, several files, a folder, an index file, web addresses of those, or the name of a repository in the local
+Hub cache."""
 
 
 def _paths_of(source: Source, argument: str) -> list[str]:
@@ -39,10 +40,11 @@ def _paths_of(source: Source, argument: str) -> list[str]:
     except TypeError:
         listed, paths = [], [b""]  # type: ignore[list-item]
     if not all(isinstance(path, str) for path in paths):
-        raise ArgumentTypeError(f"{argument}={source!r}: give a path (str or PathLike), or a list of paths")
+        given = without_secrets(repr(source))
+        raise ArgumentTypeError(f"{argument}={given}: give a path (str or PathLike), or a list of paths")
     if not isinstance(source, str) or not source.startswith("hf://"):
         for path in listed:
-            local_path(path, argument)
+            source_path(path, argument)
     return paths
 
 
@@ -333,7 +335,7 @@ class Checkpoint:
 
     def _all_files(self, stall_timeout: float | None = None) -> list[str]:
         """The shard files, then the other files of the snapshot that this was opened as."""
-        files = self.files
+        files = [local_path(path, "verify") for path in self.files]
         if self._snapshot is not None:
             with importing():
                 from . import _hub
@@ -381,7 +383,8 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
         source: A shard file, a list of shard files, a folder, or an index file (``model.safetensors.index.json``). Or
             the name of a repository in the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (a branch,
             a tag or a commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is
-            opened; ``hf://`` always means the cache. Nothing is ever downloaded.
+            opened; ``hf://`` always means the cache. No file is ever downloaded to a disk. Files, lists and indexes
+            may also be on a web server (``https://...``, experimental): tensors are then received into their memory.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
 
@@ -392,7 +395,7 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
         NotFoundError: (a FileNotFoundError) there is nothing, or some files are missing.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
         StalledError: the file system does not answer. It names the file.
-        InvalidError: ``source`` is not a path. A scheme such as ``s3://`` is a FileNotFoundError too.
+        InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.
     """
     return open_as("source", source, stall_timeout)
 
@@ -408,7 +411,7 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
                 raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
             return Checkpoint(core)
         except NotFoundError as error:
-            if not isinstance(source, str):
+            if not isinstance(source, str) or is_web(source):
                 raise
             absent = error
     with importing():  # nobody pays for it who opens what is on disk

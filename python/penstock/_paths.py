@@ -1,4 +1,4 @@
-"""Arguments that are paths: of file systems that this machine has mounted, and of nothing else."""
+"""Arguments that are paths of file systems that this machine has mounted; where checkpoints are opened, also addresses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,33 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 # What pathlib makes of one: it takes two slashes for one. Schemes of one letter would be drives
 _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 
+_WEB = re.compile(r"https?://", re.IGNORECASE)
+# A name and a password before the host; the query or the fragment behind the path
+_SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
+
+_OPENED = "web addresses are understood only where a checkpoint is opened or loaded, as strings"
 _ADVICE = {
+    "http": _OPENED,
+    "https": _OPENED,
     "file": "give the path without file://",
     "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }
 _ELSE = "copy the files to a disk, or mount that storage, and give the path"
+
+
+def is_web(path: object) -> bool:
+    """Whether this is the address of something on a web server."""
+    return isinstance(path, str) and _WEB.match(path) is not None
+
+
+def without_secrets(text: str) -> str:
+    """``text`` as messages show it: web addresses without what may be a password or a signature."""
+    return _SECRET.sub(lambda found: found[1] + (found[2] or ""), text) if ":/" in text else text
+
+
+def source_path(path: str | os.PathLike[str], argument: str) -> str:
+    """`local_path`, where something is opened: the core has a store for web addresses."""
+    return str(path) if is_web(path) else local_path(path, argument)
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> str:
@@ -42,9 +64,11 @@ def local_path(path: str | os.PathLike[str], argument: str) -> str:
             found = None  # such a folder is there, so it may well be meant
     if found is None:
         return text
-    rest = text[found.end() :].lstrip("/")
+    text = without_secrets(text)
+    rest, advice = text[found.end() :].lstrip("/"), _ADVICE.get(found[1].lower(), _ELSE)
+    here = " here" if advice is _OPENED else ""
     raise SchemeError(
-        f"{argument}={text!r}: {found[1]}:// is not supported; {_ADVICE.get(found[1].lower(), _ELSE)}. "
+        f"{argument}={text!r}: {found[1]}:// is not supported{here}; {advice}. "
         f"(If you mean a folder of this name, give './{found[1]}:/{rest}'.)",
         path=text,
     )

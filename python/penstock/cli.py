@@ -38,7 +38,7 @@ from ._errors import (
 from ._frameworks import FRAMEWORKS
 from ._load import load
 from ._options import make_options, options_listed
-from ._paths import local_path
+from ._paths import local_path, source_path
 from ._report import Report, size_text
 from ._selection import info_of
 from ._terminal import Parser, WrongUsage, styled, table, wrapped
@@ -91,7 +91,8 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
         for path in listed:
             repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
             if isinstance(path, str) and not repository:
-                local_path(path, argument)
+                opened = argument == "source" and args.command in ("inspect", "load")
+                (source_path if opened else local_path)(path, argument)
 
 
 # inspect

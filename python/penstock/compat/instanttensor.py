@@ -25,6 +25,7 @@ from .._choices import NameMatch
 from .._core import Options
 from .._errors import InvalidError, UnsupportedError
 from .._frameworks import need, need_torch
+from .._paths import local_path
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
@@ -170,7 +171,8 @@ class safe_open:
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
         self._checkpoint = open_as("filename", filename)
-        io = io_for(backends, self._checkpoint.files, mapped=on_cpu and not copy)
+        files = [local_path(file, "filename") for file in self._checkpoint.files]
+        io = io_for(backends, files, mapped=on_cpu and not copy)
         if io is not None:
             self._settings["io"] = io
         self._names = None if tensor_filter is None else [name for name in self._checkpoint if matches(name)]

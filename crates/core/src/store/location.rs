@@ -140,7 +140,11 @@ fn shown(text: &str) -> &str {
             let start = scheme.len() + "://".len();
             let host = place[start..].split('/').next().unwrap_or_default();
             // A name or a password stands there: nothing of the rest is shown.
-            if host.contains('@') { &place[..start] } else { place }
+            if host.contains('@') {
+                &place[..start]
+            } else {
+                place
+            }
         }
         _ => place,
     }

@@ -35,9 +35,9 @@ pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::read_fully;
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
-pub(crate) use residency::cached_pages;
 #[cfg(feature = "remote")]
 pub use remote::{Web, WebSettings};
+pub(crate) use residency::cached_pages;
 pub use residency::Residency;
 pub use stat::identity_of;
 pub(crate) use storage::Storage;

@@ -308,6 +308,8 @@ fn reset(stream: &mut TcpStream) -> std::io::Result<bool> {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     let size = size_of::<libc::linger>() as libc::socklen_t;
     // SAFETY: the option is a `linger`.
-    unsafe { libc::setsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), size) };
+    unsafe {
+        libc::setsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), size)
+    };
     Ok(false)
 }

@@ -23,14 +23,22 @@ pub(super) struct Address {
 
 impl Server {
     fn scheme(&self) -> &'static str {
-        if self.tls { "https" } else { "http" }
+        if self.tls {
+            "https"
+        } else {
+            "http"
+        }
     }
 
     /// As the `Host` field of a request has it.
     pub(super) fn authority(&self) -> String {
         let Server { host, port, .. } = self;
         let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-        if *port == default_port(self.tls) { host } else { format!("{host}:{port}") }
+        if *port == default_port(self.tls) {
+            host
+        } else {
+            format!("{host}:{port}")
+        }
     }
 
     pub(super) fn ip(&self) -> Option<IpAddr> {
@@ -39,7 +47,11 @@ impl Server {
 }
 
 fn default_port(tls: bool) -> u16 {
-    if tls { 443 } else { 80 }
+    if tls {
+        443
+    } else {
+        80
+    }
 }
 
 fn invalid(why: &str) -> Error {
@@ -69,7 +81,9 @@ impl Address {
         };
         let port = match port.strip_prefix(':') {
             Some("") => default_port(tls),
-            Some(digits) => digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| invalid("its port is no port"))?,
+            Some(digits) => {
+                digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| invalid("its port is no port"))?
+            }
             None if port.is_empty() => default_port(tls),
             None => return Err(invalid("something stands between the host and the path")),
         };
@@ -146,7 +160,8 @@ mod tests {
             let found = Address::parse(text).unwrap();
             assert_eq!((&*found.server.authority(), &*found.target), (authority, target), "{text}");
         }
-        for text in ["http://", "http://a:b@h/x", "http://h:0/", "http://h:x/", "ftp://h/", "http://hä/", "http://[::1/x", "h"]
+        for text in
+            ["http://", "http://a:b@h/x", "http://h:0/", "http://h:x/", "ftp://h/", "http://hä/", "http://[::1/x", "h"]
         {
             let e = Address::parse(text).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Invalid, "{text}: {e}");

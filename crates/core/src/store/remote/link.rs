@@ -2,9 +2,9 @@
 
 use super::address::Server;
 use super::answer::{Answer, Verdict};
-use super::request::Request;
-use super::stream::Stream;
-use super::transfer::Transfer;
+use super::connection::Connection;
+use super::fetch::Fetch;
+use super::request::Get;
 use crate::error::Error;
 use std::io;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ const HEAD: usize = 4096;
 const REPORT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum Phase {
     /// It connects, or the answer is waited for.
     Asked,
     /// The body comes, and there is no place for it. Nothing is received.
@@ -27,7 +27,7 @@ pub(super) enum State {
 }
 
 /// What came of it.
-pub(super) enum Next {
+pub(super) enum Advance {
     /// There is nothing more to do now.
     Wait,
     /// The first byte is there; its place is waited for.
@@ -45,10 +45,10 @@ pub(super) enum Next {
 }
 
 pub(super) struct Link {
-    pub(super) stream: Stream,
+    pub(super) stream: Connection,
     pub(super) server: Server,
-    pub(super) job: Option<Transfer>,
-    pub(super) state: State,
+    pub(super) job: Option<Fetch>,
+    pub(super) state: Phase,
     /// The head of the answer so far, and then what of the body came with it.
     head: Vec<u8>,
     /// Bytes of the body that are still to come.
@@ -64,60 +64,60 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(stream: Stream, server: Server, now: Instant) -> Link {
-        let (head, state) = (Vec::new(), State::Idle);
+    pub(super) fn new(stream: Connection, server: Server, now: Instant) -> Link {
+        let (head, state) = (Vec::new(), Phase::Idle);
         Link { stream, server, job: None, state, head, left: 0, keeps: true, reused: false, last: now, watched: 0 }
     }
 
     /// Sends a request for what `job` misses.
-    pub(super) fn ask(&mut self, job: Transfer, request: &Request, now: Instant) {
+    pub(super) fn ask(&mut self, job: Fetch, request: &Get, now: Instant) {
         self.stream.say(request.text(&job.expected().range, job.etag()));
         self.head.clear();
-        (self.job, self.state, self.last, self.keeps) = (Some(job), State::Asked, now, false);
+        (self.job, self.state, self.last, self.keeps) = (Some(job), Phase::Asked, now, false);
     }
 
     /// Whether the server has said nothing to this request.
     pub(super) fn is_unanswered(&self) -> bool {
-        self.state == State::Asked && self.head.is_empty()
+        self.state == Phase::Asked && self.head.is_empty()
     }
 
     /// What waits for a place has one.
     pub(super) fn unpark(&mut self, now: Instant) {
-        (self.state, self.last) = (State::Body, now);
+        (self.state, self.last) = (Phase::Body, now);
         self.take_rest();
     }
 
     /// Does what can be done without waiting. `received`: it is time to report that bytes come.
-    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> Next {
+    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> Advance {
         if let Err(e) = self.stream.send() {
-            return Next::Lost(e);
+            return Advance::Lost(e);
         }
         loop {
             let next = match self.state {
-                State::Idle => self.idle(discard),
-                State::Parked => return Next::Wait,
-                State::Asked => self.answer(now),
-                State::Body => self.body(now, discard, received),
+                Phase::Idle => self.idle(discard),
+                Phase::Parked => return Advance::Wait,
+                Phase::Asked => self.answer(now),
+                Phase::Body => self.body(now, discard, received),
             };
             match next {
                 Ok(None) => {}
                 Ok(Some(next)) => return next,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Next::Wait,
-                Err(e) => return Next::Lost(e),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Advance::Wait,
+                Err(e) => return Advance::Lost(e),
             }
         }
     }
 
     /// An idle connection brings nothing good: it is closed, or the server says more than was asked for. What TLS itself
     /// sends is no byte here.
-    fn idle(&mut self, discard: &mut [u8]) -> io::Result<Option<Next>> {
+    fn idle(&mut self, discard: &mut [u8]) -> io::Result<Option<Advance>> {
         let place = libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len: discard.len() };
         // SAFETY: the place is `discard`.
         unsafe { self.stream.receive(&mut [place])? };
-        Ok(Some(Next::Close))
+        Ok(Some(Advance::Close))
     }
 
-    fn answer(&mut self, now: Instant) -> io::Result<Option<Next>> {
+    fn answer(&mut self, now: Instant) -> io::Result<Option<Advance>> {
         let had = self.head.len();
         self.head.resize(had + HEAD, 0);
         let place = libc::iovec { iov_base: self.head[had..].as_mut_ptr().cast(), iov_len: HEAD };
@@ -125,19 +125,22 @@ impl Link {
         let got = unsafe { self.stream.receive(&mut [place]) };
         self.head.truncate(had + *got.as_ref().unwrap_or(&0));
         if got? == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server closed the connection before it answered"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the server closed the connection before it answered",
+            ));
         }
         self.last = now;
         let (answer, length) = loop {
             match Answer::parse(&self.head) {
-                Err(e) => return Ok(Some(Next::Failed(e))),
+                Err(e) => return Ok(Some(Advance::Failed(e))),
                 Ok(None) => return Ok(None),
                 // "Continue" and the like: the answer comes behind it.
                 Ok(Some((answer, length))) if (100..200).contains(&answer.status) => drop(self.head.drain(..length)),
                 Ok(Some(found)) => break found,
             }
         };
-        let Some(job) = &mut self.job else { return Ok(Some(Next::Close)) };
+        let Some(job) = &mut self.job else { return Ok(Some(Advance::Close)) };
         job.answered = true;
         match answer.judge(&job.expected()) {
             Verdict::Body { length: bytes, size, version } => {
@@ -147,14 +150,14 @@ impl Link {
                 self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
                 self.head.drain(..length);
                 if job.places.is_none() && bytes > 0 {
-                    self.state = State::Parked;
-                    return Ok(Some(Next::Park));
+                    self.state = Phase::Parked;
+                    return Ok(Some(Advance::Park));
                 }
-                self.state = State::Body;
+                self.state = Phase::Body;
                 self.take_rest();
                 Ok(None)
             }
-            other => Ok(Some(Next::Told(other))),
+            other => Ok(Some(Advance::Told(other))),
         }
     }
 
@@ -170,10 +173,10 @@ impl Link {
         self.head.clear();
     }
 
-    fn body(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> io::Result<Option<Next>> {
-        let Some(job) = &mut self.job else { return Ok(Some(Next::Close)) };
+    fn body(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> io::Result<Option<Advance>> {
+        let Some(job) = &mut self.job else { return Ok(Some(Advance::Close)) };
         if self.left == 0 {
-            return Ok(Some(Next::Done));
+            return Ok(Some(Advance::Done));
         }
         let mut places = Vec::new();
         if let Some(next) = &job.places {
@@ -182,7 +185,10 @@ impl Link {
         // SAFETY: the places are within the destination of a read that is in flight, or in `discard`.
         let got = unsafe { self.stream.receive(&mut places)? };
         if got == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server closed the connection within the body"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the server closed the connection within the body",
+            ));
         }
         job.received(got);
         self.left -= got as u64;

@@ -8,20 +8,22 @@
 
 mod address;
 mod answer;
+mod connection;
+mod fetch;
 mod link;
 mod names;
 mod net;
 mod request;
+mod settings;
 mod source;
-mod stream;
 mod tls;
-mod transfer;
 
 use self::answer::Expected;
+use self::fetch::{Fetch, Sink, Site};
 use self::net::{Common, Net, Told};
-use self::request::{Anonymous, Requests};
+use self::request::{Requests, Unsigned};
+pub use self::settings::WebSettings;
 use self::source::{Remote, WebSource};
-use self::transfer::{Places, Site, Transfer};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::object::{Head, Object, Objects, Store};
@@ -34,36 +36,13 @@ use crate::way::Routing;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Bytes of one request: 8 to 16 MiB is what object stores recommend.
 const EXTENT: u64 = 16 * MIB;
 /// Bytes that cost less than another request: a server sends 85 MB/s on one connection, after 10 to 50 ms.
 const GAP: u64 = MIB;
-
-/// How web servers are asked.
-#[derive(Debug, Clone)]
-pub struct WebSettings {
-    /// Connections of one load.
-    pub connections: usize,
-    /// Requests for the same bytes, at most.
-    pub tries: u32,
-    /// The pause before the second of them. Each further pause is twice as long, up to 3 s.
-    pub pause: Duration,
-    /// A connection that brings nothing for so long is closed, and what is missing is asked for again.
-    pub stall: Duration,
-    /// A file with the certificates (PEM) of the authorities to trust, instead of the system's.
-    pub authorities: Option<PathBuf>,
-}
-
-impl Default for WebSettings {
-    fn default() -> Self {
-        let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
-        WebSettings { connections: 16, tries: 8, pause, stall, authorities: None }
-    }
-}
 
 /// The store of `http://` and `https://` addresses.
 #[derive(Debug)]
@@ -76,7 +55,7 @@ impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: WebSettings) -> Web {
         let common = Arc::new(Common { settings, names: Arc::default(), tls: tls::Tls::default() });
-        Web { common, requests: Arc::new(Anonymous) }
+        Web { common, requests: Arc::new(Unsigned) }
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {
@@ -94,8 +73,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let mut net = Net::new(common.clone(), None).map_err(located)?;
-    let places = Places::one(bytes.as_mut_ptr(), bytes.len());
-    net.add(Transfer::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
+    let places = Sink::one(bytes.as_mut_ptr(), bytes.len());
+    net.add(Fetch::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
@@ -115,7 +94,8 @@ impl Store for Web {
     /// Web servers list nothing: an address is one object.
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
         if at.to_string().ends_with('/') || at.file_name().is_empty() {
-            let text = "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
+            let text =
+                "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
                         a list of all files";
             return Err(Error::new(ErrorKind::NotFound, text).at(at));
         }

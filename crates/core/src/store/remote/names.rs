@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 /// How long an answer is used. Object stores answer each time with other addresses.
 const FRESH: Duration = Duration::from_secs(30);
 
-type Addresses = Result<Arc<Vec<SocketAddr>>>;
+type Resolved = Result<Arc<Vec<SocketAddr>>>;
 
 /// What is known of servers' addresses, and who waits for more.
 #[derive(Debug, Default)]
-pub(super) struct Names(Mutex<State>);
+pub(super) struct Names(Mutex<Lookups>);
 
 #[derive(Debug, Default)]
-struct State {
-    known: HashMap<Server, (Instant, Addresses)>,
+struct Lookups {
+    known: HashMap<Server, (Instant, Resolved)>,
     /// Servers that are being asked about, and who is notified.
     asked: HashMap<Server, Vec<Arc<Wake>>>,
 }
@@ -29,7 +29,7 @@ struct State {
 impl Names {
     /// The addresses of a server, if they are known. If they are not, it is asked for them, and `wake` is notified when the
     /// answer is there. Without a `wake` the call waits for it.
-    pub(super) fn addresses(self: &Arc<Self>, server: &Server, wake: Option<&Arc<Wake>>) -> Option<Addresses> {
+    pub(super) fn addresses(self: &Arc<Self>, server: &Server, wake: Option<&Arc<Wake>>) -> Option<Resolved> {
         if let Some(ip) = server.ip() {
             return Some(Ok(Arc::new(vec![SocketAddr::new(ip, server.port)])));
         }
@@ -79,7 +79,7 @@ impl Names {
     }
 }
 
-fn resolved(server: &Server) -> Addresses {
+fn resolved(server: &Server) -> Resolved {
     let found = (server.host.as_str(), server.port).to_socket_addrs();
     let found: Vec<_> = found.map_err(|e| no_address(server).caused_by(e))?.collect();
     if found.is_empty() {

@@ -1,12 +1,13 @@
 //! The connections of one load, on one thread: requests are sent, bodies received, and what fails is asked for again.
 
+use super::address::Server;
 use super::answer::Verdict;
-use super::link::{Link, Next, State};
+use super::connection::Connection;
+use super::fetch::{Fetch, Sink};
+use super::link::{Advance, Link, Phase};
 use super::names::Names;
-use super::stream::Stream;
+use super::settings::WebSettings;
 use super::tls::Tls;
-use super::transfer::{Places, Transfer};
-use super::WebSettings;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::source::epoll;
@@ -43,7 +44,12 @@ pub(super) enum Told {
     Arrived(Ticket),
     Received(Ticket),
     /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
-    Done { ticket: Ticket, route: Route, result: Result<u64>, object: Option<(u64, Version)> },
+    Done {
+        ticket: Ticket,
+        route: Route,
+        result: Result<u64>,
+        object: Option<(u64, Version)>,
+    },
 }
 
 /// The connections.
@@ -54,7 +60,7 @@ pub(super) struct Net {
     wake: Option<Arc<Wake>>,
     links: Vec<Option<Link>>,
     /// Reads that have no connection: those that were sent back first.
-    waiting: VecDeque<Transfer>,
+    waiting: VecDeque<Fetch>,
     /// Connections that were made; each goes to the next address of its server.
     made: usize,
     discard: Vec<u8>,
@@ -70,13 +76,19 @@ impl Net {
         Ok(Net { common, epoll, wake, links, waiting, made: 0, discard: vec![0; DISCARD] })
     }
 
-    pub(super) fn add(&mut self, transfer: Transfer) {
-        self.waiting.push_back(transfer);
+    pub(super) fn add(&mut self, fetch: Fetch) {
+        self.waiting.push_back(fetch);
     }
 
     /// Gives a read its place. One that has ended has none any more.
-    pub(super) fn land(&mut self, ticket: Ticket, places: Places, keep: Arc<dyn Any + Send + Sync>, told: &mut Vec<Told>) {
-        let has = |job: &Transfer| job.ticket == ticket;
+    pub(super) fn land(
+        &mut self,
+        ticket: Ticket,
+        places: Sink,
+        keep: Arc<dyn Any + Send + Sync>,
+        told: &mut Vec<Told>,
+    ) {
+        let has = |job: &Fetch| job.ticket == ticket;
         if let Some(job) = self.waiting.iter_mut().find(|job| has(job)) {
             (job.places, job.keep) = (Some(places), keep);
             return;
@@ -88,7 +100,7 @@ impl Net {
             (job.places, job.keep) = (Some(places), keep);
         }
         let now = Instant::now();
-        if link.state == State::Parked {
+        if link.state == Phase::Parked {
             link.unpark(now);
         }
         self.advance(number, link, now, told);
@@ -101,9 +113,9 @@ impl Net {
 
     /// Ends every read with this error.
     pub(super) fn give_up(&mut self, e: &Error, told: &mut Vec<Told>) {
-        let mut jobs: Vec<Transfer> = self.waiting.drain(..).collect();
+        let mut jobs: Vec<Fetch> = self.waiting.drain(..).collect();
         for slot in &mut self.links {
-            if let Some(link) = slot.take_if(|link| link.state != State::Idle) {
+            if let Some(link) = slot.take_if(|link| link.state != Phase::Idle) {
                 jobs.extend(link.job);
             }
         }
@@ -123,7 +135,11 @@ impl Net {
         let found = unsafe { libc::epoll_wait(fd, events.as_mut_ptr(), most, self.patience(now)) };
         if found < 0 {
             let e = io::Error::last_os_error();
-            return if e.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(Error::io("wait for servers", &e)) };
+            return if e.kind() == io::ErrorKind::Interrupted {
+                Ok(())
+            } else {
+                Err(Error::io("wait for servers", &e))
+            };
         }
         let now = Instant::now();
         for event in &events[..found as usize] {
@@ -141,7 +157,7 @@ impl Net {
     /// How long to wait for events, in milliseconds.
     fn patience(&self, now: Instant) -> i32 {
         let pauses = self.waiting.iter().map(|job| job.not_before).filter(|due| *due > now);
-        let links = self.links.iter().flatten().filter(|link| matches!(link.state, State::Asked | State::Body));
+        let links = self.links.iter().flatten().filter(|link| matches!(link.state, Phase::Asked | Phase::Body));
         let stalls = links.map(|link| link.last + self.common.settings.stall);
         match pauses.chain(stalls).min() {
             Some(due) => due.saturating_duration_since(now).as_millis().min(60_000) as i32 + 1,
@@ -154,7 +170,7 @@ impl Net {
         let stall = self.common.settings.stall;
         for number in 0..self.links.len() {
             let stalled = |link: &mut Link| {
-                matches!(link.state, State::Asked | State::Body) && now.duration_since(link.last) >= stall
+                matches!(link.state, Phase::Asked | Phase::Body) && now.duration_since(link.last) >= stall
             };
             if let Some(job) = self.links[number].take_if(stalled).and_then(|link| link.job) {
                 let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
@@ -180,48 +196,55 @@ impl Net {
                 }
             };
             let server = &request.address.server;
-            let idle = |link: &Option<Link>| link.as_ref().is_some_and(|link| link.state == State::Idle);
-            let same = |link: &Option<Link>| idle(link) && link.as_ref().is_some_and(|link| link.server == *server);
-            let found = match self.links.iter().position(same) {
-                Some(number) => self.links[number].take().map(|link| (number, link)),
-                None => {
-                    let full = self.links.iter().flatten().count() >= self.common.settings.connections;
-                    if full {
-                        match self.links.iter().position(idle) {
-                            Some(other) => self.links[other] = None,
-                            None => return,
-                        }
-                    }
-                    let addresses = match self.common.names.addresses(server, self.wake.as_ref()) {
-                        None => {
-                            at += 1;
-                            continue;
-                        }
-                        Some(addresses) => addresses,
-                    };
-                    let stream = addresses.and_then(|addresses| {
-                        self.made += 1;
-                        let tls = if server.tls { Some(self.tls(&server.host)?) } else { None };
-                        let to = &addresses[self.made % addresses.len()];
-                        Stream::connect(to, tls).map_err(|e| Error::io("connect", &e))
-                    });
-                    match stream {
-                        Ok(stream) => Some((self.room(), Link::new(stream, server.clone(), now))),
-                        Err(e) => {
-                            let lasting = matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit);
-                            if let Some(job) = self.waiting.remove(at) {
-                                if lasting { fail(job, e, told) } else { self.again(job, e, None, told) }
-                            }
-                            continue;
-                        }
-                    }
-                }
+            let found = match self.take_idle(server) {
+                Some(found) => Ok(Some(found)),
+                None if !self.has_room() => return,
+                None => self.open(server, now),
             };
-            let (Some((number, mut link)), Some(mut job)) = (found, self.waiting.remove(at)) else { return };
-            job.asked = Some(request.address.clone());
-            link.ask(job, &request, now);
-            self.advance(number, link, now, told);
+            let Some(found) = found.transpose() else {
+                at += 1;
+                continue;
+            };
+            let Some(mut job) = self.waiting.remove(at) else { return };
+            match found {
+                Ok((number, mut link)) => {
+                    job.asked = Some(request.address.clone());
+                    link.ask(job, &request, now);
+                    self.advance(number, link, now, told);
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit) => {
+                    fail(job, e, told);
+                }
+                Err(e) => self.again(job, e, None, told),
+            }
         }
+    }
+
+    /// A connection to that server on which nothing is asked for.
+    fn take_idle(&mut self, server: &Server) -> Option<(usize, Link)> {
+        let idle = |link: &Link| link.state == Phase::Idle && link.server == *server;
+        let number = self.links.iter().position(|link| link.as_ref().is_some_and(idle))?;
+        self.links[number].take().map(|link| (number, link))
+    }
+
+    /// Whether one more connection may be made, perhaps in the place of an idle one to another server.
+    fn has_room(&mut self) -> bool {
+        if self.links.iter().flatten().count() < self.common.settings.connections {
+            return true;
+        }
+        let idle = |slot: &&mut Option<Link>| slot.as_ref().is_some_and(|link| link.state == Phase::Idle);
+        self.links.iter_mut().find(idle).and_then(Option::take).is_some()
+    }
+
+    /// A new connection to that server, and its number; `None` if the addresses of the server are not known yet.
+    fn open(&mut self, server: &Server, now: Instant) -> Result<Option<(usize, Link)>> {
+        let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
+        let addresses = addresses?;
+        self.made += 1;
+        let tls = if server.tls { Some(self.tls(&server.host)?) } else { None };
+        let connection = Connection::connect(&addresses[self.made % addresses.len()], tls);
+        let link = Link::new(connection.map_err(|e| Error::io("connect", &e))?, server.clone(), now);
+        Ok(Some((self.room(), link)))
     }
 
     /// A number for one more connection.
@@ -246,39 +269,42 @@ impl Net {
             told.push(Told::Received(job.ticket));
         }
         match next {
-            Next::Wait => return self.keep(number, link, told),
-            Next::Park => {
+            Advance::Wait => self.keep(number, link, told),
+            Advance::Park => {
                 if let Some(job) = link.job.as_mut().filter(|job| !job.arrived) {
                     job.arrived = true;
                     told.push(Told::Arrived(job.ticket));
                 }
-                return self.keep(number, link, told);
+                self.keep(number, link, told);
             }
-            Next::Done => {
+            Advance::Done => {
                 if let Some(job) = link.job.take() {
                     let got = job.got();
                     end(job, Ok(got), told);
                 }
                 if link.keeps {
-                    (link.state, link.reused) = (State::Idle, true);
+                    (link.state, link.reused) = (Phase::Idle, true);
                     self.keep(number, link, told);
                 }
-                return;
             }
-            Next::Close => return,
-            Next::Told(verdict) => {
+            Advance::Close => {}
+            Advance::Told(verdict) => {
                 if let Some(job) = link.job {
                     self.judged(job, verdict, told);
                 }
             }
-            Next::Failed(e) => {
+            Advance::Failed(e) => {
                 // On a connection that was used before, it may be the rest of an earlier answer.
                 let again = link.reused;
                 if let Some(job) = link.job {
-                    if again { self.again(job, e, None, told) } else { fail(job, e, told) }
+                    if again {
+                        self.again(job, e, None, told)
+                    } else {
+                        fail(job, e, told)
+                    }
                 }
             }
-            Next::Lost(e) => {
+            Advance::Lost(e) => {
                 let expired = link.reused && link.is_unanswered();
                 let Some(job) = link.job else { return };
                 if expired {
@@ -298,7 +324,7 @@ impl Net {
     fn keep(&mut self, number: usize, mut link: Link, told: &mut Vec<Told>) {
         let wanted = match link.state {
             // A connection that has been closed would be reported again and again.
-            State::Parked => 0,
+            Phase::Parked => 0,
             _ if link.stream.has_to_send() => (libc::EPOLLIN | libc::EPOLLOUT) as u32,
             _ => libc::EPOLLIN as u32,
         };
@@ -318,7 +344,7 @@ impl Net {
     }
 
     /// The server says something else than the bytes.
-    fn judged(&mut self, mut job: Transfer, verdict: Verdict, told: &mut Vec<Told>) {
+    fn judged(&mut self, mut job: Fetch, verdict: Verdict, told: &mut Vec<Told>) {
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
@@ -350,13 +376,13 @@ impl Net {
     }
 
     /// Asks for the rest of a read again, after a pause, or gives it up.
-    fn again(&mut self, mut job: Transfer, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+    fn again(&mut self, mut job: Fetch, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
         if job.got() - job.got_then >= MUCH {
             (job.tries, job.got_then) = (0, job.got());
         }
         job.tries += 1;
         let most = self.common.settings.tries;
-        let most = if job.answered { most } else { most.min(TRIES_UNANSWERED) };
+        let most = if job.answered || job.object().is_some() { most } else { most.min(TRIES_UNANSWERED) };
         if job.tries >= most {
             let e = e.reworded(|why| format!("{why}; it was asked for {most} times"));
             return fail(job, e, told);
@@ -370,13 +396,13 @@ impl Net {
 }
 
 /// A read ends: nobody learns of it while its memory is held.
-fn end(job: Transfer, result: Result<u64>, told: &mut Vec<Told>) {
+fn end(job: Fetch, result: Result<u64>, told: &mut Vec<Told>) {
     let (ticket, route, object) = (job.ticket, job.route, job.object().cloned());
     drop(job);
     told.push(Told::Done { ticket, route, result, object });
 }
 
-fn fail(job: Transfer, e: Error, told: &mut Vec<Told>) {
+fn fail(job: Fetch, e: Error, told: &mut Vec<Told>) {
     let e = job.located(e);
     end(job, Err(e), told);
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// A request for bytes of one object, without the range.
 #[derive(Debug, Clone)]
-pub(super) struct Request {
+pub(super) struct Get {
     pub(super) address: Address,
     /// Further fields, each ended by CR LF: a signature.
     pub(super) fields: String,
@@ -17,7 +17,7 @@ pub(super) struct Request {
 /// and does not block.
 pub(super) trait Requests: Send + Sync + Debug {
     /// The request for the object at this address, as it is valid now.
-    fn request(&self, at: &str) -> Result<Request>;
+    fn request(&self, at: &str) -> Result<Get>;
 
     /// The server has refused a request (401, 403). Whether the next one will differ.
     fn renew(&self) -> bool {
@@ -27,18 +27,18 @@ pub(super) trait Requests: Send + Sync + Debug {
 
 /// Requests of no one in particular.
 #[derive(Debug)]
-pub(super) struct Anonymous;
+pub(super) struct Unsigned;
 
-impl Requests for Anonymous {
-    fn request(&self, at: &str) -> Result<Request> {
-        Ok(Request { address: Address::parse(at)?, fields: String::new() })
+impl Requests for Unsigned {
+    fn request(&self, at: &str) -> Result<Get> {
+        Ok(Get { address: Address::parse(at)?, fields: String::new() })
     }
 }
 
-impl Request {
+impl Get {
     /// The text of the request for `range`, if the object is still the one with this strong ETag.
     pub(super) fn text(&self, range: &Range<u64>, etag: Option<&str>) -> String {
-        let Request { address, fields } = self;
+        let Get { address, fields } = self;
         let (target, host) = (&address.target, address.server.authority());
         let (first, last) = (range.start, range.end - 1);
         let agent = concat!("penstock/", env!("CARGO_PKG_VERSION"));

@@ -1,8 +1,8 @@
 //! The source of a load from web servers: one thread that has all connections.
 
 use super::answer::Expected;
+use super::fetch::{Fetch, Sink, Site};
 use super::net::{Common, Net, Told};
-use super::transfer::{Places, Site, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::machine::block_signals;
@@ -25,7 +25,7 @@ pub(super) struct Remote {
 }
 
 pub(super) struct WebSource {
-    shared: Arc<Shared>,
+    shared: Arc<Exchange>,
     /// The objects by the number of their file.
     objects: Arc<Vec<Option<Remote>>>,
     thread: Option<JoinHandle<()>>,
@@ -35,8 +35,8 @@ pub(super) struct WebSource {
     arrived: HashSet<Ticket>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct Exchange {
+    state: Mutex<Traffic>,
     /// Wakes the thread.
     to_thread: Arc<Wake>,
     /// Wakes the owner.
@@ -44,28 +44,28 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
-    commands: Vec<Command>,
+struct Traffic {
+    commands: Vec<ToNet>,
     events: Vec<Progress>,
     /// Every read has been given up: only their ends are of interest until the thread has heard of it.
     cancelled: bool,
     closing: bool,
 }
 
-enum Command {
-    Ask(Transfer),
-    Land(Ticket, Places, Arc<dyn Any + Send + Sync>),
+enum ToNet {
+    Ask(Box<Fetch>),
+    Land(Ticket, Sink, Arc<dyn Any + Send + Sync>),
     Cancel,
 }
 
 // SAFETY: the addresses are only written to while the read is in flight, and what it keeps keeps them valid (invariant 5).
-unsafe impl Send for Command {}
+unsafe impl Send for ToNet {}
 
 impl WebSource {
     pub(super) fn new(common: Arc<Common>, objects: Arc<Vec<Option<Remote>>>, depth: usize) -> Result<WebSource> {
-        let (state, to_thread, to_owner) = (Mutex::new(State::default()), Arc::new(Wake::new()?), Wake::new()?);
+        let (state, to_thread, to_owner) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?), Wake::new()?);
         let mut net = Net::new(common, Some(to_thread.clone()))?;
-        let shared = Arc::new(Shared { state, to_thread, to_owner });
+        let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
             block_signals();
@@ -75,7 +75,7 @@ impl WebSource {
         Ok(WebSource { shared, objects, thread, depth, in_flight: 0, arrived: HashSet::new() })
     }
 
-    fn transfer(&self, read: Read) -> Result<Transfer, (Read, Error)> {
+    fn fetch(&self, read: Read) -> Result<Fetch, (Read, Error)> {
         let Some(Remote { site, size, version }) = self.objects.get(read.file as usize).and_then(Option::as_ref) else {
             let text = "this file is no object of a web server; please report this";
             return Err((read, Error::new(ErrorKind::Internal, text)));
@@ -89,18 +89,18 @@ impl WebSource {
             return Err((read, e.at(&site.path).range(range)));
         }
         let expected = Expected { object: Some((*size, version.clone())), range: read.offset..end };
-        match Places::of(read.into, read.len) {
+        match Sink::of(read.into, read.len) {
             Ok(places) => {
-                let mut transfer = Transfer::new(read.ticket, read.route, site.clone(), expected, places);
-                transfer.keep = read.keep;
-                Ok(transfer)
+                let mut fetch = Fetch::new(read.ticket, read.route, site.clone(), expected, places);
+                fetch.keep = read.keep;
+                Ok(fetch)
             }
             Err(e) => Err((Read { into: Destination::OnArrival, ..read }, e)),
         }
     }
 }
 
-impl Shared {
+impl Exchange {
     fn run(&self, net: &mut Net) {
         let mut told = Vec::new();
         loop {
@@ -113,9 +113,9 @@ impl Shared {
             };
             for command in commands {
                 match command {
-                    Command::Ask(transfer) => net.add(transfer),
-                    Command::Land(ticket, places, keep) => net.land(ticket, places, keep, &mut told),
-                    Command::Cancel => {
+                    ToNet::Ask(fetch) => net.add(*fetch),
+                    ToNet::Land(ticket, places, keep) => net.land(ticket, places, keep, &mut told),
+                    ToNet::Cancel => {
                         net.cancel(&mut told);
                         told.retain(|event| matches!(event, Told::Done { .. }));
                         lock(&self.state).cancelled = false;
@@ -153,8 +153,8 @@ impl Source for WebSource {
             return Err(read);
         }
         self.in_flight += 1;
-        match self.transfer(read) {
-            Ok(transfer) => lock(&self.shared.state).commands.push(Command::Ask(transfer)),
+        match self.fetch(read) {
+            Ok(fetch) => lock(&self.shared.state).commands.push(ToNet::Ask(Box::new(fetch))),
             Err((read, e)) => {
                 let (ticket, route) = (read.ticket, read.route);
                 drop(read);
@@ -195,8 +195,8 @@ impl Source for WebSource {
             return Err(Error::new(ErrorKind::Internal, text));
         }
         let none = || Error::new(ErrorKind::Internal, "a read was given no place; please report this");
-        let places = Places::of(into, u64::MAX)?.ok_or_else(none)?;
-        lock(&self.shared.state).commands.push(Command::Land(ticket, places, keep));
+        let places = Sink::of(into, u64::MAX)?.ok_or_else(none)?;
+        lock(&self.shared.state).commands.push(ToNet::Land(ticket, places, keep));
         self.shared.to_thread.notify();
         Ok(())
     }
@@ -205,7 +205,7 @@ impl Source for WebSource {
         let mut state = lock(&self.shared.state);
         state.events.retain(|event| matches!(event, Progress::Done(_)));
         state.cancelled = true;
-        state.commands.push(Command::Cancel);
+        state.commands.push(ToNet::Cancel);
         self.shared.to_thread.notify();
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 const ENCRYPTED: usize = 68 << 10;
 
 /// A connection.
-pub(super) struct Stream {
+pub(super) struct Connection {
     socket: Socket,
     tls: Option<Box<Encrypted>>,
     /// What is to be sent, and how much of it has been.
@@ -30,9 +30,12 @@ struct Encrypted {
     until: usize,
 }
 
-impl Stream {
+impl Connection {
     /// Begins to connect. What is sent waits until the connection is there.
-    pub(super) fn connect(to: &SocketAddr, tls: Option<(Arc<ClientConfig>, ServerName<'static>)>) -> io::Result<Stream> {
+    pub(super) fn connect(
+        to: &SocketAddr,
+        tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    ) -> io::Result<Connection> {
         let socket = Socket::connect(to)?;
         let tls = match tls {
             None => None,
@@ -41,7 +44,7 @@ impl Stream {
                 Some(Box::new(Encrypted { connection, received: vec![0; ENCRYPTED], from: 0, until: 0 }))
             }
         };
-        Ok(Stream { socket, tls, out: Vec::new(), sent: 0 })
+        Ok(Connection { socket, tls, out: Vec::new(), sent: 0 })
     }
 
     pub(super) fn fd(&self) -> RawFd {
@@ -56,7 +59,7 @@ impl Stream {
 
     /// Sends what is queued, as far as it goes.
     pub(super) fn send(&mut self) -> io::Result<()> {
-        let Stream { socket, tls, out, sent } = self;
+        let Connection { socket, tls, out, sent } = self;
         if let Some(tls) = tls {
             if *sent < out.len() {
                 tls.connection.writer().write_all(&out[*sent..])?;
@@ -101,7 +104,7 @@ impl Stream {
 
 impl Encrypted {
     /// # Safety
-    /// As [`Stream::receive`].
+    /// As [`Connection::receive`].
     unsafe fn receive(&mut self, socket: &mut Socket, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             let mut got = 0;
@@ -129,7 +132,8 @@ impl Encrypted {
             if self.from == self.until {
                 // SAFETY: `received` is ours.
                 let got = unsafe {
-                    let place = libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
+                    let place =
+                        libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
                     socket.receive(&mut [place])?
                 };
                 if got == 0 {
@@ -199,7 +203,7 @@ impl Socket {
     }
 
     /// # Safety
-    /// As [`Stream::receive`].
+    /// As [`Connection::receive`].
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             // SAFETY: as the caller promises.
@@ -219,7 +223,11 @@ impl Write for Socket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // SAFETY: readable bytes, as the count says. A connection that is gone gives an error and no signal.
         let sent = unsafe { libc::send(self.0.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
-        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
+        if sent < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(sent as usize)
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {

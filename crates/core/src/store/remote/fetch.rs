@@ -2,7 +2,7 @@
 
 use super::address::Address;
 use super::answer::Expected;
-use super::request::{Request, Requests};
+use super::request::{Get, Requests};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::source::Destination;
@@ -33,9 +33,9 @@ impl Site {
     }
 
     /// The request for the object. A place that a redirect names has its signature in its own address.
-    pub(super) fn request(&self) -> Result<Request> {
+    pub(super) fn request(&self) -> Result<Get> {
         match &*lock(&self.moved) {
-            Some(address) => Ok(Request { address: address.clone(), fields: String::new() }),
+            Some(address) => Ok(Get { address: address.clone(), fields: String::new() }),
             None => self.requests.request(&self.at),
         }
     }
@@ -52,26 +52,26 @@ impl Site {
 
 /// Consecutive bytes of a body go to these places in turn; a null address discards.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct Sink {
     list: Vec<(*mut u8, usize)>,
     /// The place that is filled now, and how much of it has been.
     place: usize,
     filled: usize,
 }
 
-impl Places {
-    pub(super) fn one(at: *mut u8, len: usize) -> Places {
-        Places { list: vec![(at, len)], ..Places::default() }
+impl Sink {
+    pub(super) fn one(at: *mut u8, len: usize) -> Sink {
+        Sink { list: vec![(at, len)], ..Sink::default() }
     }
 
     /// Where a read of `len` bytes lands; `None` if that is not known yet.
     ///
     /// # Errors
     /// `Internal` for a mapping: there is nothing to map.
-    pub(super) fn of(into: Destination, len: u64) -> Result<Option<Places>> {
+    pub(super) fn of(into: Destination, len: u64) -> Result<Option<Sink>> {
         match into {
-            Destination::Memory(at) => Ok(Some(Places::one(at, len as usize))),
-            Destination::Scatter(list) => Ok(Some(Places { list, ..Places::default() })),
+            Destination::Memory(at) => Ok(Some(Sink::one(at, len as usize))),
+            Destination::Scatter(list) => Ok(Some(Sink { list, ..Sink::default() })),
             Destination::OnArrival => Ok(None),
             Destination::Mapping { .. } => {
                 Err(Error::new(ErrorKind::Internal, "nothing of a web server can be mapped; please report this"))
@@ -127,14 +127,14 @@ impl Places {
 }
 
 /// A read.
-pub(super) struct Transfer {
+pub(super) struct Fetch {
     pub(super) ticket: Ticket,
     pub(super) route: Route,
     pub(super) site: Arc<Site>,
     /// Size and version of the object, and the range of the whole read.
     expected: Expected,
     /// `None`: its place comes when the first byte is there.
-    pub(super) places: Option<Places>,
+    pub(super) places: Option<Sink>,
     pub(super) keep: Arc<dyn Any + Send + Sync>,
     /// Bytes that are there.
     got: u64,
@@ -156,12 +156,18 @@ pub(super) struct Transfer {
 }
 
 // SAFETY: the addresses are only written to while the read is held, and `keep` keeps them valid (invariant 5).
-unsafe impl Send for Transfer {}
+unsafe impl Send for Fetch {}
 
-impl Transfer {
-    pub(super) fn new(ticket: Ticket, route: Route, site: Arc<Site>, expected: Expected, places: Option<Places>) -> Transfer {
+impl Fetch {
+    pub(super) fn new(
+        ticket: Ticket,
+        route: Route,
+        site: Arc<Site>,
+        expected: Expected,
+        places: Option<Sink>,
+    ) -> Fetch {
         let now = Instant::now();
-        Transfer {
+        Fetch {
             ticket,
             route,
             site,

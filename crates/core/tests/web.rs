@@ -1,0 +1,421 @@
+//! Opening and loading over HTTP, from a server that does what its script says.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
+mod web_server;
+
+use penstock::error::{ErrorKind, Result};
+use penstock::extent::{Route, Ticket};
+use penstock::options::{Io, Options};
+use penstock::source::{Destination, Progress, Read, Source};
+use penstock::store::{Location, Object, Objects, Store, Web, WebSettings};
+use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use web_server::{Asked, Contents, Fault, WebServer};
+
+const SIZE: usize = 3_000_017;
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i ^ i >> 8 ^ i >> 16) as u8).collect()
+}
+
+/// One object at `/o.safetensors`, on a server with this script.
+fn serving(script: impl Fn(&Asked) -> Fault + Send + Sync + 'static) -> WebServer {
+    let contents = Contents::default();
+    let object = (Arc::new(bytes(SIZE)), "\"one\"".to_owned());
+    contents.lock().unwrap().insert("/o.safetensors".into(), object);
+    WebServer::of(&contents, script)
+}
+
+/// A store that does not wait long before it asks again.
+fn store() -> Web {
+    store_for(&Fault::None)
+}
+
+/// The same. Only where the server stalls on purpose is it in a hurry: a busy machine stalls too.
+fn store_for(fault: &Fault) -> Web {
+    let stalls = matches!(fault, Fault::Stall(_) | Fault::Silence);
+    let (pause, stall) = (Duration::from_millis(1), Duration::from_millis(if stalls { 500 } else { 30_000 }));
+    Web::new(WebSettings { connections: 4, tries: 4, pause, stall, ..WebSettings::default() })
+}
+
+fn at(server: &WebServer, path: &str) -> Location {
+    Location::Url(server.url(path))
+}
+
+fn object(store: &Web, at: &Location) -> Object {
+    let head = store.head(at, 8).unwrap();
+    Object { location: at.clone(), size: head.size, version: head.version }
+}
+
+/// Reads an object through a source, in parts; each part gets its place when it arrives.
+fn read(store: &Web, object: Object, part: usize) -> Result<Vec<u8>> {
+    let size = object.size as usize;
+    let objects = store.objects(vec![Some(object)]).unwrap();
+    read_all(objects, size, part)
+}
+
+fn read_all(objects: Arc<dyn Objects>, size: usize, part: usize) -> Result<Vec<u8>> {
+    let mut source = objects.source(Io::Auto, &Arc::default()).unwrap();
+    let mut memory = vec![0u8; size];
+    let base = memory.as_mut_ptr();
+    let parts = size.div_ceil(part);
+    for number in 0..parts {
+        let (offset, len) = ((number * part) as u64, part.min(size - number * part) as u64);
+        let (ticket, route, into) = (Ticket(number as u64), Route::Buffered, Destination::OnArrival);
+        let keep = Arc::new(());
+        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+        source.submit(read).ok().unwrap();
+    }
+    source.flush().unwrap();
+    let (mut done, mut outcome) = (0, Ok(()));
+    let until = Instant::now() + Duration::from_secs(60);
+    while done < parts {
+        assert!(Instant::now() < until, "{done} of {parts} reads came back in a minute");
+        wait(&*source);
+        let mut events = Vec::new();
+        source.poll(&mut events).unwrap();
+        for event in events {
+            match event {
+                Progress::Arrived(ticket) => {
+                    // SAFETY: the part is within the memory, which lives until the source is gone.
+                    let place = unsafe { base.add(ticket.0 as usize * part) };
+                    source.land(ticket, Destination::Memory(place), Arc::new(())).unwrap();
+                }
+                Progress::Received(_) => {}
+                Progress::Done(read) => {
+                    done += 1;
+                    outcome = outcome.and(read.result.map(drop));
+                }
+            }
+        }
+    }
+    drop(source);
+    outcome.map(|()| memory)
+}
+
+fn wait(source: &dyn Source) {
+    let mut fd = libc::pollfd { fd: source.wake(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd.
+    unsafe { libc::poll(&raw mut fd, 1, 1000) };
+}
+
+/// Every third request goes wrong, the next one for the same bytes does not: the bytes are right in the end.
+#[test]
+fn what_goes_wrong_once_is_asked_for_again() {
+    for fault in [
+        Fault::Status(503),
+        Fault::Status(429),
+        Fault::Status(500),
+        Fault::Short(0),
+        Fault::Short(100_000),
+        Fault::Reset(0),
+        Fault::Reset(70_000),
+        Fault::ResetAtOnce,
+        Fault::Stall(0),
+        Fault::Stall(123_456),
+        Fault::Silence,
+        Fault::Long,
+        Fault::Close,
+        Fault::CloseSilently,
+        Fault::NoLength,
+        Fault::Drip(50_000, Duration::from_millis(2)),
+    ] {
+        let (told, failed) = (fault.clone(), Mutex::new(BTreeSet::new()));
+        let server = serving(move |asked| {
+            let first = asked.number % 3 == 2 && failed.lock().unwrap().insert(asked.range.map(|(_, end)| end));
+            if first {
+                told.clone()
+            } else {
+                Fault::None
+            }
+        });
+        let store = store();
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        let found = read(&store, object, 200_000).unwrap_or_else(|e| panic!("{fault:?}: {e}"));
+        assert!(found == bytes(SIZE), "{fault:?}: wrong bytes");
+        // Blocking requests go the same way.
+        let object = self::object(&store, &at(&server, "/o.safetensors"));
+        for _ in 0..3 {
+            assert!(store.read(&object, 5..SIZE as u64).unwrap() == bytes(SIZE)[5..], "{fault:?}");
+        }
+    }
+}
+
+#[test]
+fn what_goes_wrong_always_is_an_error_that_says_what() {
+    for (fault, kind, says) in [
+        (Fault::Status(503), ErrorKind::Io, "503"),
+        (Fault::Status(403), ErrorKind::Permission, "403"),
+        (Fault::Status(401), ErrorKind::Permission, "401"),
+        (Fault::Status(404), ErrorKind::Changed, "404"),
+        (Fault::Status(412), ErrorKind::Changed, "412"),
+        (Fault::Status(418), ErrorKind::Io, "418"),
+        (Fault::Whole, ErrorKind::Io, "range requests"),
+        (Fault::OtherRange, ErrorKind::Io, "were asked for"),
+        (Fault::OtherSize, ErrorKind::Changed, "3000017 bytes"),
+        (Fault::OtherLength, ErrorKind::Io, "the server says that it sends"),
+        (Fault::OtherTag, ErrorKind::Changed, "ETag"),
+        (Fault::Weak("Wed, 25 Nov 2026 10:00:00 GMT"), ErrorKind::Changed, "ETag"),
+        (Fault::Chunked, ErrorKind::Io, "chunked"),
+        (Fault::Short(10), ErrorKind::Io, "within the body"),
+        (Fault::Reset(10), ErrorKind::Io, "lost"),
+        (Fault::Stall(10), ErrorKind::Timeout, "nothing for 0.5 s"),
+        (Fault::Silence, ErrorKind::Timeout, "nothing for 0.5 s"),
+        (Fault::Nonsense, ErrorKind::Io, "HTTP/1.1"),
+    ] {
+        let told = fault.clone();
+        let server = serving(move |asked| if asked.number == 0 { Fault::None } else { told.clone() });
+        let (store, address) = (store_for(&fault), at(&server, "/o.safetensors?signature=secret"));
+        let object = object(&store, &address);
+        for e in [read(&store, object.clone(), 1_000_000).unwrap_err(), store.read(&object, 0..1000).unwrap_err()] {
+            assert_eq!(e.kind(), kind, "{fault:?}: {e}");
+            assert!(e.to_string().contains(says), "{fault:?}: {e}");
+            let named = server.url("/o.safetensors");
+            assert_eq!(e.path().and_then(|path| path.to_str()), Some(&*named), "{fault:?}");
+            assert!(e.byte_range().is_some() && !format!("{e:?}").contains("secret"), "{fault:?}: {e:?}");
+        }
+        // So many times, and no more.
+        let parts = SIZE.div_ceil(1_000_000) + 1;
+        assert!(server.asked().len() <= 1 + 4 * parts, "{fault:?}: {} requests", server.asked().len());
+    }
+}
+
+#[test]
+fn only_the_missing_tail_is_asked_for_again() {
+    let server = serving(|asked| if asked.number == 1 { Fault::Short(1_500_000) } else { Fault::None });
+    let store = store();
+    let object = object(&store, &at(&server, "/o.safetensors"));
+    assert!(read(&store, object, SIZE).unwrap() == bytes(SIZE));
+    let ranges: Vec<_> = server.asked()[1..].iter().map(|asked| asked.range.unwrap()).collect();
+    assert_eq!(ranges, [(0, SIZE as u64), (1_500_000, SIZE as u64)]);
+    assert_eq!(server.served(), 8 + SIZE as u64);
+    assert!(server.asked()[1..].iter().all(|asked| asked.if_match.as_deref() == Some("\"one\"")));
+}
+
+#[test]
+fn connections_are_kept_and_are_as_many_as_allowed() {
+    let server = serving(|_| Fault::None);
+    let store = store();
+    let object = object(&store, &at(&server, "/o.safetensors"));
+    assert!(read(&store, object, 50_000).unwrap() == bytes(SIZE));
+    let asked = server.asked();
+    assert_eq!(asked.len(), 1 + SIZE.div_ceil(50_000));
+    let connections: BTreeSet<u64> = asked[1..].iter().map(|asked| asked.connection).collect();
+    assert!(connections.len() <= 4, "{connections:?}");
+    // The load is over, and so are its connections. The server hears of it a moment later.
+    let until = Instant::now() + Duration::from_secs(20);
+    while server.open() > 0 {
+        assert!(Instant::now() < until, "{} connections are open", server.open());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn redirects_are_followed_once_for_a_load_and_a_loop_is_an_error() {
+    let elsewhere = serving(|asked| {
+        // The signature that the redirect gave first expires.
+        if asked.target.contains("sig=0") && asked.number > 3 {
+            Fault::Status(403)
+        } else {
+            Fault::None
+        }
+    });
+    let to = elsewhere.url("/o.safetensors?sig=");
+    let server = serving(move |asked| match &*asked.target {
+        "/moved" => Fault::Redirect(302, format!("{to}{}", u64::from(asked.number > 1))),
+        "/here" => Fault::Redirect(307, "moved".into()),
+        target => Fault::Redirect(301, target.into()),
+    });
+    let store = store();
+    let object = object(&store, &at(&server, "/here"));
+    assert_eq!(object.location, at(&server, "/here"), "the address stays the one that was given");
+    assert!(read(&store, object, 200_000).unwrap() == bytes(SIZE));
+    // Each connection may have been redirected once, and then again when its signature had expired.
+    assert!(server.asked().len() <= 2 + 4 * 2 * 2, "{} requests", server.asked().len());
+    let e = store.head(&at(&server, "/loop?secret"), 8).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Io);
+    assert!(e.to_string().contains("redirects more than 5 times") && !e.to_string().contains("secret"), "{e}");
+}
+
+#[test]
+fn a_server_that_is_not_there_is_an_error_soon() {
+    let address = { serving(|_| Fault::None).address };
+    let store = store();
+    let e = store.head(&Location::Url(format!("http://{address}/x?secret")), 8).unwrap_err();
+    assert_eq!(
+        (e.kind(), e.path().unwrap().to_str().unwrap()),
+        (ErrorKind::Io, &*format!("http://{address}/x")),
+        "{e}"
+    );
+    let e = store.head(&Location::Url("http://me:secret@h/x".into()), 8).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Invalid, "{e}");
+    assert!(!format!("{e:?}").contains("secret"), "{e}");
+    let e = store.head(&Location::Url("http://no-such-host.invalid/x".into()), 8).unwrap_err();
+    assert!(e.to_string().contains("no-such-host.invalid"), "{e}");
+}
+
+#[test]
+fn what_is_given_up_ends_at_once_and_frees_its_memory() {
+    for fault in [Fault::Silence, Fault::Stall(1000), Fault::Status(503)] {
+        let told = fault.clone();
+        let server = serving(move |asked| if asked.number == 0 { Fault::None } else { told.clone() });
+        // It would wait for a minute.
+        let (pause, stall) = (Duration::from_secs(60), Duration::from_secs(60));
+        let store = Web::new(WebSettings { pause, stall, ..WebSettings::default() });
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        for cancels in [true, false] {
+            let mut source =
+                store.objects(vec![Some(object.clone())]).unwrap().source(Io::Auto, &Arc::default()).unwrap();
+            let memory = Arc::new(Mutex::new(vec![0u8; SIZE]));
+            let place = memory.lock().unwrap().as_mut_ptr();
+            for number in 0..6 {
+                let (ticket, route, into) = (Ticket(number), Route::Buffered, Destination::Memory(place));
+                let (keep, len) = (memory.clone(), 10_000);
+                let offset = number * len;
+                let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+                source.submit(read).ok().unwrap();
+            }
+            source.flush().unwrap();
+            let asked = server.asked().len();
+            let until = Instant::now() + Duration::from_secs(20);
+            while server.asked().len() == asked {
+                assert!(Instant::now() < until);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let before = Instant::now();
+            if cancels {
+                source.cancel();
+                let mut events = Vec::new();
+                while events.len() < 6 {
+                    wait(&*source);
+                    source.poll(&mut events).unwrap();
+                }
+                for event in events {
+                    let Progress::Done(done) = event else { panic!("{event:?}") };
+                    assert_eq!(done.result.unwrap_err().kind(), ErrorKind::Cancelled);
+                }
+                assert_eq!(Arc::strong_count(&memory), 1, "{fault:?}");
+            }
+            drop(source);
+            assert_eq!(Arc::strong_count(&memory), 1, "{fault:?}");
+            assert!(before.elapsed() < Duration::from_secs(30), "{fault:?}: it waited for the server");
+        }
+    }
+}
+
+// --- Whole loads ---
+
+/// A shard file of these U8 tensors, whose bytes follow from their place.
+fn shard(tensors: &[(String, usize)]) -> Vec<u8> {
+    let (mut json, mut at) = (String::from("{"), 0);
+    for (name, size) in tensors {
+        let (comma, past) = (if at > 0 { "," } else { "" }, at + size);
+        write!(json, r#"{comma}"{name}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{at},{past}]}}"#).unwrap();
+        at = past;
+    }
+    json.push('}');
+    let mut file = (json.len() as u64).to_le_bytes().to_vec();
+    file.extend(json.as_bytes());
+    file.extend(bytes(at));
+    file
+}
+
+/// A checkpoint of three shards and an index, on a server.
+fn model(script: impl Fn(&Asked) -> Fault + Send + Sync + 'static) -> (WebServer, Contents) {
+    let contents = Contents::default();
+    let mut index = String::from(r#"{"weight_map":{"#);
+    for number in 0..3 {
+        let tensors: Vec<_> = (0..5).map(|i| (format!("t.{number}.{i}"), 100_000 * (i + 1) + number)).collect();
+        let name = format!("model-{number}.safetensors");
+        for (i, (tensor, _)) in tensors.iter().enumerate() {
+            write!(index, r#"{}"{tensor}":"{name}""#, if number + i > 0 { "," } else { "" }).unwrap();
+        }
+        contents.lock().unwrap().insert(format!("/m/{name}"), (Arc::new(shard(&tensors)), format!("\"{number}\"")));
+    }
+    index.push_str("}}");
+    let name = "/m/model.safetensors.index.json".to_owned();
+    contents.lock().unwrap().insert(name, (Arc::new(index.into_bytes()), "\"index\"".into()));
+    (WebServer::of(&contents, script), contents)
+}
+
+fn request(checkpoint: &Arc<Checkpoint>, wants: Vec<Want>, stream: bool) -> Request {
+    Request {
+        checkpoint: checkpoint.clone(),
+        wants,
+        device: Where::Cpu,
+        memory: Memory::Ours,
+        layout: None,
+        options: Options { stall_timeout: Duration::from_secs(60), ..Options::default() },
+        stream,
+    }
+}
+
+/// Compares what was loaded with what the server has.
+fn check(load: &Load, checkpoint: &Checkpoint, contents: &Contents) {
+    for (number, want) in (0..).zip(load.wants()) {
+        let info = checkpoint.tensor(want.tensor);
+        let path = checkpoint.files()[info.file as usize].spelled.to_string();
+        let path = &path[path.find("/m/").unwrap()..];
+        let file = contents.lock().unwrap()[path].0.clone();
+        let view = load.view(number).unwrap();
+        // SAFETY: complete bytes of CPU memory, which the view keeps.
+        let found = unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };
+        assert!(*found == file[info.begin as usize..info.end as usize], "tensor {}", want.tensor);
+    }
+}
+
+#[test]
+fn a_checkpoint_is_opened_and_loaded_by_its_index_and_by_its_files() {
+    let (server, contents) = model(|_| Fault::None);
+    let sources = [
+        vec![server.url("/m/model.safetensors.index.json?token=secret")],
+        (0..3).map(|number| server.url(&format!("/m/model-{number}.safetensors"))).collect(),
+    ];
+    for sources in sources {
+        let before = server.served();
+        let checkpoint = Arc::new(Checkpoint::open(&sources).unwrap());
+        assert_eq!(checkpoint.len(), 15);
+        let opened = server.served();
+        for stream in [false, true] {
+            let begun = server.served();
+            let load = Load::start(request(&checkpoint, Want::all(&checkpoint), stream)).unwrap();
+            load.wait(None).unwrap();
+            check(&load, &checkpoint, &contents);
+            let data: u64 = Want::all(&checkpoint)
+                .iter()
+                .map(|want| {
+                    let info = checkpoint.tensor(want.tensor);
+                    info.end - info.begin
+                })
+                .sum();
+            let served = server.served() - begun;
+            assert!(served >= data && served <= data + data / 100, "{served} bytes were sent for {data}");
+        }
+        assert!(opened - before <= 4 * (64 << 10), "{} bytes were sent to open it", opened - before);
+        assert!(checkpoint.files().iter().all(|file| !file.spelled.to_string().contains("secret")));
+    }
+    // A query goes with the address: it may be what allows access.
+    assert!(server.asked().iter().any(|asked| asked.target == "/m/model-1.safetensors?token=secret"));
+}
+
+#[test]
+fn a_shard_that_is_missing_or_another_one_ends_it_with_an_error() {
+    let (server, contents) = model(|_| Fault::None);
+    let index = server.url("/m/model.safetensors.index.json");
+    let checkpoint = Arc::new(Checkpoint::open(&[&index]).unwrap());
+    contents.lock().unwrap().get_mut("/m/model-1.safetensors").unwrap().1 = "\"another\"".into();
+    let load = Load::start(request(&checkpoint, Want::all(&checkpoint), false));
+    let e = load.and_then(|load| load.wait(None)).unwrap_err();
+    let shard = server.url("/m/model-1.safetensors");
+    assert_eq!((e.kind(), e.path().and_then(|path| path.to_str())), (ErrorKind::Changed, Some(&*shard)), "{e}");
+    contents.lock().unwrap().remove("/m/model-1.safetensors");
+    let e = Checkpoint::open(&[&index]).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound, "{e}");
+    assert!(e.to_string().contains("model-1.safetensors"), "{e}");
+    let e = Checkpoint::open(&[server.url("/m/")]).unwrap_err();
+    assert!(e.to_string().contains("web servers list no files"), "{e}");
+}

@@ -1,0 +1,268 @@
+"""Checkpoints on a web server: opened, inspected and loaded by their addresses, with and without TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import penstock
+import pytest
+from conftest import LAYOUT, Oracle, raw
+from penstock import cli as command_line
+
+torch = pytest.importorskip("torch")
+
+INDEX = "model.safetensors.index.json"
+SECRET = "X-Signature=a1b2c3"
+
+
+class Web:
+    """A server in a process of its own, and what it was asked for."""
+
+    def __init__(self, folder: Path, *certificate: Path) -> None:
+        program = Path(__file__).with_name("web_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program), str(folder), *map(str, certificate)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self._said = self._process.stdout
+        port = self._said.readline().strip()
+        scheme, host = ("https", "localhost") if certificate else ("http", "127.0.0.1")
+        self.address = f"{scheme}://{host}:{port}"
+        self.asked: list[str] = []
+        self._thread = threading.Thread(target=lambda: self.asked.extend(line.strip() for line in self._said))
+        self._thread.start()
+
+    def __call__(self, path: str) -> str:
+        return f"{self.address}/{path}"
+
+    def close(self) -> list[str]:
+        """Ends it, and returns its requests."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        self._said.close()
+        return self.asked
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *certificate: Path) -> Iterator[Web]:
+    web = Web(folder, *certificate)
+    try:
+        yield web
+    finally:
+        web.close()
+
+
+@pytest.fixture
+def web(small: Path) -> Iterator[Web]:
+    with serving(small) as web:
+        yield web
+
+
+def files(web: Web) -> list[str]:
+    return [web(name) for name in LAYOUT.files]
+
+
+def test_an_index_is_opened_with_its_shards_and_loaded_bit_equal(web, small):
+    checkpoint = penstock.open(web(INDEX))
+    assert checkpoint.files == files(web)
+    oracle = Oracle(small)
+    oracle.same(checkpoint.load(framework="pt"))
+    oracle.same(checkpoint.load(framework="dlpack"))
+    assert checkpoint.metadata == penstock.open(small).metadata
+
+
+def test_a_list_of_files_is_loaded_also_with_files_of_a_disk(web, small):
+    oracle = Oracle(small)
+    oracle.same(penstock.open(files(web)).load(framework="pt"))
+    mixed = [files(web)[0], str(small / LAYOUT.files[1]), files(web)[2]]
+    checkpoint = penstock.open(mixed)
+    found = checkpoint.load(framework="pt")
+    assert {name: raw(tensor) for name, tensor in found.items()} == {name: oracle[name] for name in oracle.entries}
+
+
+def test_streams_slices_and_existing_tensors(web, small):
+    oracle, checkpoint = Oracle(small), penstock.open(web(INDEX))
+    oracle.same(dict(checkpoint.stream(framework="pt")))
+    into = {name: torch.zeros(oracle.shape(name), dtype=tensor.dtype) for name, tensor in checkpoint.load().items()}
+    checkpoint.load_into(into)
+    assert {name: raw(tensor) for name, tensor in into.items()} == {name: oracle[name] for name in oracle.entries}
+    part = checkpoint.load(slices={"layers.0.attn.weight": np.s_[3:7, 5:]}, names=["layers.0.attn.weight"])
+    whole = np.frombuffer(oracle["layers.0.attn.weight"], np.float32).reshape(48, 40)
+    assert raw(part["layers.0.attn.weight"]) == whole[3:7, 5:].tobytes()
+
+
+def test_safe_open_and_load_file(web, small):
+    oracle, first = Oracle(small / LAYOUT.files[0]), files(web)[0]
+    oracle.same(penstock.load_file(first, framework="pt"))
+    with penstock.safe_open(f"{first}?{SECRET}", framework="np") as opened:
+        assert sorted(opened.keys()) == sorted(oracle.entries)
+        weight = np.frombuffer(oracle["layers.0.attn.weight"], np.float32).reshape(48, 40)
+        assert raw(opened.get_tensor("layers.0.attn.weight")) == weight.tobytes()
+        assert raw(opened.get_slice("layers.0.attn.weight")[:, 3:5]) == weight[:, 3:5].tobytes()
+
+
+def test_what_is_copied_through_slabs(web, small):
+    """A dtype that is converted needs staging, which is taken when bytes arrive."""
+    oracle = Oracle(small)
+    checkpoint = penstock.open(web(INDEX))
+    into = torch.zeros((48, 40), dtype=torch.float64)
+    checkpoint.load_into([penstock.Destination("layers.1.attn.weight", into, cast=True)])
+    weight = torch.frombuffer(bytearray(oracle["layers.1.attn.weight"]), dtype=torch.float32).reshape(48, 40)
+    assert raw(into) == raw(weight.to(torch.float64))
+
+
+def test_large_tensors_come_in_several_requests_and_no_byte_twice(big):
+    with serving(big.parent) as web:
+        checkpoint = penstock.open(web(big.name))
+        Oracle(big).same(checkpoint.load(framework="pt"))
+        asked = web.close()
+    ranges = [line.split()[1] for line in asked]
+    sizes = [int(last) - int(first) + 1 for first, last in (r.removeprefix("bytes=").split("-") for r in ranges)]
+    assert len(sizes) > 10 and len(set(ranges)) == len(ranges)
+    # The first request is the open's
+    assert sum(sizes[1:]) <= checkpoint.nbytes * 1.01
+
+
+def test_a_redirect_is_followed(web, small):
+    Oracle(small).same(penstock.open(web(f"moved/{INDEX}")).load(framework="pt"))
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "says"),
+    [
+        ("none.safetensors", penstock.NotFoundError, "404"),
+        ("locked/x.safetensors", penstock.AccessError, "403"),
+        ("", penstock.NotFoundError, "web servers list no files"),
+        ("README.md", penstock.PenstockError, ""),
+    ],
+)
+def test_errors_name_the_address_and_never_the_query(web, path, error, says):
+    with pytest.raises(error) as caught:
+        penstock.open(web(f"{path}?{SECRET}"))
+    assert caught.value.path == web(path)
+    assert says in str(caught.value) and SECRET not in repr(caught.value) + str(caught.value)
+
+
+def test_a_file_that_is_replaced_is_changed(tmp_path, small):
+    folder = tmp_path / "copy"
+    shutil.copytree(small, folder)
+    with serving(folder) as web:
+        checkpoint = penstock.open(web(INDEX))
+        name = LAYOUT.files[1]
+        shutil.copy(small / name, folder / "new")
+        (folder / "new").rename(folder / name)
+        with pytest.raises(penstock.ChangedError) as caught:
+            checkpoint.load(framework="pt")
+        assert caught.value.path == web(name)
+
+
+def test_the_command_line_inspects_and_loads(web, cli):
+    for command in (["inspect", "--json"], ["load", "--json", "--framework", "dlpack"]):
+        done = cli(command[0], f"{web(INDEX)}?{SECRET}", *command[1:])
+        assert done.returncode == 0, done.stderr
+        assert SECRET not in done.stdout + done.stderr
+        json.loads(done.stdout)
+
+
+REFUSED: dict[str, Any] = {
+    "save": lambda url: penstock.save({"a": np.arange(3)}, url),
+    "save_file": lambda url: penstock.save_file({"a": np.arange(3)}, url),
+    "verify": lambda url: penstock.open(url).verify(progress=False),
+    "Path": lambda url: penstock.open(Path(url)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_works_on_files_only_refuses_addresses(tmp_path, monkeypatch, web, what):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(penstock.InvalidError, match="is not supported here; web addresses") as caught:
+        REFUSED[what](f"{files(web)[0]}?{SECRET}")
+    assert SECRET not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["verify", "warm", "evict", "doctor", "convert"])
+def test_commands_for_files_refuse_addresses(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    more = ["there"] if command == "convert" else []
+    assert command_line.main([command, f"http://127.0.0.1:9/x?{SECRET}", *more]) == command_line.USAGE
+    said = capsys.readouterr().err
+    assert "is not supported here" in said and SECRET not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """An authority of our own, and the certificate that it gave localhost, with its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl here, which makes the certificates")
+    folder = tmp_path_factory.mktemp("authority")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=Penstock's tests",
+            "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
+    openssl("req", *key, "-keyout", "key.pem", "-out", "asked.csr", "-subj", "/CN=localhost")
+    (folder / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
+    openssl("x509", "-req", "-in", "asked.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+            "-extfile", "names", "-out", "cert.pem")  # fmt: skip
+    return folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
+
+
+LOADED = """
+import hashlib, sys, penstock
+found = penstock.open(sys.argv[1]).load(framework="dlpack")
+import torch
+for name, tensor in found.items():
+    flat = torch.from_dlpack(tensor).contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    print(name, hashlib.sha256(raw).hexdigest())
+"""
+
+
+def test_https_with_an_authority_of_our_own(authority, small, python):
+    import hashlib
+
+    trusted, certificate, key = authority
+    with serving(small, certificate, key) as web:
+        # The store reads the authorities once, so each process is one of its own
+        done = python(LOADED, web(INDEX), SSL_CERT_FILE=str(trusted))
+        assert done.returncode == 0, done.stderr
+        oracle = Oracle(small)
+        expected = {name: hashlib.sha256(oracle[name]).hexdigest() for name in oracle.entries}
+        assert dict(line.split() for line in done.stdout.splitlines()) == expected
+        done = python(LOADED, f"{web(INDEX)}?{SECRET}")
+        assert done.returncode != 0
+        assert "certificate is not trusted" in done.stderr and "SSL_CERT_FILE" in done.stderr
+        assert SECRET not in done.stderr
+        named = web(INDEX).replace("localhost", "127.0.0.1")
+        done = python(LOADED, named, SSL_CERT_FILE=str(trusted))
+        assert done.returncode != 0 and "certificate is not trusted" in done.stderr
+
+
+def test_nothing_of_it_is_there_before_an_address_is_opened(python, small):
+    """No thread and no socket: only an address makes them."""
+    done = python(
+        "import os, sys, penstock; penstock.open(sys.argv[1]).load(framework='dlpack'); "
+        "fds = [f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd')]; "
+        "threads = [open(f'/proc/self/task/{task}/comm').read().strip() for task in os.listdir('/proc/self/task')]; "
+        "print([os.readlink(fd) for fd in fds if os.path.lexists(fd)], threads)",
+        small,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "socket:" not in done.stdout and "penstock-net" not in done.stdout and "penstock-dns" not in done.stdout
