@@ -3,7 +3,7 @@
 use super::address::Server;
 use super::answer::{Answer, Verdict};
 use super::connection::Connection;
-use super::fetch::Fetch;
+use super::range_read::RangeRead;
 use super::request::Get;
 use crate::error::Error;
 use std::io;
@@ -15,7 +15,7 @@ const HEAD: usize = 4096;
 const REPORT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum LinkState {
     /// It connects, or the answer is waited for.
     Asked,
     /// The body comes, and there is no place for it. Nothing is received.
@@ -47,8 +47,8 @@ pub(super) enum Advance {
 pub(super) struct Link {
     pub(super) stream: Connection,
     pub(super) server: Server,
-    pub(super) job: Option<Fetch>,
-    pub(super) state: Phase,
+    pub(super) job: Option<RangeRead>,
+    pub(super) state: LinkState,
     /// The head of the answer so far, and then what of the body came with it.
     head: Vec<u8>,
     /// Bytes of the body that are still to come.
@@ -65,25 +65,25 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn new(stream: Connection, server: Server, now: Instant) -> Link {
-        let (head, state) = (Vec::new(), Phase::Idle);
+        let (head, state) = (Vec::new(), LinkState::Idle);
         Link { stream, server, job: None, state, head, left: 0, keeps: true, reused: false, last: now, watched: 0 }
     }
 
     /// Sends a request for what `job` misses.
-    pub(super) fn ask(&mut self, job: Fetch, request: &Get, now: Instant) {
+    pub(super) fn ask(&mut self, job: RangeRead, request: &Get, now: Instant) {
         self.stream.say(request.text(&job.expected().range, job.etag()));
         self.head.clear();
-        (self.job, self.state, self.last, self.keeps) = (Some(job), Phase::Asked, now, false);
+        (self.job, self.state, self.last, self.keeps) = (Some(job), LinkState::Asked, now, false);
     }
 
     /// Whether the server has said nothing to this request.
     pub(super) fn is_unanswered(&self) -> bool {
-        self.state == Phase::Asked && self.head.is_empty()
+        self.state == LinkState::Asked && self.head.is_empty()
     }
 
     /// What waits for a place has one.
     pub(super) fn unpark(&mut self, now: Instant) {
-        (self.state, self.last) = (Phase::Body, now);
+        (self.state, self.last) = (LinkState::Body, now);
         self.take_rest();
     }
 
@@ -94,10 +94,10 @@ impl Link {
         }
         loop {
             let next = match self.state {
-                Phase::Idle => self.idle(discard),
-                Phase::Parked => return Advance::Wait,
-                Phase::Asked => self.answer(now),
-                Phase::Body => self.body(now, discard, received),
+                LinkState::Idle => self.idle(discard),
+                LinkState::Parked => return Advance::Wait,
+                LinkState::Asked => self.answer(now),
+                LinkState::Body => self.body(now, discard, received),
             };
             match next {
                 Ok(None) => {}
@@ -150,10 +150,10 @@ impl Link {
                 self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
                 self.head.drain(..length);
                 if job.places.is_none() && bytes > 0 {
-                    self.state = Phase::Parked;
+                    self.state = LinkState::Parked;
                     return Ok(Some(Advance::Park));
                 }
-                self.state = Phase::Body;
+                self.state = LinkState::Body;
                 self.take_rest();
                 Ok(None)
             }

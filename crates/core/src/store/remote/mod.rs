@@ -9,18 +9,18 @@
 mod address;
 mod answer;
 mod connection;
-mod fetch;
 mod link;
 mod names;
 mod net;
+mod range_read;
 mod request;
 mod settings;
 mod source;
 mod tls;
 
 use self::answer::Expected;
-use self::fetch::{Fetch, Sink, Site};
 use self::net::{Common, Net, Told};
+use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{Requests, Unsigned};
 pub use self::settings::WebSettings;
 use self::source::{Remote, WebSource};
@@ -73,8 +73,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let mut net = Net::new(common.clone(), None).map_err(located)?;
-    let places = Sink::one(bytes.as_mut_ptr(), bytes.len());
-    net.add(Fetch::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
+    let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
+    net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;

@@ -3,9 +3,9 @@
 use super::address::Server;
 use super::answer::Verdict;
 use super::connection::Connection;
-use super::fetch::{Fetch, Sink};
-use super::link::{Advance, Link, Phase};
+use super::link::{Advance, Link, LinkState};
 use super::names::Names;
+use super::range_read::{BodyPlaces, RangeRead};
 use super::settings::WebSettings;
 use super::tls::Tls;
 use crate::error::{Error, ErrorKind, Result};
@@ -60,7 +60,7 @@ pub(super) struct Net {
     wake: Option<Arc<Wake>>,
     links: Vec<Option<Link>>,
     /// Reads that have no connection: those that were sent back first.
-    waiting: VecDeque<Fetch>,
+    waiting: VecDeque<RangeRead>,
     /// Connections that were made; each goes to the next address of its server.
     made: usize,
     discard: Vec<u8>,
@@ -76,19 +76,19 @@ impl Net {
         Ok(Net { common, epoll, wake, links, waiting, made: 0, discard: vec![0; DISCARD] })
     }
 
-    pub(super) fn add(&mut self, fetch: Fetch) {
-        self.waiting.push_back(fetch);
+    pub(super) fn add(&mut self, download: RangeRead) {
+        self.waiting.push_back(download);
     }
 
     /// Gives a read its place. One that has ended has none any more.
     pub(super) fn land(
         &mut self,
         ticket: Ticket,
-        places: Sink,
+        places: BodyPlaces,
         keep: Arc<dyn Any + Send + Sync>,
         told: &mut Vec<Told>,
     ) {
-        let has = |job: &Fetch| job.ticket == ticket;
+        let has = |job: &RangeRead| job.ticket == ticket;
         if let Some(job) = self.waiting.iter_mut().find(|job| has(job)) {
             (job.places, job.keep) = (Some(places), keep);
             return;
@@ -100,7 +100,7 @@ impl Net {
             (job.places, job.keep) = (Some(places), keep);
         }
         let now = Instant::now();
-        if link.state == Phase::Parked {
+        if link.state == LinkState::Parked {
             link.unpark(now);
         }
         self.advance(number, link, now, told);
@@ -113,9 +113,9 @@ impl Net {
 
     /// Ends every read with this error.
     pub(super) fn give_up(&mut self, e: &Error, told: &mut Vec<Told>) {
-        let mut jobs: Vec<Fetch> = self.waiting.drain(..).collect();
+        let mut jobs: Vec<RangeRead> = self.waiting.drain(..).collect();
         for slot in &mut self.links {
-            if let Some(link) = slot.take_if(|link| link.state != Phase::Idle) {
+            if let Some(link) = slot.take_if(|link| link.state != LinkState::Idle) {
                 jobs.extend(link.job);
             }
         }
@@ -157,7 +157,7 @@ impl Net {
     /// How long to wait for events, in milliseconds.
     fn patience(&self, now: Instant) -> i32 {
         let pauses = self.waiting.iter().map(|job| job.not_before).filter(|due| *due > now);
-        let links = self.links.iter().flatten().filter(|link| matches!(link.state, Phase::Asked | Phase::Body));
+        let links = self.links.iter().flatten().filter(|link| matches!(link.state, LinkState::Asked | LinkState::Body));
         let stalls = links.map(|link| link.last + self.common.settings.stall);
         match pauses.chain(stalls).min() {
             Some(due) => due.saturating_duration_since(now).as_millis().min(60_000) as i32 + 1,
@@ -170,7 +170,7 @@ impl Net {
         let stall = self.common.settings.stall;
         for number in 0..self.links.len() {
             let stalled = |link: &mut Link| {
-                matches!(link.state, Phase::Asked | Phase::Body) && now.duration_since(link.last) >= stall
+                matches!(link.state, LinkState::Asked | LinkState::Body) && now.duration_since(link.last) >= stall
             };
             if let Some(job) = self.links[number].take_if(stalled).and_then(|link| link.job) {
                 let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
@@ -222,7 +222,7 @@ impl Net {
 
     /// A connection to that server on which nothing is asked for.
     fn take_idle(&mut self, server: &Server) -> Option<(usize, Link)> {
-        let idle = |link: &Link| link.state == Phase::Idle && link.server == *server;
+        let idle = |link: &Link| link.state == LinkState::Idle && link.server == *server;
         let number = self.links.iter().position(|link| link.as_ref().is_some_and(idle))?;
         self.links[number].take().map(|link| (number, link))
     }
@@ -232,7 +232,7 @@ impl Net {
         if self.links.iter().flatten().count() < self.common.settings.connections {
             return true;
         }
-        let idle = |slot: &&mut Option<Link>| slot.as_ref().is_some_and(|link| link.state == Phase::Idle);
+        let idle = |slot: &&mut Option<Link>| slot.as_ref().is_some_and(|link| link.state == LinkState::Idle);
         self.links.iter_mut().find(idle).and_then(Option::take).is_some()
     }
 
@@ -283,7 +283,7 @@ impl Net {
                     end(job, Ok(got), told);
                 }
                 if link.keeps {
-                    (link.state, link.reused) = (Phase::Idle, true);
+                    (link.state, link.reused) = (LinkState::Idle, true);
                     self.keep(number, link, told);
                 }
             }
@@ -324,7 +324,7 @@ impl Net {
     fn keep(&mut self, number: usize, mut link: Link, told: &mut Vec<Told>) {
         let wanted = match link.state {
             // A connection that has been closed would be reported again and again.
-            Phase::Parked => 0,
+            LinkState::Parked => 0,
             _ if link.stream.has_to_send() => (libc::EPOLLIN | libc::EPOLLOUT) as u32,
             _ => libc::EPOLLIN as u32,
         };
@@ -344,7 +344,7 @@ impl Net {
     }
 
     /// The server says something else than the bytes.
-    fn judged(&mut self, mut job: Fetch, verdict: Verdict, told: &mut Vec<Told>) {
+    fn judged(&mut self, mut job: RangeRead, verdict: Verdict, told: &mut Vec<Told>) {
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
@@ -376,7 +376,7 @@ impl Net {
     }
 
     /// Asks for the rest of a read again, after a pause, or gives it up.
-    fn again(&mut self, mut job: Fetch, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+    fn again(&mut self, mut job: RangeRead, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
         if job.got() - job.got_then >= MUCH {
             (job.tries, job.got_then) = (0, job.got());
         }
@@ -396,13 +396,13 @@ impl Net {
 }
 
 /// A read ends: nobody learns of it while its memory is held.
-fn end(job: Fetch, result: Result<u64>, told: &mut Vec<Told>) {
+fn end(job: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
     let (ticket, route, object) = (job.ticket, job.route, job.object().cloned());
     drop(job);
     told.push(Told::Done { ticket, route, result, object });
 }
 
-fn fail(job: Fetch, e: Error, told: &mut Vec<Told>) {
+fn fail(job: RangeRead, e: Error, told: &mut Vec<Told>) {
     let e = job.located(e);
     end(job, Err(e), told);
 }

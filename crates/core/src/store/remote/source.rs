@@ -1,8 +1,8 @@
 //! The source of a load from web servers: one thread that has all connections.
 
 use super::answer::Expected;
-use super::fetch::{Fetch, Sink, Site};
 use super::net::{Common, Net, Told};
+use super::range_read::{BodyPlaces, RangeRead, Site};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::machine::block_signals;
@@ -53,8 +53,8 @@ struct Traffic {
 }
 
 enum ToNet {
-    Ask(Box<Fetch>),
-    Land(Ticket, Sink, Arc<dyn Any + Send + Sync>),
+    Ask(Box<RangeRead>),
+    Land(Ticket, BodyPlaces, Arc<dyn Any + Send + Sync>),
     Cancel,
 }
 
@@ -75,7 +75,7 @@ impl WebSource {
         Ok(WebSource { shared, objects, thread, depth, in_flight: 0, arrived: HashSet::new() })
     }
 
-    fn fetch(&self, read: Read) -> Result<Fetch, (Read, Error)> {
+    fn download(&self, read: Read) -> Result<RangeRead, (Read, Error)> {
         let Some(Remote { site, size, version }) = self.objects.get(read.file as usize).and_then(Option::as_ref) else {
             let text = "this file is no object of a web server; please report this";
             return Err((read, Error::new(ErrorKind::Internal, text)));
@@ -89,11 +89,11 @@ impl WebSource {
             return Err((read, e.at(&site.path).range(range)));
         }
         let expected = Expected { object: Some((*size, version.clone())), range: read.offset..end };
-        match Sink::of(read.into, read.len) {
+        match BodyPlaces::of(read.into, read.len) {
             Ok(places) => {
-                let mut fetch = Fetch::new(read.ticket, read.route, site.clone(), expected, places);
-                fetch.keep = read.keep;
-                Ok(fetch)
+                let mut download = RangeRead::new(read.ticket, read.route, site.clone(), expected, places);
+                download.keep = read.keep;
+                Ok(download)
             }
             Err(e) => Err((Read { into: Destination::OnArrival, ..read }, e)),
         }
@@ -113,7 +113,7 @@ impl Exchange {
             };
             for command in commands {
                 match command {
-                    ToNet::Ask(fetch) => net.add(*fetch),
+                    ToNet::Ask(download) => net.add(*download),
                     ToNet::Land(ticket, places, keep) => net.land(ticket, places, keep, &mut told),
                     ToNet::Cancel => {
                         net.cancel(&mut told);
@@ -153,8 +153,8 @@ impl Source for WebSource {
             return Err(read);
         }
         self.in_flight += 1;
-        match self.fetch(read) {
-            Ok(fetch) => lock(&self.shared.state).commands.push(ToNet::Ask(Box::new(fetch))),
+        match self.download(read) {
+            Ok(download) => lock(&self.shared.state).commands.push(ToNet::Ask(Box::new(download))),
             Err((read, e)) => {
                 let (ticket, route) = (read.ticket, read.route);
                 drop(read);
@@ -195,7 +195,7 @@ impl Source for WebSource {
             return Err(Error::new(ErrorKind::Internal, text));
         }
         let none = || Error::new(ErrorKind::Internal, "a read was given no place; please report this");
-        let places = Sink::of(into, u64::MAX)?.ok_or_else(none)?;
+        let places = BodyPlaces::of(into, u64::MAX)?.ok_or_else(none)?;
         lock(&self.shared.state).commands.push(ToNet::Land(ticket, places, keep));
         self.shared.to_thread.notify();
         Ok(())

@@ -52,26 +52,26 @@ impl Site {
 
 /// Consecutive bytes of a body go to these places in turn; a null address discards.
 #[derive(Debug, Default)]
-pub(super) struct Sink {
+pub(super) struct BodyPlaces {
     list: Vec<(*mut u8, usize)>,
     /// The place that is filled now, and how much of it has been.
     place: usize,
     filled: usize,
 }
 
-impl Sink {
-    pub(super) fn one(at: *mut u8, len: usize) -> Sink {
-        Sink { list: vec![(at, len)], ..Sink::default() }
+impl BodyPlaces {
+    pub(super) fn one(at: *mut u8, len: usize) -> BodyPlaces {
+        BodyPlaces { list: vec![(at, len)], ..BodyPlaces::default() }
     }
 
     /// Where a read of `len` bytes lands; `None` if that is not known yet.
     ///
     /// # Errors
     /// `Internal` for a mapping: there is nothing to map.
-    pub(super) fn of(into: Destination, len: u64) -> Result<Option<Sink>> {
+    pub(super) fn of(into: Destination, len: u64) -> Result<Option<BodyPlaces>> {
         match into {
-            Destination::Memory(at) => Ok(Some(Sink::one(at, len as usize))),
-            Destination::Scatter(list) => Ok(Some(Sink { list, ..Sink::default() })),
+            Destination::Memory(at) => Ok(Some(BodyPlaces::one(at, len as usize))),
+            Destination::Scatter(list) => Ok(Some(BodyPlaces { list, ..BodyPlaces::default() })),
             Destination::OnArrival => Ok(None),
             Destination::Mapping { .. } => {
                 Err(Error::new(ErrorKind::Internal, "nothing of a web server can be mapped; please report this"))
@@ -127,14 +127,14 @@ impl Sink {
 }
 
 /// A read.
-pub(super) struct Fetch {
+pub(super) struct RangeRead {
     pub(super) ticket: Ticket,
     pub(super) route: Route,
     pub(super) site: Arc<Site>,
     /// Size and version of the object, and the range of the whole read.
     expected: Expected,
     /// `None`: its place comes when the first byte is there.
-    pub(super) places: Option<Sink>,
+    pub(super) places: Option<BodyPlaces>,
     pub(super) keep: Arc<dyn Any + Send + Sync>,
     /// Bytes that are there.
     got: u64,
@@ -156,18 +156,18 @@ pub(super) struct Fetch {
 }
 
 // SAFETY: the addresses are only written to while the read is held, and `keep` keeps them valid (invariant 5).
-unsafe impl Send for Fetch {}
+unsafe impl Send for RangeRead {}
 
-impl Fetch {
+impl RangeRead {
     pub(super) fn new(
         ticket: Ticket,
         route: Route,
         site: Arc<Site>,
         expected: Expected,
-        places: Option<Sink>,
-    ) -> Fetch {
+        places: Option<BodyPlaces>,
+    ) -> RangeRead {
         let now = Instant::now();
-        Fetch {
+        RangeRead {
             ticket,
             route,
             site,
