@@ -133,7 +133,7 @@ fn what_goes_wrong_once_is_asked_for_again() {
                 Fault::None
             }
         });
-        let store = store();
+        let store = store_for(&fault);
         let object = object(&store, &at(&server, "/o.safetensors"));
         let found = read(&store, object, 200_000).unwrap_or_else(|e| panic!("{fault:?}: {e}"));
         assert!(found == bytes(SIZE), "{fault:?}: wrong bytes");

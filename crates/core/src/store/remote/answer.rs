@@ -268,7 +268,7 @@ mod tests {
                 "5 of 15 Strong(\"\\\"a\\\"\")",
             ),
             (&part.replace("Length: 10", "Length: 11"), known(), "failed Io"),
-            (&part.replace("Content-Length: 10", "RangeRead-Encoding: chunked"), known(), "failed Io"),
+            (&part.replace("Content-Length: 10", "Transfer-Encoding: chunked"), known(), "failed Io"),
             (&part.replace("\nETag", "\nContent-Encoding: gzip\nETag"), known(), "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 100", known(), "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 0\nETag: \"e\"", None, "0 of 0 Strong(\"\\\"e\\\"\")"),

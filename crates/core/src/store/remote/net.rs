@@ -211,6 +211,8 @@ impl Net {
                     job.asked = Some(request.address.clone());
                     link.ask(job, &request, now);
                     self.advance(number, link, now, told);
+                    // The connection may be lost, and its read be the first in the queue again.
+                    at = 0;
                 }
                 Err(e) if matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit) => {
                     fail(job, e, told);
