@@ -1,6 +1,7 @@
-"""A web server with range requests and ETags, in a process of its own: ``python web_server.py FOLDER [CERTIFICATE KEY]``.
+"""A web server with range requests and ETags, for a process of its own.
 
-It prints its port, and then a line for each request: path and query, range, status, bytes.
+``python web_server.py FOLDER [CERTIFICATE KEY]`` prints its port, and then a line for each request: path and query, range,
+status.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         where = urlsplit(self.path)
         file = self.folder / unquote(where.path).lstrip("/")
         if where.path.startswith("/locked/"):
-            return self.refuse(403)
+            self.refuse(403)
+            return
         if where.path.startswith("/moved/"):
             self.send_response(302)
             self.send_header("Location", where.path.removeprefix("/moved"))
             self.send_header("Content-Length", "0")
-            return self.end_headers()
+            self.end_headers()
+            return
         if not file.is_file():
-            return self.refuse(404)
+            self.refuse(404)
+            return
         with file.open("rb") as opened:
             stat = os.fstat(opened.fileno())
             tag = f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
             if self.headers.get("If-Match", tag) != tag:
-                return self.refuse(412)
+                self.refuse(412)
+                return
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             first, last = (int(asked[1]), min(int(asked[2]), stat.st_size - 1)) if asked else (0, stat.st_size - 1)
             self.send_response(206 if asked else 200)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ._hub import Snapshot
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A shard file, several files, a folder, an index file, web addresses of those, or the name of a repository in the local
-Hub cache."""
+"""A shard file, several files, a folder, an index file, web addresses of files or of an index, or the name of a
+repository in the local Hub cache."""
 
 
 def _paths_of(source: Source, argument: str) -> list[str]:

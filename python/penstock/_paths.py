@@ -1,4 +1,4 @@
-"""Arguments that are paths of file systems that this machine has mounted; where checkpoints are opened, also addresses."""
+"""Arguments that are paths of mounted file systems, and where checkpoints are opened, also web addresses."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ pub(super) struct WebSource {
     in_flight: usize,
     /// Reads whose arrival was reported, and which have no place yet.
     arrived: HashSet<Ticket>,
+    /// Those of them that were given up.
+    given_up: HashSet<Ticket>,
 }
 
 struct Exchange {
@@ -47,6 +49,8 @@ struct Exchange {
 struct Traffic {
     commands: Vec<ToNet>,
     events: Vec<Progress>,
+    /// Reads that have ended and hold no memory, and whose ends are about to be told.
+    ended: HashSet<Ticket>,
     /// Every read has been given up: only their ends are of interest until the thread has heard of it.
     cancelled: bool,
     closing: bool,
@@ -72,7 +76,15 @@ impl WebSource {
             theirs.run(&mut net);
         });
         let thread = Some(thread.map_err(|e| Error::io("start a thread", &e))?);
-        Ok(WebSource { shared, objects, thread, depth, in_flight: 0, arrived: HashSet::new() })
+        Ok(WebSource {
+            shared,
+            objects,
+            thread,
+            depth,
+            in_flight: 0,
+            arrived: HashSet::new(),
+            given_up: HashSet::new(),
+        })
     }
 
     fn download(&self, read: Read) -> Result<RangeRead, (Read, Error)> {
@@ -134,7 +146,23 @@ impl Exchange {
         if told.is_empty() {
             return;
         }
+        // Nobody learns of an end while a place that came too late is held. It is let go outside of the lock.
+        let late: Vec<ToNet> = {
+            let mut state = lock(&self.state);
+            let done = told.iter().filter_map(|event| match event {
+                Told::Done { ticket, .. } => Some(*ticket),
+                _ => None,
+            });
+            state.ended.extend(done);
+            let Traffic { commands, ended, .. } = &mut *state;
+            let is_late = |command: &ToNet| matches!(command, ToNet::Land(ticket, ..) if ended.contains(ticket));
+            let (late, others) = mem::take(commands).into_iter().partition(is_late);
+            *commands = others;
+            late
+        };
+        drop(late);
         let mut state = lock(&self.state);
+        state.ended.clear();
         let cancelled = state.cancelled;
         let events = told.drain(..).filter_map(|event| match event {
             Told::Done { ticket, route, result, .. } => Some(Progress::Done(Done { ticket, result, route })),
@@ -181,6 +209,7 @@ impl Source for WebSource {
                 Progress::Received(_) => {}
                 Progress::Done(done) => {
                     self.arrived.remove(&done.ticket);
+                    self.given_up.remove(&done.ticket);
                     self.in_flight -= 1;
                 }
             }
@@ -190,18 +219,26 @@ impl Source for WebSource {
     }
 
     fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        if self.given_up.remove(&ticket) {
+            return Ok(());
+        }
         if !self.arrived.remove(&ticket) {
             let text = format!("ticket {} was given a place, and has not arrived; please report this", ticket.0);
             return Err(Error::new(ErrorKind::Internal, text));
         }
         let none = || Error::new(ErrorKind::Internal, "a read was given no place; please report this");
         let places = BodyPlaces::of(into, u64::MAX)?.ok_or_else(none)?;
-        lock(&self.shared.state).commands.push(ToNet::Land(ticket, places, keep));
-        self.shared.to_thread.notify();
+        let mut state = lock(&self.shared.state);
+        let ended = |event: &Progress| matches!(event, Progress::Done(done) if done.ticket == ticket);
+        if !state.ended.contains(&ticket) && !state.events.iter().any(ended) {
+            state.commands.push(ToNet::Land(ticket, places, keep));
+            self.shared.to_thread.notify();
+        }
         Ok(())
     }
 
     fn cancel(&mut self) {
+        self.given_up.extend(self.arrived.drain());
         let mut state = lock(&self.shared.state);
         state.events.retain(|event| matches!(event, Progress::Done(_)));
         state.cancelled = true;
