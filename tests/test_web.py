@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakegpu
 import numpy as np
 import penstock
 import pytest
@@ -109,6 +110,21 @@ def test_safe_open_and_load_file(web, small):
         weight = np.frombuffer(oracle["layers.0.attn.weight"], np.float32).reshape(48, 40)
         assert raw(opened.get_tensor("layers.0.attn.weight")) == weight.tobytes()
         assert raw(opened.get_slice("layers.0.attn.weight")[:, 3:5]) == weight[:, 3:5].tobytes()
+
+
+@pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+def test_onto_a_gpu(big, monkeypatch):
+    """Each byte goes through a slab, which is taken when its answer is there."""
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"cuda:{fakegpu.LIBRARY}")
+    oracle, options = Oracle(big), {"staging": 16 << 20, "extent": 1 << 20}
+    with fakegpu.fresh() as fake, fakegpu.torch_on(fake, monkeypatch), serving(big.parent) as web:
+        checkpoint = penstock.open(web(big.name))
+        tensors = checkpoint.load("cuda:0", framework="pt", options=options)
+        for name, tensor in tensors.items():
+            assert fake.read(tensor.data_ptr(), tensor.nbytes) == oracle[name], name
+        report = checkpoint.last_report
+        assert report is not None and 0 < report.peak_staging <= options["staging"]
+        del tensors, tensor
 
 
 def test_what_is_copied_through_slabs(web, small):

@@ -20,6 +20,7 @@ told = threading.Lock()
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     folder: Path
 
     def do_GET(self) -> None:
@@ -76,6 +77,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # with less, connections that come together wait a second for their second attempt
+
     def handle_error(self, *about: object) -> None:
         """Clients close connections in the middle of an answer: when a load is given up."""
 
