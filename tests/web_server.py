@@ -1,7 +1,7 @@
 """A web server with range requests and ETags, for a process of its own.
 
-``python web_server.py FOLDER [CERTIFICATE KEY]`` prints its port, and then a line for each request: path and query, range,
-status.
+``python web_server.py FOLDER [CERTIFICATE KEY]`` prints its port, and then a line for each request: path and query,
+range, status.
 """
 
 from __future__ import annotations
