@@ -16,7 +16,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
-from ._start_rank import explain, result, summed
+from ._start_result import explain, result, summed
 from ._startup import Phases
 
 

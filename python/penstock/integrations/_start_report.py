@@ -26,6 +26,8 @@ sys.path[:] = json.load(open(sys.argv[1]))["path"]
 from penstock.integrations._start_rank import main
 main()
 """
+#: The traceback has all that the rank wrote, as the cause of the error.
+_HINT = " (all that it wrote: PENSTOCK_TRACEBACK=1)"
 #: Lines of what a process said that go into an error, if it could not say why it ended.
 _LINES = 5
 #: Seconds between two looks at the processes.
@@ -228,8 +230,8 @@ def _failure(rank: _Rank, status: int) -> EngineError:
         error, phase = found["error"], found["phase"]
         where = f" in {_words(phase)}" if phase else ""
         text = f"rank {rank.number} failed{where}: {error['type']}: {error['message']}"
-        return EngineError(text, path=error["path"], rank=rank.number)
+        return EngineError(text + _HINT, path=error["path"], rank=rank.number)
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     last = [line for line in rank.said().splitlines() if line.strip()][-_LINES:]
     text = f"rank {rank.number} {how}{rank.phase()}, and said last: " + "\n".join(last or ["nothing"])
-    return EngineError(text, rank=rank.number)
+    return EngineError(text + _HINT, rank=rank.number)

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 ENGINES = ("vllm", "sglang")
@@ -27,6 +27,9 @@ PHASES = (
 )
 
 
+_MARK = "_penstock_phase"
+
+
 class Phases:
     """Seconds of each phase of one process, on the monotonic clock.
 
@@ -43,9 +46,6 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
         """Why a phase did not take place, or did not end well."""
-        self.failed: str | None = None
-        """The innermost phase that the latest exception ended."""
-        self._error = 0
         self._running: str | None = None
         self._since = self.began
         self._thread = threading.get_ident()
@@ -64,8 +64,9 @@ class Phases:
         try:
             yield
         except BaseException as error:
-            if self._error != id(error):  # the object would keep all that is on the stack
-                self._error, self.failed = id(error), name
+            if failed_in(error) is None:
+                with suppress(AttributeError, TypeError):  # an engine's own kind of exception may take no attributes
+                    setattr(error, _MARK, name)
             raise
         finally:
             self._turn(outer)
@@ -97,6 +98,12 @@ class Phases:
             }
             for name in PHASES
         }
+
+
+def failed_in(error: BaseException) -> str | None:
+    """The innermost phase that an exception ended."""
+    found: str | None = getattr(error, _MARK, None)
+    return found
 
 
 _measured: Phases | None = None

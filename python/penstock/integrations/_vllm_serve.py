@@ -8,10 +8,12 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from ._start_rank import explain, result
+from ._start_result import explain, result
 from ._startup import Phases
 from ._vllm_start import arguments
 
+WORKER = "penstock.integrations._vllm_worker.StartedWorker"
+"""The class that vLLM's workers get methods of."""
 #: Tokens of the request: its prompt, and what is generated.
 PROMPT, GENERATED = 263, 128
 
@@ -19,8 +21,7 @@ PROMPT, GENERATED = 263, 128
 def start(specification: dict[str, Any], rank: int, phases: Phases) -> dict[str, Any]:
     """All ranks, in processes of vLLM's own."""
     EngineArgs.create_engine_config = phases.timed("configuration", EngineArgs.create_engine_config)
-    worker = "penstock.integrations._vllm_worker.StartedWorker"
-    engine = LLM(**arguments(specification, worker_extension_cls=worker))
+    engine = LLM(**arguments(specification, worker_extension_cls=WORKER))
     ready = time.monotonic()
     answer = answered(engine.llm_engine, phases.began)
     memory = engine.collective_rpc("penstock_free_memory")

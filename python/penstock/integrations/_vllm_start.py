@@ -14,8 +14,8 @@ from vllm.model_executor.model_loader import base_loader, default_loader, get_mo
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from .._report import Report
-from ._start_rank import explain, result, summed
-from ._startup import Phases
+from ._start_result import explain, result, summed
+from ._startup import Phases, failed_in
 
 
 class Watched:
@@ -71,7 +71,7 @@ def start(specification: dict[str, Any], rank: int, phases: Phases) -> dict[str,
             get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
         except AttributeError as error:
             # A wheel for GPUs has no operators for a CPU: nor can it run what they prepare the weights for
-            if phases.failed != "post_processing" or not isinstance(error.obj, _OpNamespace):
+            if failed_in(error) != "post_processing" or not isinstance(error.obj, _OpNamespace):
                 raise
             phases.reasons["post_processing"] = f"this vLLM lacks an operator for CPUs, {error.obj.name}.{error.name}"
     load = summed(watched.reports)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._start_rank import summed
+from ._start_result import summed
 from ._startup import Phases, measure
 from ._vllm_start import Watched
 
