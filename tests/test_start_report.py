@@ -231,7 +231,10 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 specification, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
 folder, alone = Path(specification["folder"]), rank == specification["alone"]
-Path(specification["pids"], str(os.getpid())).touch()
+pids = Path(specification["pids"])
+(pids / str(os.getpid())).touch()
+while len(list(pids.iterdir())) < specification["ranks"]:
+    time.sleep(0.01)
 def say(found):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 """
@@ -243,7 +246,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(program: str, timeout: float = LONG) -> list[dict[str, Any]]:
         monkeypatch.setattr(_start_report, "_PROGRAM", PREAMBLE + program)
-        specification = {"device": "cpu", "alone": 1, "pids": str(tmp_path)}
+        specification = {"device": "cpu", "alone": 1, "ranks": 3, "pids": str(tmp_path)}
         try:
             return _start_report.run(specification, 3, timeout)
         finally:
@@ -307,15 +310,15 @@ if alone:
     time.sleep(1000)
 say({})
 """
-    with pytest.raises(StalledError, match=r"not ended after 4 s:.* rank 1 in post processing"):
-        ranks(program, timeout=4)
+    with pytest.raises(StalledError, match=r"not ended after 8 s:.* rank 1 in post processing"):
+        ranks(program, timeout=8)
 
 
 def test_what_a_rank_has_started_ends_with_it(ranks):
     program = """
 if alone:
     started = subprocess.Popen(["sleep", "1000"])
-    Path(specification["pids"], str(started.pid)).touch()
+    (pids / str(started.pid)).touch()
 say({})
 """
     assert ranks(program) == [{}, {}, {}]
@@ -326,7 +329,7 @@ STARTS = """
 import sys, time
 from penstock.integrations import _start_report
 _start_report._PROGRAM = sys.argv[2]
-_start_report.run({"device": "cpu", "alone": 0, "pids": sys.argv[1]}, 1, 1000)
+_start_report.run({"device": "cpu", "alone": 0, "ranks": 1, "pids": sys.argv[1]}, 1, 1000)
 """
 WAITS = (
     PREAMBLE
@@ -335,7 +338,7 @@ import threading
 from penstock.integrations._start_rank import _end_with_parent
 threading.Thread(target=_end_with_parent, daemon=True).start()
 started = subprocess.Popen(["sleep", "1000"])
-Path(specification["pids"], f"{started.pid}").touch()
+(pids / str(started.pid)).touch()
 time.sleep(1000)
 """
 )
