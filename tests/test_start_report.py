@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -335,8 +336,8 @@ WAITS = (
     PREAMBLE
     + """
 import threading
-from penstock.integrations._start_rank import _end_with_parent
-threading.Thread(target=_end_with_parent, daemon=True).start()
+from penstock.integrations._start_rank import end_with_parent
+threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
 started = subprocess.Popen(["sleep", "1000"])
 (pids / str(started.pid)).touch()
 time.sleep(1000)
@@ -345,15 +346,19 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_however_the_command_ends(tmp_path: Path, how: signal.Signals):
-    command = [sys.executable, "-c", STARTS, str(tmp_path), WAITS]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+def test_nothing_is_left_however_the_command_ends(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, how: signal.Signals
+):
+    command, temporary = [sys.executable, "-c", STARTS, str(tmp_path), WAITS], tmp_path_factory.mktemp("temporary")
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(temporary)})
     try:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert len(list(temporary.iterdir())) == 1
         process.send_signal(how)
         process.wait(LONG)
         pids = [int(one.name) for one in tmp_path.iterdir()]
         wait_until(lambda: not any(map(runs, pids)))
+        assert list(temporary.iterdir()) == []
     finally:
         process.kill()
 

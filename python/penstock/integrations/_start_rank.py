@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,8 +22,8 @@ from ._startup import Phases, failed_in, measure
 def main() -> None:
     """Measures a start: the arguments are a file with what to start, a rank, and when the process was started."""
     specification, rank, began = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]), float(sys.argv[3])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     folder = Path(specification["folder"])
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     running = os.open(folder / f"{rank}.phase", os.O_WRONLY | os.O_CREAT)
 
     def changed(name: str) -> None:
@@ -57,6 +58,8 @@ def _started(specification: dict[str, Any], rank: int, phases: Phases) -> dict[s
     return start(specification, rank, phases)
 
 
-def _end_with_parent() -> None:
+def end_with_parent(folder: Path) -> None:
+    """Waits for the end of the process that started this one, and leaves nothing behind that it would have removed."""
     os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
