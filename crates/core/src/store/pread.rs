@@ -6,6 +6,16 @@ use std::os::fd::RawFd;
 /// The kernel never moves more than this in one read (`MAX_RW_COUNT`): longer reads come back short.
 pub(super) const MOST_PER_CALL: u64 = 0x7fff_f000;
 
+/// A call that failed, after others that did not.
+#[derive(Debug)]
+pub(crate) struct Stopped {
+    /// Bytes that the calls before it brought.
+    pub(crate) got: u64,
+    /// Bytes that it was to bring.
+    pub(crate) asked: u64,
+    pub(crate) cause: io::Error,
+}
+
 /// Reads from `offset` into `to`, up to the end of the file. Returns the bytes that arrived. `to` is used up. `flags`
 /// are those of preadv2; `cap` is the most bytes of one call.
 ///
@@ -17,7 +27,7 @@ pub(crate) unsafe fn read_fully(
     mut to: &mut [libc::iovec],
     flags: i32,
     cap: u64,
-) -> io::Result<u64> {
+) -> Result<u64, Stopped> {
     /// The kernel takes no more places than this in one call.
     const IOV_MAX: usize = 1024;
     let mut got = 0u64;
@@ -66,9 +76,9 @@ pub(crate) unsafe fn read_fully(
                 }
             }
             _ => {
-                let e = io::Error::last_os_error();
-                if e.kind() != io::ErrorKind::Interrupted {
-                    return Err(e);
+                let cause = io::Error::last_os_error();
+                if cause.kind() != io::ErrorKind::Interrupted {
+                    return Err(Stopped { got, asked: if count == 0 { cap } else { bytes }, cause });
                 }
             }
         }
