@@ -197,8 +197,8 @@ class SlowFs:
         """Changes how it behaves and says what it has seen.
 
         latency: seconds per read. hang, fail: lists of "lookup", "getattr", "open", "read"; after: how many of each are
-        let through first. errno: of what fails. sizes: {name: size} to pretend. bad: {name: offset of a byte that cannot be
-        read}. forget: count from 0 again.
+        let through first. errno: of what fails. sizes: {name: size} to pretend. bad: {name: offset} of a byte that
+        cannot be read. forget: count from 0 again.
         """
         assert self.server.stdin is not None
         assert self.server.stdout is not None

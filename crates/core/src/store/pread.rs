@@ -84,3 +84,26 @@ pub(crate) unsafe fn read_fully(
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn a_call_that_fails_says_what_came_before_it_and_what_it_was_to_bring() {
+        const PAGE: usize = 4096;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), vec![7; 3 * PAGE]).unwrap();
+        let mut memory = vec![0u8; PAGE];
+        let place = |at: *mut u8, len| libc::iovec { iov_base: at.cast(), iov_len: len };
+        // Nobody may write to the zero page.
+        let nowhere = std::ptr::without_provenance_mut(64);
+        let mut to = [place(memory.as_mut_ptr(), PAGE), place(nowhere, 2 * PAGE)];
+        // SAFETY: the first place is ours. The kernel refuses to write to the second one.
+        let stopped = unsafe { read_fully(file.as_file().as_raw_fd(), 0, &mut to, 0, u64::MAX) }.unwrap_err();
+        assert_eq!(stopped.cause.raw_os_error(), Some(libc::EFAULT));
+        assert_eq!((stopped.got, stopped.asked), (PAGE as u64, 2 * PAGE as u64));
+        assert!(memory.iter().all(|byte| *byte == 7));
+    }
+}

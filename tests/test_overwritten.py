@@ -1,7 +1,7 @@
 """`touched` of a load that failed names exactly those destinations of which a byte was overwritten.
 
-All memory is filled with a byte before that no file has. So each write shows. Layouts and faults are random; every failure
-compares what changed with what the error says.
+All memory is filled with a byte before that no file has. So each write shows. Layouts and faults are random; every
+failure compares what changed with what the error says.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def is_changed(into: Any) -> bool:
     """Whether a byte is not what it was."""
     if isinstance(into, np.ndarray):
         return bool((np.ascontiguousarray(into).view(np.uint8) != POISON).any())
-    return bool((into.contiguous().view(torch.uint8) != POISON).any())
+    elements = torch.empty(into.numel(), dtype=into.dtype).copy_(into.reshape(-1))
+    return bool((elements.view(torch.uint8) != POISON).any())
 
 
 def changed(destinations: list[Destination]) -> collections.Counter[str]:
@@ -170,7 +171,9 @@ def test_bytes_that_cannot_be_read(broken: tuple[slow_fs.SlowFs, Path], way: str
         fs.tell(bad={})
         for path in layout.paths:
             path.unlink()
-    assert tally.partly >= 5, vars(tally)
+    assert tally.none + tally.partly + tally.whole > 10, vars(tally)
+    # How far the others come when one fails is a matter of chance
+    assert way != "one thread" or tally.partly >= 5, vars(tally)
 
 
 def shrink(path: Path, to: int) -> None:
@@ -204,7 +207,7 @@ def test_files_that_change_during_the_load(tmp_path: Path, change: Callable[[Pat
                 spoilt.append(True)
                 change(victim, at)  # noqa: B023
 
-        options = {**WAYS[way], "extent": 4096, "depth": 1, "threads": 1}
+        options = {**WAYS[way], "extent": layout.chance.choice([4096, 65536]), "depth": 1, "threads": 1}
         tally.fails(lambda: checkpoint.load_into(to, options=options, progress=spoil), to, seed)  # noqa: B023
     assert tally.none + tally.partly + tally.whole, "no load failed"
 
