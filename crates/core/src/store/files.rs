@@ -1,7 +1,7 @@
 //! The shard files of one load: descriptors, what their file systems allow, which of their pages are resident, and
 //! whether they are still the files whose headers were read.
 
-use super::facts::{facts_of, Facts, FsKind};
+use super::facts::{errors_write_nothing, facts_of, Facts, FsKind};
 use super::known_disks;
 use super::location::Location;
 use super::pread::MOST_PER_CALL;
@@ -239,6 +239,11 @@ impl Files {
         let _asking = self.ask(file);
         let facts = facts_of(&fd, self.path(file))?;
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
+    }
+
+    /// Whether a read through the page cache that fails has written nothing.
+    pub(crate) fn errors_write_nothing(&self, file: u32) -> bool {
+        self.facts(file).is_ok_and(|facts| errors_write_nothing(facts.fs))
     }
 
     /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one

@@ -30,7 +30,7 @@ pub use location::Location;
 pub use object::{register, Head, Object, Objects, Store};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
-pub(crate) use pread::read_fully;
+pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
