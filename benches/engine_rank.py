@@ -39,14 +39,14 @@ class Order:
     """More arguments of vLLM."""
     on_cpu: bool
     """Whether fastsafetensors is told to use the CPU. vLLM names a GPU to it."""
-    check: bool
-    """Whether all parameters are poisoned before the load, and their digests taken after it."""
+    poisoned: bool
+    """Whether the parameters hold other bytes before the load, and are memory in use. vLLM gives them fresh memory."""
 
 
 def main(order: Order, pipe: Connection) -> None:
     """Makes a model and says "ready". Then it hears of a control group, loads, and says what that took.
 
-    If it is to check, it says the digests when it is told to go on: they take memory.
+    When it is told to go on, it says the digests of all parameters.
     """
     try:
         _load(order, pipe)
@@ -63,7 +63,7 @@ def _load(order: Order, pipe: Connection) -> None:
     loader = get_model_loader(config.load_config)
     with current(config):
         model = loader.create_model(config, config.model_config)
-    if order.check:
+    if order.poisoned:
         poison(model)
     pipe.send("ready")
     group: Path | None = pipe.recv()
@@ -79,9 +79,8 @@ def _load(order: Order, pipe: Connection) -> None:
     found["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
     found["reports"] = [_told(report) for report in getattr(loader, "reports", [])]
     pipe.send(found)
-    if order.check:
-        pipe.recv()
-        pipe.send({"digests": digests(model)})
+    pipe.recv()
+    pipe.send(digests(model))
     # vLLM's groups hold shared memory that outlives a process
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

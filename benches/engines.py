@@ -11,10 +11,11 @@ memory that nothing has touched.
 | warm | holds all files | the same |
 | cold, no limit | holds nothing of the files | as it is |
 
-First each contestant loads once, untimed, into poisoned parameters. All digests must be those of `safetensors`. The
-memory that a load takes besides the parameters is measured there. Then contestants and ceilings take turns, in an order
-that rotates. A table has medians, and the ratio to Penstock's time in the same round: above 1 Penstock is faster. The
-range contains the median of such ratios with a probability of at least 95%, from 6 rounds on.
+First each contestant loads once, untimed, into poisoned parameters. The memory that a load takes besides the parameters
+is measured there. Then contestants and ceilings take turns, in an order that rotates. After every load the digests of
+all parameters are compared with those of `safetensors`. A table has medians, and the ratio to Penstock's time in the
+same round: above 1 Penstock is faster. The range contains the median of such ratios with a probability of at least 95%,
+from 6 rounds on.
 
 The ceilings: `direct`, one process that reads each byte of the files once, with O_DIRECT; `copy`, which copies each
 byte once from the page cache.
@@ -111,6 +112,10 @@ class LoadFailed(Exception):
     """A rank did not load; the message says why."""
 
 
+#: What a load took, or what a ceiling is.
+Turn = dict[str, Any]
+
+
 class Bench:
     """Loads of one checkpoint."""
 
@@ -120,9 +125,16 @@ class Bench:
         self._context = context
         self._ranks = ranks
         self._group = group
+        self._right: list[dict[str, str]] | None = None
+        """Digests of each rank's parameters. Those of the first load are right."""
 
-    def load(self, contestant: Contestant, state: State, check: bool = False) -> list[dict[str, Any]]:
-        """One load: what each rank says of it. With ``check`` also digests, and peaks of memory.
+    def load(self, contestant: Contestant, state: State, first: bool = False) -> Turn:
+        """What one load took, for all ranks together; ``wrong``: parameters that are not those of the first load.
+
+        Args:
+            contestant: How to load.
+            state: Of the page cache and the disk.
+            first: Into poisoned parameters, with ``peak``: the most memory that it had besides them.
 
         Raises:
             LoadFailed: a rank did not load.
@@ -143,7 +155,7 @@ class Bench:
                     contestant.load_format,
                     contestant.arguments,
                     contestant.on_cpu,
-                    check,
+                    first,
                 )
                 process = self._context.Process(target=main, args=(order, theirs))
                 process.start()
@@ -152,19 +164,31 @@ class Bench:
                 pipes.append(mine)
             self._heard(pipes)
             self._prepare(state)
-            probes = [lambda pid=process.pid: memory_of(pid) for process in processes] if check else []
-            with Sampled(probes) if check else contextlib.nullcontext() as sampled:
+            probes = [lambda pid=process.pid: memory_of(pid) for process in processes] if first else []
+            with Sampled(probes) if first else contextlib.nullcontext() as sampled:
                 for pipe in pipes:
                     pipe.send(self._group if state.limited else None)
-                found = self._heard(pipes)
-            if sampled is not None:
-                found[0]["peak"] = sampled.peaks["memory"]
-                for pipe in pipes:
-                    pipe.send("digests")
-                found = [rank | more for rank, more in zip(found, self._heard(pipes), strict=True)]
+                ranks = self._heard(pipes)
+            for pipe in pipes:
+                pipe.send("digests")
+            digests = self._heard(pipes)
             for process in processes:
                 process.join(PATIENCE)
-        return found
+        self._right = self._right or digests
+        return {
+            "seconds": max(rank["seconds"] for rank in ranks),
+            "own": [rank["own"] for rank in ranks],
+            "cpu": sum(rank["cpu"] for rank in ranks),
+            "disk": sum(rank["disk"] for rank in ranks),
+            "reports": [report for rank in ranks for report in rank["reports"]],
+            "parameters": sum(rank["parameters"] for rank in ranks),
+            "wrong": sum(
+                right[name] != found.get(name)
+                for right, found in zip(self._right, digests, strict=True)
+                for name in right
+            ),
+            **({"peak": sampled.peaks["memory"]} if sampled is not None else {}),
+        }
 
     def _heard(self, pipes: list[Connection]) -> list[Any]:
         """The next thing that each rank says. The first error ends the waiting: other ranks may wait for that one."""
@@ -187,11 +211,13 @@ class Bench:
         if state.cache == "cold":
             evict(self.files)
             return
-        fill(self.files)
-        if not is_full(self.files):
-            raise LoadFailed("the page cache does not hold all files: there is too little memory")
+        for _attempt in range(3):  # other programs want memory too
+            fill(self.files)
+            if is_full(self.files):
+                return
+        raise LoadFailed("the page cache does not hold all files: there is too little memory")
 
-    def ceiling(self, name: str, state: State) -> dict[str, Any]:
+    def ceiling(self, name: str, state: State) -> Turn:
         """One measurement, in the control group if the state is limited."""
         measure, settings, _ = CEILINGS[name]
         self._prepare(state)
@@ -214,35 +240,18 @@ def _measured(pipe: Connection, group: Path | None, *order: Any) -> None:
         pipe.send({"error": str(error)})
 
 
-def checked(bench: Bench, names: list[str]) -> dict[str, dict[str, Any]]:
-    """One load of each contestant, untimed: parameters, peak of memory, or the error.
-
-    Raises:
-        SystemExit: a contestant has loaded other parameters than `safetensors`.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    right: list[dict[str, str]] = []
+def checked(bench: Bench, names: list[str]) -> dict[str, Turn]:
+    """The first load of each contestant, untimed; ``error`` if it fails."""
+    found: dict[str, Turn] = {}
     for name in [RIGHT, *(name for name in names if name != RIGHT)]:
         try:
-            ranks = bench.load(CONTESTANTS[name], State("warm", False), check=True)
+            found[name] = bench.load(CONTESTANTS[name], State("warm", False), first=True)
         except LoadFailed as error:
             found[name] = {"error": str(error)}
-            continue
-        said = [rank["digests"] for rank in ranks]
-        if name == RIGHT:
-            right = said
-        if said != right:
-            raise SystemExit(f"{bench.folder.name}: {name} has loaded other parameters than {RIGHT}")
-        found[name] = {
-            "equal": True,
-            "parameters": len(said[0]),
-            "parameter_bytes": sum(rank["parameters"] for rank in ranks),
-            "peak": ranks[0]["peak"],
-        }
     return found
 
 
-Turns = dict[str, dict[str, list[dict[str, Any]]]]
+Turns = dict[str, dict[str, list[Turn]]]
 
 
 def measured(bench: Bench, names: list[str], states: list[State], rounds: int) -> Iterator[Turns]:
@@ -252,10 +261,9 @@ def measured(bench: Bench, names: list[str], states: list[State], rounds: int) -
         for state in states:
             for name in rotated([*names, *CEILINGS], number):
                 if name in CEILINGS and CEILINGS[name][2] == state.cache:
-                    one = bench.ceiling(name, state)
-                    turn = {"seconds": one["seconds"], "bytes": one["bytes"]}
+                    turn = bench.ceiling(name, state)
                 elif name not in CEILINGS:
-                    turn = together(bench.load(CONTESTANTS[name], state))
+                    turn = bench.load(CONTESTANTS[name], state)
                 else:
                     continue
                 found[state.name].setdefault(name, []).append(turn)
@@ -263,15 +271,15 @@ def measured(bench: Bench, names: list[str], states: list[State], rounds: int) -
         yield found
 
 
-def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks of one load took."""
-    return {
-        "seconds": max(rank["seconds"] for rank in ranks),
-        "own": [rank["own"] for rank in ranks],
-        "cpu": sum(rank["cpu"] for rank in ranks),
-        "disk": sum(rank["disk"] for rank in ranks),
-        "reports": [report for rank in ranks for report in rank["reports"]],
-    }
+def wrong(of: dict[str, Any]) -> dict[str, str]:
+    """Contestants that have not always loaded the same parameters as vLLM's `safetensors`, and how often."""
+    found = {}
+    for name in CONTESTANTS:
+        loads = [one for turns in of["turns"].values() for one in turns.get(name, [])]
+        loads += [one for one in [of["checks"].get(name, {})] if "wrong" in one]
+        if bad := [one["wrong"] for one in loads if one["wrong"]]:
+            found[name] = f"{len(bad)} of {len(loads)} loads, up to {max(bad)} parameters"
+    return found
 
 
 def show(document: dict[str, Any]) -> None:
@@ -288,6 +296,8 @@ def show(document: dict[str, Any]) -> None:
         for contestant, check in of["checks"].items():
             if "error" in check:
                 print(f"- {contestant} does not run: {check['error']}")
+        for contestant, often in wrong(of).items():
+            print(f"- **{contestant} has loaded other parameters than {RIGHT}**: {often}")
         for state, turns in of["turns"].items():
             print(
                 f"\n| {name}, {state} | seconds | beside Penstock | processor s | disk GB | memory GB |\n|" + "---|" * 6
@@ -296,7 +306,8 @@ def show(document: dict[str, Any]) -> None:
                 print(f"| {' | '.join(cells(contestant, loads, turns.get(OURS, []), of['checks']))} |")
 
 
-def cells(name: str, loads: list[dict[str, Any]], ours: list[dict[str, Any]], checks: dict[str, Any]) -> list[str]:
+def cells(name: str, loads: list[Turn], ours: list[Turn], checks: dict[str, Turn]) -> list[str]:
+    """One row of a table."""
     seconds = [load["seconds"] for load in loads]
     told = [name, f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"]
     ratios = [load["seconds"] / own["seconds"] for load, own in zip(loads, ours, strict=False)]
@@ -368,6 +379,7 @@ def main() -> None:
         for name in given.checkpoint or engine_checkpoints.SOURCES:
             layout, _ = engine_checkpoints.build(name, given.size)
             bench = Bench(context, engine_checkpoints.write(name, given.size, given.folder), given.ranks, group)
+            evict(bench.files)  # on the disk, if they were written just now
             checks = checked(bench, names)
             document["checkpoints"][name] = of = {
                 "cut": f"{layout.name}, {layout.cut}",
@@ -382,6 +394,8 @@ def main() -> None:
                 if given.json:
                     given.json.write_text(json.dumps(document, indent=1) + "\n")
     show(document)
+    if failed := [name for name, of in document["checkpoints"].items() if any(OURS in one for one in wrong(of))]:
+        raise SystemExit(f"penstock has loaded other parameters than {RIGHT}: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
