@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,12 @@ def _thinner(tensor: Tensor, vocabulary: int, divisor: int) -> Tensor:
     return dataclasses.replace(tensor, shape=tuple(shape))
 
 
-def write(name: str, nbytes: float, folder: Path, say: Callable[[str], object] = print) -> Path:
+def write(name: str, nbytes: float, folder: Path) -> Path:
     """Writes such a model below ``folder``, where it is not there, and gives its own folder."""
     layout, config = build(name, nbytes)
     place = folder / f"{name}-{layout.nbytes // 10**6}MB"
     if not synth.in_place(layout, place):
-        say(f"writing {place.name}: {layout.name}, {layout.cut}")
+        print(f"writing {place.name}: {layout.name}, {layout.cut}", file=sys.stderr, flush=True)
     synth.write(layout, place)
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return place

@@ -48,6 +48,7 @@ import slow_disk  # noqa: E402
 from on_cpu import ENVIRONMENT  # noqa: E402
 from pairs import interval  # noqa: E402
 from penstock import _ceiling  # noqa: E402
+from penstock.bench import predecessor  # noqa: E402
 from penstock.bench.machine import machine, version  # noqa: E402
 from penstock.bench.page_cache import evict, fill, is_full  # noqa: E402
 from penstock.bench.process import Sampled, memory_of  # noqa: E402
@@ -122,6 +123,7 @@ class Bench:
     def __init__(self, context: Any, folder: Path, ranks: int, group: Path | None) -> None:
         self.folder = folder
         self.files = sorted(folder.glob("*.safetensors"))
+        self._nbytes = sum(file.stat().st_size for file in self.files)
         self._context = context
         self._ranks = ranks
         self._group = group
@@ -208,14 +210,16 @@ class Bench:
         return [said[rank] for rank in range(len(pipes))]
 
     def _prepare(self, state: State) -> None:
-        if state.cache == "cold":
-            evict(self.files)
-            return
-        for _attempt in range(3):  # other programs want memory too
+        """Brings the page cache into its state. Then as much memory as a load needs is used and given back."""
+        evict(self.files)
+        for _attempt in range(3 if state.cache == "warm" else 0):
             fill(self.files)
             if is_full(self.files):
-                return
-        raise LoadFailed("the page cache does not hold all files: there is too little memory")
+                break
+        else:
+            if state.cache == "warm":
+                raise LoadFailed("the page cache does not hold all files: there is too little memory")
+        predecessor.run(predecessor.FREED, [], 2 * self._nbytes)
 
     def ceiling(self, name: str, state: State) -> Turn:
         """One measurement, in the control group if the state is limited."""
@@ -323,6 +327,15 @@ def cells(name: str, loads: list[Turn], ours: list[Turn], checks: dict[str, Turn
     return [*told, f"{checks[name]['peak'] / 1e9:.2f}"]
 
 
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """What ends the whole run, in one line."""
+    try:
+        yield
+    except (LoadFailed, slow_disk.NotHere, predecessor.PredecessorFailed) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="for the checkpoints, on the disk to read from")
@@ -375,6 +388,7 @@ def main() -> None:
     }
     document["machine"]["versions"]["vllm"] = version("vllm")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_said())
         group = stack.enter_context(slow_disk.group(given.folder, int(given.rate))) if given.rate else None
         for name in given.checkpoint or engine_checkpoints.SOURCES:
             layout, _ = engine_checkpoints.build(name, given.size)
