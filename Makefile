@@ -40,7 +40,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -53,6 +53,7 @@ help:
 	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
+	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
@@ -257,6 +258,10 @@ engines-environment: environment
 
 engines: engines-environment
 	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+
+# What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
+replay: engines-environment
+	$(ENGINES_VENV)/bin/python benches/replay.py --out .engines/replay.json
 
 # vLLM's loaders beside each other. Needs the right to make control groups, except with BENCH="--rate 0".
 bench-engines: engines-environment
