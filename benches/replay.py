@@ -34,14 +34,14 @@ from penstock.synthetic import layouts, synth
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines"))
 
-from on_cpu import ENVIRONMENT  # noqa: E402
+from on_cpu import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
 
-import stubs  # noqa: E402
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
-from vllm_model import configured, current, joined, load, model_config_of  # noqa: E402
+import stubs
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader import get_model_loader
+from vllm_model import configured, current, joined, load, model_config_of
 
 MADV_DONTNEED = 4
 PAGE = 4096
