@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import os
 import resource
 import time
@@ -12,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Not timed, like every import: what a loader would import in the middle of its load. Models too: that saves seconds
-import fastsafetensors.parallel_loader
 import penstock.integrations._vllm_loader
-import runai_model_streamer  # noqa: F401
 import torch.distributed
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.qwen3_moe  # noqa: F401
@@ -22,6 +22,10 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm_model import configured, current, digests, joined, load, poison
+
+for peer in ("fastsafetensors.parallel_loader", "runai_model_streamer"):
+    with contextlib.suppress(ImportError):  # not every platform has it; then its load fails, and the table says so
+        importlib.import_module(peer)
 
 
 @dataclasses.dataclass(frozen=True)

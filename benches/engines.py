@@ -245,12 +245,18 @@ def _measured(pipe: Connection, group: Path | None, *order: Any) -> None:
 
 
 def checked(bench: Bench, names: list[str]) -> dict[str, Turn]:
-    """The first load of each contestant, untimed; ``error`` if it fails."""
+    """The first load of each contestant, untimed; ``error`` if it fails.
+
+    Raises:
+        LoadFailed: the loader failed whose parameters are right.
+    """
     found: dict[str, Turn] = {}
     for name in [RIGHT, *(name for name in names if name != RIGHT)]:
         try:
             found[name] = bench.load(CONTESTANTS[name], State("warm", False), first=True)
         except LoadFailed as error:
+            if name == RIGHT:
+                raise
             found[name] = {"error": str(error)}
     return found
 

@@ -45,7 +45,7 @@ class Server:
         self.pool = ThreadPoolExecutor(128)
         self.changed = threading.Condition()
         self.how: dict[str, Any] = {"latency": 0.0, "hang": [], "fail": [], "errno": errno.EIO, "after": 0}
-        self.how |= {"sizes": {}, "bad": {}}
+        self.how |= {"sizes": {}, "bad": {}, "direct": True}
         self.requests: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
         self.at_once = self.most_at_once = self.hanging = 0
 
@@ -156,6 +156,8 @@ class Server:
         if opcode == GETATTR:
             return struct.pack("<QII", 0, 0, 0) + self.attributes(path)
         if opcode == OPEN:
+            if struct.unpack_from("<I", body)[0] & os.O_DIRECT and not self.how["direct"]:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
             return struct.pack("<QIi", os.open(path, os.O_RDONLY), 0, 0)
         if opcode == OPENDIR:
             return struct.pack("<QIi", 0, 0, 0)

@@ -1,4 +1,4 @@
-"""`touched` of a load that failed names exactly those destinations of which a byte was overwritten.
+"""`touched` of a load that failed names exactly those destinations that have an overwritten byte.
 
 All memory is filled with a byte before that no file has. So each write shows. Layouts and faults are random; every
 failure compares what changed with what the error says.
@@ -87,7 +87,7 @@ class Layout:
             case 0:  # a row of another one's matrix
                 into = memory((rows, 2, columns), dtype)
                 return [Destination(name, into[:, i], cut) for i in range(2)]
-            case 1:  # columns that alternate, of which one is nobody's
+            case 1:  # columns that alternate; one is nobody's
                 into = memory((rows, columns, 3), dtype)
                 return [Destination(name, into[:, :, i], cut) for i in (0, 2)]
             case 5:

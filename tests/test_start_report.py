@@ -17,7 +17,7 @@ from typing import Any
 
 import penstock
 import pytest
-from penstock import EngineError, StalledError
+from penstock import EngineError, InvalidError, StalledError, UnsupportedError
 from penstock.integrations import _start_report, _startup
 from penstock.integrations._report_command import described
 from penstock.integrations._start_result import explain, result, summed
@@ -311,8 +311,8 @@ if alone:
     time.sleep(1000)
 say({})
 """
-    with pytest.raises(StalledError, match=r"not ended after 8 s:.* rank 1 in post processing"):
-        ranks(program, timeout=8)
+    with pytest.raises(StalledError, match=r"not ended after 15 s:.* rank 1 in post processing"):
+        ranks(program, timeout=15)
 
 
 def test_what_a_rank_has_started_ends_with_it(ranks):
@@ -327,8 +327,9 @@ say({})
 
 #: A process that starts a rank, says which, and waits.
 STARTS = """
-import sys, time
+import signal, sys, time
 from penstock.integrations import _start_report
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 _start_report._PROGRAM = sys.argv[2]
 _start_report.run({"device": "cpu", "alone": 0, "ranks": 1, "pids": sys.argv[1]}, 1, 1000)
 """
@@ -413,12 +414,34 @@ def test_wrong_usage(cli, arguments: list[str], said: str):
     assert done.stderr.startswith("usage: penstock engines report")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size cannot be given here"),
+        ({"tp_size": 2, "device": "cuda"}, "device, tp_size cannot be given here"),
+        ({"pipeline_parallel_size": "x"}, "pipeline_parallel_size='x' is not a number of ranks"),
+    ],
+)
+def test_arguments_that_change_what_is_measured_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], said: str
+):
+    monkeypatch.setattr(_start_report, "version", lambda package: "0")
+    with pytest.raises(InvalidError, match=said):
+        _start_report.report("x", device="cpu", engine_args=arguments)
+
+
+def test_sglang_is_measured_without_pipeline_parallelism():
+    with pytest.raises(UnsupportedError, match="without pipeline"):
+        _start_report.report("x", engine="sglang", device="cpu", engine_args={"pipeline_parallel_size": 2})
+
+
 def test_sglang_is_measured_on_a_cpu_alone(cli):
     done = cli("engines", "report", "x", "--engine", "sglang", "--device", "cuda")
     assert done.returncode == 3
     assert "on a CPU alone" in done.stderr
 
 
+@pytest.mark.skipif("_installed('vllm')", reason="vLLM would start")
 def test_the_command_imports_no_torch(python):
     program = """
 import sys

@@ -1,4 +1,4 @@
-//! Loads that fail half-way into the caller's memory name exactly those destinations of which a byte was overwritten. Random
+//! Loads that fail half-way into the caller's memory name exactly those destinations that have an overwritten byte. Random
 //! tensors, parts, strides and casts; reads that break at a random byte. No byte of a file is the byte that memory is filled
 //! with before, so each write shows.
 #![cfg(target_os = "linux")]

@@ -25,14 +25,15 @@ def start(specification: dict[str, Any], rank: int, phases: Phases) -> dict[str,
     size = specification["tensor_parallel_size"]
     with phases.phase("configuration"):
         load_plugins()
-        args = ServerArgs(
-            model_path=specification["model"],
-            load_format=specification["load_format"],
-            device="cpu",
-            tp_size=size,
-            skip_tokenizer_init=True,
+        given = {
+            "skip_tokenizer_init": True,
+            "model_path": specification["model"],
+            "load_format": specification["load_format"],
+            "device": "cpu",
+            "tp_size": size,
             **specification["engine_args"],
-        )
+        }
+        args = ServerArgs(**given)
         extra = json.dumps(specification["extra_config"])
         load_config = LoadConfig(load_format=specification["load_format"], model_loader_extra_config=extra)
     _watch(phases)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -62,4 +63,8 @@ def end_with_parent(folder: Path) -> None:
     """Waits for the end of the process that started this one, and leaves nothing behind that it would have removed."""
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    # Python's process that removes shared memory outlives SIGTERM, and does so when the others have ended. What else
+    # outlives it is killed from another session.
+    kill = f"sleep 1; kill -KILL -- -{os.getpgrp()}"
+    subprocess.Popen(["/bin/sh", "-c", kill], start_new_session=True, stderr=subprocess.DEVNULL)
+    os.killpg(0, signal.SIGTERM)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import _core
 from .._errors import EngineError, InvalidError, MissingFrameworkError, StalledError, UnsupportedError
@@ -32,20 +32,27 @@ _HINT = " (all that it wrote: PENSTOCK_TRACEBACK=1)"
 _LINES = 5
 #: Seconds between two looks at the processes.
 _LOOK = 0.05
+#: Arguments of engines that this command sets, and such as change the number of ranks in a way that it does not know.
+_OURS = {
+    *("model", "model_path", "load_format", "model_loader_extra_config", "device", "distributed_executor_backend"),
+    *("tensor_parallel_size", "tp_size", "pp_size", "dp_size", "data_parallel_size", "nnodes", "world_size"),
+}
 #: Seconds that processes have for an orderly end, after which they are killed.
 _GRACE = 5.0
 
 
 class _Said(Exception):
-    """All that a process wrote: the cause of an error, for whoever asks for the traceback."""
+    """All that a process wrote: the cause of an error, which its traceback shows."""
 
 
-class _Rank(NamedTuple):
+class _Rank:
     """A process that was started."""
 
-    number: int
-    process: subprocess.Popen[bytes]
-    folder: Path
+    def __init__(self, number: int, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.number = number
+        self.process = process
+        self.folder = folder
+        self._gone = False
 
     def ended(self) -> int | None:
         """The exit status, or minus the signal; None as long as it runs. Its number stays taken until it is reaped."""
@@ -73,12 +80,13 @@ class _Rank(NamedTuple):
 
     def stop(self, how: int) -> bool:
         """Sends a signal to it and to all processes that it has started. Says whether there are any."""
-        self.process.poll()  # which reaps it: a zombie counts as one of its group
-        try:
-            os.killpg(self.process.pid, how)
-        except ProcessLookupError:
-            return False
-        return True
+        if not self._gone:
+            self.process.poll()  # which reaps it: a zombie counts as one of its group
+            try:
+                os.killpg(self.process.pid, how)
+            except ProcessLookupError:
+                self._gone = True  # from now on the number may be another's
+        return not self._gone
 
 
 def _words(phase: str) -> str:
@@ -117,6 +125,8 @@ def report(
         raise InvalidError(f"engine={engine!r}: give one of {', '.join(ENGINES)}")
     if device is None:
         device = "cuda" if _core.gpus()["gpus"] and engine == "vllm" else "cpu"
+    if engine == "sglang" and "pipeline_parallel_size" in (engine_args or {}):
+        raise UnsupportedError('engine="sglang" is measured without pipeline parallelism')
     if engine == "sglang" and device != "cpu":
         raise UnsupportedError('engine="sglang" is measured on a CPU alone: give device="cpu"')
     try:
@@ -126,6 +136,12 @@ def report(
             f"engine={engine!r} needs the package {engine}, which is not installed here: "
             f"install penstock into the environment of the engine, or run `pip install {engine}`"
         ) from None
+    more = dict(engine_args or {})
+    if refused := sorted(_OURS & more.keys()):
+        raise InvalidError(f"engine_args: {', '.join(refused)} cannot be given here: the report sets it itself")
+    stages = more.get("pipeline_parallel_size", 1)
+    if type(stages) is not int or stages < 1:
+        raise InvalidError(f"engine_args: pipeline_parallel_size={stages!r} is not a number of ranks")
     specification: dict[str, Any] = {
         "engine": engine,
         "model": model,
@@ -133,11 +149,10 @@ def report(
         "tensor_parallel_size": tensor_parallel_size,
         "device": device,
         "extra_config": dict(extra_config or {}),
-        "engine_args": dict(engine_args or {}),
+        "engine_args": more,
     }
     head = {**specification, "engine_version": installed, "penstock_version": _core.__version__}
-    ranks = tensor_parallel_size * int(specification["engine_args"].get("pipeline_parallel_size", 1))
-    found = run(specification, ranks if device == "cpu" else 1, timeout)
+    found = run(specification, tensor_parallel_size * stages if device == "cpu" else 1, timeout)
     return {**head, **merged(found if device == "cpu" else found[0]["ranks"]), **found[0].get("serving", {})}
 
 

@@ -94,7 +94,7 @@ class Phases:
         return {
             name: {
                 "seconds": None if name in self.reasons else self.seconds.get(name),
-                "reason": self.reasons.get(name),
+                "reason": self.reasons.get(name, None if name in self.seconds else "the engine did not go through it"),
             }
             for name in PHASES
         }

@@ -296,7 +296,7 @@ struct GpuShared {
 #[derive(Default)]
 struct GpuState {
     done: Vec<Copied>,
-    /// Batches of which nothing was given to the driver yet.
+    /// Batches that the driver was given nothing of yet.
     waiting: HashSet<Ticket>,
     /// Addresses of the slabs that the driver may be reading.
     running: HashMap<Ticket, usize>,
@@ -428,8 +428,9 @@ impl Device for GpuDevice {
         if batch.strided.converts() {
             return Err(Error::new(ErrorKind::Internal, "elements are converted on the way to a GPU"));
         }
-        self.shared.lock().waiting.insert(batch.ticket);
-        self.send(Command::Copy(batch))?;
+        let ticket = batch.ticket;
+        self.shared.lock().waiting.insert(ticket);
+        self.send(Command::Copy(batch)).inspect_err(|_| _ = self.shared.lock().waiting.remove(&ticket))?;
         self.in_flight += 1;
         Ok(())
     }

@@ -111,7 +111,7 @@ pub trait Device: Send {
     /// Batches queued and not yet polled.
     fn in_flight(&self) -> usize;
 
-    /// Copies in flight may hang: a drop must wait hardly any longer for them. Gives the batches of which nothing has begun,
+    /// Copies in flight may hang: a drop must wait hardly any longer for them. Gives the batches that have not begun,
     /// and never will.
     fn abandon(&mut self) -> Vec<Ticket> {
         Vec::new()

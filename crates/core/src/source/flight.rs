@@ -40,7 +40,7 @@ unsafe impl Sync for Waste {}
 unsafe impl Send for Waste {}
 
 impl Waste {
-    /// Gaps between wanted runs are rarely longer, and this stays in the processor's cache.
+    /// It stays in the processor's cache. A longer gap takes it several times.
     const LEN: usize = 64 << 10;
 
     pub(super) fn new() -> Arc<Waste> {

@@ -25,8 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where bytes go that are not wanted: gaps between wanted runs are rarely longer, and it stays in the processor's
-/// cache.
+/// Where bytes go that are not wanted. It stays in the processor's cache. A longer gap takes it several times.
 const SCRATCH: usize = 64 << 10;
 /// Even after reads were given up long ago, the threads get this long to end.
 const LEAST_GRACE: Duration = Duration::from_millis(100);

@@ -55,7 +55,9 @@ pub struct Facts {
 /// copied (`filemap_read`): otherwise the read is short. These file systems read in ways of their own, wholly or at times, and
 /// an error of theirs says nothing of the bytes before it.
 pub(crate) fn errors_write_nothing(fs: &str) -> bool {
-    !matches!(fs, "zfs" | "cifs" | "smb2" | "lustre" | "gpfs" | "ceph" | "9p" | "beegfs" | "panfs" | "unknown")
+    // What overlay lies on is not known.
+    let others = ["zfs", "cifs", "smb2", "lustre", "gpfs", "ceph", "9p", "beegfs", "panfs", "overlay", "unknown"];
+    !others.contains(&fs)
 }
 
 pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {

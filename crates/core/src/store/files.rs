@@ -283,9 +283,11 @@ impl Files {
         if let Some(found) = read_cost::known(dev, direct) {
             return Ok(Some(found));
         }
-        let fd = self.open(file, direct)?;
+        // What cannot be opened in this way is for the load to find another way for, or to report.
+        let Ok(fd) = self.open(file, direct) else { return Ok(None) };
         let _asking = self.ask(file);
-        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample))
+        let answered = || _ = self.clock.fetch_add(1, Ordering::Relaxed);
+        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample, &answered))
     }
 
     /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.
