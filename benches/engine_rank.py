@@ -93,11 +93,13 @@ def _load(order: Order, pipe: Connection) -> None:
 def _fastsafetensors_on_cpu() -> None:
     """vLLM asks for the device `cuda:N`; on a CPU its N is "cpu", which torch refuses. Nothing else is changed."""
 
-    class OnCpu(fastsafetensors.parallel_loader.ParallelLoader):
+    parallel_loader = importlib.import_module("fastsafetensors.parallel_loader")
+
+    class OnCpu(parallel_loader.ParallelLoader):  # type: ignore[name-defined, misc]
         def __init__(self, *arguments: Any, device: str, **more: Any) -> None:
             super().__init__(*arguments, device="cpu", **more)
 
-    fastsafetensors.parallel_loader.ParallelLoader = OnCpu
+    parallel_loader.ParallelLoader = OnCpu  # type: ignore[attr-defined]
     current_platform.current_device = lambda: 0
 
 

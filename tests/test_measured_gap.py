@@ -67,17 +67,6 @@ def test_nothing_is_timed_for_few_holes(matrix: Path) -> None:
 
 
 @needs_fuse
-def test_nothing_is_timed_for_what_the_page_cache_holds(matrix: Path) -> None:
-    with slow_fs.mounted(matrix) as fs:
-        path = fs.path / "model.safetensors"
-        pagecache.hold(path)
-        fs.tell(latency=0.003)
-        before = fs.tell()["requests"]["read"]
-        assert load_part(path, matrix)["gap_limit"] == LEAST
-        assert fs.tell()["requests"]["read"] == before
-
-
-@needs_fuse
 def test_a_file_system_that_refuses_o_direct_is_not_timed(matrix: Path) -> None:
     with slow_fs.mounted(matrix) as fs:
         path = fs.path / "model.safetensors"
