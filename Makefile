@@ -32,13 +32,15 @@ OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-stre
 # Without their own requirements, which are a torch of another version and CUDA's libraries: tests/engines/requirements.txt has
 # what they import on a machine without a GPU.
 ENGINES := $(addprefix --bare ,vllm==0.33.0 sglang==0.5.23 xgrammar==0.2.8 apache-tvm-ffi==0.1.11 ninja torchvision)
+# Loaders that vLLM has formats for. Not every platform has them.
+ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-streamer>=0.17"
 
 # The extension is built for this interpreter's headers wherever cargo runs, so that nothing is compiled twice.
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -50,6 +52,8 @@ help:
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
 	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
+	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
+	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
@@ -245,13 +249,23 @@ nfs: develop
 		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
 	done
 
-# The engines' own loaders, with Penstock found by its entry points: it has to be installed there. pip takes a few seconds to
-# see that everything is.
-engines: environment
-	@$(PYTHON) tools/environment.py $(ENGINES_VENV) --torch $(ENGINES) "pytest>=8" pytest-timeout numpy "safetensors>=0.6"
+# The engines, with Penstock installed: they find it by its entry points. pip takes a few seconds to see that everything is
+# there.
+engines-environment: environment
+	@$(PYTHON) tools/environment.py $(ENGINES_VENV) --torch $(ENGINES) $(ENGINES_PEERS) "pytest>=8" pytest-timeout numpy "safetensors>=0.6" humanize
 	@$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/engines/requirements.txt
 	VIRTUAL_ENV=$(ENGINES_VENV) $(VENV)/bin/maturin develop --release --quiet
+
+engines: engines-environment
 	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+
+# What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
+replay: engines-environment
+	$(ENGINES_VENV)/bin/python benches/replay.py --out .engines/replay.json
+
+# vLLM's loaders beside each other. Needs the right to make control groups, except with BENCH="--rate 0".
+bench-engines: engines-environment
+	$(ENGINES_VENV)/bin/python benches/engines.py .bench/engines --json .bench/engines.json $(BENCH)
 
 # On real GPUs: none of the fake driver, whatever the environment says. Status 77: there is none here.
 test-hardware: peers

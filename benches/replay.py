@@ -34,7 +34,10 @@ from penstock.synthetic import layouts, synth
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines"))
 
-import conftest  # noqa: F401  # sets what vLLM reads of the environment when it is imported
+from on_cpu import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
+
 import stubs
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import get_model_loader

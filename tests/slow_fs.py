@@ -44,7 +44,8 @@ class Server:
         self.ids: dict[Path, int] = {backing: 1}
         self.pool = ThreadPoolExecutor(128)
         self.changed = threading.Condition()
-        self.how: dict[str, Any] = {"latency": 0.0, "hang": [], "fail": [], "errno": errno.EIO, "after": 0, "sizes": {}}
+        self.how: dict[str, Any] = {"latency": 0.0, "hang": [], "fail": [], "errno": errno.EIO, "after": 0}
+        self.how |= {"sizes": {}, "bad": {}, "direct": True}
         self.requests: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
         self.at_once = self.most_at_once = self.hanging = 0
 
@@ -155,12 +156,16 @@ class Server:
         if opcode == GETATTR:
             return struct.pack("<QII", 0, 0, 0) + self.attributes(path)
         if opcode == OPEN:
+            if struct.unpack_from("<I", body)[0] & os.O_DIRECT and not self.how["direct"]:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
             return struct.pack("<QIi", os.open(path, os.O_RDONLY), 0, 0)
         if opcode == OPENDIR:
             return struct.pack("<QIi", 0, 0, 0)
         if opcode == READ:
             fh, offset, size = struct.unpack_from("<QQI", body)
             end = self.how["sizes"].get(path.name, 1 << 62)
+            if 0 <= self.how["bad"].get(path.name, -1) - offset < size:
+                raise OSError(errno.EIO, "a byte that cannot be read")
             return os.pread(fh, max(0, min(size, end - offset)), offset)
         if opcode == READDIR:
             _, offset, size = struct.unpack_from("<QQI", body)
@@ -194,7 +199,8 @@ class SlowFs:
         """Changes how it behaves and says what it has seen.
 
         latency: seconds per read. hang, fail: lists of "lookup", "getattr", "open", "read"; after: how many of each are
-        let through first. errno: of what fails. sizes: {name: size} to pretend. forget: count from 0 again.
+        let through first. errno: of what fails. sizes: {name: size} to pretend. bad: {name: offset} of a byte that
+        cannot be read. forget: count from 0 again.
         """
         assert self.server.stdin is not None
         assert self.server.stdout is not None

@@ -33,6 +33,7 @@ CAUGHT_AS = {
     "OutOfMemory": MemoryError,
     "Limit": OSError,
     "Forked": RuntimeError,
+    "Engine": RuntimeError,
     "Internal": RuntimeError,
 }
 

@@ -324,7 +324,10 @@ def test_every_command_and_flag_is_described():
     text = (ROOT / "docs/api.md").read_text().partition("# The command line")[2]
     parser = cli._parser()
     [commands] = [action for action in parser._actions if action.dest == "command"]
-    for name, command in commands.choices.items():
+    listed = dict(commands.choices)
+    [below] = [action for action in listed["engines"]._actions if action.dest == "engines"]
+    listed |= {f"engines {name}": command for name, command in below.choices.items()}
+    for name, command in listed.items():
         assert f"penstock {name} " in text
         for action in command._actions:
             if action.option_strings and action.dest != "help":

@@ -14,6 +14,7 @@ from typing import Any
 import fakegpu
 import penstock
 import pytest
+import torch
 from fakegpu import FakeGpu, FakeTorch, fresh, settle, threads, torch_on
 from ordeal import load_factor
 from penstock.bench import reference
@@ -301,16 +302,53 @@ def test_a_stream_whose_consumer_fails_or_leaves(
         assert (gpu.pool.live, fake.counter("device_bytes")) == (0, 0)
 
 
-def test_load_into_says_what_it_touched(gpu: FakeTorch, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [
+        ("cuMemcpyHtoDAsync_v2:1", 1),
+        ("cuMemcpyHtoDAsync_v2:9", 1),
+        ("cuMemcpyHtoDAsync_v2:40", 1),
+        ("cuMemcpyBatchAsync:1", 12),
+        ("cuEventRecord:3", 0),
+        ("cuStreamCreate:1", 0),
+    ],
+)
+def test_load_into_says_what_it_touched(gpu: FakeTorch, file: Path, call: str, refused: int) -> None:
+    """What was written, and what the call that failed was to write: no driver says that it wrote nothing."""
     opened = penstock.open(file)
     to = {name: gpu.destination(tensor) for name, tensor in opened.load("cpu").items()}
-    gpu.fake.configure(fail="cuMemcpyHtoDAsync_v2:9:999")
-    error = fails(file, "Device", lambda: opened.load_into(to, options=OPTIONS))
-    assert 0 < len(error.touched) <= len(to)
-    gpu.fake.configure(fail="cuStreamCreate:1:999")
+    gpu.fake.control("stream_synchronize", gpu.stream, 0)
+
+    def contents() -> dict[str, bytes]:
+        return {name: gpu.fake.read(tensor.data_ptr(), tensor.nbytes) for name, tensor in to.items()}
+
+    before = contents()
+    gpu.fake.configure(fail=f"{call}:999")
     error = fails(file, "Device", lambda: opened.load_into(to, options=OPTIONS))
     gpu.fake.configure(fail="")
+    after = contents()
+    changed = {name for name in to if before[name] != after[name]}
+    assert len(changed) < len(to)
+    assert changed <= set(error.touched)
+    assert len(set(error.touched) - changed) <= refused
+    assert call.startswith("cuStreamCreate") or error.touched
     opened.load_into(to)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 9])
+def test_parts_of_one_matrix_count_each_for_itself(gpu: FakeTorch, file: Path, nth: int) -> None:
+    opened = penstock.open(file)
+    names = [name for name in opened if name.endswith(".w")]
+    matrix = gpu.pool.empty(len(names) << 22).view(torch.float32).reshape(4, len(names), 1 << 18)
+    gpu.fake.control("stream_synchronize", gpu.stream, 0)
+    before = matrix.clone()
+    to = [penstock.Destination(name, matrix[:, i]) for i, name in enumerate(names)]
+    gpu.fake.configure(fail=f"cuMemcpyHtoDAsync_v2:{nth}:999")
+    error = fails(file, "Device", lambda: opened.load_into(to, options=OPTIONS))
+    changed = {name for i, name in enumerate(names) if not torch.equal(matrix[:, i], before[:, i])}
+    assert len(error.touched) < len(names)
+    assert changed <= set(error.touched)
+    assert len(set(error.touched) - changed) <= 1
 
 
 # --- processes that end, fork or hang -------------------------------------------------------------------------------

@@ -300,6 +300,7 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
         ["synth", "--list"],
         ["synth", "gpt2", str(tmp_path / "gpt2"), "--scale", "0.001"],
         ["bench", "--help"],
+        ["engines", "report", "--help"],
     ]
     [commands] = [action for action in cli._parser()._actions if action.dest == "command"]
     assert {name for name, *_ in calls} == commands.choices.keys()

@@ -66,10 +66,23 @@ def test_nothing_is_timed_for_few_holes(matrix: Path) -> None:
         assert (reads(report), report["gap_limit"]) == (100, LEAST)
 
 
-def test_nothing_is_timed_for_what_the_page_cache_holds(matrix: Path) -> None:
-    path = matrix / "model.safetensors"
-    pagecache.hold(path)
-    assert load_part(path, matrix)["gap_limit"] == LEAST
+@needs_fuse
+def test_a_file_system_that_refuses_o_direct_is_not_timed(matrix: Path) -> None:
+    with slow_fs.mounted(matrix) as fs:
+        path = fs.path / "model.safetensors"
+        fs.tell(direct=False)
+        report = load_part(path, matrix, io="direct")
+        assert report["gap_limit"] == LEAST
+        assert report["fallbacks"]
+        assert "O_DIRECT" in str(report["fallbacks"])
+
+
+@needs_fuse
+def test_storage_that_answers_slowly_is_not_taken_for_hung(matrix: Path) -> None:
+    with slow_fs.mounted(matrix) as fs:
+        fs.tell(latency=0.1)
+        report = load_part(fs.path / "model.safetensors", matrix, stall_timeout=2.0)
+        assert report["gap_bytes"] >= 0
 
 
 def test_the_option_says_auto_and_takes_it() -> None:

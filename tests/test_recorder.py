@@ -452,7 +452,7 @@ def test_a_load_that_fails_changes_nothing_or_says_what(path: Path):
         with pytest.raises(penstock.PenstockError) as caught:
             recorder.run()
     assert caught.value.touched in ([], ["gate"])
-    assert to.eq(7).all() or caught.value.touched == ["gate"]
+    assert to.ne(7).any() == (caught.value.touched == ["gate"])
 
 
 def test_an_error_names_what_earlier_loads_have_overwritten(path: Path):

@@ -288,7 +288,7 @@ class Checkpoint:
             MismatchError: destinations do not fit. One error, before any byte has moved: its text shows the first ten
                 problems, ``problems`` lists all of them.
             PenstockError: the load failed. ``touched`` lists the names of the tensors that were overwritten, wholly or
-                in part, one for each destination.
+                in part, one for each destination. No other destination was changed.
         """
         with importing():
             from . import _into

@@ -253,7 +253,7 @@ class Load:
     def write_trace(self, report: str) -> None:
         """Writes the trace with this report (JSON) in it; once only. A traced load that is dropped does so too."""
     def touched(self) -> list[int]:
-        """Wants (with `into`) whose destination is no longer what it was before the load."""
+        """Wants (with `into`) whose destination has an overwritten byte; known when the load has ended."""
     def address(self, want: int) -> int: ...
     def capsule(self, want: int, dtype: tuple[int, int], shape: Sequence[int]) -> object:
         """A DLPack capsule ("dltensor") that owns a share of the block. dtype: (code, bits). Once per want."""

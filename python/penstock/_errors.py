@@ -214,6 +214,21 @@ class ForkedError(PenstockError, RuntimeError):
     kind = "Forked"
 
 
+class EngineError(PenstockError, RuntimeError):
+    """A serving engine failed to start.
+
+    Attributes:
+        rank: The number of the rank that failed first.
+    """
+
+    kind = "Engine"
+    rank: int | None
+
+    def __init__(self, message: str, *, rank: int | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
+        self.rank = rank
+
+
 class InternalError(PenstockError, RuntimeError):
     """A bug in penstock."""
 
@@ -281,6 +296,7 @@ _BY_KIND: dict[str, type[PenstockError]] = {
         OutOfMemoryError,
         LimitError,
         ForkedError,
+        EngineError,
         InternalError,
     )
 }

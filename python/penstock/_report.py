@@ -17,7 +17,8 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """A time for people: 1.50 s, 20.0 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
@@ -58,7 +59,7 @@ class Report(dict[str, Any]):
             rate = "mapped, no byte moved"
         tensors = get("tensors", 0)
         lines = [
-            f"{tensors} tensor{'s' * (tensors != 1)}, {size_text(get('nbytes', 0))} in {_time(seconds)}"
+            f"{tensors} tensor{'s' * (tensors != 1)}, {size_text(get('nbytes', 0))} in {time_text(seconds)}"
             + f": {rate}" * bool(rate)
         ]
 
@@ -66,7 +67,7 @@ class Report(dict[str, Any]):
             lines.append(f"  {label:<14}{text}")
 
         times = [
-            f"{label} {_time(get(key, 0.0))}"
+            f"{label} {time_text(get(key, 0.0))}"
             for label, key in (
                 ("plan", "plan_seconds"),
                 ("first tensor", "first_tensor_seconds"),
@@ -88,7 +89,7 @@ class Report(dict[str, Any]):
             line(
                 "first touch",
                 f"{size_text(get('first_touch_bytes', 0))} of that are mapped when they are first touched"
-                + (f": about {_time(cost)}" if cost is not None else ""),
+                + (f": about {time_text(cost)}" if cost is not None else ""),
             )
         if get("touched_pages"):
             line("touched", f"{get('touched_pages')} pages in {get('touch_calls')} calls, while the disk worked")
@@ -96,7 +97,7 @@ class Report(dict[str, Any]):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
         if waits:
-            line("waited for", ", ".join(f"{stage} {_time(s)}" for stage, s in waits.items()))
+            line("waited for", ", ".join(f"{stage} {time_text(s)}" for stage, s in waits.items()))
         if get("peak_staging"):
             line("staging", f"{size_text(get('peak_staging', 0))} at most")
         if get("slack_bytes") or get("gap_bytes"):
@@ -108,7 +109,7 @@ class Report(dict[str, Any]):
             why = why.replace("B cold bytes", "B of cold bytes")
             line("page cache", ": ".join(part for part in (str(get("cache")), why) if part))
         if (fill := get("cache_fill")) is not None:
-            text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {_time(fill.seconds)}"
+            text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {time_text(fill.seconds)}"
             line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")

@@ -151,12 +151,13 @@ class Parser(argparse.ArgumentParser):
             chosen.error(f"unrecognized arguments: {' '.join(rest)}.{''.join(sorted(hints))}")
         return found
 
-    def _chosen(self, found: argparse.Namespace) -> argparse.ArgumentParser:
+    def _chosen(self, found: argparse.Namespace) -> Parser:
+        """The parser of the command, or of the command below it."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices.get(str(getattr(found, action.dest, "")))
-                if isinstance(chosen, argparse.ArgumentParser):
-                    return chosen
+                if isinstance(chosen, Parser):
+                    return chosen._chosen(found)
         return self
 
     def error(self, message: str) -> NoReturn:

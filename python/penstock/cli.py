@@ -1,5 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert | synth``.
+"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert | synth |
+engines``.
 
 Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 130
 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the traceback. With ``--json`` standard
@@ -533,6 +534,16 @@ def _bench(args: argparse.Namespace) -> None:
         raise _Failed
 
 
+# engines
+
+
+def _engines(args: argparse.Namespace) -> None:
+    from .integrations import _report_command as command
+
+    found = command.run(args)
+    _print(args, found, lambda: wrapped(command.described(found)))
+
+
 # synth
 
 
@@ -736,6 +747,13 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
     help = "begin the data at a multiple of N bytes (default: as in the published file)"
     made.add_argument("--align", type=int, metavar="N", help=help)
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the random bytes (default: 0)")
+
+    from .integrations import _report_command
+
+    help = "measure how a serving engine starts"
+    made = commands.add_parser("engines", help=help, description=help[0].upper() + help[1:] + ".")
+    _report_command.add_arguments(made)
+    made.set_defaults(run=_engines)
     return parser
 
 

@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_cpu import ENVIRONMENT
 from quantised import quantise
 from tiny_models import CONFIGS, add_draft, inverted, write
 
 # Before vLLM is imported, here or by a rank
-os.environ.update(
-    VLLM_TARGET_DEVICE="cpu",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-)
+os.environ.update(ENVIRONMENT)
 
 HERE = Path(__file__).parent
 

@@ -111,7 +111,7 @@ pub struct Report {
     pub slack_bytes: u64,
     /// Extra bytes between wanted ones, read because skipping them would have cost more.
     pub gap_bytes: u64,
-    /// The longest hole between two wanted runs that was read, not skipped, in bytes; of several files the largest.
+    /// Holes between two wanted runs were read, not skipped, up to this many bytes; of several files the largest.
     pub gap_limit: u64,
     /// Those bytes by the number of the tensor that they are in, or come behind. Tensors without any are left out.
     pub gaps: BTreeMap<u32, u64>,

@@ -211,7 +211,7 @@ fn copies_into_strided_memory<K: Kind>(kind: &K) {
                     let (axes, in_slab, there) = lattice.axes();
                     let start = i * 1000 % (SLAB as u64 - in_slab);
                     each(&axes, start, at, &mut |from, to| expected[to as usize] = content[from as usize]);
-                    strided.push(None, slab.address().wrapping_add(start as usize), base + at, axes.into_iter());
+                    strided.push(0, None, slab.address().wrapping_add(start as usize), base + at, axes.into_iter());
                     at += there + 7;
                 }
                 let keep = Arc::new((memory.clone(), slab.clone()));
@@ -323,8 +323,34 @@ fn a_forked_child_is_told<K: Kind>(kind: &K) {
     }
 }
 
+/// The batches that `abandon` names write nothing, and all others come back.
+fn what_has_not_begun_when_it_is_abandoned_never_begins<K: Kind>(kind: &K) {
+    const BATCHES: u64 = 40;
+    let (slab, count) = (kind.slab(), Arc::default());
+    slab.fill(&noise(1));
+    let memories: Vec<_> = (0..BATCHES).map(|_| kind.memory(SLAB)).collect();
+    let before: Vec<Vec<u8>> = memories.iter().map(|memory| kind.bytes(&memory.0)).collect();
+    let memories: Vec<_> = memories.into_iter().map(|(memory, to)| (Arc::new(memory), to)).collect();
+    let mut device = kind.device();
+    for (ticket, (memory, to)) in (0..).zip(&memories) {
+        device.copy(whole_slab(ticket, &slab, *to, &count, memory.clone())).unwrap();
+    }
+    let never = device.abandon();
+    assert_eq!(device.in_flight() + never.len(), BATCHES as usize);
+    let mut back = collect(&mut *device, BATCHES as usize - never.len());
+    assert!(back.iter().all(|copied| copied.result.is_ok() && !never.contains(&copied.ticket)));
+    back.dedup_by_key(|copied| copied.ticket);
+    assert_eq!(back.len() + never.len(), BATCHES as usize);
+    drop(device);
+    for (ticket, ((memory, _), before)) in (0..).zip(memories.iter().zip(&before)) {
+        assert_eq!(kind.bytes(memory) == *before, never.contains(&Ticket(ticket)), "batch {ticket}, never {never:?}");
+    }
+    drop((slab, memories));
+    kind.check();
+}
+
 macro_rules! suite {
-    ($kind:expr, $bytes:ident, $strided:ident, $drop:ident, $release:ident, $leak:ident, $fork:ident) => {
+    ($kind:expr, $bytes:ident, $strided:ident, $drop:ident, $release:ident, $leak:ident, $fork:ident, $never:ident) => {
         #[test]
         fn $bytes() {
             copies_every_byte_to_its_place(&$kind);
@@ -354,6 +380,11 @@ macro_rules! suite {
         fn $fork() {
             alone(stringify!($fork), || a_forked_child_is_told(&$kind));
         }
+
+        #[test]
+        fn $never() {
+            what_has_not_begun_when_it_is_abandoned_never_begins(&$kind);
+        }
     };
 }
 
@@ -364,7 +395,8 @@ suite!(
     cpu_drops_with_copies_pending,
     cpu_has_released_the_memory_of_a_ticket_that_is_back,
     cpu_leaves_no_thread_or_descriptor,
-    cpu_tells_a_forked_child
+    cpu_tells_a_forked_child,
+    cpu_never_begins_what_is_abandoned
 );
 
 suite!(
@@ -374,7 +406,8 @@ suite!(
     cuda_drops_with_copies_pending,
     cuda_has_released_the_memory_of_a_ticket_that_is_back,
     cuda_leaves_no_thread_or_descriptor,
-    cuda_tells_a_forked_child
+    cuda_tells_a_forked_child,
+    cuda_never_begins_what_is_abandoned
 );
 
 suite!(
@@ -384,7 +417,8 @@ suite!(
     hip_drops_with_copies_pending,
     hip_has_released_the_memory_of_a_ticket_that_is_back,
     hip_leaves_no_thread_or_descriptor,
-    hip_tells_a_forked_child
+    hip_tells_a_forked_child,
+    hip_never_begins_what_is_abandoned
 );
 
 suite!(
@@ -394,7 +428,8 @@ suite!(
     toy_drops_with_copies_pending,
     toy_has_released_the_memory_of_a_ticket_that_is_back,
     toy_leaves_no_thread_or_descriptor,
-    toy_tells_a_forked_child
+    toy_tells_a_forked_child,
+    toy_never_begins_what_is_abandoned
 );
 
 /// The device of `toy_device`, with memory of the host.

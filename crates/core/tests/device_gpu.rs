@@ -170,7 +170,7 @@ fn turned(slab: &TestSlab, to: u64, (rows, columns): (u64, u64)) -> Strided {
     let mut strided = Strided::default();
     let axes = [(rows, 2 * columns, 2), (columns, 2, 2 * rows), (2, 1, 1)];
     let axes = axes.into_iter().map(|(count, from, to)| GridAxis { count, from, to });
-    strided.push(None, slab.address(), to, axes);
+    strided.push(0, None, slab.address(), to, axes);
     strided
 }
 
@@ -218,7 +218,7 @@ fn strided_copies_that_leave_the_memory_are_noticed() {
         // Rows of a kibibyte, two kibibytes apart: half a mebibyte of them fits.
         let mut strided = Strided::default();
         let axes = [(rows, 1024, 2048), (1024, 1, 1)].map(|(count, from, to)| GridAxis { count, from, to });
-        strided.push(None, slab.address(), to, axes.into_iter());
+        strided.push(0, None, slab.address(), to, axes.into_iter());
         device.copy(Batch { strided, ..batch(0, &slab, Vec::new(), &memory) }).unwrap();
         let result = collect(&mut device, 1).remove(0).result;
         assert_eq!(result.is_ok(), rows == 512, "{result:?}");
@@ -236,7 +236,7 @@ fn elements_are_not_converted_on_the_way_to_a_gpu() {
     let mut device = gpu.gpu();
     let mut strided = Strided::default();
     let axes = [GridAxis { count: 100, from: 4, to: 2 }];
-    strided.push(Cast::new(DType::F32, DType::BF16), slab.address(), to, axes.into_iter());
+    strided.push(0, Cast::new(DType::F32, DType::BF16), slab.address(), to, axes.into_iter());
     let refused = device.copy(Batch { strided, ..batch(0, &slab, Vec::new(), &memory) });
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Internal);
     drop((device, slab, memory));
@@ -394,6 +394,53 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
         gpu.fake.stream_destroy(stream);
         drop((memory, slab, current));
         drop(raw);
+        gpu.check();
+    }
+}
+
+/// Which blocks a failed batch may have written to: those of the copies that the driver was given, the last of which it may
+/// have refused.
+#[test]
+fn a_batch_that_fails_names_the_blocks_whose_copies_had_begun() {
+    // Too large to be given to the driver with others.
+    const LARGE: u64 = 300_000;
+    let all = vec![0, 1, 2];
+    // The call that fails, the bytes of a copy or of its rows, and the blocks of the first batch that fails.
+    let cases: [(&str, u64, Vec<u32>); 10] = [
+        ("cuMemcpyHtoDAsync_v2:1:999", LARGE, vec![0]),
+        ("cuMemcpyHtoDAsync_v2:2:999", LARGE, vec![0, 1]),
+        ("cuMemcpy2DAsync_v2:2:999", 2000, vec![0, 1]),
+        ("cuMemcpyBatchAsync:1:999", 100_000, all.clone()),
+        ("cuEventCreate:1:999", LARGE, all.clone()),
+        ("cuEventRecord:1:999", 100_000, all.clone()),
+        ("cuEventSynchronize:1:999", LARGE, all.clone()),
+        ("cuEventSynchronize:1:999", 2000, all.clone()),
+        ("cuStreamCreate:1:999", LARGE, vec![]),
+        ("cuMemcpyHtoDAsync_v2:4:999", LARGE, vec![0]),
+    ];
+    for (fail, len, expected) in cases {
+        let gpu = cuda();
+        let (memory, to) = gpu.memory(SLAB);
+        let (slab, memory) = (gpu.slab(), Arc::new(memory));
+        let to_block = |block: u32| {
+            let at = u64::from(block) * LARGE;
+            let copy = Copy { block, ..dense(slab.address().wrapping_add(at as usize), to + at, len) };
+            match len {
+                2000 => Copy { rows: 40, from_stride: 2 * len, to_stride: 2 * len, ..copy },
+                _ => copy,
+            }
+        };
+        gpu.fake.configure("fail", &format!("{fail}:1"));
+        let mut device = gpu.gpu();
+        for ticket in 0..2 {
+            device.copy(batch(ticket, &slab, all.iter().map(|&block| to_block(block)).collect(), &memory)).unwrap();
+        }
+        let mut done = collect(&mut device, 2);
+        done.sort_by_key(|copied| copied.ticket);
+        let failed: Vec<_> = done.iter().filter(|copied| copied.result.is_err()).collect();
+        assert_eq!(failed.first().map(|copied| &copied.begun), Some(&expected), "{fail}, {len} bytes: {done:?}");
+        drop((device, slab, memory));
+        gpu.fake.configure("fail", "");
         gpu.check();
     }
 }

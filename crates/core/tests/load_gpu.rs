@@ -247,7 +247,7 @@ impl Device for Hasty {
     }
 
     fn copy(&mut self, batch: Batch) -> penstock::Result<()> {
-        self.early.push(Copied { ticket: batch.ticket, result: Ok(()) });
+        self.early.push(Copied { ticket: batch.ticket, result: Ok(()), begun: Vec::new() });
         self.device.copy(batch)
     }
 
@@ -299,8 +299,8 @@ impl Device for Careless {
         self.0.in_flight()
     }
 
-    fn abandon(&mut self) {
-        self.0.abandon();
+    fn abandon(&mut self) -> Vec<Ticket> {
+        self.0.abandon()
     }
 }
 
@@ -412,7 +412,7 @@ fn a_ticket_of_nobody_is_an_error_and_no_panic() {
         fn poll(&mut self, done: &mut Vec<Copied>) -> penstock::Result<()> {
             self.0.poll(done)?;
             if !done.is_empty() && !std::mem::replace(&mut self.1, true) {
-                done.push(Copied { ticket: Ticket(u64::MAX >> 1), result: Ok(()) });
+                done.push(Copied { ticket: Ticket(u64::MAX >> 1), result: Ok(()), begun: Vec::new() });
             }
             Ok(())
         }

@@ -67,7 +67,7 @@ fn read_all(objects: Arc<dyn Objects>, size: usize, part: usize) -> Result<Vec<u
         let (offset, len) = ((number * part) as u64, part.min(size - number * part) as u64);
         let (ticket, route, into) = (Ticket(number as u64), Route::Buffered, Destination::OnArrival);
         let keep = Arc::new(());
-        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
         source.submit(read).ok().unwrap();
     }
     source.flush().unwrap();
@@ -276,7 +276,7 @@ fn what_is_given_up_ends_at_once_and_frees_its_memory() {
                 let (ticket, route, into) = (Ticket(number), Route::Buffered, Destination::Memory(place));
                 let (keep, len) = (memory.clone(), 10_000);
                 let offset = number * len;
-                let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+                let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
                 source.submit(read).ok().unwrap();
             }
             source.flush().unwrap();

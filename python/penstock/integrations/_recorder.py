@@ -37,6 +37,7 @@ from ._deferred import (
     with_memory,
 )
 from ._region import Box
+from ._startup import phase
 
 #: Bytes of a tensor that is read with all others of its size, if one of them is read.
 _SMALL = 64
@@ -305,14 +306,15 @@ class Recorder:
 
     def read(self, tensor: Root, box: Box, to: torch.Tensor) -> None:
         """Reads a box at once; see `Recording`."""
-        if tensor.index in self._small_numbers:
-            small = self._small_tensors()[tensor.index]
-            piece = piece_of(box, [slice(0, n) for n in small.shape], small)
-            if piece is not None:
-                arranged(to, box).copy_(piece)
-                return
-        destination = destination_of(self._names[tensor.index], tensor, box, to)
-        self.checkpoint.load_into([destination], progress=False, options=self._options)
+        with phase("reading"):
+            if tensor.index in self._small_numbers:
+                small = self._small_tensors()[tensor.index]
+                piece = piece_of(box, [slice(0, n) for n in small.shape], small)
+                if piece is not None:
+                    arranged(to, box).copy_(piece)
+                    return
+            destination = destination_of(self._names[tensor.index], tensor, box, to)
+            self.checkpoint.load_into([destination], progress=False, options=self._options)
 
     def _small_tensors(self) -> dict[int, torch.Tensor]:
         """Tensors of a few elements, all of them in one load: a loader asks for the value of each scale in turn."""
@@ -352,7 +354,7 @@ class Recorder:
         """Makes all copies that are outstanding, in one load."""
         copies = self._outstanding.take()
         if copies:
-            with _disable_current_modes():
+            with phase("reading"), _disable_current_modes():
                 destinations = [copy.destination for copy in copies]
                 try:
                     report = self.checkpoint.load_into(destinations, progress=False, options=self._options)

@@ -17,6 +17,7 @@ from sglang.srt.model_loader import loader as sglang_loader
 from .._core import Options
 from .._report import Report
 from ._engine import Loads
+from ._startup import phase
 
 logger = logging.getLogger("penstock")
 
@@ -139,7 +140,8 @@ def _loaded(original: Any, model: torch.nn.Module, weights: Any, target_device: 
     token = _loads.set(loads)
     try:
         with loads.barrier():
-            found = original(model, weights, target_device)
+            with phase("recording"):
+                found = original(model, weights, target_device)
             reports = loads.run(model)
     finally:
         _loads.reset(token)

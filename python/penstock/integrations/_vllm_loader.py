@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from .._report import Report
 from ._engine import Loads, reloaded, settings_of
 from ._reload import Cuts
+from ._startup import phase
 
 _ITERATE = "safetensors_weights_iterator"
 """What the default loader calls for the tensors of the files that it has chosen."""
@@ -71,7 +72,8 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():
-                super().load_weights(model, model_config)
+                with phase("recording"):
+                    super().load_weights(model, model_config)
                 self.reports = loads.run(model)
         finally:
             self._loads = None

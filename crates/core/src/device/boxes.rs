@@ -51,7 +51,7 @@ impl Packed<'_> {
             dense *= axis.count;
         }
         let mut copies = Strided::default();
-        copies.push(None, self.from, scratch as u64, axes.into_iter().rev());
+        copies.push(0, None, self.from, scratch as u64, axes.into_iter().rev());
         // SAFETY: the function's; no two items have a place in common.
         unsafe { copies.run() };
     }
@@ -242,7 +242,7 @@ mod tests {
         let (mut there, mut expected) = (vec![0xee; end as usize], vec![0xee; end as usize]);
         offsets(&axes).into_iter().for_each(|(from, to)| expected[to] = slab[from]);
         let mut copies = Strided::default();
-        copies.push(None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
+        copies.push(0, None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
         let calls = carry_out(&copies, 1 << 20);
         assert!(there == expected);
         calls
@@ -283,7 +283,7 @@ mod tests {
         let (slab, mut there) = (noise(64 * 1000), vec![0; 16 * 1000]);
         let axes = [GridAxis { count: 1000, from: 64, to: 16 }, GridAxis { count: 16, from: 1, to: 1 }];
         let mut copies = Strided::default();
-        copies.push(None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
+        copies.push(0, None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
         assert_eq!(carry_out(&copies, 1 << 20), Calls { straight: 0, packed: 1, narrowest: 16_000 });
         assert!(there.chunks(16).zip(slab.chunks(64)).all(|(to, from)| *to == from[..16]));
     }
@@ -304,7 +304,7 @@ mod tests {
             let (mut there, mut expected) = (vec![0xee; to as usize], vec![0xee; to as usize]);
             offsets(&axes).into_iter().for_each(|(from, to)| expected[to] = slab[from]);
             let mut copies = Strided::default();
-            copies.push(None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
+            copies.push(0, None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
             carry_out(&copies, most);
             prop_assert_eq!(there, expected);
         }
@@ -321,7 +321,7 @@ mod tests {
             axes.push(GridAxis { count: item, from: 1, to: 1 });
             let (slab, mut there) = (noise(from), vec![0; to as usize]);
             let mut copies = Strided::default();
-            copies.push(None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
+            copies.push(0, None, slab.as_ptr(), there.as_mut_ptr() as u64, axes.into_iter());
             let calls = carry_out(&copies, most);
             // No gaps at the destination: at most the last box of each row of boxes is not half full.
             let boxes = (from / (most / 2) + 1) as usize + counts.iter().max().map_or(0, |n| *n as usize);

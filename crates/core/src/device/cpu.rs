@@ -5,6 +5,7 @@
 
 use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Ticket;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
@@ -164,6 +165,12 @@ impl Device for CpuDevice {
     fn in_flight(&self) -> usize {
         self.in_flight
     }
+
+    fn abandon(&mut self) -> Vec<Ticket> {
+        let forgotten = std::mem::take(&mut self.shared.lock().waiting);
+        self.in_flight -= forgotten.len();
+        forgotten.iter().map(|batch| batch.ticket).collect()
+    }
 }
 
 impl Drop for CpuDevice {
@@ -221,7 +228,7 @@ fn run(batch: Batch) -> Copied {
     }
     // SAFETY: the same holds of its strided copies.
     unsafe { batch.strided.run() };
-    Copied { ticket: batch.ticket, result: Ok(()) }
+    Copied { ticket: batch.ticket, result: Ok(()), begun: Vec::new() }
 }
 
 /// One copy, row by row.

@@ -212,7 +212,7 @@ impl Fetch {
 
     /// Queues small copies, in one call if the driver has such a call.
     fn submit(&mut self, api: &Api, many: &Many) -> Result<()> {
-        let Many { to, from, bytes } = many;
+        let Many { to, from, bytes, .. } = many;
         if self.batches && to.len() > 1 {
             // SAFETY: as for the copies one by one; their places in slab and scratch do not overlap.
             match unsafe { api.copy_batch_to_host(to, from, bytes, self.stream) } {

@@ -28,7 +28,7 @@ use crate::options::{HUGE_PAGE, MIB};
 use crate::staging::{Growth, Ring, Share, Slab};
 use crate::wake::Wake;
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -296,6 +296,8 @@ struct GpuShared {
 #[derive(Default)]
 struct GpuState {
     done: Vec<Copied>,
+    /// Batches that the driver was given nothing of yet.
+    waiting: HashSet<Ticket>,
     /// Addresses of the slabs that the driver may be reading.
     running: HashMap<Ticket, usize>,
     failed: Option<Error>,
@@ -324,18 +326,18 @@ impl GpuShared {
         }
     }
 
-    /// Lets go of the batch, then hands its ticket back.
-    fn finish(&self, batch: Batch, result: Result<()>) {
+    /// Lets go of the batch, then hands its ticket back. If it failed: copies to these blocks had begun.
+    fn finish(&self, batch: Batch, result: Result<()>, begun: Vec<u32>) {
         let ticket = batch.ticket;
         self.lock().running.remove(&ticket);
         drop(batch);
-        self.hand_back(ticket, result);
+        self.hand_back(Copied { ticket, result, begun });
     }
 
-    fn hand_back(&self, ticket: Ticket, result: Result<()>) {
+    fn hand_back(&self, copied: Copied) {
         let mut state = self.lock();
         let first = state.done.is_empty();
-        state.done.push(Copied { ticket, result });
+        state.done.push(copied);
         drop(state);
         // If it was not empty, the thread that filled it has notified or is about to, and the poll is still to come.
         if first {
@@ -426,7 +428,9 @@ impl Device for GpuDevice {
         if batch.strided.converts() {
             return Err(Error::new(ErrorKind::Internal, "elements are converted on the way to a GPU"));
         }
-        self.send(Command::Copy(batch))?;
+        let ticket = batch.ticket;
+        self.shared.lock().waiting.insert(ticket);
+        self.send(Command::Copy(batch)).inspect_err(|_| _ = self.shared.lock().waiting.remove(&ticket))?;
         self.in_flight += 1;
         Ok(())
     }
@@ -448,8 +452,15 @@ impl Device for GpuDevice {
         self.in_flight
     }
 
-    fn abandon(&mut self) {
+    fn abandon(&mut self) -> Vec<Ticket> {
         self.patience = self.patience.min(IMPATIENCE);
+        if self.same_process().is_err() {
+            return Vec::new();
+        }
+        let mut state = self.shared.lock();
+        state.closed = true;
+        self.in_flight -= state.waiting.len();
+        state.waiting.drain().collect()
     }
 }
 
@@ -518,12 +529,15 @@ fn panicked(panic: &(dyn Any + Send)) -> Error {
 fn take_commands(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: impl FnMut(Command) -> Result<()>) {
     for command in inbox {
         let (closed, failed) = {
-            let state = shared.lock();
+            let mut state = shared.lock();
+            if let (Command::Copy(batch), false) = (&command, state.closed) {
+                state.waiting.remove(&batch.ticket);
+            }
             (state.closed, state.failed.clone())
         };
         match (command, failed) {
             _ if closed => {}
-            (Command::Copy(batch), Some(error)) => shared.finish(batch, Err(error)),
+            (Command::Copy(batch), Some(error)) => shared.finish(batch, Err(error), Vec::new()),
             // When the growth is dropped, the load continues until it sees the error.
             (Command::Wait(_) | Command::Grow(_), Some(_)) => {}
             (command, None) => {
@@ -539,7 +553,8 @@ fn take_commands(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: i
 struct Submitted {
     batch: Batch,
     event: DriverEvent,
-    failed: Option<Error>,
+    /// The error, and the blocks of those copies that had been given to the driver.
+    failed: Option<(Error, Vec<u32>)>,
 }
 
 /// Everything that a device has of the driver. It lives on the device thread, where its context is current.
@@ -553,6 +568,8 @@ struct GpuQueue<'a> {
     scratch: Option<Scratch>,
     /// The driver takes many copies at once, as far as is known.
     batches: bool,
+    /// Destination blocks of the copies that the driver was given of the batch in hand.
+    begun: Vec<u32>,
     sabotage: &'a Sabotage,
 }
 
@@ -604,8 +621,18 @@ impl<'a> GpuQueue<'a> {
                 return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's second thread: {cause}")));
             }
         };
-        let mut queue =
-            GpuQueue { shared, context, api: &api, stream, waiter, events, scratch: None, batches: true, sabotage };
+        let mut queue = GpuQueue {
+            shared,
+            context,
+            api: &api,
+            stream,
+            waiter,
+            events,
+            scratch: None,
+            batches: true,
+            begun: Vec::new(),
+            sabotage,
+        };
         take_commands(shared, inbox, |command| match command {
             Command::Wait(fence) => caught(|| queue.wait_for(fence)),
             Command::Grow(growth) => caught(|| {
@@ -654,7 +681,8 @@ impl<'a> GpuQueue<'a> {
             // has leaked what the batch keeps.
             if self.shared.lock().running.remove(&ticket).is_some() {
                 Ring::process().quarantine(slab);
-                self.shared.hand_back(ticket, Err(error.clone()));
+                let begun = std::mem::take(&mut self.begun);
+                self.shared.hand_back(Copied { ticket, result: Err(error.clone()), begun });
             }
             Err(error)
         })
@@ -665,6 +693,7 @@ impl<'a> GpuQueue<'a> {
         // A panic leaks it. Nobody else has a reference that outlives the ticket: a ticket that is back has released its
         // memory.
         let batch = ManuallyDrop::new(batch);
+        self.begun.clear();
         let pinned = self.register(&batch);
         let submitted = self.transfer(&batch, pinned);
         // Also after a failed submission: what was queued before the failure still reads the slab.
@@ -675,13 +704,13 @@ impl<'a> GpuQueue<'a> {
         });
         match event {
             Ok(event) => {
-                let failed = submitted.as_ref().err().cloned();
+                let failed = submitted.as_ref().err().map(|error| (error.clone(), self.begun.clone()));
                 let batch = ManuallyDrop::into_inner(batch);
                 if let Err(gone) = self.waiter.send(Submitted { batch, event, failed }) {
                     let error = Error::new(ErrorKind::Internal, "the thread that waits for the GPU ended early");
                     // Its copies may be under way: its memory is never touched again.
                     Ring::process().quarantine(gone.0.batch.slab.0);
-                    self.shared.finish(gone.0.batch, Err(error.clone()));
+                    self.shared.finish(gone.0.batch, Err(error.clone()), self.begun.clone());
                     return Err(error);
                 }
                 submitted
@@ -690,7 +719,7 @@ impl<'a> GpuQueue<'a> {
                 let error = submitted.err().unwrap_or(error);
                 // SAFETY: our stream. Where even this fails the context is lost, and nothing runs in it any more.
                 let _ = unsafe { self.api.synchronize_stream(self.stream) };
-                self.shared.finish(ManuallyDrop::into_inner(batch), Err(error.clone()));
+                self.shared.finish(ManuallyDrop::into_inner(batch), Err(error.clone()), self.begun.clone());
                 Err(error)
             }
         }
@@ -731,12 +760,14 @@ impl<'a> GpuQueue<'a> {
         let mut many = Many::default();
         for transfer in &plan.transfers {
             match transfer {
-                Transfer::Straight { from, to, len } if *len <= BATCHED && together => {
+                Transfer::Straight { from, to, len, block } if *len <= BATCHED && together => {
                     many.add(*from as u64, *to, *len as usize);
+                    many.blocks.push(*block);
                 }
                 // SAFETY: the batch's maker vouches for both sides, `keep` holds them until the event has passed, and
                 // nobody writes the slab before the ticket is back (invariant 2).
-                Transfer::Straight { from, to, len } => unsafe {
+                Transfer::Straight { from, to, len, block } => unsafe {
+                    self.begins(*block);
                     self.api.copy_to_device(*to, *from, *len as usize, self.stream)?;
                 },
                 Transfer::Rows(copy) => {
@@ -748,11 +779,13 @@ impl<'a> GpuQueue<'a> {
                         width: copy.len,
                         rows: copy.rows,
                     };
+                    self.begins(copy.block);
                     // SAFETY: as above.
                     unsafe { self.api.copy_rows_to_device(rows, self.stream) }?;
                 }
                 Transfer::Gathered { to, len, parts } => {
                     let room = self.scratch(*len)?;
+                    self.begins(plan.parts[parts.start].block);
                     // SAFETY: `room` is `len` bytes that no transfer under way reads; the sources as above.
                     unsafe {
                         join::gather(&plan.parts[parts.clone()], *to, room);
@@ -766,20 +799,32 @@ impl<'a> GpuQueue<'a> {
         unsafe { self.copy_many(&many) }
     }
 
+    /// The driver is about to be given a copy to this block.
+    fn begins(&mut self, block: u32) {
+        if self.begun.last() != Some(&block) {
+            self.begun.push(block);
+        }
+    }
+
     /// Submits the copies into strided memory. Those of `many` are for the caller to submit: small ranges of the slab.
     fn spread(&mut self, strided: &Strided, together: bool, many: &mut Many) -> Result<()> {
         for (grid, axes) in strided.each() {
             boxes::plan(grid, axes, HALF, |crossing| match crossing {
                 Crossing::Straight(rows) if rows.rows == 1 && rows.width <= BATCHED && together => {
                     many.add(rows.from, rows.to, rows.width as usize);
+                    many.blocks.push(grid.block);
                     Ok(())
                 }
-                // SAFETY: as for every transfer: the batch's maker vouches for both sides.
-                Crossing::Straight(rows) => unsafe { self.api.copy_rows_to_device(rows, self.stream) },
+                Crossing::Straight(rows) => {
+                    self.begins(grid.block);
+                    // SAFETY: as for every transfer: the batch's maker vouches for both sides.
+                    unsafe { self.api.copy_rows_to_device(rows, self.stream) }
+                }
                 Crossing::Packed(packed) => {
                     let room = self.scratch(packed.nbytes())?;
                     // SAFETY: `room` is so many bytes that no transfer under way reads; the sources as above.
                     unsafe { packed.write(room) };
+                    self.begins(grid.block);
                     // At once: the next box may take the other half, and then an event is recorded behind these.
                     // SAFETY: as above.
                     packed.rows(room as u64, |rows| unsafe { self.api.copy_rows_to_device(rows, self.stream) })
@@ -794,18 +839,21 @@ impl<'a> GpuQueue<'a> {
     /// # Safety
     /// As for [`Api::copy_batch_to_device`].
     unsafe fn copy_many(&mut self, many: &Many) -> Result<()> {
-        let Many { to, from, bytes } = many;
+        let Many { blocks, to, from, bytes } = many;
         if self.batches && to.len() > 1 {
             // SAFETY: the caller's promise.
             match unsafe { self.api.copy_batch_to_device(to, from, bytes, self.stream) } {
-                Ok(true) => return Ok(()),
                 Ok(false) => self.batches = false,
                 // The function exists, but it does not work for this device or stream.
                 Err(error) if error.kind() == ErrorKind::Unsupported => self.batches = false,
-                Err(error) => return Err(error),
+                queued => {
+                    blocks.iter().for_each(|block| self.begins(*block));
+                    return queued.map(|_| ());
+                }
             }
         }
-        for ((to, from), bytes) in to.iter().zip(from).zip(bytes) {
+        for (((to, from), bytes), block) in to.iter().zip(from).zip(bytes).zip(blocks) {
+            self.begins(*block);
             // SAFETY: the caller's promise.
             unsafe { self.api.copy_to_device(*to, *from as *const u8, *bytes, self.stream) }?;
         }
@@ -858,6 +906,8 @@ impl<'a> GpuQueue<'a> {
 /// Small transfers that are submitted together.
 #[derive(Default)]
 pub(super) struct Many {
+    /// The destination block of each, if anybody wants to know.
+    pub(super) blocks: Vec<u32>,
     pub(super) to: Vec<u64>,
     pub(super) from: Vec<u64>,
     pub(super) bytes: Vec<usize>,
@@ -952,6 +1002,11 @@ fn await_events(
             let _ = wait();
         }
         events.give_back(event);
-        shared.finish(batch, failed.map_or(waited, Err));
+        let (result, begun) = match failed {
+            Some((error, begun)) => (Err(error), begun),
+            None if waited.is_ok() => (waited, Vec::new()),
+            None => (waited, batch.blocks().collect()),
+        };
+        shared.finish(batch, result, begun);
     }
 }

@@ -31,6 +31,8 @@ pub(crate) enum Transfer {
         to: u64,
         /// Bytes.
         len: u64,
+        /// Number of the destination block.
+        block: u32,
     },
     /// Rows out of the slab, by a two-dimensional copy.
     Rows(Copy),
@@ -78,7 +80,8 @@ pub(crate) fn plan(copies: &[Copy], span: u64) -> Transfers {
         match n {
             // A single copy goes straight, unless its rows are narrow.
             0 | 1 if first.rows == 1 => {
-                plan.transfers.push(Transfer::Straight { from: first.from, to: first.to, len: first.len });
+                let Copy { from, to, len, block, .. } = *first;
+                plan.transfers.push(Transfer::Straight { from, to, len, block });
                 n = 1;
             }
             0 => {
@@ -283,7 +286,7 @@ mod tests {
                 };
                 for transfer in &plan.transfers {
                     match transfer {
-                        Transfer::Straight { from, to, len } => put(*from, *to, *len),
+                        Transfer::Straight { from, to, len, .. } => put(*from, *to, *len),
                         Transfer::Rows(c) => {
                             for row in 0..c.rows {
                                 let from = c.from.wrapping_add((row * c.from_stride) as usize);

@@ -64,6 +64,13 @@ pub struct Batch {
 // SAFETY: as for `source::Read`: addresses are used only while the batch is held and `keep` keeps them valid.
 unsafe impl Send for Batch {}
 
+impl Batch {
+    /// The destination blocks of its copies. A block may come again.
+    fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.copies.iter().map(|copy| copy.block).chain(self.strided.blocks())
+    }
+}
+
 /// The outcome of a batch.
 #[derive(Debug)]
 pub struct Copied {
@@ -71,6 +78,9 @@ pub struct Copied {
     pub ticket: Ticket,
     /// Whether the bytes are there.
     pub result: Result<(), Error>,
+    /// If they are not: the destination blocks of the copies that had begun. What such a copy was to write may be there,
+    /// wholly or in part.
+    pub begun: Vec<u32>,
 }
 
 /// The work that the allocating stream still has for a granted block: an event that the copy stream must wait for (a
@@ -101,8 +111,11 @@ pub trait Device: Send {
     /// Batches queued and not yet polled.
     fn in_flight(&self) -> usize;
 
-    /// Copies in flight may hang: a drop must wait hardly any longer for them.
-    fn abandon(&mut self) {}
+    /// Copies in flight may hang: a drop must wait hardly any longer for them. Gives the batches that have not begun,
+    /// and never will.
+    fn abandon(&mut self) -> Vec<Ticket> {
+        Vec::new()
+    }
 
     /// What was refused so far, and what replaced it.
     fn fallbacks(&self) -> Vec<Fallback> {

@@ -33,6 +33,8 @@ pub(super) struct Grid {
     pub(super) item: u64,
     /// What becomes of the elements.
     cast: Option<Cast>,
+    /// Number of the destination block.
+    pub(super) block: u32,
     /// Its axes end here in the list of all; they begin where those of the grid before end.
     axes: usize,
 }
@@ -50,8 +52,15 @@ const TILE: usize = 16 << 10;
 impl Strided {
     /// Adds a grid of single bytes, or of elements that are converted. The axes may come in any order; those that are
     /// contiguous on both sides become the item, and neighbours that continue each other become one axis, if they come from
-    /// the outermost to the innermost.
-    pub fn push(&mut self, cast: Option<Cast>, from: *const u8, to: u64, axes: impl Iterator<Item = GridAxis>) {
+    /// the outermost to the innermost. `block` is the number of the destination block.
+    pub fn push(
+        &mut self,
+        block: u32,
+        cast: Option<Cast>,
+        from: *const u8,
+        to: u64,
+        axes: impl Iterator<Item = GridAxis>,
+    ) {
         let (unit, unit_there) = cast.map_or((1, 1), |cast| (cast.from_bytes(), cast.to_bytes()));
         let first = self.axes.len();
         for axis in axes.filter(|a| a.count > 1) {
@@ -67,7 +76,7 @@ impl Strided {
         while self.axes.len() > first && self.axes.last().is_some_and(|a| follows(a, item)) {
             item *= self.axes.pop().map_or(1, |a| a.count);
         }
-        self.grids.push(Grid { from, to, item, cast, axes: self.axes.len() });
+        self.grids.push(Grid { from, to, item, cast, block, axes: self.axes.len() });
     }
 
     /// Whether there is nothing to copy.
@@ -98,6 +107,11 @@ impl Strided {
         for (grid, axes) in self.each() {
             walk(axes, grid.from, grid.to, &mut |from, to| give(from, to, grid.bytes()));
         }
+    }
+
+    /// The destination block of each grid.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.grids.iter().map(|grid| grid.block)
     }
 
     pub(super) fn each(&self) -> impl Iterator<Item = (&Grid, &[GridAxis])> {
@@ -318,7 +332,7 @@ pub(super) mod tests {
             }
             let mut copies = Strided::default();
             let first = there.as_mut_ptr() as u64 + 1;
-            copies.push(None, source.as_ptr(), first, axes.iter().copied());
+            copies.push(0, None, source.as_ptr(), first, axes.iter().copied());
             prop_assert_eq!(copies.bytes_and_items().0, counts.iter().product::<u64>() * item);
             // SAFETY: both vectors are as long as the axes say, and nobody else has them.
             unsafe { copies.run() };
@@ -343,7 +357,7 @@ pub(super) mod tests {
             }
             let mut copies = Strided::default();
             let first = there.as_mut_ptr() as u64 + 1;
-            copies.push(Some(cast), source.as_ptr(), first, axes.iter().copied());
+            copies.push(0, Some(cast), source.as_ptr(), first, axes.iter().copied());
             prop_assert!(copies.converts());
             prop_assert_eq!(copies.bytes_and_items().0, counts.iter().product::<u64>() * unit as u64);
             // SAFETY: as above.

@@ -21,7 +21,7 @@
 //! A want is ready when every piece of it has arrived.
 
 use crate::error::{Error, ErrorKind};
-use crate::extent::{Landing, TakesSlab, Ticket};
+use crate::extent::{Landing, Piece, TakesSlab, Ticket};
 use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
 use deadline::Deadlines;
@@ -75,7 +75,10 @@ pub(crate) struct Engine<S> {
     missing: Vec<u32>,
     /// Wants that are not ready, per block.
     unready: Vec<u32>,
-    touched: Vec<bool>,
+    /// Wants whose destination was overwritten, wholly or in part, by reads and copies that have ended without arriving.
+    torn: Vec<bool>,
+    /// Extents whose read or copy hangs: it may overwrite its places at any time.
+    hung: Vec<u32>,
     /// Next position in `layout.order` to hand out.
     hand_out: usize,
     /// `None`: nobody takes anything before the end, and nothing is bounded.
@@ -136,7 +139,8 @@ impl<S> Engine<S> {
             copies_in_flight: 0,
             missing,
             unready: layout.wants_per_block(),
-            touched: vec![false; layout.places.len()],
+            torn: vec![false; layout.places.len()],
+            hung: Vec::new(),
             hand_out: 0,
             window: bounds.window.map(|bytes| Window::new(bytes, &schedule, layout.places.len())),
             ahead: 0,
@@ -202,8 +206,8 @@ impl<S> Engine<S> {
                     self.moved(now);
                 }
             }
-            Event::ReadDone(ticket, result) => self.read_done(now, ticket, result),
-            Event::CopyDone(ticket, result) => self.copy_done(now, ticket, result),
+            Event::ReadDone(ticket, result, written) => self.read_done(now, ticket, result, written),
+            Event::CopyDone(ticket, result, begun) => self.copy_done(now, ticket, result, &begun),
             Event::Failed(error) => self.fail(now, error),
             Event::Revoked(error) if mutated!(self, IgnoreLateRevocation) => self.fail(now, error),
             Event::Revoked(error) => self.set_failure(now, error),
@@ -239,7 +243,6 @@ impl<S> Engine<S> {
             self.stages[extent as usize] = Stage::Copying;
             self.copies_in_flight += 1;
             self.started(now);
-            self.touch(extent);
             if mutated!(self, CopyTwice) && extent % 3 == 0 && self.landed.len() < 2 {
                 self.landed.push_back(extent);
             }
@@ -320,9 +323,6 @@ impl<S> Engine<S> {
         *self.reads_of(staging) += 1;
         self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::Reading };
         self.offered = true;
-        if landing != Landing::Slab {
-            self.touch(extent);
-        }
         if on_arrival && mutated!(self, LandBeforeArrival) {
             self.arrivals.push_back(extent);
         }
@@ -396,7 +396,7 @@ impl<S> Engine<S> {
         }
     }
 
-    fn read_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>) {
+    fn read_done(&mut self, now: Nanos, ticket: Ticket, result: Result<u64, Error>, written: u64) {
         let Some(i) = self.expect(now, ticket, Stage::is_reading) else { return };
         let e = &self.schedule.extents[i];
         let (offset, need, landing, staging) = (e.offset, e.need, e.landing, e.staging);
@@ -420,10 +420,14 @@ impl<S> Engine<S> {
         };
         match result {
             Err(error) if !mutated!(self, SwallowReadError) => {
+                self.tear_read(i, written);
                 self.drop_extent(i);
                 self.set_failure(now, error);
             }
-            _ if self.failure.is_some() => self.drop_extent(i),
+            _ if self.failure.is_some() => {
+                self.tear_read(i, written);
+                self.drop_extent(i);
+            }
             _ if landing == Landing::Slab && !mutated!(self, SkipCopy) => {
                 self.stages[i] = Stage::Landed;
                 if mutated!(self, ReleaseSlabBeforeCopy) {
@@ -435,16 +439,21 @@ impl<S> Engine<S> {
         }
     }
 
-    fn copy_done(&mut self, now: Nanos, ticket: Ticket, result: Result<(), Error>) {
+    fn copy_done(&mut self, now: Nanos, ticket: Ticket, result: Result<(), Error>, begun: &[u32]) {
         let Some(i) = self.expect(now, ticket, |stage| stage == Stage::Copying) else { return };
         self.copies_in_flight -= 1;
         self.moved(now);
         match result {
             Err(error) if !mutated!(self, SwallowCopyError) => {
+                let all = mutated!(self, TearFailedCopyWhole);
+                self.tear(i, |piece| all || begun.contains(&piece.block));
                 self.drop_extent(i);
                 self.set_failure(now, error);
             }
-            _ if self.failure.is_some() => self.drop_extent(i),
+            _ if self.failure.is_some() => {
+                self.tear(i, |_| true);
+                self.drop_extent(i);
+            }
             _ => self.arrive(i),
         }
     }
@@ -537,6 +546,11 @@ impl<S> Engine<S> {
     fn abandon(&mut self) {
         self.abandoned = true;
         (self.reads, self.requests, self.copies_in_flight) = (0, 0, 0);
+        if !mutated!(self, ForgetHung) {
+            let all = 0..self.stages.len() as u32;
+            self.hung =
+                all.filter(|&i| self.stages[i as usize].is_in_flight() && self.overwrites(i as usize)).collect();
+        }
         for (stage, slab) in self.stages.iter_mut().zip(&mut self.slabs) {
             if stage.is_in_flight() {
                 *stage = Stage::Dropped;
@@ -551,6 +565,13 @@ impl<S> Engine<S> {
     /// The slabs that were given up: they must never be used or freed while what hangs may still touch them.
     pub(crate) fn take_quarantined(&mut self) -> Vec<S> {
         std::mem::take(&mut self.quarantined)
+    }
+
+    /// The device, which was given up, had begun nothing of these copies, and never will.
+    pub(crate) fn never_begun(&mut self, tickets: &[Ticket]) {
+        if !mutated!(self, IgnoreNeverBegun) {
+            self.hung.retain(|&extent| !tickets.contains(&Ticket(extent.into())));
+        }
     }
 
     /// The extent that a stall error is about: the oldest in flight. `None` if the load has not stalled, or had nothing in
@@ -628,9 +649,23 @@ impl<S> Engine<S> {
         self.slabs[extent as usize].as_ref()
     }
 
-    /// Wants whose destination may no longer be what it was.
-    pub(crate) fn touched(&self) -> &[bool] {
-        &self.touched
+    /// For each want, whether a byte of its destination was overwritten, or may be: what hangs may write at any time.
+    pub(crate) fn touched(&self) -> Vec<bool> {
+        let mut touched = self.torn.clone();
+        let whole = (0..self.stages.len()).filter(|&i| self.overwrites(i));
+        for i in whole.chain(self.hung.iter().map(|&i| i as usize)) {
+            self.pieces_of(i).iter().for_each(|piece| touched[piece.want as usize] = true);
+        }
+        touched
+    }
+
+    /// Whether the last step of extent `i`, which writes to its places, has ended well or is in flight.
+    fn overwrites(&self, i: usize) -> bool {
+        match self.stages[i] {
+            Stage::Copying | Stage::Arrived => true,
+            Stage::Reading => self.schedule.extents[i].landing != Landing::Slab || mutated!(self, TouchWhileReading),
+            _ => false,
+        }
     }
 
     /// Wanted bytes that have arrived.
@@ -778,7 +813,7 @@ impl<S> Engine<S> {
         self.blocks_of(i).find(|&b| !self.granted[b as usize])
     }
 
-    fn pieces_of(&self, i: usize) -> &[crate::extent::Piece] {
+    fn pieces_of(&self, i: usize) -> &[Piece] {
         let r = &self.schedule.extents[i].pieces;
         &self.schedule.pieces[r.start as usize..r.end as usize]
     }
@@ -789,10 +824,21 @@ impl<S> Engine<S> {
         self.pieces_of(i).iter().map(|p| p.block).filter(move |&b| last.replace(b) != Some(b))
     }
 
-    fn touch(&mut self, extent: u32) {
-        let r = &self.schedule.extents[extent as usize].pieces;
-        for p in &self.schedule.pieces[r.start as usize..r.end as usize] {
-            self.touched[p.want as usize] = true;
+    /// A read has ended, and its extent does not arrive. The first `written` bytes of it are at their place, or may be.
+    fn tear_read(&mut self, i: usize, written: u64) {
+        if self.schedule.extents[i].landing == Landing::Slab || mutated!(self, ForgetTornReads) {
+            return;
+        }
+        let written = if mutated!(self, TearFailedReadWhole) { u64::MAX } else { written };
+        // The first row of a piece is the first in the file.
+        self.tear(i, |piece| piece.from < written);
+    }
+
+    /// These pieces of an extent that does not arrive have overwritten something.
+    fn tear(&mut self, i: usize, which: impl Fn(&Piece) -> bool) {
+        let r = &self.schedule.extents[i].pieces;
+        for piece in &self.schedule.pieces[r.start as usize..r.end as usize] {
+            self.torn[piece.want as usize] |= which(piece);
         }
     }
 

@@ -87,5 +87,12 @@ listed! {
         RetryWithoutTurn,
         OvertakeHeldBack,
         NeverWithdrawHeldBack,
+        // What a load that failed has overwritten.
+        ForgetTornReads,
+        TearFailedReadWhole,
+        TearFailedCopyWhole,
+        TouchWhileReading,
+        ForgetHung,
+        IgnoreNeverBegun,
     }
 }

@@ -235,10 +235,10 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         engine.turn(nanos(now));
         for (_, extent) in ended(&mut reads, now) {
             let len = schedule.extents[extent as usize].len;
-            engine.on(nanos(now), Event::ReadDone(Ticket(extent.into()), Ok(len)));
+            engine.on(nanos(now), Event::ReadDone(Ticket(extent.into()), Ok(len), len));
         }
         for (_, extent) in ended(&mut copies, now) {
-            engine.on(nanos(now), Event::CopyDone(Ticket(extent.into()), Ok(())));
+            engine.on(nanos(now), Event::CopyDone(Ticket(extent.into()), Ok(()), Vec::new()));
         }
         clock.set(now);
         while let Some(action) = engine.next(nanos(now), &mut pool) {

@@ -27,10 +27,11 @@ pub(crate) enum Event {
     Arrived(Ticket),
     /// Some bytes of a read that has its place are there, and it goes on.
     Received(Ticket),
-    /// A read ended: `Ok(bytes)` that arrived, or why not.
-    ReadDone(Ticket, Result<u64, Error>),
-    /// A copy ended.
-    CopyDone(Ticket, Result<(), Error>),
+    /// A read ended: `Ok(bytes)` that arrived, or why not. And how many bytes from the first on were written to their place,
+    /// or may have been.
+    ReadDone(Ticket, Result<u64, Error>, u64),
+    /// A copy ended. If it failed: the blocks that it has written to, or may have.
+    CopyDone(Ticket, Result<(), Error>, Vec<u32>),
     /// Something else went wrong. It does not matter if everything has arrived.
     Failed(Error),
     /// What has arrived is not what it should be: the load fails even if everything has arrived.

@@ -214,7 +214,7 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
                         to: axis.memory,
                     });
                     let axes = of_rows.chain(b.axes(&inner).map(dense));
-                    copies.push(cast, slab.wrapping_add(from as usize), base + a.memory + b.memory, axes);
+                    copies.push(p.block, cast, slab.wrapping_add(from as usize), base + a.memory + b.memory, axes);
                 }
             }
         }
@@ -225,7 +225,7 @@ fn spread(p: &Piece, strides: &Strides, slab: *mut u8, base: u64, copies: &mut S
                 parts(strides.axes(), to..to + p.len, &mut row);
                 for b in &row {
                     let from = slab.wrapping_add((from + b.dense - to) as usize);
-                    copies.push(cast, from, base + b.memory, b.axes(strides.axes()).map(dense));
+                    copies.push(p.block, cast, from, base + b.memory, b.axes(strides.axes()).map(dense));
                 }
             }
         }

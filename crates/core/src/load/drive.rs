@@ -189,7 +189,7 @@ impl Driver {
     /// Wants whose destination has been overwritten. A load that went well reports them too: if one of several loads
     /// fails, the destinations of the others have been overwritten as well.
     fn touched(&self) -> Vec<u32> {
-        (0..).zip(self.engine.touched()).filter(|t| *t.1).map(|t| t.0).collect()
+        (0..).zip(self.engine.touched()).filter(|t| t.1).map(|t| t.0).collect()
     }
 
     fn finish(&mut self, outcome: Result<()>, cpu_at_start: Duration) -> Result<()> {
@@ -277,7 +277,7 @@ impl Driver {
         }
         let now = clock.now();
         for event in events.drain(..) {
-            let Done { ticket, result, route } = match event {
+            let Done { ticket, result, route, written } = match event {
                 source::Progress::Done(done) => done,
                 source::Progress::Arrived(ticket) => {
                     self.engine.on(now, Event::Arrived(ticket));
@@ -298,15 +298,15 @@ impl Driver {
                 record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
             }
             let result = result.map_err(|e| self.located(e, ticket));
-            self.engine.on(now, Event::ReadDone(ticket, result));
+            self.engine.on(now, Event::ReadDone(ticket, result, written));
         }
-        for Copied { ticket, result } in copied.drain(..) {
+        for Copied { ticket, result, begun } in copied.drain(..) {
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
                 let span = record.span(Lane::Copying, "transfer", ticket.0);
                 record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
             }
             let result = result.map_err(|e| self.located(e, ticket));
-            self.engine.on(now, Event::CopyDone(ticket, result));
+            self.engine.on(now, Event::CopyDone(ticket, result, begun));
         }
     }
 
@@ -416,7 +416,8 @@ impl Driver {
                     }
                     Action::Copy { extent } => {
                         if let Err(e) = self.send_copy(extent) {
-                            self.engine.on(now, Event::CopyDone(ticket(extent), Err(e)));
+                            // The device has not taken it.
+                            self.engine.on(now, Event::CopyDone(ticket(extent), Err(e), Vec::new()));
                         }
                     }
                     Action::Withdraw { .. } => self.held_back = None,
@@ -428,9 +429,8 @@ impl Driver {
                         // The slabs stay with the reads and copies that hang: each holds a lease. Other loads must not
                         // wait for these slabs.
                         self.engine.take_quarantined().iter().for_each(|slab| slab.set_apart());
-                        if let Some(device) = &mut self.device {
-                            device.abandon();
-                        }
+                        let never = self.device.as_mut().map(|device| device.abandon());
+                        self.engine.never_begun(&never.unwrap_or_default());
                     }
                 }
             }
@@ -452,7 +452,7 @@ impl Driver {
                     self.record.iter_mut().for_each(|r| r.start(u64::from(extent)));
                     read
                 }
-                Err(e) => return self.engine.on(now, Event::ReadDone(ticket(extent), Err(e))),
+                Err(e) => return self.engine.on(now, Event::ReadDone(ticket(extent), Err(e), 0)),
             },
         };
         self.held_back = self.source.submit(read).err();
@@ -508,6 +508,7 @@ impl Driver {
             route: e.route,
             into,
             fresh: matches!(e.landing, Landing::Block { .. }),
+            written: 0,
             keep,
         })
     }

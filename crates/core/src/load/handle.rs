@@ -265,7 +265,10 @@ impl Load {
         self.timeline.as_ref().map_or(Ok(()), |timeline| timeline.write(|file| self.checkpoint.name_of(file), report))
     }
 
-    /// Wants whose destination has been overwritten, or may have been; known when the load has ended.
+    /// Wants whose destination has an overwritten byte; known when the load has ended. Three cases are not known better,
+    /// and count: what a read or a copy that hangs is to write, which it may do at any time; what a call was to write that
+    /// failed in a driver; and what one was to write that failed in a file system that does not say what it had written
+    /// (ZFS, some network file systems).
     pub fn touched(&self) -> Vec<u32> {
         self.shared.lock().touched.clone()
     }

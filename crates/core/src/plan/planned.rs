@@ -150,7 +150,7 @@ fn gaps_measured(
         let key = (surveyed.facts.storage, *cold == Route::Direct);
         if let Some(answer) = known.get(&key) {
             found[file as usize] = *answer;
-        } else if let Some(sample) = holes::sample(layout, file, surveyed, files.size(file)) {
+        } else if let Some(sample) = holes::sample(layout, file, &surveyed.resident, files.size(file)) {
             found[file as usize] = files.hole(file, key.1, &sample)?;
             known.insert(key, found[file as usize]);
         }

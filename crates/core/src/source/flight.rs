@@ -40,7 +40,7 @@ unsafe impl Sync for Waste {}
 unsafe impl Send for Waste {}
 
 impl Waste {
-    /// Gaps between wanted runs are rarely longer, and this stays in the processor's cache.
+    /// It stays in the processor's cache. A longer gap takes it several times.
     const LEN: usize = 64 << 10;
 
     pub(super) fn new() -> Arc<Waste> {
@@ -90,7 +90,8 @@ impl Flight {
     /// and `held` are never released.
     pub(super) fn set_apart<T>(self, held: T, error: Error, files: &Files) -> Outcome {
         quarantine(vec![Some((self.read.keep.clone(), held, self.places))]);
-        Outcome::Done(self.read.done(files, Err(error)))
+        let read = Read { written: self.read.len, ..self.read };
+        Outcome::Done(read.done(files, Err(error)))
     }
 
     /// Address, bytes and file offset of the next system call, if it uses one piece of memory.
@@ -120,6 +121,15 @@ impl Flight {
             0 | 1 => None,
             count => Some((places.as_ptr(), count as u32)),
         }
+    }
+
+    /// The call may have written all that it was to bring, and nobody will say so.
+    pub(super) fn may_have_written(&mut self, files: &Files) {
+        let asked = match (&self.places, self.scattered(files)) {
+            (Some((places, _)), Some((_, n))) => places[..n as usize].iter().map(|place| place.iov_len as u64).sum(),
+            _ => u64::from(self.call(files).1),
+        };
+        self.read.written = self.read.written.max(self.got + asked);
     }
 
     /// Removes the next `got` bytes from the places of a scattered read.
@@ -152,11 +162,17 @@ impl Flight {
                 }
                 Some(libc::ECANCELED) => AfterRead::Over(Outcome::Done(self.read.cancelled(files))),
                 errno if refuses_direct(errno) => AfterRead::Over(Outcome::Refused { read: self.read, cause }),
-                _ => over(self.read, Err(Error::io("read", &cause))),
+                _ => {
+                    if self.direct || !files.errors_write_nothing(self.read.file) {
+                        self.may_have_written(files);
+                    }
+                    over(self.read, Err(Error::io("read", &cause)))
+                }
             };
         }
         let before = self.got;
         self.got += answer as u64;
+        self.read.written = self.read.written.max(self.got);
         self.filled(answer as u64);
         let ended = answer == 0 || self.read.offset + self.got >= files.size(self.read.file);
         if ended || self.got >= self.read.need {

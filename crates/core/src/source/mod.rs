@@ -16,7 +16,7 @@
 //! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
 //! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
 //! let route = Route::Buffered;
-//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, keep };
+//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, written: 0, keep };
 //! source.submit(read).ok();
 //! source.flush()?;
 //! let mut events = Vec::new();
@@ -92,6 +92,9 @@ pub struct Read {
     /// Whether pages of that memory may not exist yet. The thread that submits a direct read then waits until the
     /// kernel has zeroed them: 0.1 to 0.5 s/GiB.
     pub fresh: bool,
+    /// Bytes from the first on that may be at their place already: a read that is refused half-way is sent again. 0 in a new
+    /// read.
+    pub written: u64,
     /// Keeps the destination's memory alive until the read has completed, however late: a read that hangs in the kernel
     /// may still write after its load has failed.
     pub keep: Arc<dyn Any + Send + Sync>,
@@ -134,6 +137,9 @@ pub struct Done {
     pub result: Result<u64, Error>,
     /// The route it travelled in the end.
     pub route: Route,
+    /// Bytes from the first on that were written to their place, or may have been: of a read that failed, those that had
+    /// arrived, and what a call of the kernel that failed may have written without saying so.
+    pub written: u64,
 }
 
 /// What a source reports.
@@ -229,22 +235,23 @@ impl Read {
     /// The outcome of this read, which releases its memory. An error gets the file and the range.
     fn done(self, files: &Files, result: Result<u64>) -> Done {
         let range = self.offset..self.offset + self.need;
+        let written = self.written.max(*result.as_ref().unwrap_or(&0));
         let result = result.map_err(|e| e.at(files.path(self.file)).range(range));
-        Done { ticket: self.ticket, result, route: self.route }
+        Done { ticket: self.ticket, result, route: self.route, written }
     }
 
     /// The outcome of a read that was given up.
     fn cancelled(self, files: &Files) -> Done {
         let path = files.path(self.file).to_path_buf();
-        let Done { ticket, result, route } = self.given_up();
-        Done { ticket, result: result.map_err(|e| e.at(path)), route }
+        let done = self.given_up();
+        Done { result: done.result.map_err(|e| e.at(path)), ..done }
     }
 
     /// The same, without the file's name.
     fn given_up(self) -> Done {
         let range = self.offset..self.offset + self.need;
         let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read").range(range);
-        Done { ticket: self.ticket, result: Err(error), route: self.route }
+        Done { ticket: self.ticket, result: Err(error), route: self.route, written: self.written }
     }
 
     /// `got` bytes arrived and then the file ended.

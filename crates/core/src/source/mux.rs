@@ -202,7 +202,7 @@ mod tests {
 
     fn read(file: u32, ticket: u64) -> Read {
         let (route, into, keep) = (Route::Buffered, Destination::OnArrival, Arc::new(()));
-        Read { ticket: Ticket(ticket), file, offset: 0, len: 8, need: 8, route, into, fresh: false, keep }
+        Read { ticket: Ticket(ticket), file, offset: 0, len: 8, need: 8, route, into, fresh: false, written: 0, keep }
     }
 
     fn tickets(given: &Mutex<Given>) -> Vec<u64> {
@@ -213,7 +213,7 @@ mod tests {
     fn ends(given: &Mutex<Given>) {
         let mut given = lock(given);
         let read = given.reads.remove(0);
-        given.events.push(Progress::Done(Done { ticket: read.ticket, result: Ok(8), route: read.route }));
+        given.events.push(Progress::Done(Done { ticket: read.ticket, result: Ok(8), route: read.route, written: 8 }));
     }
 
     fn poll(mux: &mut Mux) -> Vec<u64> {

@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
 use crate::machine::{block_signals, page_size};
-use crate::store::{read_fully, Files, FsKind};
+use crate::store::{read_fully, Files, FsKind, Stopped};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
@@ -25,8 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where bytes go that are not wanted: gaps between wanted runs are rarely longer, and it stays in the processor's
-/// cache.
+/// Where bytes go that are not wanted. It stays in the processor's cache. A longer gap takes it several times.
 const SCRATCH: usize = 64 << 10;
 /// Even after reads were given up long ago, the threads get this long to end.
 const LEAST_GRACE: Duration = Duration::from_millis(100);
@@ -166,8 +165,9 @@ impl Threads {
         }
         self.in_flight += 1;
         if self.here {
-            let result = self.shared.recorded(&read, 0, || self.shared.perform(&read, way, &mut Tools::default()));
-            let outcome = self.shared.outcome(read, result);
+            let mut tools = Tools::default();
+            let result = self.shared.recorded(&read, 0, || self.shared.perform(&read, way, &mut tools));
+            let outcome = self.shared.outcome(read, result, tools.written);
             let mut state = lock(&self.shared.state);
             self.shared.finish(&mut state, outcome);
             return Ok(());
@@ -363,6 +363,7 @@ impl PoolShared {
             let perform = || catch_unwind(AssertUnwindSafe(|| self.perform(&read, way, &mut tools)));
             let result = self.recorded(&read, number, perform);
             let result = result.unwrap_or_else(|_| {
+                tools.written = read.len;
                 Err(Failure::Error(Error::new(ErrorKind::Internal, "a reading thread panicked: a bug in penstock")))
             });
             if matches!(&result, Err(Failure::Error(e)) if e.kind() == ErrorKind::Limit) {
@@ -382,7 +383,7 @@ impl PoolShared {
                 drop(state);
             }
             // The read lets go of its memory before anybody learns that it is done.
-            let outcome = self.outcome(read, result);
+            let outcome = self.outcome(read, result, tools.written);
             state = lock(&self.state);
             state.reading -= 1;
             state.finished += 1;
@@ -410,7 +411,9 @@ impl PoolShared {
         }
     }
 
-    fn outcome(&self, read: Read, result: Result<u64, Failure>) -> Outcome {
+    /// The outcome of a read that may have written so many bytes.
+    fn outcome(&self, mut read: Read, result: Result<u64, Failure>, written: u64) -> Outcome {
+        read.written = read.written.max(written);
         match result {
             Ok(got) => Outcome::Done(read.done(&self.files, Ok(got))),
             Err(Failure::Error(e)) => Outcome::Done(read.done(&self.files, Err(e))),
@@ -419,6 +422,7 @@ impl PoolShared {
     }
 
     fn perform(&self, read: &Read, way: How, tools: &mut Tools) -> Result<u64, Failure> {
+        tools.written = 0;
         match (way, &read.into) {
             (How::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
             (How::Buffered, _) => {
@@ -428,7 +432,11 @@ impl PoolShared {
                 self.read(read, 0, tools)
             }
             (How::Uncached, _) => self.read_uncached(read, tools),
-            (How::Direct, Destination::Memory(at)) => self.read_direct(read, *at),
+            (How::Direct, Destination::Memory(at)) => {
+                // The disk may write before a part of such a read fails.
+                tools.written = read.len;
+                self.read_direct(read, *at)
+            }
             _ => Err(Error::new(ErrorKind::Internal, "a read's route and destination do not go together").into()),
         }
     }
@@ -444,13 +452,19 @@ impl PoolShared {
         // SAFETY: the read's places are valid while `keep` is held (invariant 5), and scratch is this thread's own.
         let got =
             unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, flags, self.files.most_per_call()) };
+        let written = match &got {
+            Ok(got) => *got,
+            Err(stopped) if self.files.errors_write_nothing(read.file) => stopped.got,
+            Err(stopped) => stopped.got + stopped.asked,
+        };
+        tools.written = tools.written.max(written);
         match got {
             Ok(got) => Ok(read.ended(got)?),
-            Err(e) if flags != 0 => {
+            Err(stopped) if flags != 0 => {
                 advise(&fd, libc::POSIX_FADV_NORMAL);
-                Err(Failure::Refused(e))
+                Err(Failure::Refused(stopped.cause))
             }
-            Err(e) => Err(Error::io("read", &e).into()),
+            Err(stopped) => Err(Error::io("read", &stopped.cause).into()),
         }
     }
 
@@ -482,8 +496,10 @@ impl PoolShared {
         let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut to, 0, self.files.most_per_call()) };
         match got {
             Ok(got) => Ok(read.ended(got)?),
-            Err(e) if refuses_direct(e.raw_os_error()) => self.finish_tail(read, at, &to[0], e),
-            Err(e) => Err(Error::io("read", &e).into()),
+            Err(Stopped { cause, .. }) if refuses_direct(cause.raw_os_error()) => {
+                self.finish_tail(read, at, &to[0], cause)
+            }
+            Err(Stopped { cause, .. }) => Err(Error::io("read", &cause).into()),
         }
     }
 
@@ -500,7 +516,7 @@ impl PoolShared {
         let mut to = [*left];
         // SAFETY: what is left of the read's memory.
         let more = unsafe { read_fully(fd.as_raw_fd(), read.offset + got, &mut to, 0, self.files.most_per_call()) };
-        Ok(read.ended(got + more.map_err(|e| Error::io("read", &e))?)?)
+        Ok(read.ended(got + more.map_err(|e| Error::io("read", &e.cause))?)?)
     }
 
     /// Brings the pages under `len` bytes at `at` into the mapping, and reports what would be SIGBUS on first touch.
@@ -592,7 +608,7 @@ impl PoolShared {
         tools.discard(len as usize);
         // SAFETY: every place is this thread's scratch.
         let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, 0, self.files.most_per_call()) };
-        Ok(read.ended(got.map_err(|e| Error::io("read", &e))?)?)
+        Ok(read.ended(got.map_err(|e| Error::io("read", &e.cause))?)?)
     }
 }
 
@@ -618,6 +634,8 @@ impl From<Error> for Failure {
 struct Tools {
     places: Vec<libc::iovec>,
     scratch: Vec<u8>,
+    /// Bytes from the first on that the read in hand may have written to its place.
+    written: u64,
 }
 
 impl Tools {
@@ -678,7 +696,18 @@ mod tests {
         let at = mapping.at();
         let into = Destination::Mapping { at, resident: false };
         let (ticket, route) = (Ticket(0), Route::Mapped);
-        let read = Read { ticket, file: 0, offset: 0, len: LEN, need: LEN, route, into, fresh: false, keep: mapping };
+        let read = Read {
+            ticket,
+            file: 0,
+            offset: 0,
+            len: LEN,
+            need: LEN,
+            route,
+            into,
+            fresh: false,
+            written: 0,
+            keep: mapping,
+        };
         let pages = at as usize..at as usize + LEN as usize;
         let mut tools = Tools::default();
         let populated = pool.shared.populate(&read, pages.clone(), &mut tools);
@@ -716,7 +745,7 @@ mod tests {
             let at = unsafe { mapping.at().add(offset as usize) };
             let (len, into) = (EACH.min(bytes.len() as u64 - offset), Destination::Mapping { at, resident: false });
             let (ticket, route, keep) = (Ticket(offset), Route::Mapped, mapping.clone());
-            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, keep };
+            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
             assert!(matches!(pool.shared.map(&read, at, false, &mut tools), Ok(got) if got == len));
         }
         // SAFETY: as above, and nobody writes to the file.
@@ -744,6 +773,7 @@ mod models {
             route,
             into,
             fresh: false,
+            written: 0,
             keep: Arc::new(()),
         }
     }

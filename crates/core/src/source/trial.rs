@@ -291,7 +291,7 @@ mod tests {
     }
 
     fn done(n: u64, route: Route) -> Done {
-        Done { ticket: Ticket(n), result: Ok(EACH), route }
+        Done { ticket: Ticket(n), result: Ok(EACH), route, written: EACH }
     }
 
     impl Timed {
@@ -446,7 +446,7 @@ mod tests {
         let mut timed = Timed::new();
         timed.send(0, 1);
         let result = Err(Error::new(ErrorKind::Io, "no"));
-        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct }], timed.now);
+        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct, written: 0 }], timed.now);
         assert_eq!((timed.pace.back, timed.cold(), timed.pace.news), (0, None, false));
     }
 }

@@ -403,9 +403,11 @@ impl Uring {
         }
         let safe = self.close(ring) || completed.len() + unsent >= self.flying();
         for slot in 0..self.depth() {
-            let Some((flight, fd)) = self.flying[slot].take() else { continue };
+            let Some((mut flight, fd)) = self.flying[slot].take() else { continue };
             self.free.push(slot);
             if safe || completed.contains(&(slot as u64)) {
+                // What it answered is not known any more, if it did.
+                flight.may_have_written(&self.files);
                 self.over.push(Outcome::Refused { read: flight.read, cause: again() });
             } else {
                 let error = Error::io("go on reading with io_uring", cause);
@@ -605,6 +607,7 @@ mod tests {
                         route: Route::Buffered,
                         into: Destination::Memory(memory[next as usize].as_mut_ptr()),
                         fresh: true,
+                        written: 0,
                         keep: Arc::new(()),
                     };
                     if uring.submit(read).is_err() {

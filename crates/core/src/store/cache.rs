@@ -78,7 +78,7 @@ fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Result<u64> {
             let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: scratch.len() }];
             // SAFETY: `scratch` is MIB bytes long and ours.
             if let Err(e) = unsafe { read_fully(fd.as_raw_fd(), at, &mut to, 0, MOST_PER_CALL) } {
-                *lock(&failed) = Some(Error::io("read", &e).at(path).range(at..(at + MIB).min(size)));
+                *lock(&failed) = Some(Error::io("read", &e.cause).at(path).range(at..(at + MIB).min(size)));
             }
             state.read.fetch_add(MIB, Ordering::Relaxed);
         }

@@ -1,7 +1,7 @@
 //! The shard files of one load: descriptors, what their file systems allow, which of their pages are resident, and
 //! whether they are still the files whose headers were read.
 
-use super::facts::{facts_of, Facts, FsKind};
+use super::facts::{errors_write_nothing, facts_of, Facts, FsKind};
 use super::known_disks;
 use super::location::Location;
 use super::pread::MOST_PER_CALL;
@@ -241,6 +241,11 @@ impl Files {
         Ok(*self.files[file as usize].facts.get_or_init(|| facts))
     }
 
+    /// Whether a read through the page cache that fails has written nothing.
+    pub(crate) fn errors_write_nothing(&self, file: u32) -> bool {
+        self.facts(file).is_ok_and(|facts| errors_write_nothing(facts.fs))
+    }
+
     /// Treats file number `file` as if it were on storage device number `storage`, for tests of several drives on one
     /// machine.
     #[cfg(any(test, feature = "testing"))]
@@ -278,9 +283,11 @@ impl Files {
         if let Some(found) = read_cost::known(dev, direct) {
             return Ok(Some(found));
         }
-        let fd = self.open(file, direct)?;
+        // What cannot be opened in this way is for the load to find another way for, or to report.
+        let Ok(fd) = self.open(file, direct) else { return Ok(None) };
         let _asking = self.ask(file);
-        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample))
+        let answered = || _ = self.clock.fetch_add(1, Ordering::Relaxed);
+        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample, &answered))
     }
 
     /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.

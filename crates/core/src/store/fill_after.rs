@@ -432,7 +432,7 @@ impl FillJob {
             let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: len as usize }];
             // SAFETY: one place, within `scratch`.
             let got = unsafe { read_fully(fd, at, &mut to, 0, self.files.most_per_call()) };
-            let got = got.map_err(|e| Error::io("read", &e).at(self.files.path(file)).range(at..at + len))?;
+            let got = got.map_err(|e| Error::io("read", &e.cause).at(self.files.path(file)).range(at..at + len))?;
             if got < len {
                 // The file is shorter than it was.
                 return self.files.verify_file(file);

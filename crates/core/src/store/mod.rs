@@ -33,7 +33,7 @@ pub use location::Location;
 pub use object::{Head, Object, Objects, Store};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
-pub(crate) use pread::read_fully;
+pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{Web, WebSettings};

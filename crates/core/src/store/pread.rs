@@ -6,6 +6,16 @@ use std::os::fd::RawFd;
 /// The kernel never moves more than this in one read (`MAX_RW_COUNT`): longer reads come back short.
 pub(super) const MOST_PER_CALL: u64 = 0x7fff_f000;
 
+/// A call that failed, after others that did not.
+#[derive(Debug)]
+pub(crate) struct Stopped {
+    /// Bytes that the calls before it brought.
+    pub(crate) got: u64,
+    /// Bytes that it was to bring.
+    pub(crate) asked: u64,
+    pub(crate) cause: io::Error,
+}
+
 /// Reads from `offset` into `to`, up to the end of the file. Returns the bytes that arrived. `to` is used up. `flags`
 /// are those of preadv2; `cap` is the most bytes of one call.
 ///
@@ -17,7 +27,7 @@ pub(crate) unsafe fn read_fully(
     mut to: &mut [libc::iovec],
     flags: i32,
     cap: u64,
-) -> io::Result<u64> {
+) -> Result<u64, Stopped> {
     /// The kernel takes no more places than this in one call.
     const IOV_MAX: usize = 1024;
     let mut got = 0u64;
@@ -66,11 +76,34 @@ pub(crate) unsafe fn read_fully(
                 }
             }
             _ => {
-                let e = io::Error::last_os_error();
-                if e.kind() != io::ErrorKind::Interrupted {
-                    return Err(e);
+                let cause = io::Error::last_os_error();
+                if cause.kind() != io::ErrorKind::Interrupted {
+                    return Err(Stopped { got, asked: if count == 0 { cap } else { bytes }, cause });
                 }
             }
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn a_call_that_fails_says_what_came_before_it_and_what_it_was_to_bring() {
+        const PAGE: usize = 4096;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), vec![7; 3 * PAGE]).unwrap();
+        let mut memory = vec![0u8; PAGE];
+        let place = |at: *mut u8, len| libc::iovec { iov_base: at.cast(), iov_len: len };
+        // Nobody may write to the zero page.
+        let nowhere = std::ptr::without_provenance_mut(64);
+        let mut to = [place(memory.as_mut_ptr(), PAGE), place(nowhere, 2 * PAGE)];
+        // SAFETY: the first place is ours. The kernel refuses to write to the second one.
+        let stopped = unsafe { read_fully(file.as_file().as_raw_fd(), 0, &mut to, 0, u64::MAX) }.unwrap_err();
+        assert_eq!(stopped.cause.raw_os_error(), Some(libc::EFAULT));
+        assert_eq!((stopped.got, stopped.asked), (PAGE as u64, 2 * PAGE as u64));
+        assert!(memory.iter().all(|byte| *byte == 7));
     }
 }

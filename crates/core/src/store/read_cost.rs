@@ -1,10 +1,11 @@
 //! What one more read costs, counted in bytes: a hole between two wanted runs that is shorter is read, not skipped.
 //!
 //! Some storage answers a short read in the time of a few kilobytes, some in that of a megabyte, and the page cache adds the
-//! processor's time. So both are timed, on the file itself, with as many reads in flight as keep a disk busy. Measured holes
-//! of one storage serve all loads of the process.
+//! processor's time. So both are timed, on the file itself, with as many reads in flight as keep a disk busy. What was measured
+//! of one storage serves all loads of the process.
 
 use super::pread::read_fully;
+use crate::machine::block_signals;
 use crate::memory::Anonymous;
 use crate::options::{KIB, PAGE};
 use std::os::fd::RawFd;
@@ -20,8 +21,14 @@ pub(crate) const SHORT: usize = 64;
 pub(crate) const LONG: usize = 16;
 pub(crate) const LONG_BYTES: u64 = 512 * KIB;
 
-/// Storage that was measured, with the answer. No lock: a forked child could find it taken. Zero is a free place.
-static MEASURED: [(AtomicU64, AtomicU64); 16] = [const { (AtomicU64::new(0), AtomicU64::new(0)) }; 16];
+/// Each of the two measurements takes this long at most: storage that is so slow is not measured.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Storage that was measured, and the hole in pages, in one number: a place is read and written at once. No lock: a forked
+/// child could find it taken. Zero is a free place.
+static MEASURED: [AtomicU64; 16] = [const { AtomicU64::new(0) }; 16];
+/// Bits of a place that hold the hole: 512 KiB have 128 pages.
+const PAGES: u32 = 8;
 
 /// The hole that costs as much as a read, in bytes.
 ///
@@ -35,26 +42,25 @@ fn hole(short: Duration, long: Duration) -> u64 {
 /// What was measured of this storage before. Only block devices keep their number while the process lives.
 pub(super) fn known(dev: u64, direct: bool) -> Option<u64> {
     let key = key(dev, direct)?;
-    MEASURED.iter().find(|(of, _)| of.load(Ordering::Acquire) == key).map(|(_, hole)| hole.load(Ordering::Relaxed))
+    let found = MEASURED.iter().map(|place| place.load(Ordering::Relaxed)).find(|found| found >> PAGES == key)?;
+    Some((found & ((1 << PAGES) - 1)) * PAGE)
 }
 
 fn remember(dev: u64, direct: bool, hole: u64) {
     let Some(key) = key(dev, direct) else { return };
-    for (of, found) in &MEASURED {
-        if of.load(Ordering::Acquire) == 0 {
-            // Two threads may write here at once: each has measured the same storage, or loses its answer.
-            found.store(hole, Ordering::Relaxed);
-            let was = of.compare_exchange(0, key, Ordering::Release, Ordering::Relaxed);
-            if was.is_ok() || was == Err(key) {
-                return;
-            }
+    for place in &MEASURED {
+        let found = key << PAGES | (hole / PAGE);
+        match place.compare_exchange(0, found, Ordering::Relaxed, Ordering::Relaxed) {
+            Err(other) if other >> PAGES != key => {}
+            _ => return, // it is there now, or another thread was first
         }
     }
 }
 
-/// Device numbers have 32 bits for each half, of which the kernel uses 12 and 20.
+/// The kernel's device numbers have 12 and 20 bits.
 fn key(dev: u64, direct: bool) -> Option<u64> {
-    (libc::major(dev) != 0).then_some(dev << 1 | u64::from(direct))
+    let (major, minor) = (u64::from(libc::major(dev)), u64::from(libc::minor(dev)));
+    (major != 0).then_some(major << 33 | minor << 1 | u64::from(direct))
 }
 
 /// Offsets of a file, each a multiple of a page.
@@ -67,22 +73,24 @@ pub(crate) struct Sample {
 
 /// Times reads at these offsets, and remembers what comes of it. See [`hole`].
 ///
-/// `None` if the reads fail (the load will meet that too, and say where), or if no thread can be had.
-pub(super) fn measure(fd: RawFd, dev: u64, direct: bool, sample: &Sample) -> Option<u64> {
+/// `None` if the reads fail (the load will meet that too, and say where) or take too long, or if no thread can be had.
+/// `answered` is called after each read.
+pub(super) fn measure(fd: RawFd, dev: u64, direct: bool, sample: &Sample, answered: &(dyn Fn() + Sync)) -> Option<u64> {
     let memory = Anonymous::new(IN_FLIGHT as u64 * LONG_BYTES).ok()?;
-    let short = timed(fd, &memory, &sample.short, PAGE)?;
-    let long = timed(fd, &memory, &sample.long, LONG_BYTES)?;
+    let short = timed(fd, &memory, &sample.short, PAGE, answered)?;
+    let long = timed(fd, &memory, &sample.long, LONG_BYTES, answered)?;
     let found = hole(short, long);
     remember(dev, direct, found);
     Some(found)
 }
 
 /// The time that each of these reads takes while others are in flight.
-fn timed(fd: RawFd, memory: &Anonymous, offsets: &[u64], len: u64) -> Option<Duration> {
+fn timed(fd: RawFd, memory: &Anonymous, offsets: &[u64], len: u64, answered: &(dyn Fn() + Sync)) -> Option<Duration> {
     let (ready, next, failed) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicBool::new(offsets.is_empty()));
     let (go, since, last) = (AtomicBool::new(false), Instant::now(), AtomicU64::new(0));
     let nanos = || since.elapsed().as_nanos() as u64;
     let read = |number: usize| {
+        block_signals();
         let at = memory.at().wrapping_add(number * LONG_BYTES as usize);
         // SAFETY: each thread has LONG_BYTES of the memory for itself, which outlives the scope. Its pages are made now,
         // not while they are read into.
@@ -94,8 +102,11 @@ fn timed(fd: RawFd, memory: &Anonymous, offsets: &[u64], len: u64) -> Option<Dur
         while let Some(&offset) = offsets.get(next.fetch_add(1, Ordering::Relaxed)) {
             let mut to = [libc::iovec { iov_base: at.cast(), iov_len: len as usize }];
             // SAFETY: as above.
-            if !matches!(unsafe { read_fully(fd, offset, &mut to, 0, len) }, Ok(got) if got == len) {
+            let whole = matches!(unsafe { read_fully(fd, offset, &mut to, 0, len) }, Ok(got) if got == len);
+            answered();
+            if !whole || since.elapsed() > PATIENCE {
                 failed.store(true, Ordering::Relaxed);
+                break;
             }
         }
         last.fetch_max(nanos(), Ordering::Relaxed);
@@ -103,7 +114,9 @@ fn timed(fd: RawFd, memory: &Anonymous, offsets: &[u64], len: u64) -> Option<Dur
     let read = &read;
     let begun = std::thread::scope(|scope| {
         let threads = (0..IN_FLIGHT.min(offsets.len()))
-            .take_while(|&number| Builder::new().spawn_scoped(scope, move || read(number)).is_ok())
+            .take_while(|&number| {
+                Builder::new().name("penstock-read".into()).spawn_scoped(scope, move || read(number)).is_ok()
+            })
             .count();
         failed.fetch_or(threads == 0, Ordering::Relaxed);
         while ready.load(Ordering::Acquire) < threads {
@@ -142,8 +155,9 @@ mod tests {
         let (some, other) = (libc::makedev(4000, 3), libc::makedev(4000, 4));
         assert_eq!(known(some, false), None);
         remember(some, false, 70_000);
+        remember(some, false, 5 * PAGE); // too late
         remember(other, false, 10);
-        assert_eq!((known(some, false), known(some, true), known(other, false)), (Some(70_000), None, Some(10)));
+        assert_eq!((known(some, false), known(some, true), known(other, false)), (Some(17 * PAGE), None, Some(0)));
         remember(libc::makedev(0, 7), true, 5);
         assert_eq!(known(libc::makedev(0, 7), true), None);
     }
@@ -157,9 +171,9 @@ mod tests {
             long: (0..8).map(|i| i * LONG_BYTES).collect(),
         };
         let dev = libc::makedev(0, 9);
-        assert!(measure(file.as_raw_fd(), dev, false, &sample(0)).is_some_and(|found| found <= LONG_BYTES));
-        assert_eq!(measure(file.as_raw_fd(), dev, false, &sample(4 << 20)), None, "past the end");
-        assert_eq!(measure(-1, dev, false, &sample(0)), None);
-        assert_eq!(measure(file.as_raw_fd(), dev, false, &Sample { short: vec![], long: vec![] }), None);
+        assert!(measure(file.as_raw_fd(), dev, false, &sample(0), &|| ()).is_some_and(|found| found <= LONG_BYTES));
+        assert_eq!(measure(file.as_raw_fd(), dev, false, &sample(4 << 20), &|| ()), None, "past the end");
+        assert_eq!(measure(-1, dev, false, &sample(0), &|| ()), None);
+        assert_eq!(measure(file.as_raw_fd(), dev, false, &Sample { short: vec![], long: vec![] }, &|| ()), None);
     }
 }

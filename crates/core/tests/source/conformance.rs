@@ -66,11 +66,11 @@ fn reads_on_after_short_reads(make: Make, route: Route) {
 fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Route) {
     let sample = Sample::new();
     let mut source = make(sample.files());
-    let (mut read, _memory) = read(route, 5, &sample, SIZE - 5000, SIZE);
+    let (mut read, mut memory) = read(route, 5, &sample, SIZE - 5000, SIZE);
     if route == Route::Mapped {
         (read.len, read.need) = (read.len + 1, read.need + 1);
     } else {
-        let memory = Memory::new(read.len + PAGE);
+        memory = Memory::new(read.len + PAGE);
         (read.len, read.need) = (read.len + PAGE, read.len + 1);
         read.into = Destination::Memory(memory.at);
         read.keep = keep(&memory);
@@ -79,6 +79,12 @@ fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Route) {
     let done = submit_all(&mut *source, vec![read]);
     let e = done[0].result.as_ref().unwrap_err();
     assert_eq!((e.kind(), file_of(e), e.byte_range()), (ErrorKind::Truncated, Some(&*sample.path), Some(range)), "{e}");
+    let changed = memory.bytes().iter().rposition(|byte| *byte != 0).map_or(0, |last| last as u64 + 1);
+    match (route, done[0].written) {
+        (Route::Mapped, written) => assert_eq!(written, 0, "a mapping is not written to"),
+        (Route::Buffered, written) => assert_eq!(written, changed),
+        (Route::Direct, written) => assert!(written >= changed, "{written} and not {changed}"),
+    }
 }
 
 fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
@@ -329,6 +335,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             route: Route::Buffered,
             into: Destination::Scatter(places),
             fresh: true,
+            written: 0,
             keep: keep(&memory),
         };
         assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
@@ -353,7 +360,18 @@ fn resident_pages_are_left_to_their_first_touch_and_counted() {
         // SAFETY: within the mapping.
         let into = Destination::Mapping { at: unsafe { memory.at.add(offset as usize) }, resident };
         let (ticket, keep) = (Ticket(0), keep(&memory));
-        let read = Read { ticket, file: 0, offset, len, need: len, route: Route::Mapped, into, fresh: false, keep };
+        let read = Read {
+            ticket,
+            file: 0,
+            offset,
+            len,
+            need: len,
+            route: Route::Mapped,
+            into,
+            fresh: false,
+            written: 0,
+            keep,
+        };
         assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         let unmapped = memory.unmapped();
         let touches = source.take_touches();

@@ -361,7 +361,18 @@ alone!(
                 let (ticket, keep) = (Ticket(u64::from(file)), keep(&memory));
                 memories.push(memory);
                 let len = if route == Route::Direct { PAGE } else { 600 };
-                reads.push(Read { ticket, file, offset: 0, len, need: 600, route, into, fresh: false, keep });
+                reads.push(Read {
+                    ticket,
+                    file,
+                    offset: 0,
+                    len,
+                    need: 600,
+                    route,
+                    into,
+                    fresh: false,
+                    written: 0,
+                    keep,
+                });
             }
             for done in submit_all(&mut source, reads) {
                 done.result.unwrap();

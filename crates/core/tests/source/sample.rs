@@ -158,7 +158,7 @@ pub(crate) fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: 
         }
     };
     let keep = keep(&memory);
-    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, fresh: true, keep }, memory)
+    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, fresh: true, written: 0, keep }, memory)
 }
 
 /// Waits on the wake descriptor until `n` reads are done. Fails if it wakes far more often than there are reads.

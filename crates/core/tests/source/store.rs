@@ -134,7 +134,7 @@ fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Resul
             let (into, kept) =
                 if late { (Destination::OnArrival, Arc::new(()) as _) } else { (place(offset), keep(&memory)) };
             let (ticket, route) = (Ticket(next), Route::Buffered);
-            let read = Read { ticket, file, offset, len, need: len, route, into, fresh: true, keep: kept };
+            let read = Read { ticket, file, offset, len, need: len, route, into, fresh: true, written: 0, keep: kept };
             if source.submit(read).is_err() {
                 break;
             }

@@ -68,7 +68,7 @@ impl Device for ToyDevice {
         });
         let ticket = batch.ticket;
         drop(batch);
-        done.push(Copied { ticket, result: Ok(()) });
+        done.push(Copied { ticket, result: Ok(()), begun: Vec::new() });
         if !self.queue.is_empty() {
             self.wake.notify();
         }

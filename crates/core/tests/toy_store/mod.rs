@@ -30,6 +30,8 @@ pub(crate) enum Fault {
     Fail(u64),
     /// This read brings a byte less than it should.
     Short(u64),
+    /// Reads fail at this byte of a file. What comes before it has been written.
+    Torn(u64),
 }
 
 type Fetch = Box<dyn Fn(&str) -> Option<(Arc<Vec<u8>>, String)> + Send + Sync>;
@@ -275,16 +277,46 @@ impl Shared {
                 }
             }
         }
-        let result = self.receive(number, &read);
+        let (result, written) = self.receive(number, &read);
         let (ticket, route) = (read.ticket, read.route);
         // Nobody may learn that it is done while its memory is held.
         drop(read);
         let mut state = self.state.lock().unwrap();
-        state.events.push(Progress::Done(Done { ticket, result, route }));
+        state.events.push(Progress::Done(Done { ticket, result, route, written }));
         self.wake.notify();
     }
 
-    fn receive(&self, number: u64, read: &Read) -> Result<u64> {
+    /// The outcome of a read, and how many bytes it has written.
+    fn receive(&self, number: u64, read: &Read) -> (Result<u64>, u64) {
+        let body = match self.body(number, read) {
+            Ok(body) => body,
+            Err(e) => return (Err(e), 0),
+        };
+        let mut left = &body[..];
+        if let Fault::Torn(at) = self.objects.server.fault {
+            left = &left[..at.saturating_sub(read.offset).min(left.len() as u64) as usize];
+        }
+        let written = left.len() as u64;
+        let mut put = |to: *mut u8, len: usize| {
+            let (part, rest) = left.split_at(len.min(left.len()));
+            if !to.is_null() {
+                // SAFETY: the read's `keep` keeps `len` bytes there for us.
+                unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
+            }
+            left = rest;
+        };
+        match &read.into {
+            Destination::Memory(to) => put(*to, read.len as usize),
+            Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
+            Destination::Mapping { .. } | Destination::OnArrival => unreachable!("there is nothing to map"),
+        }
+        match body.len() as u64 {
+            all if all == written => (Ok(written), written),
+            _ => (Err(Error::new(ErrorKind::Io, "the connection broke")), written),
+        }
+    }
+
+    fn body(&self, number: u64, read: &Read) -> Result<Vec<u8>> {
         let object = self.objects.object(read.file);
         let range = read.offset..read.offset + read.need;
         let located = |e: Error| e.at(object.location.as_path()).range(range.clone());
@@ -300,21 +332,7 @@ impl Shared {
         if (body.len() as u64) < read.need {
             return Err(located(Error::new(ErrorKind::Truncated, "the body ends too early")));
         }
-        let mut at = 0;
-        let mut put = |to: *mut u8, len: usize| {
-            let part = &body[at..body.len().min(at + len)];
-            if !to.is_null() {
-                // SAFETY: the read's `keep` keeps `len` bytes there for us.
-                unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
-            }
-            at += part.len();
-        };
-        match &read.into {
-            Destination::Memory(to) => put(*to, read.len as usize),
-            Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
-            Destination::Mapping { .. } | Destination::OnArrival => unreachable!("there is nothing to map"),
-        }
-        Ok(body.len() as u64)
+        Ok(body.to_vec())
     }
 }
 
@@ -367,7 +385,7 @@ impl Source for ToySource {
             let (ticket, route) = (read.ticket, read.route);
             drop(read);
             let result = Err(Error::new(ErrorKind::Cancelled, "it was given up"));
-            state.events.push(Progress::Done(Done { ticket, result, route }));
+            state.events.push(Progress::Done(Done { ticket, result, route, written: 0 }));
         }
         self.shared.wake.notify();
     }

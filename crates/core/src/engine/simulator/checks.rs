@@ -178,6 +178,18 @@ impl World {
         Ok(())
     }
 
+    /// The engine names the wants of which a byte was written, and those that what hangs may write to.
+    pub(super) fn check_touched(&self) -> Check {
+        for (want, touched) in (0..).zip(self.engine.touched()) {
+            let (arena, offset) = self.case.homes[self.layout.places[want as usize].block as usize];
+            let bytes = &self.arenas[arena].bytes()[offset as usize..];
+            let changed = self.case.at[want as usize].iter().any(|&at| bytes[at] != POISON);
+            let expected = changed || self.may_change.contains(&want);
+            hold!(touched == expected, "want {want}: touched is {touched}, changed {changed}, may change {expected}");
+        }
+        Ok(())
+    }
+
     pub(super) fn ended(&mut self, outcome: Result<(), Error>) -> Check {
         hold!(self.reads.is_empty() && self.copies.is_empty(), "ended with reads or copies in flight");
         match outcome {
@@ -209,6 +221,7 @@ impl World {
                 }
             }
         }
+        self.check_touched()?;
         let pool = self.pool.borrow();
         hold!(pool.free.len() == self.slabs, "{} slabs leaked", self.slabs - pool.free.len().min(self.slabs));
         let mut memory = self.arenas.iter().chain(&pool.slabs);

@@ -14,7 +14,7 @@ use crate::source::Destination;
 use memory::{Memory, Pool, Ring, Rng, Slab};
 use plan::Case;
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -108,6 +108,8 @@ struct World {
     to_take: Vec<u32>,
     taken: Vec<bool>,
     complete: Vec<bool>,
+    /// Wants to whose places something that hangs may write.
+    may_change: HashSet<u32>,
     hand_out_held: bool,
     /// What was done to the load from outside, first. After that the load must fail with it.
     wronged: Option<(ErrorKind, Nanos)>,
@@ -211,6 +213,7 @@ impl World {
             to_take: Vec::new(),
             taken: vec![false; layout.places.len()],
             complete: vec![false; layout.blocks.len()],
+            may_change: HashSet::new(),
             hand_out_held: false,
             wronged: None,
             source_told: false,

@@ -56,7 +56,8 @@ impl World {
                     // The device does not take it.
                     self.pool.borrow_mut().in_use.remove(&slab);
                     self.wrong(ErrorKind::Device);
-                    self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+                    self.engine
+                        .on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device)), vec![]));
                     return Ok(());
                 }
                 self.copies.push(CopyInFlight { extent, copies, slab, fate });
@@ -110,7 +111,7 @@ impl World {
             // There is no place for it, or it cannot be sent.
             self.moves();
             self.wrong(ErrorKind::Internal);
-            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Internal))));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Internal)), 0));
             return Ok(());
         }
         let fate = self.fate();
@@ -179,7 +180,10 @@ impl World {
         let mut copies = self.addresses(extent).copies(slab).map_err(|e| e.to_string())?;
         self.addresses(extent).strided(slab).map_err(|e| e.to_string())?.items(|from, to, len| {
             let from = from.cast_mut();
-            copies.push(Copy { from, to, len, rows: 1, from_stride: len, to_stride: len, block: 0, pad: 0 });
+            // A strided tensor has a piece of memory of its own.
+            let arena = self.locate(to, len as usize).map(|at| at.0);
+            let block = self.case.homes.iter().position(|home| Some(home.0) == arena).unwrap_or(0) as u32;
+            copies.push(Copy { from, to, len, rows: 1, from_stride: len, to_stride: len, block, pad: 0 });
         });
         for copy in &mut copies {
             match self.misplaced {
@@ -223,21 +227,36 @@ impl World {
         self.slabs -= ids.len();
         // Late echoes write to their own memory, and change nothing else.
         let arrived = self.engine.bytes_arrived();
+        let never: Vec<_> = self.copies.iter().filter(|s| s.extent % 3 == 0).map(|s| ticket(s.extent)).collect();
+        self.engine.never_begun(&never);
         for read in std::mem::take(&mut self.reads) {
+            if self.extent(read.extent).landing != Landing::Slab {
+                self.may_write(read.extent);
+            }
             if self.rng.one_in(2) {
                 self.land(read.extent, read.into.as_ref(), u64::MAX)?;
             }
             match read.at {
                 At::Requested if self.rng.one_in(2) => self.engine.on(self.now, Event::Arrived(ticket(read.extent))),
-                _ => self.engine.on(self.now, Event::ReadDone(ticket(read.extent), Ok(64))),
+                _ => self.engine.on(self.now, Event::ReadDone(ticket(read.extent), Ok(64), 64)),
             }
         }
         for copy in std::mem::take(&mut self.copies) {
-            self.engine.on(self.now, Event::CopyDone(ticket(copy.extent), Ok(())));
+            if !never.contains(&ticket(copy.extent)) {
+                self.may_write(copy.extent);
+            }
+            self.engine.on(self.now, Event::CopyDone(ticket(copy.extent), Ok(()), vec![]));
         }
         hold!(self.engine.bytes_arrived() == arrived, "bytes of a load that was given up were counted");
         self.pool.borrow_mut().in_use.retain(|id, _| !ids.contains(id));
         Ok(())
+    }
+
+    /// What the last step of this extent is to write may come at any time.
+    pub(super) fn may_write(&mut self, extent: u32) {
+        self.may_change.extend(
+            self.schedule.extents[extent as usize].pieces.clone().map(|p| self.schedule.pieces[p as usize].want),
+        );
     }
 
     /// The slab of a read in flight, by where it lands.
@@ -270,7 +289,7 @@ impl World {
                 Err(simulated(ErrorKind::Io))
             }
         };
-        self.engine.on(self.now, Event::ReadDone(ticket(extent), result));
+        self.engine.on(self.now, Event::ReadDone(ticket(extent), result, 0));
         self.moved = self.now;
         Ok(())
     }
@@ -279,7 +298,7 @@ impl World {
         if self.reads[number].at != At::Landing {
             // The source was told to give it up.
             let ReadInFlight { extent, .. } = self.leave(number);
-            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Cancelled))));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Cancelled)), 0));
             return Ok(());
         }
         let ReadInFlight { extent, into, .. } = self.leave(number);
@@ -290,23 +309,23 @@ impl World {
             let some = self.rng.below(there);
             self.land(extent, into.as_ref(), some)?;
             self.wrong(ErrorKind::Io);
-            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Io))));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Err(simulated(ErrorKind::Io)), some));
             return Ok(());
         }
         if self.cruelty.trouble && e.need > 0 && self.rng.one_in(40) {
             self.land(extent, into.as_ref(), e.need - 1)?;
             self.wrong(ErrorKind::Truncated);
-            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(e.need - 1)));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(e.need - 1), e.need - 1));
             return Ok(());
         }
         // All of it, or what is needed and a little more.
         let n = if self.rng.one_in(3) { e.need + self.rng.below(there - e.need + 1) } else { there };
         self.land(extent, into.as_ref(), n)?;
         self.done[extent as usize] |= e.landing != Landing::Slab && self.wronged.is_none();
-        self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n)));
+        self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n), n));
         if self.cruelty.trouble && self.rng.one_in(40) {
             // A source completes twice: the load must fail, and must not count or release anything twice.
-            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n)));
+            self.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(n), n));
             self.wrong(ErrorKind::Internal);
         }
         Ok(())
@@ -317,8 +336,14 @@ impl World {
         self.pool.borrow_mut().in_use.remove(&slab);
         self.moved = self.now;
         if self.cruelty.trouble && self.rng.one_in(25) {
+            // Some blocks have all of their bytes, the others none.
+            let all: Vec<u32> = self.addresses(extent).blocks().collect();
+            let begun: Vec<u32> = all.into_iter().filter(|_| self.rng.one_in(2)).collect();
+            for copy in copies.iter().filter(|copy| begun.contains(&copy.block)) {
+                self.copy(extent, slab, copy)?;
+            }
             self.wrong(ErrorKind::Device);
-            self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device))));
+            self.engine.on(self.now, Event::CopyDone(ticket(extent), Err(simulated(ErrorKind::Device)), begun));
             return Ok(());
         }
         hold!(self.engine_holds(extent, slab), "the slab of a copy in flight is gone");
@@ -326,9 +351,9 @@ impl World {
             self.copy(extent, slab, &copy)?;
         }
         self.done[extent as usize] |= self.wronged.is_none();
-        self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(())));
+        self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(()), vec![]));
         if self.cruelty.trouble && self.rng.one_in(40) {
-            self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(())));
+            self.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(()), vec![]));
             self.wrong(ErrorKind::Internal);
         }
         Ok(())
@@ -341,7 +366,7 @@ impl World {
         let event = match (landing, waiting) {
             (Some(extent), _) if self.rng.one_in(2) => Event::Arrived(ticket(extent)),
             (_, Some(extent)) if self.rng.one_in(3) => Event::Received(ticket(extent as u32)),
-            (_, Some(extent)) => Event::ReadDone(ticket(extent as u32), Ok(64)),
+            (_, Some(extent)) => Event::ReadDone(ticket(extent as u32), Ok(64), 64),
             _ => return,
         };
         self.wrong(ErrorKind::Internal);

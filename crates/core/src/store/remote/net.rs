@@ -49,6 +49,8 @@ pub(super) enum Told {
         route: Route,
         result: Result<u64>,
         object: Option<(u64, Version)>,
+        /// Bytes that were received into its place, from the first on.
+        written: u64,
     },
 }
 
@@ -399,9 +401,9 @@ impl Net {
 
 /// A read ends: nobody learns of it while its memory is held.
 fn end(job: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
-    let (ticket, route, object) = (job.ticket, job.route, job.object().cloned());
+    let (ticket, route, object, written) = (job.ticket, job.route, job.object().cloned(), job.got());
     drop(job);
-    told.push(Told::Done { ticket, route, result, object });
+    told.push(Told::Done { ticket, route, result, object, written });
 }
 
 fn fail(job: RangeRead, e: Error, told: &mut Vec<Told>) {

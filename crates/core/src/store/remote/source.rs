@@ -165,7 +165,9 @@ impl Exchange {
         state.ended.clear();
         let cancelled = state.cancelled;
         let events = told.drain(..).filter_map(|event| match event {
-            Told::Done { ticket, route, result, .. } => Some(Progress::Done(Done { ticket, result, route })),
+            Told::Done { ticket, route, result, written, .. } => {
+                Some(Progress::Done(Done { ticket, result, route, written }))
+            }
             _ if cancelled => None,
             Told::Arrived(ticket) => Some(Progress::Arrived(ticket)),
             Told::Received(ticket) => Some(Progress::Received(ticket)),
@@ -186,7 +188,12 @@ impl Source for WebSource {
             Err((read, e)) => {
                 let (ticket, route) = (read.ticket, read.route);
                 drop(read);
-                lock(&self.shared.state).events.push(Progress::Done(Done { ticket, result: Err(e), route }));
+                lock(&self.shared.state).events.push(Progress::Done(Done {
+                    ticket,
+                    result: Err(e),
+                    route,
+                    written: 0,
+                }));
                 self.shared.to_owner.notify();
             }
         }

@@ -1,0 +1,131 @@
+"""One rank of vLLM that loads a model once and tells what that took, in a process of its own. For `engines.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import resource
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Not timed, like every import: what a loader would import in the middle of its load. Models too: that saves seconds
+import penstock.integrations._vllm_loader
+import torch.distributed
+import vllm.model_executor.models.llama
+import vllm.model_executor.models.qwen3_moe  # noqa: F401
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.platforms import current_platform
+from vllm_model import configured, current, digests, joined, load, poison
+
+for peer in ("fastsafetensors.parallel_loader", "runai_model_streamer"):
+    with contextlib.suppress(ImportError):  # not every platform has it; then its load fails, and the table says so
+        importlib.import_module(peer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a rank loads, and how."""
+
+    folder: Path
+    rank: int
+    size: int
+    """Number of ranks."""
+    meeting: Path
+    """A file to meet at, which is not there yet."""
+    load_format: str
+    arguments: dict[str, Any]
+    """More arguments of vLLM."""
+    on_cpu: bool
+    """Whether fastsafetensors is told to use the CPU. vLLM names a GPU to it."""
+    poisoned: bool
+    """Whether the parameters hold other bytes before the load, and are memory in use. vLLM gives them fresh memory."""
+
+
+def main(order: Order, pipe: Connection) -> None:
+    """Makes a model and says "ready". Then it hears of a control group, loads, and says what that took.
+
+    When it is told to go on, it says the digests of all parameters.
+    """
+    try:
+        _load(order, pipe)
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+
+
+def _load(order: Order, pipe: Connection) -> None:
+    arguments = {"model": str(order.folder), "tensor_parallel_size": order.size, "use_tqdm_on_load": False}
+    config = configured({**arguments, **order.arguments}, order.load_format)
+    joined(config, order.size, order.rank, order.meeting)
+    if order.on_cpu:
+        _fastsafetensors_on_cpu()
+    loader = get_model_loader(config.load_config)
+    with current(config):
+        model = loader.create_model(config, config.model_config)
+    if order.poisoned:
+        poison(model)
+    pipe.send("ready")
+    group: Path | None = pipe.recv()
+    if group is not None:
+        group.write_text(str(os.getpid()))
+    torch.distributed.barrier()
+    disk, processor, begun = _from_disk(), _processor(), time.perf_counter()
+    load(loader, model, config)
+    own = time.perf_counter() - begun
+    processor, disk = _processor() - processor, _from_disk() - disk
+    torch.distributed.barrier()
+    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor, "disk": disk}
+    found["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
+    found["reports"] = [_told(report) for report in getattr(loader, "reports", [])]
+    pipe.send(found)
+    pipe.recv()
+    pipe.send(digests(model))
+    # vLLM's groups hold shared memory that outlives a process
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+def _fastsafetensors_on_cpu() -> None:
+    """vLLM asks for the device `cuda:N`; on a CPU its N is "cpu", which torch refuses. Nothing else is changed."""
+
+    parallel_loader = importlib.import_module("fastsafetensors.parallel_loader")
+
+    class OnCpu(parallel_loader.ParallelLoader):  # type: ignore[name-defined, misc]
+        def __init__(self, *arguments: Any, device: str, **more: Any) -> None:
+            super().__init__(*arguments, device="cpu", **more)
+
+    parallel_loader.ParallelLoader = OnCpu  # type: ignore[attr-defined]
+    current_platform.current_device = lambda: 0
+
+
+def _told(report: penstock.Report) -> dict[str, Any]:
+    """What of a report is small and plain."""
+    keys = (
+        "seconds",
+        "cpu_seconds",
+        "nbytes",
+        "gap_bytes",
+        "slack_bytes",
+        "routes",
+        "cache",
+        "cache_reason",
+        "fallbacks",
+    )
+    return {key: report[key] for key in keys if key in report}
+
+
+def _from_disk() -> int:
+    """Bytes that the disk has given to this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
+
+
+def _processor() -> float:
+    """Processor seconds of all threads of this process, in the kernel too."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
