@@ -47,6 +47,7 @@ fn is_resident(resident: &[Range<u64>], at: u64) -> bool {
 mod tests {
     use super::*;
     use crate::plan::want::Runs;
+    use std::slice::from_ref;
 
     const SIZE: u64 = 1 << 30;
 
@@ -73,9 +74,9 @@ mod tests {
     fn what_is_in_memory_is_not_timed_nor_what_is_past_the_end() {
         let layout = rows(5000, 4096, 24 << 10);
         let half = 5000 * (24 << 10) / 2;
-        assert_eq!(found(&layout, &[0..SIZE]), None);
-        assert_eq!(found(&layout, &[0..half]), Some((SHORT / 2, LONG / 2)));
-        let sample = sample(&layout, 0, &[0..half], SIZE).unwrap();
+        assert_eq!(found(&layout, from_ref(&(0..SIZE))), None);
+        assert_eq!(found(&layout, from_ref(&(0..half))), Some((SHORT / 2, LONG / 2)));
+        let sample = sample(&layout, 0, from_ref(&(0..half)), SIZE).unwrap();
         assert!(sample.short.iter().chain(&sample.long).all(|at| *at >= half / PAGE * PAGE && at % PAGE == 0));
         let end = 5000 * (24 << 10) / 4;
         assert!(super::sample(&layout, 0, &[], end).is_none(), "too few places are left");
