@@ -276,7 +276,8 @@ fn what_is_given_up_ends_at_once_and_frees_its_memory() {
                 let (ticket, route, into) = (Ticket(number), Route::Buffered, Destination::Memory(place));
                 let (keep, len) = (memory.clone(), 10_000);
                 let offset = number * len;
-                let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+                let read =
+                    Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
                 source.submit(read).ok().unwrap();
             }
             source.flush().unwrap();
