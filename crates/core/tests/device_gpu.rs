@@ -398,8 +398,8 @@ fn whatever_call_fails_every_ticket_comes_back_with_a_typed_error_and_nothing_is
     }
 }
 
-/// Which blocks a failed batch may have written to: those of the copies that the driver was given, the last of which it may
-/// have refused.
+/// A failed batch may have written to the blocks of the copies that the driver was given. The driver may have refused the
+/// last of these copies.
 #[test]
 fn a_batch_that_fails_names_the_blocks_whose_copies_had_begun() {
     // Too large to be given to the driver with others.

@@ -394,7 +394,7 @@ class Recorder:
         with self._lock:
             self._load()
         if model is not None:
-            # Without the lock: what is settled may have to be read at once, and whoever reads waits for the lock
+            # Without the lock: settling may read at once, and a thread that reads takes the lock
             self._settle(model)
         with self._lock:
             self._load()

@@ -72,7 +72,7 @@ class Phases:
             self._turn(outer)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, each call of which is a phase."""
+        """``function``; each of its calls is a phase."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ use crate::options::{LEAST_GAP, PAGE};
 use crate::store::{Sample, LONG, LONG_BYTES, SHORT};
 use std::ops::Range;
 
-/// Fewer holes than this are not worth the time of measuring (5 to 30 ms on a disk).
+/// Fewer holes than this are not worth the time of measuring: it takes 80 reads.
 const MANY: u64 = 4096;
 
 /// Where to time reads of file number `file`, of `size` bytes: in places that the load wants and that are not `resident`.

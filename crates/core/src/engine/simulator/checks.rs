@@ -178,7 +178,7 @@ impl World {
         Ok(())
     }
 
-    /// The engine names the wants of which a byte was written, and those that what hangs may write to.
+    /// The engine names each want that has a written byte, and each that a hanging read or copy may still write to.
     pub(super) fn check_touched(&self) -> Check {
         for (want, touched) in (0..).zip(self.engine.touched()) {
             let (arena, offset) = self.case.homes[self.layout.places[want as usize].block as usize];

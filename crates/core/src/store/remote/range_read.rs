@@ -230,7 +230,7 @@ impl RangeRead {
         self.places.iter_mut().for_each(|places| places.put(bytes));
     }
 
-    /// An error that says of which bytes it is.
+    /// The error, with the address and the byte range of this read.
     pub(super) fn located(&self, error: Error) -> Error {
         error.at(&self.site.path).range(self.expected.range.clone())
     }
