@@ -1,5 +1,6 @@
 //! One connection: a socket that never blocks, with or without TLS. Bytes are received where they belong.
 
+use super::wires::Stream;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
 use std::io::{self, Read, Write};
@@ -50,27 +51,33 @@ impl Connection {
     pub(super) fn fd(&self) -> RawFd {
         self.socket.0.as_raw_fd()
     }
+}
 
-    /// Queues a request.
-    pub(super) fn say(&mut self, text: String) {
+impl Stream for Connection {
+    fn is_ready(&mut self) -> io::Result<bool> {
+        let Connection { socket, tls, .. } = self;
+        if !socket.is_connected()? {
+            return Ok(false);
+        }
+        match tls {
+            None => Ok(true),
+            Some(tls) => tls.shake(socket),
+        }
+    }
+
+    fn say(&mut self, text: String) {
         self.out = text.into_bytes();
         self.sent = 0;
     }
 
-    /// Sends what is queued, as far as it goes.
-    pub(super) fn send(&mut self) -> io::Result<()> {
+    fn send(&mut self) -> io::Result<()> {
         let Connection { socket, tls, out, sent } = self;
         if let Some(tls) = tls {
             if *sent < out.len() {
                 tls.connection.writer().write_all(&out[*sent..])?;
                 *sent = out.len();
             }
-            while tls.connection.wants_write() {
-                if let Err(e) = tls.connection.write_tls(socket) {
-                    return if e.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(e) };
-                }
-            }
-            return Ok(());
+            return tls.send(socket);
         }
         while *sent < out.len() {
             match socket.write(&out[*sent..]) {
@@ -82,17 +89,11 @@ impl Connection {
         Ok(())
     }
 
-    /// Whether something waits to be sent.
-    pub(super) fn has_to_send(&self) -> bool {
+    fn has_to_send(&self) -> bool {
         self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write())
     }
 
-    /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
-    /// `WouldBlock` says that nothing is there.
-    ///
-    /// # Safety
-    /// Each place is `iov_len` bytes of memory that may be written to.
-    pub(super) unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
+    unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         match &mut self.tls {
             // SAFETY: as the caller promises.
             None => unsafe { self.socket.receive(places) },
@@ -103,8 +104,63 @@ impl Connection {
 }
 
 impl Encrypted {
+    /// Sends what TLS has to say, as far as it goes.
+    fn send(&mut self, socket: &mut Socket) -> io::Result<()> {
+        while self.connection.wants_write() {
+            if let Err(e) = self.connection.write_tls(socket) {
+                return if e.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(e) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Shakes hands, as far as it goes. Whether that is done.
+    fn shake(&mut self, socket: &mut Socket) -> io::Result<bool> {
+        loop {
+            self.send(socket)?;
+            if !self.connection.is_handshaking() {
+                return Ok(true);
+            }
+            match self.fill(socket) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let text = "the server closed the connection before TLS had shaken hands";
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Gives rustls more of what has come; false at the end of the connection.
+    fn fill(&mut self, socket: &mut Socket) -> io::Result<bool> {
+        if self.from == self.until {
+            // SAFETY: `received` is ours.
+            let got = unsafe {
+                let place = libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
+                socket.receive(&mut [place])?
+            };
+            if got == 0 {
+                return Ok(false);
+            }
+            (self.from, self.until) = (0, got);
+        }
+        let mut rest = &self.received[self.from..self.until];
+        let taken = self.connection.read_tls(&mut rest)?;
+        if taken == 0 {
+            return Ok(false);
+        }
+        self.from += taken;
+        let processed = self.connection.process_new_packets();
+        // The handshake answers, and so does an alert.
+        while self.connection.wants_write() && self.connection.write_tls(socket).is_ok() {}
+        processed.map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        Ok(true)
+    }
+
     /// # Safety
-    /// As [`Connection::receive`].
+    /// As [`Stream::receive`].
     unsafe fn receive(&mut self, socket: &mut Socket, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             let mut got = 0;
@@ -129,28 +185,9 @@ impl Encrypted {
             if got > 0 {
                 return Ok(got);
             }
-            if self.from == self.until {
-                // SAFETY: `received` is ours.
-                let got = unsafe {
-                    let place =
-                        libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
-                    socket.receive(&mut [place])?
-                };
-                if got == 0 {
-                    return Ok(0);
-                }
-                (self.from, self.until) = (0, got);
-            }
-            let mut rest = &self.received[self.from..self.until];
-            let taken = self.connection.read_tls(&mut rest)?;
-            if taken == 0 {
+            if !self.fill(socket)? {
                 return Ok(0);
             }
-            self.from += taken;
-            let processed = self.connection.process_new_packets();
-            // The handshake answers, and so does an alert.
-            while self.connection.wants_write() && self.connection.write_tls(socket).is_ok() {}
-            processed.map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         }
     }
 }
@@ -202,8 +239,31 @@ impl Socket {
         }
     }
 
+    /// Whether it is connected; an error if that has failed.
+    fn is_connected(&self) -> io::Result<bool> {
+        let fd = self.0.as_raw_fd();
+        let (mut code, mut size) = (0i32, size_of::<i32>() as libc::socklen_t);
+        // SAFETY: the option is four bytes.
+        if unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_ERROR, (&raw mut code).cast(), &raw mut size) } < 0
+        {
+            return Err(io::Error::last_os_error());
+        }
+        if code != 0 {
+            return Err(io::Error::from_raw_os_error(code));
+        }
+        let (mut peer, mut size) = ([0u8; 128], 128 as libc::socklen_t);
+        // SAFETY: the kernel writes at most `size` bytes.
+        if unsafe { libc::getpeername(fd, peer.as_mut_ptr().cast(), &raw mut size) } == 0 {
+            return Ok(true);
+        }
+        match io::Error::last_os_error() {
+            e if e.raw_os_error() == Some(libc::ENOTCONN) => Ok(false),
+            e => Err(e),
+        }
+    }
+
     /// # Safety
-    /// As [`Connection::receive`].
+    /// As [`Stream::receive`].
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             // SAFETY: as the caller promises.

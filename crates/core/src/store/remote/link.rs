@@ -2,9 +2,10 @@
 
 use super::address::Server;
 use super::answer::{Answer, Verdict};
-use super::connection::Connection;
-use super::range_read::RangeRead;
+use super::fetch::{Fetch, Next};
+use super::net::{end, Told};
 use super::request::Get;
+use super::wires::{Stream, Watched};
 use crate::error::Error;
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,24 +17,29 @@ const REPORT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LinkState {
-    /// It connects, or the answer is waited for.
+    /// It connects.
+    Connecting,
+    /// Nothing is asked on it.
+    Idle,
+    /// The answer is waited for.
     Asked,
     /// The body comes, and there is no place for it. Nothing is received.
     Parked,
     /// The body is received.
     Body,
-    /// It can be used again.
-    Idle,
+}
+
+impl LinkState {
+    /// How many states there are.
+    pub(super) const ALL: usize = 5;
 }
 
 /// What came of it.
 pub(super) enum Advance {
     /// There is nothing more to do now.
     Wait,
-    /// The first byte is there; its place is waited for.
-    Park,
-    /// Every byte is there.
-    Done,
+    /// It can be asked on it.
+    Ready,
     /// The server says something else.
     Told(Verdict),
     /// The connection is lost.
@@ -44,36 +50,63 @@ pub(super) enum Advance {
     Close,
 }
 
-pub(super) struct Link {
-    pub(super) stream: Connection,
+pub(super) struct Link<S> {
+    pub(super) stream: S,
     pub(super) server: Server,
-    pub(super) job: Option<RangeRead>,
+    pub(super) fetch: Option<Fetch>,
     pub(super) state: LinkState,
     /// The head of the answer so far, and then what of the body came with it.
     head: Vec<u8>,
-    /// Bytes of the body that are still to come.
-    left: u64,
+    /// How much of `head` has been used.
+    used: usize,
     /// Whether it can be used for the next request.
-    pub(super) keeps: bool,
+    keeps: bool,
     /// Whether it has answered a request before.
     pub(super) reused: bool,
     /// When its last byte came, or the request was queued.
     pub(super) last: Instant,
-    /// Events that epoll reports; 0: it is not watched.
-    pub(super) watched: u32,
+    /// When the request was queued.
+    pub(super) asked_at: Instant,
+    /// When the first byte of the answer came.
+    pub(super) answered_at: Option<Instant>,
+    /// Bytes of the body that came.
+    pub(super) got: u64,
+    /// When it was last reported that bytes come.
+    told: Instant,
+    pub(super) watched: Watched,
 }
 
-impl Link {
-    pub(super) fn new(stream: Connection, server: Server, now: Instant) -> Link {
-        let (head, state) = (Vec::new(), LinkState::Idle);
-        Link { stream, server, job: None, state, head, left: 0, keeps: true, reused: false, last: now, watched: 0 }
+impl<S: Stream> Link<S> {
+    pub(super) fn new(stream: S, server: Server, now: Instant) -> Link<S> {
+        let (head, state, watched) = (Vec::new(), LinkState::Connecting, Watched::Nothing);
+        let (fetch, keeps, reused, answered_at) = (None, true, false, None);
+        let (used, got, last, asked_at, told) = (0, 0, now, now, now);
+        Link {
+            stream,
+            server,
+            fetch,
+            state,
+            head,
+            used,
+            keeps,
+            reused,
+            last,
+            asked_at,
+            answered_at,
+            got,
+            told,
+            watched,
+        }
     }
 
-    /// Sends a request for what `job` misses.
-    pub(super) fn ask(&mut self, job: RangeRead, request: &Get, now: Instant) {
-        self.stream.say(request.text(&job.expected().range, job.etag()));
+    /// Sends a request for what `fetch` misses.
+    pub(super) fn ask(&mut self, fetch: Fetch, request: &Get, now: Instant) {
+        let etag = fetch.reads.front().and_then(|read| read.etag());
+        self.stream.say(request.text(&fetch.asked, etag));
         self.head.clear();
-        (self.job, self.state, self.last, self.keeps) = (Some(job), LinkState::Asked, now, false);
+        (self.fetch, self.state, self.keeps) = (Some(fetch), LinkState::Asked, false);
+        (self.last, self.asked_at, self.answered_at, self.told) = (now, now, None, now);
+        (self.used, self.got) = (0, 0);
     }
 
     /// Whether the server has said nothing to this request.
@@ -81,24 +114,32 @@ impl Link {
         self.state == LinkState::Asked && self.head.is_empty()
     }
 
-    /// What waits for a place has one.
-    pub(super) fn unpark(&mut self, now: Instant) {
-        (self.state, self.last) = (LinkState::Body, now);
-        self.take_rest();
+    /// Whether something is expected to come on it.
+    pub(super) fn is_busy(&self) -> bool {
+        matches!(self.state, LinkState::Asked | LinkState::Body)
     }
 
-    /// Does what can be done without waiting. `received`: it is time to report that bytes come.
-    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> Advance {
-        if let Err(e) = self.stream.send() {
-            return Advance::Lost(e);
+    /// If it waits for a place, it looks for it again.
+    pub(super) fn unpark(&mut self, now: Instant) {
+        if self.state == LinkState::Parked {
+            (self.state, self.last) = (LinkState::Body, now);
         }
+    }
+
+    /// Does what can be done without waiting.
+    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> Advance {
         loop {
-            let next = match self.state {
-                LinkState::Idle => self.idle(discard),
-                LinkState::Parked => return Advance::Wait,
-                LinkState::Asked => self.answer(now),
-                LinkState::Body => self.body(now, discard, received),
+            let sent = match self.state {
+                LinkState::Connecting => Ok(()),
+                _ => self.stream.send(),
             };
+            let next = sent.and_then(|()| match self.state {
+                LinkState::Connecting => self.connecting(),
+                LinkState::Idle => self.idle(discard),
+                LinkState::Parked => Ok(Some(Advance::Wait)),
+                LinkState::Asked => self.answer(now),
+                LinkState::Body => self.body(now, discard, told),
+            });
             match next {
                 Ok(None) => {}
                 Ok(Some(next)) => return next,
@@ -106,6 +147,14 @@ impl Link {
                 Err(e) => return Advance::Lost(e),
             }
         }
+    }
+
+    fn connecting(&mut self) -> io::Result<Option<Advance>> {
+        if !self.stream.is_ready()? {
+            return Ok(Some(Advance::Wait));
+        }
+        self.state = LinkState::Idle;
+        Ok(Some(Advance::Ready))
     }
 
     /// An idle connection brings nothing good: it is closed, or the server says more than was asked for. What TLS itself
@@ -131,6 +180,7 @@ impl Link {
             ));
         }
         self.last = now;
+        self.answered_at.get_or_insert(now);
         let (answer, length) = loop {
             match Answer::parse(&self.head) {
                 Err(e) => return Ok(Some(Advance::Failed(e))),
@@ -140,63 +190,120 @@ impl Link {
                 Ok(Some(found)) => break found,
             }
         };
-        let Some(job) = &mut self.job else { return Ok(Some(Advance::Close)) };
-        job.answered = true;
-        match answer.judge(&job.expected()) {
+        let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
+        fetch.reads.iter_mut().for_each(|read| read.answered = true);
+        match answer.judge(&fetch.expected()) {
             Verdict::Body { length: bytes, size, version } => {
-                job.seen(bytes, size, version);
-                (job.redirects, job.renewed, job.told) = (0, false, now);
-                self.left = bytes;
-                self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
-                self.head.drain(..length);
-                if job.places.is_none() && bytes > 0 {
-                    self.state = LinkState::Parked;
-                    return Ok(Some(Advance::Park));
+                for read in &mut fetch.reads {
+                    read.seen(bytes, size, version.clone());
+                    (read.redirects, read.renewed) = (0, false);
                 }
-                self.state = LinkState::Body;
-                self.take_rest();
+                fetch.asked.end = fetch.asked.start + bytes;
+                self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
+                (self.used, self.state) = (length, LinkState::Body);
                 Ok(None)
             }
             other => Ok(Some(Advance::Told(other))),
         }
     }
 
-    /// Copies what of the body came with the head.
-    fn take_rest(&mut self) {
-        let part = (self.head.len() as u64).min(self.left) as usize;
-        if let Some(job) = &mut self.job {
-            job.put(&self.head[..part]);
-        }
-        self.left -= part as u64;
-        // A body that is longer than the server says: what follows is no answer to the next request.
-        self.keeps &= part == self.head.len();
-        self.head.clear();
-    }
-
-    fn body(&mut self, now: Instant, discard: &mut [u8], received: &mut bool) -> io::Result<Option<Advance>> {
-        let Some(job) = &mut self.job else { return Ok(Some(Advance::Close)) };
-        if self.left == 0 {
-            return Ok(Some(Advance::Done));
+    fn body(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> io::Result<Option<Advance>> {
+        let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
+        let next = fetch.next();
+        if matches!(next, Next::Read) && fetch.left() > 0 {
+            if let Some(read) = fetch.arriving() {
+                read.arrived = true;
+                told.push(Told::Arrived(read.ticket));
+            }
         }
         let mut places = Vec::new();
-        if let Some(next) = &job.places {
-            next.next(self.left, discard, &mut places);
+        match (next, fetch.reads.front()) {
+            (Next::Nothing, _) | (_, None) => return Ok(Some(self.ended())),
+            (Next::Gap(bytes), _) => {
+                let iov_len = (bytes.min(fetch.left()) as usize).min(discard.len());
+                places.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
+            }
+            (Next::Read, Some(read)) => {
+                let missing = read.missing();
+                match &read.places {
+                    _ if missing.is_empty() => {}
+                    Some(into) => into.next(missing.end - missing.start, discard, &mut places),
+                    None => {
+                        self.state = LinkState::Parked;
+                        return Ok(Some(Advance::Wait));
+                    }
+                }
+            }
         }
-        // SAFETY: the places are within the destination of a read that is in flight, or in `discard`.
-        let got = unsafe { self.stream.receive(&mut places)? };
-        if got == 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the server closed the connection within the body",
-            ));
+        if !places.is_empty() {
+            let got = self.receive(&mut places)?;
+            if got == 0 {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the server closed the connection within the body",
+                ));
+            }
+            self.last = now;
+            self.took(got, now, told);
         }
-        job.received(got);
-        self.left -= got as u64;
-        self.last = now;
-        if now.duration_since(job.told) >= REPORT {
-            job.told = now;
-            *received = true;
-        }
+        self.end_first(told);
         Ok(None)
+    }
+
+    /// Receives into these places what came with the head of the answer, and then what comes.
+    fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
+        if self.used == self.head.len() {
+            // SAFETY: the places are within the destination of a read that is in flight, or to be discarded.
+            return unsafe { self.stream.receive(places) };
+        }
+        let mut got = 0;
+        for place in places {
+            let rest = &self.head[self.used..];
+            let part = rest.len().min(place.iov_len);
+            // SAFETY: as above; `head` is ours.
+            unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), place.iov_base.cast(), part) };
+            self.used += part;
+            got += part;
+        }
+        Ok(got)
+    }
+
+    /// So many bytes of the body came.
+    fn took(&mut self, bytes: usize, now: Instant, told: &mut Vec<Told>) {
+        let Some(fetch) = &mut self.fetch else { return };
+        let in_gap = matches!(fetch.next(), Next::Gap(_));
+        fetch.at += bytes as u64;
+        self.got += bytes as u64;
+        let Some(read) = fetch.reads.front_mut() else { return };
+        if !in_gap {
+            read.received(bytes);
+        }
+        // Of a read without a place nobody has been told yet.
+        if now.duration_since(self.told) >= REPORT && read.has_place() {
+            self.told = now;
+            told.push(Told::Received(read.ticket));
+        }
+    }
+
+    /// Ends the first read, if all its bytes are there.
+    fn end_first(&mut self, told: &mut Vec<Told>) {
+        let Some(fetch) = &mut self.fetch else { return };
+        if fetch.reads.front().is_some_and(|read| read.missing().is_empty()) {
+            if let Some(read) = fetch.reads.pop_front() {
+                let got = read.got();
+                end(read, Ok(got), told);
+            }
+        }
+    }
+
+    /// Every byte that is wanted is there.
+    fn ended(&mut self) -> Advance {
+        // A body that is longer than the server says, or than anybody wants: what follows is no answer to the next request.
+        let all = self.fetch.take().is_none_or(|fetch| fetch.left() == 0);
+        if !all || !self.keeps || self.used < self.head.len() {
+            return Advance::Close;
+        }
+        (self.state, self.reused) = (LinkState::Idle, true);
+        Advance::Ready
     }
 }

@@ -9,20 +9,31 @@
 mod address;
 mod answer;
 mod connection;
+mod fetch;
 mod link;
+mod links;
 mod names;
 mod net;
+mod pace;
+mod queue;
 mod range_read;
 mod request;
 mod settings;
+mod sockets;
 mod source;
+mod stragglers;
 mod tls;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod virtual_time;
+mod wires;
 
 use self::answer::Expected;
 use self::net::{Common, Net, Told};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{Requests, Unsigned};
 pub use self::settings::WebSettings;
+use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
@@ -39,10 +50,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes of one request: 8 to 16 MiB is what object stores recommend.
-const EXTENT: u64 = 16 * MIB;
-/// Bytes that cost less than another request: a server sends 85 MB/s on one connection, after 10 to 50 ms.
-const GAP: u64 = MIB;
+/// Bytes of one read, and so of one slab. A request asks for many neighbouring ones.
+const EXTENT: u64 = MIB;
+/// Reads in flight for each connection: those of its request, and as many that wait for the next.
+const READS: usize = 32;
 
 /// The store of `http://` and `https://` addresses.
 #[derive(Debug)]
@@ -72,7 +83,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     let located = |e: Error| e.at(&site.path);
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
-    let mut net = Net::new(common.clone(), None).map_err(located)?;
+    let sockets = Sockets::new(common.clone(), None).map_err(located)?;
+    let mut net = Net::new(sockets, common.settings.clone());
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
@@ -156,10 +168,10 @@ impl Objects for WebObjects {
             storage: hasher.finish(),
             direct_align: None,
             mappable: false,
-            parallelism: Some(self.common.settings.connections),
+            parallelism: Some(self.common.settings.connections * READS),
             staging: TakesSlab::AtArrival,
             extent: Some(EXTENT),
-            gap: Some(GAP),
+            gap: Some(fetch::GAP),
         })
     }
 

@@ -2,22 +2,21 @@
 
 use super::address::Server;
 use super::answer::Verdict;
-use super::connection::Connection;
+use super::fetch::Fetch;
 use super::link::{Advance, Link, LinkState};
+use super::links::Links;
 use super::names::Names;
+use super::pace::Pace;
+use super::queue::Queue;
 use super::range_read::{BodyPlaces, RangeRead};
 use super::settings::WebSettings;
 use super::tls::Tls;
+use super::wires::{Stream, Watched, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
-use crate::source::epoll;
 use crate::store::version::Version;
-use crate::wake::Wake;
-use rustls::pki_types::ServerName;
 use std::any::Any;
-use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,7 +28,11 @@ const MUCH: u64 = 64 << 10;
 const TRIES_UNANSWERED: u32 = 3;
 const MOST_REDIRECTS: u32 = 5;
 const DISCARD: usize = 64 << 10;
-const WAKE: u64 = u64::MAX;
+/// What is there to be asked for is divided among the connections, but not into smaller requests than this.
+const LEAST_ASKED: u64 = 2 << 20;
+
+/// How often connections are looked at.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What all connections to web servers share.
 #[derive(Debug)]
@@ -55,31 +58,33 @@ pub(super) enum Told {
 }
 
 /// The connections.
-pub(super) struct Net {
-    common: Arc<Common>,
-    epoll: OwnedFd,
-    /// Notified when there is something new to do. Without one, name servers are waited for.
-    wake: Option<Arc<Wake>>,
-    links: Vec<Option<Link>>,
-    /// Reads that have no connection: those that were sent back first.
-    waiting: VecDeque<RangeRead>,
-    /// Connections that were made; each goes to the next address of its server.
-    made: usize,
+pub(super) struct Net<W: Wires> {
+    wires: W,
+    settings: WebSettings,
+    pub(super) links: Links<W::Stream>,
+    pub(super) waiting: Queue,
+    pub(super) pace: Pace,
+    /// When connections are looked at next, for those that bring nothing or little.
+    look_at: Instant,
+    /// Requests that were sent, and those that were taken from slow connections.
+    pub(super) asked: u64,
+    pub(super) moved: u64,
+    /// When bytes last came, on any connection.
+    pub(super) last: Instant,
     discard: Vec<u8>,
+    numbers: Vec<usize>,
 }
 
-impl Net {
-    pub(super) fn new(common: Arc<Common>, wake: Option<Arc<Wake>>) -> Result<Net> {
-        let epoll = epoll()?;
-        if let Some(wake) = &wake {
-            control(&epoll, libc::EPOLL_CTL_ADD, wake.fd(), libc::EPOLLIN as u32, WAKE)?;
-        }
-        let (links, waiting) = (Vec::new(), VecDeque::new());
-        Ok(Net { common, epoll, wake, links, waiting, made: 0, discard: vec![0; DISCARD] })
+impl<W: Wires> Net<W> {
+    pub(super) fn new(wires: W, settings: WebSettings) -> Net<W> {
+        let now = wires.now();
+        let pace = Pace::new(settings.first_connections, settings.connections, now);
+        let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
+        Net { wires, settings, links, waiting, pace, look_at: now, asked: 0, moved: 0, last: now, discard, numbers }
     }
 
-    pub(super) fn add(&mut self, download: RangeRead) {
-        self.waiting.push_back(download);
+    pub(super) fn add(&mut self, read: RangeRead) {
+        self.waiting.add(read);
     }
 
     /// Gives a read its place. One that has ended has none any more.
@@ -90,22 +95,21 @@ impl Net {
         keep: Arc<dyn Any + Send + Sync>,
         told: &mut Vec<Told>,
     ) {
-        let has = |job: &RangeRead| job.ticket == ticket;
-        if let Some(job) = self.waiting.iter_mut().find(|job| has(job)) {
-            (job.places, job.keep) = (Some(places), keep);
-            return;
-        }
-        let found = self.links.iter().position(|link| link.as_ref().is_some_and(|l| l.job.as_ref().is_some_and(has)));
-        let Some(number) = found else { return };
-        let Some(mut link) = self.links[number].take() else { return };
-        if let Some(job) = &mut link.job {
-            (job.places, job.keep) = (Some(places), keep);
-        }
-        let now = Instant::now();
-        if link.state == LinkState::Parked {
+        let has = |read: &&mut RangeRead| read.ticket == ticket;
+        // The reads that have arrived are the first two of a request.
+        let of_links = self.links.iter_mut().find_map(|(number, link)| {
+            let reads = link.fetch.iter_mut().flat_map(|fetch| fetch.reads.iter_mut().take(2));
+            reads.into_iter().find(has).map(|read| (Some(number), read))
+        });
+        let found = of_links.or_else(|| self.waiting.iter_mut().find(has).map(|read| (None, read)));
+        let Some((number, read)) = found else { return };
+        (read.places, read.keep) = (Some(places), keep);
+        let Some(number) = number else { return };
+        let now = self.wires.now();
+        if let Some(mut link) = self.links.take(number) {
             link.unpark(now);
+            self.advance(number, link, now, told);
         }
-        self.advance(number, link, now, told);
     }
 
     /// Gives up every read: connections on which one was asked for are closed.
@@ -115,300 +119,360 @@ impl Net {
 
     /// Ends every read with this error.
     pub(super) fn give_up(&mut self, e: &Error, told: &mut Vec<Told>) {
-        let mut jobs: Vec<RangeRead> = self.waiting.drain(..).collect();
-        for slot in &mut self.links {
-            if let Some(link) = slot.take_if(|link| link.state != LinkState::Idle) {
-                jobs.extend(link.job);
-            }
+        let mut reads: Vec<RangeRead> = self.waiting.drain().collect();
+        while let Some((_, link)) = self.links.take_where(|link| link.fetch.is_some()) {
+            reads.extend(link.fetch.into_iter().flat_map(|fetch| fetch.reads));
         }
-        jobs.into_iter().for_each(|job| fail(job, e.clone(), told));
+        reads.into_iter().for_each(|read| fail(read, e.clone(), told));
     }
 
     /// Waits until something happens, and does what follows from it.
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
-        let now = Instant::now();
-        self.dispatch(now, told);
+        let before = self.wires.now();
+        self.waiting.resume(before);
+        // A connection may be there at once, and lost at once.
+        while self.ask_next(before, told) || self.connect_more(before, told) {}
         if !told.is_empty() {
             return Ok(());
         }
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
-        let (fd, most) = (self.epoll.as_raw_fd(), events.len() as i32);
-        // SAFETY: `events` has room for as many as are asked for.
-        let found = unsafe { libc::epoll_wait(fd, events.as_mut_ptr(), most, self.patience(now)) };
-        if found < 0 {
-            let e = io::Error::last_os_error();
-            return if e.kind() == io::ErrorKind::Interrupted {
-                Ok(())
-            } else {
-                Err(Error::io("wait for servers", &e))
-            };
-        }
-        let now = Instant::now();
-        for event in &events[..found as usize] {
-            let number = event.u64 as usize;
-            if event.u64 == WAKE {
-                self.wake.iter().for_each(|wake| wake.clear());
-            } else if let Some(link) = self.links.get_mut(number).and_then(Option::take) {
-                self.advance(number, link, now, told);
+        let mut numbers = std::mem::take(&mut self.numbers);
+        numbers.clear();
+        let all = self.wires.wait(self.patience(before), &mut numbers)?;
+        let now = self.wires.now();
+        let mut bytes = 0;
+        for &number in &numbers {
+            if let Some(link) = self.links.take(number) {
+                bytes += self.advance(number, link, now, told);
             }
         }
-        self.drop_stalled(now, told);
+        self.numbers = numbers;
+        let busy = self.links.count(LinkState::Asked) + self.links.count(LinkState::Body);
+        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit());
+        // What has come and was not looked at yet is no silence.
+        if all && now >= self.look_at {
+            self.look_at = now + LOOK.min(self.settings.stall / 4);
+            self.drop_stalled(now, told);
+            self.mend_stragglers(now);
+            self.pace.judge(now);
+        }
         Ok(())
     }
 
-    /// How long to wait for events, in milliseconds.
-    fn patience(&self, now: Instant) -> i32 {
-        let pauses = self.waiting.iter().map(|job| job.not_before).filter(|due| *due > now);
-        let links = self.links.iter().flatten().filter(|link| matches!(link.state, LinkState::Asked | LinkState::Body));
-        let stalls = links.map(|link| link.last + self.common.settings.stall);
-        match pauses.chain(stalls).min() {
-            Some(due) => due.saturating_duration_since(now).as_millis().min(60_000) as i32 + 1,
-            None => -1,
-        }
+    /// How long to wait for events; `None`: until there are some.
+    fn patience(&self, now: Instant) -> Option<Duration> {
+        let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
+        let look = (self.links.len() > idle).then_some(self.look_at);
+        let due = self.waiting.next_due().into_iter().chain(look).min()?;
+        Some(due.saturating_duration_since(now))
     }
 
     /// Closes connections that bring nothing, and asks for the rest of their reads again.
     fn drop_stalled(&mut self, now: Instant, told: &mut Vec<Told>) {
-        let stall = self.common.settings.stall;
-        for number in 0..self.links.len() {
-            let stalled = |link: &mut Link| {
-                matches!(link.state, LinkState::Asked | LinkState::Body) && now.duration_since(link.last) >= stall
-            };
-            if let Some(job) = self.links[number].take_if(stalled).and_then(|link| link.job) {
-                let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
-                self.again(job, Error::new(ErrorKind::Timeout, text), None, told);
+        let stall = self.settings.stall;
+        let is_stalled = |link: &Link<_>| {
+            let waits = link.is_busy() || link.state == LinkState::Connecting;
+            waits && now.duration_since(link.last) >= stall
+        };
+        while let Some((_, link)) = self.links.take_where(is_stalled) {
+            let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
+            let e = Error::new(ErrorKind::Timeout, text);
+            match link.fetch {
+                Some(fetch) => self.again(fetch, link.got, e, None, told),
+                None => self.not_connected(&link.server, e, false, now, told),
             }
         }
     }
 
-    /// Sends what waits, as far as there are connections for it.
-    fn dispatch(&mut self, now: Instant, told: &mut Vec<Told>) {
-        let mut at = 0;
-        while at < self.waiting.len() {
-            let job = &self.waiting[at];
-            if job.not_before > now {
-                at += 1;
+    /// Sends one request on an idle connection, if there is one for something that waits.
+    fn ask_next(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
+        let mut passed = None;
+        for at in 0..self.waiting.len() {
+            if self.links.count(LinkState::Idle) == 0 {
+                return false;
+            }
+            let Some(read) = self.waiting.get(at) else { return false };
+            let site: *const () = Arc::as_ptr(&read.site).cast();
+            if passed == Some(site) {
                 continue;
             }
-            let request = match job.site.request() {
+            let request = match read.site.request() {
                 Ok(request) => request,
                 Err(e) => {
-                    self.waiting.remove(at).into_iter().for_each(|job| fail(job, e.clone(), told));
-                    continue;
+                    self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
+                    return true;
                 }
             };
-            let server = &request.address.server;
-            let found = match self.take_idle(server) {
-                Some(found) => Ok(Some(found)),
-                None if !self.has_room() => return,
-                None => self.open(server, now),
-            };
-            let Some(found) = found.transpose() else {
-                at += 1;
+            let is_free = |link: &Link<_>| link.state == LinkState::Idle && link.server == request.address.server;
+            let Some((number, mut link)) = self.links.take_where(is_free) else {
+                passed = Some(site);
                 continue;
             };
-            let Some(mut job) = self.waiting.remove(at) else { return };
-            match found {
-                Ok((number, mut link)) => {
-                    job.asked = Some(request.address.clone());
-                    link.ask(job, &request, now);
-                    self.advance(number, link, now, told);
-                    // The connection may be lost, and its read be the first in the queue again.
-                    at = 0;
-                }
-                Err(e) if matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit) => {
-                    fail(job, e, told);
-                }
-                Err(e) => self.again(job, e, None, told),
+            // Less and less towards the end, so that all connections end together.
+            let share = self.waiting.bytes() / self.pace.limit() as u64;
+            let share = share.max(LEAST_ASKED).min(self.settings.request);
+            if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
+                fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
+                self.asked += 1;
+                link.ask(fetch, &request, now);
             }
-        }
-    }
-
-    /// A connection to that server on which nothing is asked for.
-    fn take_idle(&mut self, server: &Server) -> Option<(usize, Link)> {
-        let idle = |link: &Link| link.state == LinkState::Idle && link.server == *server;
-        let number = self.links.iter().position(|link| link.as_ref().is_some_and(idle))?;
-        self.links[number].take().map(|link| (number, link))
-    }
-
-    /// Whether one more connection may be made, perhaps in the place of an idle one to another server.
-    fn has_room(&mut self) -> bool {
-        if self.links.iter().flatten().count() < self.common.settings.connections {
+            self.advance(number, link, now, told);
             return true;
         }
-        let idle = |slot: &&mut Option<Link>| slot.as_ref().is_some_and(|link| link.state == LinkState::Idle);
-        self.links.iter_mut().find(idle).and_then(Option::take).is_some()
+        false
     }
 
-    /// A new connection to that server, and its number; `None` if the addresses of the server are not known yet.
-    fn open(&mut self, server: &Server, now: Instant) -> Result<Option<(usize, Link)>> {
-        let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
-        let addresses = addresses?;
-        self.made += 1;
-        let tls = if server.tls { Some(self.tls(&server.host)?) } else { None };
-        let connection = Connection::connect(&addresses[self.made % addresses.len()], tls);
-        let link = Link::new(connection.map_err(|e| Error::io("connect", &e))?, server.clone(), now);
-        Ok(Some((self.room(), link)))
+    /// Makes connections for what waits, as far as there may be more. Whether it made one.
+    fn connect_more(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
+        if self.waiting.len() == 0 || !self.may_connect() {
+            return false;
+        }
+        let mut made = false;
+        // What waits: for which object, on which server, how many bytes.
+        let mut wanted: Vec<(*const (), Server, u64)> = Vec::new();
+        let mut at = 0;
+        while let Some(read) = self.waiting.get(at) {
+            let (site, bytes) = (Arc::as_ptr(&read.site).cast(), read.missing_bytes());
+            at += 1;
+            if let Some(known) = wanted.iter_mut().find(|known| known.0 == site) {
+                known.2 += bytes;
+                continue;
+            }
+            match read.site.request() {
+                Ok(request) => wanted.push((site, request.address.server, bytes)),
+                Err(e) => {
+                    at -= 1;
+                    self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
+                }
+            }
+        }
+        while let Some((_, server, _)) = wanted.first() {
+            let server = server.clone();
+            let (theirs, others): (Vec<_>, _) = wanted.into_iter().partition(|known| known.1 == server);
+            let bytes: u64 = theirs.iter().map(|known| known.2).sum();
+            wanted = others;
+            let is_coming = |link: &Link<_>| link.state == LinkState::Connecting && link.server == server;
+            let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
+            while coming * LEAST_ASKED.min(self.settings.request) < bytes.max(1) && self.make_room() {
+                match self.wires.connect(&server) {
+                    Ok(Some(stream)) => {
+                        made = true;
+                        let number = self.links.room();
+                        self.advance(number, Link::new(stream, server.clone(), now), now, told);
+                        coming += 1;
+                    }
+                    // Its addresses come.
+                    Ok(None) => break,
+                    Err(e) => {
+                        let is_final =
+                            matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit);
+                        self.not_connected(&server, e, is_final, now, told);
+                        break;
+                    }
+                }
+            }
+        }
+        made
     }
 
-    /// A number for one more connection.
-    fn room(&mut self) -> usize {
-        self.links.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.links.push(None);
-            self.links.len() - 1
-        })
+    /// Whether there may be one more connection, perhaps in the place of another.
+    fn may_connect(&self) -> bool {
+        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0 || self.is_stuck()
     }
 
-    fn tls(&self, host: &str) -> Result<(Arc<rustls::ClientConfig>, ServerName<'static>)> {
-        let config = self.common.tls.config(self.common.settings.authorities.as_deref())?;
-        let name = ServerName::try_from(host.to_owned());
-        Ok((config, name.map_err(|e| Error::new(ErrorKind::Invalid, format!("the host has no valid name: {e}")))?))
+    /// Whether every connection waits for a slab, while something that holds one waits for a connection.
+    fn is_stuck(&self) -> bool {
+        let all_wait = self.links.count(LinkState::Parked) == self.links.len();
+        all_wait && self.waiting.iter().any(|read| read.arrived)
     }
 
-    /// Does what can be done on a connection, which has no other owner meanwhile.
-    fn advance(&mut self, number: usize, mut link: Link, now: Instant, told: &mut Vec<Told>) {
-        let mut received = false;
-        let next = link.advance(now, &mut self.discard, &mut received);
-        if let (true, Some(job)) = (received, &link.job) {
-            told.push(Told::Received(job.ticket));
+    /// Whether one more connection may be made. If there are as many as there may be, one on which nothing is asked for gives
+    /// way, or one that would wait for ever.
+    fn make_room(&mut self) -> bool {
+        if self.links.len() < self.pace.limit() {
+            return true;
+        }
+        let gives_way = if self.is_stuck() { LinkState::Parked } else { LinkState::Idle };
+        let found = self.links.take_where(|link| link.state == gives_way);
+        let made = found.is_some();
+        self.back(found.and_then(|(_, link)| link.fetch));
+        made
+    }
+
+    /// The reads of a request that has ended wait again, before the others.
+    pub(super) fn back(&mut self, fetch: Option<Fetch>) {
+        self.waiting.put_back(fetch.into_iter().flat_map(|fetch| fetch.reads));
+    }
+
+    /// Does what can be done on a connection, which has no other owner meanwhile. How many bytes of a body came.
+    fn advance(&mut self, number: usize, mut link: Link<W::Stream>, now: Instant, told: &mut Vec<Told>) -> u64 {
+        let had = link.got;
+        let next = link.advance(now, &mut self.discard, told);
+        // A request that was sent just now counts from 0.
+        let (all, got) = (link.got, link.got.saturating_sub(had));
+        if got > 0 {
+            self.last = now;
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
-            Advance::Park => {
-                if let Some(job) = link.job.as_mut().filter(|job| !job.arrived) {
-                    job.arrived = true;
-                    told.push(Told::Arrived(job.ticket));
+            Advance::Ready => {
+                if let Some(answered) = link.answered_at.take() {
+                    let first_byte = answered.duration_since(link.asked_at);
+                    self.pace.served(first_byte, all, now.duration_since(answered));
                 }
                 self.keep(number, link, told);
             }
-            Advance::Done => {
-                if let Some(job) = link.job.take() {
-                    let got = job.got();
-                    end(job, Ok(got), told);
-                }
-                if link.keeps {
-                    (link.state, link.reused) = (LinkState::Idle, true);
-                    self.keep(number, link, told);
-                }
-            }
             Advance::Close => {}
             Advance::Told(verdict) => {
-                if let Some(job) = link.job {
-                    self.judged(job, verdict, told);
+                if let Some(fetch) = link.fetch {
+                    self.judged(fetch, verdict, now, told);
                 }
             }
             Advance::Failed(e) => {
                 // On a connection that was used before, it may be the rest of an earlier answer.
-                let again = link.reused;
-                if let Some(job) = link.job {
-                    if again {
-                        self.again(job, e, None, told)
-                    } else {
-                        fail(job, e, told)
-                    }
+                match link.fetch {
+                    Some(fetch) if link.reused => self.again(fetch, 0, e, None, told),
+                    fetch => fail_all(fetch, &e, told),
                 }
             }
-            Advance::Lost(e) => {
-                let expired = link.reused && link.is_unanswered();
-                let Some(job) = link.job else { return };
-                if expired {
-                    // The server has closed a connection that it had kept: no request has failed.
-                    self.waiting.push_front(job);
-                } else if let Some(cause) = refused_by_tls(&e) {
-                    fail(job, cause, told);
-                } else {
-                    let text = format!("the connection to {} is lost", link.server.authority());
-                    self.again(job, Error::new(ErrorKind::Io, text).caused_by(e), None, told);
-                }
+            Advance::Lost(e) => self.lost(link, e, now, told),
+        }
+        got
+    }
+
+    /// A connection is lost.
+    fn lost(&mut self, link: Link<W::Stream>, e: io::Error, now: Instant, told: &mut Vec<Told>) {
+        let (refused, is_expired) = (refused_by_tls(&e), link.reused && link.is_unanswered());
+        let server = link.server.authority();
+        match (link.fetch, refused) {
+            (None, refused) if link.state == LinkState::Connecting => {
+                let is_final = refused.is_some();
+                let no = || Error::new(ErrorKind::Io, format!("there is no connection to {server}")).caused_by(e);
+                self.not_connected(&link.server, refused.unwrap_or_else(no), is_final, now, told);
+            }
+            (None, _) => {}
+            // The server has closed a connection that it had kept: no request has failed.
+            (fetch, _) if is_expired => self.back(fetch),
+            (fetch, Some(cause)) => fail_all(fetch, &cause, told),
+            (Some(fetch), None) => {
+                let e = Error::new(ErrorKind::Io, format!("the connection to {server} is lost")).caused_by(e);
+                self.again(fetch, link.got, e, None, told);
             }
         }
     }
 
     /// Takes a connection back, watched for what it waits for.
-    fn keep(&mut self, number: usize, mut link: Link, told: &mut Vec<Told>) {
+    fn keep(&mut self, number: usize, mut link: Link<W::Stream>, told: &mut Vec<Told>) {
         let wanted = match link.state {
-            // A connection that has been closed would be reported again and again.
-            LinkState::Parked => 0,
-            _ if link.stream.has_to_send() => (libc::EPOLLIN | libc::EPOLLOUT) as u32,
-            _ => libc::EPOLLIN as u32,
+            LinkState::Parked => Watched::Nothing,
+            LinkState::Connecting => Watched::Both,
+            _ if link.stream.has_to_send() => Watched::Both,
+            _ => Watched::Bytes,
         };
-        if wanted != link.watched {
-            let how = match (link.watched, wanted) {
-                (0, _) => libc::EPOLL_CTL_ADD,
-                (_, 0) => libc::EPOLL_CTL_DEL,
-                _ => libc::EPOLL_CTL_MOD,
-            };
-            if let Err(e) = control(&self.epoll, how, link.stream.fd(), wanted, number as u64) {
-                link.job.into_iter().for_each(|job| fail(job, e.clone(), told));
-                return;
+        match self.wires.watch(&link.stream, number, link.watched, wanted) {
+            Ok(()) => {
+                link.watched = wanted;
+                self.links.put(number, link);
             }
-            link.watched = wanted;
+            Err(e) => fail_all(link.fetch, &e, told),
         }
-        self.links[number] = Some(link);
+    }
+
+    /// A connection could not be made. `is_final`: nor will another.
+    fn not_connected(&mut self, server: &Server, e: Error, is_final: bool, now: Instant, told: &mut Vec<Told>) {
+        let is_other = |link: &Link<_>| link.server == *server && link.state != LinkState::Connecting;
+        let others = self.links.iter().filter(|(_, link)| is_other(link)).count();
+        if others > 0 {
+            // It takes so many, and no more.
+            return self.pace.is_refused(others, now);
+        }
+        for read in self.waiting.take_due() {
+            let is_theirs = |request: super::request::Get| request.address.server == *server;
+            if !read.site.request().is_ok_and(is_theirs) {
+                self.waiting.add(read);
+            } else if is_final {
+                fail(read, e.clone(), told);
+            } else {
+                self.tried(read, 0, &e, None, told);
+            }
+        }
     }
 
     /// The server says something else than the bytes.
-    fn judged(&mut self, mut job: RangeRead, verdict: Verdict, told: &mut Vec<Told>) {
+    fn judged(&mut self, mut fetch: Fetch, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
-                job.redirects += 1;
-                if job.redirects > MOST_REDIRECTS {
+                fetch.reads.iter_mut().for_each(|read| read.redirects += 1);
+                let Some(first) = fetch.reads.front() else { return };
+                if first.redirects > MOST_REDIRECTS {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
-                    return fail(job, Error::new(ErrorKind::Io, text), told);
+                    return fail_all(Some(fetch), &Error::new(ErrorKind::Io, text), told);
                 }
-                match job.asked.as_ref().map(|address| address.redirected(&to)).transpose() {
+                match first.asked.as_ref().map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
-                        next.into_iter().for_each(|next| job.site.moved(next));
-                        self.waiting.push_front(job);
+                        next.into_iter().for_each(|next| first.site.moved(next));
+                        self.back(Some(fetch));
                     }
-                    Err(e) => fail(job, e.of_kind(ErrorKind::Io), told),
+                    Err(e) => fail_all(Some(fetch), &e.of_kind(ErrorKind::Io), told),
                 }
             }
-            Verdict::Again(e, pause) => self.again(job, e, pause, told),
+            Verdict::Again(e, pause) => {
+                self.pace.slow_down(now);
+                self.again(fetch, 0, e, pause, told);
+            }
             Verdict::Refused(e) => {
                 // Once: a second refusal is meant.
-                if !job.renewed && job.site.renew() {
-                    job.renewed = true;
-                    self.waiting.push_front(job);
+                let renewed = fetch.reads.iter().any(|read| read.renewed);
+                if !renewed && fetch.reads.front().is_some_and(|read| read.site.renew()) {
+                    fetch.reads.iter_mut().for_each(|read| read.renewed = true);
+                    self.back(Some(fetch));
                 } else {
-                    fail(job, e, told);
+                    fail_all(Some(fetch), &e, told);
                 }
             }
-            Verdict::Failed(e) => fail(job, e, told),
+            Verdict::Failed(e) => fail_all(Some(fetch), &e, told),
         }
     }
 
-    /// Asks for the rest of a read again, after a pause, or gives it up.
-    fn again(&mut self, mut job: RangeRead, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
-        if job.got() - job.got_then >= MUCH {
-            (job.tries, job.got_then) = (0, job.got());
+    /// Asks for the rest of a request that has brought `got` bytes again, after a pause, or gives it up.
+    fn again(&mut self, fetch: Fetch, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+        fetch.reads.into_iter().for_each(|read| self.tried(read, got, &e, pause, told));
+    }
+
+    /// A read after a request that failed: it waits for a while, or ends.
+    fn tried(&mut self, mut read: RangeRead, got: u64, e: &Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+        if got >= MUCH {
+            read.tries = 0;
         }
-        job.tries += 1;
-        let most = self.common.settings.tries;
-        let most = if job.answered || job.object().is_some() { most } else { most.min(TRIES_UNANSWERED) };
-        if job.tries >= most {
-            let e = e.reworded(|why| format!("{why}; it was asked for {most} times"));
-            return fail(job, e, told);
+        read.tries += 1;
+        let most = self.settings.tries;
+        let most = if read.answered || read.object().is_some() { most } else { most.min(TRIES_UNANSWERED) };
+        if read.tries >= most {
+            let e = e.clone().reworded(|why| format!("{why}; it was asked for {most} times"));
+            return fail(read, e, told);
         }
-        let usual = self.common.settings.pause.saturating_mul(1 << (job.tries - 1).min(10)).min(LONGEST_PAUSE);
-        // Reads that fail together do not come back together.
-        let spread = usual / 4 * (job.ticket.0 % 4) as u32 / 4;
-        job.not_before = Instant::now() + usual.max(pause.unwrap_or_default()) + spread;
-        self.waiting.push_back(job);
+        let usual = self.settings.pause.saturating_mul(1 << (read.tries - 1).min(10)).min(LONGEST_PAUSE);
+        // Requests that fail together do not come back together.
+        let spread = usual / 16 * ((read.missing().start >> 24) % 4) as u32;
+        let due = self.wires.now() + usual.max(pause.unwrap_or_default()) + spread;
+        self.waiting.pause(read, due);
     }
 }
 
 /// A read ends: nobody learns of it while its memory is held.
-fn end(job: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
-    let (ticket, route, object, written) = (job.ticket, job.route, job.object().cloned(), job.got());
-    drop(job);
+pub(super) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
+    let (ticket, route, object, written) = (read.ticket, read.route, read.object().cloned(), read.got());
+    drop(read);
     told.push(Told::Done { ticket, route, result, object, written });
 }
 
-fn fail(job: RangeRead, e: Error, told: &mut Vec<Told>) {
-    let e = job.located(e);
-    end(job, Err(e), told);
+fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
+    let e = read.located(e);
+    end(read, Err(e), told);
+}
+
+fn fail_all(fetch: Option<Fetch>, e: &Error, told: &mut Vec<Told>) {
+    fetch.into_iter().flat_map(|fetch| fetch.reads).for_each(|read| fail(read, e.clone(), told));
 }
 
 /// The error if it is TLS that does not trust the server: no further attempt changes that.
@@ -422,13 +486,4 @@ fn refused_by_tls(e: &io::Error) -> Option<Error> {
         _ => "TLS with the server failed",
     };
     Some(Error::new(ErrorKind::Io, text).caused_by(cause.clone()))
-}
-
-fn control(epoll: &OwnedFd, how: i32, fd: RawFd, events: u32, number: u64) -> Result<()> {
-    let mut event = libc::epoll_event { events, u64: number };
-    // SAFETY: one event is read.
-    match unsafe { libc::epoll_ctl(epoll.as_raw_fd(), how, fd, &raw mut event) } {
-        0 => Ok(()),
-        _ => Err(Error::io("watch a connection", &io::Error::last_os_error())),
-    }
 }

@@ -9,9 +9,9 @@ use crate::source::Destination;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Most places that one system call fills.
 const MOST_PLACES: usize = 64;
@@ -111,19 +111,6 @@ impl BodyPlaces {
             (self.place, self.filled) = (self.place + 1, 0);
         }
     }
-
-    /// Copies bytes that came with the head of the answer.
-    fn put(&mut self, mut bytes: &[u8]) {
-        while let (false, Some((at, len))) = (bytes.is_empty(), self.list.get(self.place)) {
-            let part = bytes.len().min(len - self.filled);
-            if !at.is_null() {
-                // SAFETY: within the place, which the read keeps for us; the bytes are in a buffer of ours.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.add(self.filled), part) };
-            }
-            self.advance(part);
-            bytes = &bytes[part..];
-        }
-    }
 }
 
 /// A read.
@@ -138,21 +125,18 @@ pub(super) struct RangeRead {
     pub(super) keep: Arc<dyn Any + Send + Sync>,
     /// Bytes that are there.
     got: u64,
-    /// Requests that failed since the last one that brought much, and what was there then.
+    /// Requests that failed since the last one that brought much.
     pub(super) tries: u32,
-    pub(super) got_then: u64,
+    /// How often it was taken from a connection that was slower than others.
+    pub(super) moves: u32,
     /// Whether a server has answered.
     pub(super) answered: bool,
     /// Where it was last asked for.
     pub(super) asked: Option<Address>,
     pub(super) redirects: u32,
     pub(super) renewed: bool,
-    /// When it may be asked for again.
-    pub(super) not_before: Instant,
     /// Whether its arrival was reported.
     pub(super) arrived: bool,
-    /// When it was last reported that bytes come.
-    pub(super) told: Instant,
 }
 
 // SAFETY: the addresses are only written to while the read is held, and `keep` keeps them valid (invariant 5).
@@ -166,7 +150,6 @@ impl RangeRead {
         expected: Expected,
         places: Option<BodyPlaces>,
     ) -> RangeRead {
-        let now = Instant::now();
         RangeRead {
             ticket,
             route,
@@ -176,21 +159,29 @@ impl RangeRead {
             keep: Arc::new(()),
             got: 0,
             tries: 0,
-            got_then: 0,
+            moves: 0,
             answered: false,
             asked: None,
             redirects: 0,
             renewed: false,
-            not_before: now,
             arrived: false,
-            told: now,
         }
     }
 
-    /// What the next request asks for: only what is missing.
-    pub(super) fn expected(&self) -> Expected {
-        let Expected { object, range } = &self.expected;
-        Expected { object: object.clone(), range: range.start + self.got..range.end }
+    /// The bytes that are missing: what the next request asks for.
+    pub(super) fn missing(&self) -> Range<u64> {
+        let Range { start, end } = self.expected.range;
+        start + self.got..end
+    }
+
+    pub(super) fn missing_bytes(&self) -> u64 {
+        let missing = self.missing();
+        missing.end - missing.start
+    }
+
+    /// Whether it has a place, and waits for none.
+    pub(super) fn has_place(&self) -> bool {
+        self.places.is_some()
     }
 
     /// The strong ETag of the object, if it has been seen and has one.
@@ -222,12 +213,6 @@ impl RangeRead {
     pub(super) fn received(&mut self, bytes: usize) {
         self.got += bytes as u64;
         self.places.iter_mut().for_each(|places| places.advance(bytes));
-    }
-
-    /// Copies bytes to the next places.
-    pub(super) fn put(&mut self, bytes: &[u8]) {
-        self.got += bytes.len() as u64;
-        self.places.iter_mut().for_each(|places| places.put(bytes));
     }
 
     /// The error, with the address and the byte range of this read.

@@ -3,6 +3,7 @@
 use super::answer::Expected;
 use super::net::{Common, Net, Told};
 use super::range_read::{BodyPlaces, RangeRead, Site};
+use super::sockets::Sockets;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::machine::block_signals;
@@ -68,7 +69,8 @@ unsafe impl Send for ToNet {}
 impl WebSource {
     pub(super) fn new(common: Arc<Common>, objects: Arc<Vec<Option<Remote>>>, depth: usize) -> Result<WebSource> {
         let (state, to_thread, to_owner) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?), Wake::new()?);
-        let mut net = Net::new(common, Some(to_thread.clone()))?;
+        let settings = common.settings.clone();
+        let mut net = Net::new(Sockets::new(common, Some(to_thread.clone()))?, settings);
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
@@ -113,7 +115,7 @@ impl WebSource {
 }
 
 impl Exchange {
-    fn run(&self, net: &mut Net) {
+    fn run(&self, net: &mut Net<Sockets>) {
         let mut told = Vec::new();
         loop {
             let commands = {

@@ -1,0 +1,88 @@
+//! Connections that are slower than the others: what they have not brought yet is asked for on others.
+//!
+//! A connection that has gone silent is closed. Of one that is only slow, the later half of the reads is taken away, and it is
+//! closed when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
+//! asked for more.
+
+use super::fetch::Fetch;
+use super::link::{Link, LinkState};
+use super::net::Net;
+use super::wires::Wires;
+use std::time::{Duration, Instant};
+
+/// A connection is silent if nothing came for so long, and for as many times the usual time to the first byte.
+const SILENT: Duration = Duration::from_secs(1);
+const FIRST_BYTES: u32 = 4;
+/// A part is taken away if it comes so much earlier elsewhere.
+const GAIN: Duration = Duration::from_millis(150);
+/// And if its connection needs so many times as long as the others on average.
+const SLOWER: f64 = 2.0;
+/// Of so many requests one may be a straggler, beyond the first few.
+const ONE_OF: u64 = 20;
+const FIRST_FEW: u64 = 8;
+/// How often one read changes its connection for this reason.
+const MOST_MOVES: u32 = 2;
+
+impl<W: Wires> Net<W> {
+    /// Has what stragglers miss asked for elsewhere.
+    pub(super) fn mend_stragglers(&mut self, now: Instant) {
+        self.leave_silent(now);
+        while self.waiting.len() == 0 && self.has_free() && self.split_slowest(now) {}
+    }
+
+    /// Whether something could be asked for at once, or on a new connection.
+    fn has_free(&self) -> bool {
+        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0
+    }
+
+    fn may_move(&self) -> bool {
+        self.moved < FIRST_FEW + self.asked / ONE_OF
+    }
+
+    /// Closes silent connections while others bring bytes.
+    fn leave_silent(&mut self, now: Instant) {
+        let silent = SILENT.max(self.pace.first_byte() * FIRST_BYTES);
+        let last = self.last;
+        let is_silent = |link: &Link<_>| {
+            let moves = link.fetch.iter().flat_map(|fetch| &fetch.reads).map(|read| read.moves).max();
+            let is_alone = last < link.last + silent / 2;
+            link.is_busy() && now.duration_since(link.last) >= silent && !is_alone && moves < Some(MOST_MOVES)
+        };
+        while self.may_move() {
+            let Some((_, mut link)) = self.links.take_where(is_silent) else { return };
+            link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).for_each(|read| read.moves += 1);
+            self.moved += 1;
+            self.back(link.fetch);
+        }
+    }
+
+    /// Takes a part away from the slowest connection, if it is much slower than the others. Whether it did.
+    fn split_slowest(&mut self, now: Instant) -> bool {
+        let usual = self.pace.rate();
+        if usual <= 0.0 || !self.may_move() {
+            return false;
+        }
+        // Seconds until a connection has brought what it was asked for.
+        let due = |link: &Link<_>| -> Option<f64> {
+            let fetch = link.fetch.as_ref().filter(|_| link.state == LinkState::Body)?;
+            let taken = now.duration_since(link.answered_at?).as_secs_f64();
+            let rate = if link.got > 0 && taken > 0.0 { link.got as f64 / taken } else { usual };
+            Some(fetch.wanted() as f64 / rate)
+        };
+        let all: Vec<(usize, f64)> = self.links.iter().filter_map(|(n, link)| Some((n, due(link)?))).collect();
+        let Some(&(slowest, longest)) = all.iter().max_by(|a, b| a.1.total_cmp(&b.1)) else { return false };
+        let others = (all.len() - 1).max(1) as f64;
+        let mean = (all.iter().map(|found| found.1).sum::<f64>() - longest) / others;
+        let gain = longest / 2.0 - self.pace.first_byte().as_secs_f64();
+        if longest < SLOWER * mean || gain < GAIN.as_secs_f64() {
+            return false;
+        }
+        let link = self.links.iter_mut().find(|(number, _)| *number == slowest);
+        let fetch = link.and_then(|(_, link)| link.fetch.as_mut());
+        let Some(mut part) = fetch.and_then(Fetch::split) else { return false };
+        part.reads.iter_mut().for_each(|read| read.moves += 1);
+        self.moved += 1;
+        self.back(Some(part));
+        true
+    }
+}

@@ -1,0 +1,57 @@
+//! What the connections need of the world: sockets that never block, their events, and the time. `sockets` is the real one;
+//! tests have one in virtual time.
+
+use super::address::Server;
+use crate::error::Result;
+use std::io;
+use std::time::{Duration, Instant};
+
+/// A connection to a server.
+pub(super) trait Stream {
+    /// Whether requests can be sent: it is connected, and TLS has shaken hands.
+    fn is_ready(&mut self) -> io::Result<bool>;
+
+    /// Queues a request.
+    fn say(&mut self, text: String);
+
+    /// Sends what is queued, as far as it goes.
+    fn send(&mut self) -> io::Result<()>;
+
+    /// Whether something waits to be sent, or for the connection.
+    fn has_to_send(&self) -> bool;
+
+    /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
+    /// `WouldBlock` says that nothing is there.
+    ///
+    /// # Safety
+    /// Each place is `iov_len` bytes of memory that may be written to.
+    unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize>;
+}
+
+/// What a connection is watched for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Watched {
+    /// Nothing. A connection that was closed would be reported again and again.
+    Nothing,
+    /// Bytes that come.
+    Bytes,
+    /// The same, and room for bytes to send.
+    Both,
+}
+
+/// Where connections come from, and what happens on them.
+pub(super) trait Wires {
+    type Stream: Stream;
+
+    fn now(&self) -> Instant;
+
+    /// Begins to connect to that server; `None` if its addresses are not known yet.
+    fn connect(&mut self, server: &Server) -> Result<Option<Self::Stream>>;
+
+    /// Has the connection with this number watched for `wanted` instead of `before`.
+    fn watch(&mut self, stream: &Self::Stream, number: usize, before: Watched, wanted: Watched) -> Result<()>;
+
+    /// Waits until something happens, at most for `most`. Appends the numbers of connections on which something did. Whether
+    /// that is all: more may be known and not told yet.
+    fn wait(&mut self, most: Option<Duration>, numbers: &mut Vec<usize>) -> Result<bool>;
+}
