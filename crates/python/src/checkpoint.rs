@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -31,6 +31,12 @@ impl Checkpoint {
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
+    }
+
+    /// Which of these names, of what lies in one place, `open` would choose: one index, or shard files.
+    #[staticmethod]
+    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<OsString>) -> Answer<'py, Vec<OsString>> {
+        answer(py, || penstock::format::to_open(place, names.0).map_err(|e| raise(py, &e)))
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {

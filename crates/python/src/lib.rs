@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::load::{Load, View};
     #[pymodule_export]
-    use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
+    use crate::machine::{authorities, evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]

@@ -92,7 +92,8 @@ impl Origin {
         Ok(OpenHead::Stored { store: &**store, object, bytes, watch })
     }
 
-    /// All its bytes, at most one more than `most`. `check` may refuse its size before more than `first` bytes are read.
+    /// All its bytes, at most one more than `most`. `check` may refuse its size before more than `first` bytes are read, or
+    /// the bytes of one request.
     pub(crate) fn content(
         &self,
         first: u64,
@@ -103,7 +104,8 @@ impl Origin {
         if self.store.is_none() {
             return local_content(self.location.as_path(), most, watch, check);
         }
-        let mut head = self.head(first, watch)?;
+        // What is wanted whole is asked for in one request.
+        let mut head = self.head(first.max(MOST_PER_REQUEST), watch)?;
         let size = head.size();
         check(size)?;
         head.read_until(size.min(most))?;

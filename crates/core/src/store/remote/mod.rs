@@ -23,6 +23,7 @@ use self::net::{Common, Net, Told};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{Requests, Unsigned};
 pub use self::settings::WebSettings;
+pub use self::tls::authorities;
 use self::source::{Remote, WebSource};
 use super::facts::{Facts, FsKind};
 use super::location::Location;

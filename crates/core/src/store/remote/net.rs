@@ -368,14 +368,19 @@ impl Net {
             Verdict::Again(e, pause) => self.again(job, e, pause, told),
             Verdict::Refused(e) => {
                 // Once: a second refusal is meant.
-                if !job.renewed && job.site.renew() {
+                if !job.renewed && job.asked.as_ref().is_some_and(|asked| job.site.renew(asked)) {
                     job.renewed = true;
                     self.waiting.push_front(job);
                 } else {
                     fail(job, e, told);
                 }
             }
-            Verdict::Failed(e) => fail(job, e, told),
+            // A server that redirects may compare the ETag with one of its own. Every answer is compared here as well.
+            Verdict::OtherEtag(_) if job.etag().is_some() => {
+                job.unpinned = true;
+                self.waiting.push_front(job);
+            }
+            Verdict::OtherEtag(e) | Verdict::Failed(e) => fail(job, e, told),
         }
     }
 

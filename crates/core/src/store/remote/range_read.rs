@@ -44,9 +44,20 @@ impl Site {
         *lock(&self.moved) = Some(to);
     }
 
-    /// Has the object asked for where it was first, or with another signature; false if that is what was done.
-    pub(super) fn renew(&self) -> bool {
-        lock(&self.moved).take().is_some() || self.requests.renew()
+    /// The request for `asked` was refused. Whether the next one is another: for where the object was first, for where
+    /// another read has been redirected to since, or with another signature.
+    pub(super) fn renew(&self, asked: &Address) -> bool {
+        let mut moved = lock(&self.moved);
+        match &*moved {
+            Some(address) if address == asked => *moved = None,
+            Some(_) => {}
+            None if self.requests.request(&self.at).is_ok_and(|first| first.address == *asked) => {
+                return self.requests.renew();
+            }
+            // A read that was refused before this one has had the place forgotten.
+            None => {}
+        }
+        true
     }
 }
 
@@ -147,6 +158,8 @@ pub(super) struct RangeRead {
     pub(super) asked: Option<Address>,
     pub(super) redirects: u32,
     pub(super) renewed: bool,
+    /// Whether requests no longer name the ETag.
+    pub(super) unpinned: bool,
     /// When it may be asked for again.
     pub(super) not_before: Instant,
     /// Whether its arrival was reported.
@@ -181,6 +194,7 @@ impl RangeRead {
             asked: None,
             redirects: 0,
             renewed: false,
+            unpinned: false,
             not_before: now,
             arrived: false,
             told: now,
@@ -193,10 +207,10 @@ impl RangeRead {
         Expected { object: object.clone(), range: range.start + self.got..range.end }
     }
 
-    /// The strong ETag of the object, if it has been seen and has one.
+    /// The strong ETag that the next request names, if the object has been seen and has one.
     pub(super) fn etag(&self) -> Option<&str> {
         match &self.expected.object {
-            Some((_, Version::Strong(etag))) => Some(etag),
+            Some((_, Version::Strong(etag))) if !self.unpinned => Some(etag),
             _ => None,
         }
     }
@@ -233,5 +247,27 @@ impl RangeRead {
     /// The error, with the address and the byte range of this read.
     pub(super) fn located(&self, error: Error) -> Error {
         error.at(&self.site.path).range(self.expected.range.clone())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::request::Unsigned;
+    use super::*;
+
+    #[test]
+    fn reads_that_were_refused_together_are_asked_for_again_together() {
+        let (first, there, next) = ("http://h/a", "http://p/a?1", "http://p/a?2");
+        let address = |text: &str| Address::parse(text).unwrap();
+        let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
+        let asked = |site: &Site| site.request().unwrap().address;
+        assert!(!site.renew(&address(first)), "nothing would be different");
+        site.moved(address(there));
+        assert!(site.renew(&address(there)));
+        assert!(site.renew(&address(there)), "the other read has not been redirected yet");
+        assert!(asked(&site) == address(first));
+        site.moved(address(next));
+        assert!(site.renew(&address(there)) && asked(&site) == address(next), "it has been redirected");
     }
 }
