@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, FillState, Io, Layout, Order
+from penstock._choices import Cache, FillState, Io, Layout, Order, Storage
 
 __all__ = [
     "CacheFill",
@@ -28,6 +28,7 @@ __all__ = [
     "residency",
     "stall_timeout",
     "stop_fills",
+    "storage_settings",
     "unwritable",
     "warm",
 ]
@@ -89,8 +90,16 @@ class Checkpoint:
     """A validated checkpoint. Tensors are numbered in file order."""
 
     @staticmethod
-    def open(sources: Sequence[str], stall_timeout: float | None = None) -> Checkpoint:
-        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it."""
+    def open(
+        sources: Sequence[str],
+        stall_timeout: float | None = None,
+        storage: Storage | None = None,
+        bearer: tuple[str, str] | None = None,
+    ) -> Checkpoint:
+        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it. storage: as `penstock.Storage`.
+
+        bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
+        """
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
@@ -136,6 +145,9 @@ class CacheFill:
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
+
+def storage_settings() -> list[str]:
+    """Names of the settings of `penstock.Storage`."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order

@@ -32,10 +32,11 @@ impl Site {
         Site { path, at, requests, moved: Mutex::new(None) }
     }
 
-    /// The request for the object. A place that a redirect names has its signature in its own address.
+    /// The request for the object. A place that a redirect names has its signature in its own address, or is of the kind
+    /// that gets ours.
     pub(super) fn request(&self) -> Result<Get> {
         match &*lock(&self.moved) {
-            Some(address) => Ok(Get { address: address.clone(), fields: String::new() }),
+            Some(address) => Ok(Get { address: address.clone(), fields: self.requests.redirected(address) }),
             None => self.requests.request(&self.at),
         }
     }
