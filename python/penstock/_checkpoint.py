@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
-from ._choices import ORDERS, Framework, Order, check_choice
+from ._choices import ORDERS, Framework, Order, Storage, check_choice
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
@@ -376,7 +376,7 @@ class Checkpoint:
         return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
 
 
-def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
+def open(source: Source, *, stall_timeout: float | None = None, storage: Storage | None = None) -> Checkpoint:
     """Opens a safetensors checkpoint: reads and checks the headers and the index, and no tensor.
 
     Args:
@@ -387,6 +387,7 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
             may also be on a web server (``https://...``, experimental): tensors are then received into their memory.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
+        storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
 
     Returns:
         A `Checkpoint`. It holds no open file.
@@ -397,16 +398,18 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
         StalledError: the file system does not answer. It names the file.
         InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.
     """
-    return open_as("source", source, stall_timeout)
+    return open_as("source", source, stall_timeout, storage)
 
 
-def open_as(argument: str, source: Source, stall_timeout: float | None = None) -> Checkpoint:
+def open_as(
+    argument: str, source: Source, stall_timeout: float | None = None, storage: Storage | None = None
+) -> Checkpoint:
     """`open`, by a function whose callers know ``source`` as ``argument``."""
     paths = _paths_of(source, argument)
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            core = _core.Checkpoint.open(paths, stall_timeout)
+            core = _core.Checkpoint.open(paths, stall_timeout, storage)
             if isinstance(source, OneFile) and core.files() != paths:
                 raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
             return Checkpoint(core)

@@ -4,6 +4,7 @@ use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::options::stall_timeout_of;
+use crate::storage::stores_of;
 use penstock::format::Checkpoint as Core;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
@@ -20,11 +21,18 @@ pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    #[pyo3(signature = (sources, stall_timeout = None))]
-    fn open(py: Python<'_>, sources: Listed<PathBuf>, stall_timeout: Option<f64>) -> PyResult<Self> {
+    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None))]
+    fn open(
+        py: Python<'_>,
+        sources: Listed<PathBuf>,
+        stall_timeout: Option<f64>,
+        storage: Option<&Bound<'_, PyAny>>,
+        bearer: Option<(String, String)>,
+    ) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
-            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, stall, go_on)).map(Self::of)
+            let stores = stores_of(py, storage, bearer)?;
+            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &stores, stall, go_on)).map(Self::of)
         })
     }
 

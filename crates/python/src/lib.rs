@@ -15,6 +15,7 @@ mod load;
 mod machine;
 mod options;
 mod save;
+mod storage;
 mod waiting;
 
 use pyo3::prelude::*;
@@ -30,11 +31,13 @@ mod _core {
     #[pymodule_export]
     use crate::load::{Load, View};
     #[pymodule_export]
-    use crate::machine::{authorities, evict, gpus, probe, release_staging, residency, unwritable, warm};
+    use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::storage::{authorities, storage_settings};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

@@ -59,12 +59,6 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDic
     })
 }
 
-/// The file with the certificates of the authorities that https trusts.
-#[pyfunction]
-pub(crate) fn authorities(py: Python<'_>) -> Answer<'_, PathBuf> {
-    answer(py, || detached(py, || store::authorities(None)))
-}
-
 /// Which address ranges (first byte, past the last) cannot be written to, by number, and why.
 #[pyfunction]
 pub(crate) fn unwritable(py: Python<'_>, spans: Listed<(u64, u64)>) -> Answer<'_, Vec<(usize, String)>> {

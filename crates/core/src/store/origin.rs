@@ -5,7 +5,7 @@ use super::heads::{is_gone, is_link, local_content, local_names, LocalHead};
 use super::known_disks::leads_to_known_disk;
 use super::location::Location;
 use super::object::{Head, Object, Store};
-use super::stores::store_for;
+use super::stores::Stores;
 use super::version::Version;
 use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};
@@ -31,9 +31,9 @@ impl PartialEq for Origin {
 }
 
 impl Origin {
-    /// What a caller names: an address if it begins with the scheme of a store, otherwise a path.
-    pub(crate) fn of(source: &OsStr) -> Origin {
-        match Location::address(Path::new(source), store_for) {
+    /// What a caller names: an address if it begins with the scheme of one of these stores, otherwise a path.
+    pub(crate) fn of(source: &OsStr, stores: &Stores) -> Origin {
+        match Location::address(Path::new(source), |scheme| stores.of(scheme)) {
             Some((location, store)) => Origin { location, store: Some(store) },
             None => Origin { location: Location::Path(source.into()), store: None },
         }
@@ -41,6 +41,11 @@ impl Origin {
 
     pub(crate) fn location(&self) -> &Location {
         &self.location
+    }
+
+    /// The store that has it; `None`: it is on this machine.
+    pub(crate) fn store(&self) -> Option<&Arc<dyn Store>> {
+        self.store.as_ref()
     }
 
     /// What has this name in the folder that this is.

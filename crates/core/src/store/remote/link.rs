@@ -145,7 +145,7 @@ impl Link {
         match answer.judge(&job.expected()) {
             Verdict::Body { length: bytes, size, version } => {
                 job.seen(bytes, size, version);
-                (job.redirects, job.renewed, job.told) = (0, false, now);
+                (job.redirects, job.renewed, job.told) = (0, 0, now);
                 self.left = bytes;
                 self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
                 self.head.drain(..length);

@@ -28,6 +28,7 @@ const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
 const TRIES_UNANSWERED: u32 = 3;
 const MOST_REDIRECTS: u32 = 5;
+const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
 const WAKE: u64 = u64::MAX;
 
@@ -367,9 +368,11 @@ impl Net {
             }
             Verdict::Again(e, pause) => self.again(job, e, pause, told),
             Verdict::Refused(e) => {
-                // Once: a second refusal is meant.
-                if !job.renewed && job.asked.as_ref().is_some_and(|asked| job.site.renew(asked)) {
-                    job.renewed = true;
+                // A new location may expire before it is used, but not always.
+                let other = job.asked.as_ref().is_some_and(|asked| job.site.renew(asked));
+                if other && job.renewed < MOST_RENEWALS {
+                    job.renewed += 1;
+                    job.redirects = 0;
                     self.waiting.push_front(job);
                 } else {
                     fail(job, e, told);

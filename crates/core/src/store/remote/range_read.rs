@@ -32,10 +32,11 @@ impl Site {
         Site { path, at, requests, moved: Mutex::new(None) }
     }
 
-    /// The request for the object. A place that a redirect names has its signature in its own address.
+    /// The request for the object. A place that a redirect names has its signature in its own address, or is of the kind
+    /// that gets ours.
     pub(super) fn request(&self) -> Result<Get> {
         match &*lock(&self.moved) {
-            Some(address) => Ok(Get { address: address.clone(), fields: String::new() }),
+            Some(address) => Ok(Get { address: address.clone(), fields: self.requests.redirected(address) }),
             None => self.requests.request(&self.at),
         }
     }
@@ -157,7 +158,8 @@ pub(super) struct RangeRead {
     /// Where it was last asked for.
     pub(super) asked: Option<Address>,
     pub(super) redirects: u32,
-    pub(super) renewed: bool,
+    /// Refusals in a row, after each of which it was asked for in another way.
+    pub(super) renewed: u32,
     /// Whether requests no longer name the ETag.
     pub(super) unpinned: bool,
     /// When it may be asked for again.
@@ -193,7 +195,7 @@ impl RangeRead {
             answered: false,
             asked: None,
             redirects: 0,
-            renewed: false,
+            renewed: 0,
             unpinned: false,
             not_before: now,
             arrived: false,

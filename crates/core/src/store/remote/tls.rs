@@ -41,7 +41,7 @@ impl Tls {
 ///
 /// # Errors
 /// `Unsupported` if there is none.
-pub fn authorities(given: Option<&Path>) -> Result<PathBuf> {
+pub(in crate::store) fn authorities(given: Option<&Path>) -> Result<PathBuf> {
     let named = given.map(Path::to_path_buf).or_else(|| std::env::var_os("SSL_CERT_FILE").map(PathBuf::from));
     let candidates = named.map_or_else(|| SYSTEM.iter().map(PathBuf::from).collect(), |file| vec![file]);
     candidates.iter().find(|file| file.exists()).cloned().ok_or_else(|| {
