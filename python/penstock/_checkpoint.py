@@ -402,9 +402,14 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
 
 
 def open_as(
-    argument: str, source: Source, stall_timeout: float | None = None, storage: Storage | None = None
+    argument: str,
+    source: Source,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+    *,
+    network: bool = True,
 ) -> Checkpoint:
-    """`open`, by a function whose callers know ``source`` as ``argument``."""
+    """`open`, by a function whose callers know ``source`` as ``argument``. ``network``: the Hub may be asked."""
     paths = _paths_of(source, argument)
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
@@ -421,8 +426,20 @@ def open_as(
         from . import _hub
         from ._patience import patiently
 
+    lacking = None
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
+        return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)
+    except NotFoundError as error:
+        if error is absent or not network or not _hub.asks_network(source):
+            raise
+        lacking = error
     finally:
         absent = None  # an error keeps this frame, and would keep itself with it
-    return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)
+    with importing():
+        from . import _hub_network
+
+    try:
+        return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage))
+    finally:
+        lacking = None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from . import _core
-from ._checkpoint import Checkpoint, open
+from ._checkpoint import Checkpoint, open_as
 from ._choices import LAYOUTS, ORDERS, Cache, Io, Storage
 from ._device import any_device
 from ._dtypes import DTYPES
@@ -48,6 +48,10 @@ OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 _SOURCE = """a safetensors file, several files, a folder, an index file, or the name of a repository in the local
 Hugging Face Hub cache: org/name, org/name@revision"""
+
+
+_OVER_NETWORK = ("inspect", "load")
+"""Commands that take web addresses, and ask the Hub for what its local cache lacks."""
 
 
 class _Failed(Exception):
@@ -81,9 +85,9 @@ def _nobody_reads() -> None:
 
 def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Checkpoint:
     sources: list[str] = args.source
-    storage = dict(getattr(args, "storage", []))
+    storage = cast("Storage", dict(getattr(args, "storage", [])))
     found: Any = sources[0] if len(sources) == 1 else sources
-    return open(found, stall_timeout=stall_timeout, storage=cast("Storage", storage))
+    return open_as("source", found, stall_timeout, storage, network=args.command in _OVER_NETWORK)
 
 
 def _refuse_schemes(args: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
         for path in listed:
             repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
             if isinstance(path, str) and not repository:
-                opened = argument == "source" and args.command in ("inspect", "load")
+                opened = argument == "source" and args.command in _OVER_NETWORK
                 (source_path if opened else local_path)(path, argument)
 
 
