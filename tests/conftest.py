@@ -44,6 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What looks like the name of a repository is not asked for on the Hub, except where a test has one of its own
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 FAKEGPU = os.environ.get("PENSTOCK_TEST_FAKEGPU")
 if FAKEGPU:
     # Before anything in this process asks for a GPU: the core looks for its driver once

@@ -74,9 +74,10 @@ class Cache:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    """An empty cache, which HF_HOME names. The current folder is an empty one."""
+    """An empty cache, which HF_HOME names, and no network. The current folder is an empty one."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -255,12 +256,11 @@ def test_a_repository_that_is_not_there(cached, monkeypatch):
     said = refused("org/nothing@v2")
     assert "org/nothing@v2: No such file or directory, and no such repository in the local Hub cache" in said
     assert str(cached.storage("org/nothing")) in said
-    assert "`hf download org/nothing --revision v2` fetches" in said
-    assert "unset" not in said
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "`hf download org/nothing`, with HF_HUB_OFFLINE unset" in refused("org/nothing")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert "unset" not in refused("org/nothing")
+    assert "`hf download org/nothing --revision v2`, with HF_HUB_OFFLINE unset fetches" in said
+    assert "penstock writes nothing there, and reads it from the Hub if HF_HUB_OFFLINE is unset" in said
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "yes")
+    assert "`hf download org/nothing`, with TRANSFORMERS_OFFLINE unset" in refused("org/nothing")
     assert "No such file or directory" not in refused("hf://org/nothing")
     assert "nothing: No such file or directory, and no such repository" in refused("nothing")
 
@@ -311,7 +311,7 @@ def test_a_download_that_has_not_ended(cache):
     said = refused("org/name")
     assert "no safetensors file" in said
     assert "a download that has not ended (2.00 kB in" in said
-    assert "`hf download org/name` fetches what is missing" in said
+    assert "`hf download org/name`, with HF_HUB_OFFLINE unset fetches what is missing" in said
 
 
 def test_a_snapshot_without_safetensors_files(cache):
@@ -341,7 +341,7 @@ def test_blobs_that_are_gone(cached, cache, weights):
     gone.resolve().unlink()
     said = refused("org/name")
     assert "blobs are missing, links to nothing: " + gone.name + " -> ../../blobs/" in said
-    assert "`hf download org/name` fetches what is missing" in said
+    assert "`hf download org/name`, with HF_HUB_OFFLINE unset fetches what is missing" in said
     cache.add("org/single", "model.safetensors", weights).resolve().unlink()
     cache.ref("org/single", "main")
     assert "links to nothing: model.safetensors" in refused("org/single")
@@ -692,6 +692,7 @@ def test_what_huggingface_hub_downloads_is_opened_and_verified(cache, small, mon
     hub = pytest.importorskip("huggingface_hub")
     files = {path.name: path.read_bytes() for path in small.iterdir() if not path.name.startswith(".")}
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     handler = type("Files", (Server,), {"files": files})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

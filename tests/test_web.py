@@ -271,6 +271,53 @@ def test_https_with_an_authority_of_our_own(authority, small, python):
         assert done.returncode != 0 and "certificate is not trusted" in done.stderr
 
 
+def test_an_authority_that_storage_names(authority, small, tmp_path):
+    trusted, certificate, key = authority
+    with serving(small, certificate, key) as web:
+        checkpoint = penstock.open(web(INDEX), storage={"ca": trusted})
+        Oracle(small).same(checkpoint.load(framework="pt"))
+        with penstock.safe_open(files(web)[0], framework="pt", storage={"ca": str(trusted)}) as opened:
+            Oracle(small / LAYOUT.files[0]).same(opened.get_tensors())
+        with pytest.raises(penstock.ReadError, match="certificate is not trusted"):
+            penstock.open(web(INDEX))
+        with pytest.raises(penstock.UnsupportedError, match=r"none\.pem"):
+            penstock.open(web(INDEX), storage={"ca": tmp_path / "none.pem"})
+
+
+# storage=
+
+
+@pytest.mark.parametrize(
+    ("storage", "error", "says"),
+    [
+        ({"connection": 3}, penstock.InvalidError, "no storage setting 'connection'; there are: connections, ca"),
+        ({3: 3}, penstock.InvalidError, "no storage setting 3"),
+        ({"connections": 0}, penstock.InvalidError, "from 1 to 1024"),
+        ({"connections": True}, TypeError, "a whole number"),
+        ({"connections": 1.5}, TypeError, "a whole number"),
+        ({"ca": 3}, TypeError, "a path"),
+        ({"ca": ""}, penstock.InvalidError, "the path of a file"),
+        ("connections", penstock.InvalidError, "give a dict of settings"),
+    ],
+)
+def test_settings_that_are_none_are_refused_before_anything_is_asked_for(web, storage, error, says):
+    with pytest.raises(error, match=says):
+        penstock.open(web(INDEX), storage=storage)
+    assert web.close() == []
+
+
+def test_an_environment_variable_is_a_default_that_code_wins_over(web, monkeypatch, capsys):
+    monkeypatch.setenv("PENSTOCK_STORAGE_CONNECTIONS", "many")
+    with pytest.raises(penstock.InvalidError, match="PENSTOCK_STORAGE_CONNECTIONS: must be a whole number"):
+        penstock.open(web(INDEX))
+    monkeypatch.setenv("PENSTOCK_STORAGE_CONNECTIONS", "2")
+    monkeypatch.setenv("PENSTOCK_STORAGE_CA", "there/is/none.pem")
+    penstock.open(web(INDEX), storage={"connections": None})
+    assert command_line.main(["inspect", web(INDEX), "--storage", "connections=3", "--storage", "ca=x"]) == 0
+    assert command_line.main(["load", web(INDEX), "--storage", "speed=3"]) == command_line.USAGE
+    assert "connections, ca" in capsys.readouterr().err
+
+
 def test_nothing_of_it_is_there_before_an_address_is_opened(python, small):
     """No thread and no socket: only an address makes them."""
     done = python(

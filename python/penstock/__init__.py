@@ -12,6 +12,7 @@ Importing penstock imports neither torch nor numpy.
 from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, open
+from ._choices import Storage
 from ._core import CacheFill, Options, __version__, release_staging
 from ._errors import (
     AccessError,
@@ -83,6 +84,7 @@ __all__ = [
     "SafetensorError",
     "SliceError",
     "StalledError",
+    "Storage",
     "TensorInfo",
     "TruncatedError",
     "UnknownTensorError",

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
-from ._choices import ORDERS, Framework, Order, check_choice
+from ._choices import ORDERS, Framework, Order, Storage, check_choice
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
@@ -376,7 +376,7 @@ class Checkpoint:
         return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
 
 
-def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
+def open(source: Source, *, stall_timeout: float | None = None, storage: Storage | None = None) -> Checkpoint:
     """Opens a safetensors checkpoint: reads and checks the headers and the index, and no tensor.
 
     Args:
@@ -387,6 +387,7 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
             may also be on a web server (``https://...``, experimental): tensors are then received into their memory.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
+        storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
 
     Returns:
         A `Checkpoint`. It holds no open file.
@@ -397,16 +398,23 @@ def open(source: Source, *, stall_timeout: float | None = None) -> Checkpoint:
         StalledError: the file system does not answer. It names the file.
         InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.
     """
-    return open_as("source", source, stall_timeout)
+    return open_as("source", source, stall_timeout, storage)
 
 
-def open_as(argument: str, source: Source, stall_timeout: float | None = None) -> Checkpoint:
-    """`open`, by a function whose callers know ``source`` as ``argument``."""
+def open_as(
+    argument: str,
+    source: Source,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+    *,
+    network: bool = True,
+) -> Checkpoint:
+    """`open`, by a function whose callers know ``source`` as ``argument``. ``network``: the Hub may be asked."""
     paths = _paths_of(source, argument)
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            core = _core.Checkpoint.open(paths, stall_timeout)
+            core = _core.Checkpoint.open(paths, stall_timeout, storage)
             if isinstance(source, OneFile) and core.files() != paths:
                 raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
             return Checkpoint(core)
@@ -418,8 +426,20 @@ def open_as(argument: str, source: Source, stall_timeout: float | None = None) -
         from . import _hub
         from ._patience import patiently
 
+    lacking = None
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
+        return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)
+    except NotFoundError as error:
+        if error is absent or not network or not _hub.asks_network(source):
+            raise
+        lacking = error
     finally:
         absent = None  # an error keeps this frame, and would keep itself with it
-    return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)
+    with importing():
+        from . import _hub_network
+
+    try:
+        return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage))
+    finally:
+        lacking = None

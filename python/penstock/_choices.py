@@ -5,7 +5,8 @@ Each list stands once in Python, here. `tests/test_api_types.py` compares them w
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import os
+from typing import Literal, TypedDict, get_args
 
 from ._errors import InvalidError
 
@@ -36,6 +37,21 @@ NameMatch = Literal["glob", "exact", "regex"]
 
 FillState = Literal["running", "finished", "stopped"]
 """`CacheFill.state`."""
+
+
+class Storage(TypedDict, total=False):
+    """``storage=``: how servers are asked. Files on disks need none of it.
+
+    The settings hold for an open and for all loads of its checkpoint. An environment variable, ``PENSTOCK_STORAGE_``
+    and the name in capitals, sets another default for a whole process; a setting in code wins over it. None leaves a
+    setting out.
+    """
+
+    connections: int | None
+    """The most connections of one load (default 16)."""
+
+    ca: str | os.PathLike[str] | None
+    """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

@@ -6,9 +6,10 @@ Errors of the core are raised as what `penstock._errors.from_core(kind, message,
 import os
 from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, FillState, Io, Layout, Order
+from penstock._choices import Cache, FillState, Io, Layout, Order, Storage
 
 __all__ = [
     "CacheFill",
@@ -18,6 +19,7 @@ __all__ = [
     "Save",
     "View",
     "__version__",
+    "authorities",
     "ceiling",
     "evict",
     "exiting",
@@ -28,6 +30,7 @@ __all__ = [
     "residency",
     "stall_timeout",
     "stop_fills",
+    "storage_settings",
     "unwritable",
     "warm",
 ]
@@ -89,8 +92,19 @@ class Checkpoint:
     """A validated checkpoint. Tensors are numbered in file order."""
 
     @staticmethod
-    def open(sources: Sequence[str], stall_timeout: float | None = None) -> Checkpoint:
-        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it."""
+    def open(
+        sources: Sequence[str],
+        stall_timeout: float | None = None,
+        storage: Storage | None = None,
+        bearer: tuple[str, str] | None = None,
+    ) -> Checkpoint:
+        """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it. storage: as `penstock.Storage`.
+
+        bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
+        """
+    @staticmethod
+    def to_open(place: str, names: Sequence[str]) -> list[str]:
+        """Which of the names of what lies in one place `open` chooses: one index, or shard files in natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
@@ -136,6 +150,9 @@ class CacheFill:
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
+
+def storage_settings() -> list[str]:
+    """Names of the settings of `penstock.Storage`."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order
@@ -314,6 +331,9 @@ def warm(path: str, threads: int = 0, stall_timeout: float | None = None) -> int
 
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
+
+def authorities(storage: Storage | None = None) -> Path:
+    """The file with the certificates of the authorities that https trusts. UnsupportedError: there is none."""
 
 def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """Which address ranges (first byte, past the last) of this process cannot be written to, by number, and why."""

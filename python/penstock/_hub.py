@@ -1,4 +1,5 @@
-"""The local cache of the Hugging Face Hub: which folder ``org/name@revision`` stands for. Never the network.
+"""The local cache of the Hugging Face Hub: which folder ``org/name@revision`` stands for. Never the network, and
+nothing is written. What the cache lacks, `_hub_network` reads.
 
 A repository there is a folder ``models--org--name`` (checked against huggingface_hub 2.4):
 
@@ -33,12 +34,14 @@ from ._report import size_text
 SCHEME = "hf://"
 DEFAULT_REVISION = "main"
 
+ADVICE = "`hf download "
+"""How the sentence begins that says how to fill the cache."""
 _SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
-_REPOSITORY = rf"(?:{_PART}/)?{_PART}"
-_SHORT = re.compile(rf"(?P<repository>{_REPOSITORY})(?:@(?P<revision>.*))?", re.ASCII | re.DOTALL)
+REPOSITORY = rf"(?:{_PART}/)?{_PART}"
+_SHORT = re.compile(rf"(?P<repository>{REPOSITORY})(?:@(?P<revision>.*))?", re.ASCII | re.DOTALL)
 # In the scheme's grammar a slash ends the revision, except in those that always have one; others are written with %2F
 _LONG = re.compile(
     rf"{SCHEME}(?:models/)?(?P<repository>{_PART}/{_PART}|{_PART}(?!/))"
@@ -46,7 +49,7 @@ _LONG = re.compile(
     re.ASCII | re.DOTALL,
 )
 _FILE = re.compile(r".*\.(safetensors|json|bin|pt|pth|ckpt|gguf|git)", re.DOTALL)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 # What git forbids in the names of branches and tags, of which some would lead out of the cache
 _NO_REVISION = re.compile(r"\.\.|(?:^|/)(?:\.|/|$)|[\x00-\x20\x7f~^:?*\[\\]")
@@ -115,24 +118,40 @@ def parse(source: str) -> Reference | None:
     return Reference(repository, revision, within)
 
 
-def cache_folder() -> Path:
-    """The folder that huggingface_hub would use with this environment."""
-    environ = os.environ
-    home = environ.get("HF_HOME")
-    if home is None:
-        caches = environ.get("XDG_CACHE_HOME", str(Path("~") / ".cache"))
-        home = str(Path(caches) / "huggingface")
-    home = os.path.expandvars(os.path.expanduser(home))  # noqa: PTH111
-    found = environ.get("HF_HUB_CACHE", environ.get("HUGGINGFACE_HUB_CACHE", str(Path(home) / "hub")))
+def home() -> Path:
+    """The folder in which huggingface_hub would keep the token and the cache with this environment."""
+    found = os.environ.get("HF_HOME")
+    if found is None:
+        caches = os.environ.get("XDG_CACHE_HOME", str(Path("~") / ".cache"))
+        found = str(Path(caches) / "huggingface")
     return Path(os.path.expandvars(os.path.expanduser(found)))  # noqa: PTH111
+
+
+def cache_folder() -> Path:
+    """The cache that huggingface_hub would use with this environment."""
+    found = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", str(home() / "hub")))
+    return Path(os.path.expandvars(os.path.expanduser(found)))  # noqa: PTH111
+
+
+def is_true(value: str | None) -> bool:
+    """Whether this value switches a variable of huggingface_hub on."""
+    return value is not None and value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _offline() -> str | None:
     """The variable that keeps huggingface_hub from the network, if one does."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if value := os.environ.get(name):
-            return name if value.upper() in ("1", "ON", "YES", "TRUE") else None
+            return name if is_true(value) else None
     return None
+
+
+def asks_network(source: str) -> bool:
+    """Whether the Hub is asked over the network for what the cache lacks. Without ``hf://``, a name that has no owner
+    is more likely a path that is not there."""
+    reference = parse(source)
+    explicit = source.startswith(SCHEME)
+    return reference is not None and (explicit or "/" in reference.repository) and _offline() is None
 
 
 def _fetch(reference: Reference, what: str) -> str:
@@ -140,7 +159,9 @@ def _fetch(reference: Reference, what: str) -> str:
     revision = "" if reference.revision == DEFAULT_REVISION else f" --revision {reference.revision}"
     offline = _offline()
     unset = f", with {offline} unset" if offline else ""
-    return f"`hf download {reference.repository}{revision}`{unset} fetches {what}; penstock itself never downloads"
+    itself = f"penstock writes nothing there, and reads it from the Hub if {offline} is unset" if offline else ""
+    itself = itself or "penstock itself writes nothing there"
+    return f"{ADVICE}{reference.repository}{revision}`{unset} fetches {what}; {itself}"
 
 
 # What is there
@@ -197,7 +218,7 @@ def _commit(source: str, reference: Reference, storage: Path) -> str:
         raise _no_revision(source, reference, storage) from None
     except UnicodeDecodeError:
         commit = ""
-    if not _COMMIT.fullmatch(commit):
+    if not COMMIT.fullmatch(commit):
         message = f"{source}: {ref} holds no commit hash: the cache is damaged. {_fetch(reference, 'it again')}"
         raise NotFoundError(message, path=str(ref))
     if not _is_folder(storage / "snapshots" / commit):
@@ -224,7 +245,7 @@ def _there(storage: Path) -> str:
         named[str(ref.relative_to(storage / "refs"))] = ref.read_text("utf-8", "replace").strip()
     shown = [f"{name} ({commit[:8]})" for name, commit in named.items() if commit in commits]
     shown += [commit for commit in commits if commit not in named.values()]
-    return f"Revisions that are there: {_listed(shown)}" if shown else "No other revision is there"
+    return f"Revisions that are there: {listed(shown)}" if shown else "No other revision is there"
 
 
 def _similar(cache: Path, repository: str) -> str | None:
@@ -272,7 +293,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """These names, or the first of them and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -296,17 +318,21 @@ def open_snapshot(snapshot: Snapshot, stall_timeout: float | None = None) -> _co
         finally:
             del why  # an error keeps this frame, and would keep itself with it
     # A folder may hold what somebody has put together; a part of a repository is what an interrupted download leaves
-    names = [Path(file).name for file in core.files()]
-    shards = [match for match in map(_SHARD.fullmatch, names) if match]
-    sets = Counter(shard["set"] for shard in shards)
-    parts = {(shard["set"], int(shard["count"])) for shard in shards}
-    for name, count in sorted(part for part in parts if sets[part[0]] < part[1]):
-        message = f"{sets[name]} of the {count} shard files of {name!r} are there, by their names, and no index"
+    for name, there, count in partial_sets([Path(file).name for file in core.files()]):
+        message = f"{there} of the {count} shard files of {name!r} are there, by their names, and no index"
         lacking = NotFoundError(message, path=str(snapshot.path))
         found = patiently(lambda e=lacking: _in_part(snapshot, e), stall_timeout, str(snapshot.path))  # type: ignore[misc]
         if found is not None:
             raise found
     return core
+
+
+def partial_sets(names: list[str]) -> list[tuple[str, int, int]]:
+    """Of each set of shard files that are not all among ``names``: its name, and how many of how many are there."""
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    sets = Counter(shard["set"] for shard in shards)
+    parts = {(shard["set"], int(shard["count"])) for shard in shards}
+    return sorted((name, sets[name], count) for name, count in parts if sets[name] < count)
 
 
 def _in_part(snapshot: Snapshot, error: NotFoundError) -> NotFoundError | None:
@@ -325,19 +351,19 @@ def _incomplete(snapshot: Snapshot, error: NotFoundError) -> NotFoundError:
     if not os.path.lexists(snapshot.path):
         message = f"the snapshot has no {reference.within}"
         if held := [entry.name for entry in _entries(root)]:
-            message += f"; it holds {_listed(held)}"
+            message += f"; it holds {listed(held)}"
     elif broken and (snapshot.path.is_dir() or snapshot.path.name in [entry.name for entry in broken]):
         links = [f"{entry.name} -> {os.readlink(entry.path)}" for entry in broken]  # noqa: PTH115
-        message = f"blobs are missing, links to nothing: {_listed(links)}; a copy or clean-up that was interrupted?"
+        message = f"blobs are missing, links to nothing: {listed(links)}; a copy or clean-up that was interrupted?"
     else:
         message = error.message
     message += _unfinished(storage)
     inside = sorted({str(path.parent.relative_to(root)) for path in root.rglob("*.safetensors")} - {"."})
     if inside and not reference.within and not any(folder.glob("*.safetensors")):
         example = f"{SCHEME}{reference.repository}@{reference.revision.replace('/', '%2F')}/{inside[0]}"
-        message += f". Folders of it have some: {_listed(inside)}; open {example}"
+        message += f". Folders of it have some: {listed(inside)}; open {example}"
     elif absent := _not_downloaded(storage, snapshot.commit, root, reference.within):
-        message += f". The repository also has {_listed(absent)}, not downloaded yet"
+        message += f". The repository also has {listed(absent)}, not downloaded yet"
     message += f". {_fetch(reference, 'what is missing')}"
     return NotFoundError(f"{reference} in the local Hub cache ({root}): {message}", path=error.path)
 
@@ -382,7 +408,7 @@ def expected_digest(path: str) -> Expected | None:
     # Without links the file itself lies in the snapshot: `place` is now what the last link led to
     parts = Path(place).absolute().parts
     for i in range(len(parts) - 2, 0, -1):
-        if parts[i - 1] == "snapshots" and _COMMIT.fullmatch(parts[i]):
+        if parts[i - 1] == "snapshots" and COMMIT.fullmatch(parts[i]):
             about = _tree(Path(*parts[: i - 1]), parts[i]).get("/".join(parts[i + 1 :]), {})
             digest = about.get("lfs_sha256") or about.get("blob_id")
             if isinstance(digest, str) and _DIGEST.fullmatch(digest):

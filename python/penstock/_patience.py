@@ -1,4 +1,4 @@
-"""Python's own calls to file systems that may hang, made on a thread that can be left behind.
+"""Python's own calls to file systems and servers that may hang, made on a thread that can be left behind.
 
 A call into a network mount whose server is gone returns when the server is back, and until then no signal handler runs
 on its thread. The core does its own calls in the same way (``detached.rs``).
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from . import _core
-from ._errors import LimitError, StalledError
+from ._errors import CancelledError, LimitError, StalledError
 
 T = TypeVar("T")
 
@@ -27,6 +27,8 @@ class _Asked:
     def __init__(self, path: str | None) -> None:
         self.questions = 0
         self.path = path
+        self.left = threading.Event()
+        """Set when nobody waits for the work any more."""
 
 
 class _Current(threading.local):
@@ -37,16 +39,31 @@ _current = _Current()
 
 
 def asking(path: str | os.PathLike[str]) -> None:
-    """The work that `patiently` does on this thread asks about ``path`` next: all that it asked before is answered."""
-    if _current.asked is not None:
-        _current.asked.questions += 1
-        _current.asked.path = os.fspath(path)
+    """The work that `patiently` does on this thread asks about ``path`` next: all that it asked before is answered.
+
+    Raises:
+        CancelledError: nobody waits for the work any more.
+    """
+    asked = _current.asked
+    if asked is not None:
+        if asked.left.is_set():
+            raise CancelledError("nobody waits for it any more", path=os.fspath(path))
+        asked.questions += 1
+        asked.path = os.fspath(path)
+
+
+def pause(seconds: float) -> None:
+    """Waits, before the work that `patiently` does asks again; not longer than anybody waits for the work."""
+    if _current.asked is None:
+        time.sleep(seconds)
+    else:
+        _current.asked.left.wait(seconds)
 
 
 def stalled(stall: float, path: str | None) -> StalledError:
-    """The error for a file system that has not answered for ``stall`` seconds."""
+    """The error for a file system, or a server, that has not answered for ``stall`` seconds."""
     return StalledError(
-        f"the file system has not answered for {stall:.1f} s; is its server stuck? (stall_timeout raises the limit)",
+        f"the storage has not answered for {stall:.1f} s; is its server stuck? (stall_timeout raises the limit)",
         path=path,
     )
 
@@ -85,12 +102,15 @@ def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | No
     except RuntimeError as error:
         raise LimitError(f"cannot start the thread that opens the files: {error}", path=path) from error
     before, moved = 0, time.monotonic()
-    while not over.wait(min(LOOK, stall)):
-        now = time.monotonic()
-        if asked.questions != before:
-            before, moved = asked.questions, now
-        elif now - moved >= stall:
-            raise stalled(stall, asked.path)
+    try:
+        while not over.wait(min(LOOK, stall)):
+            now = time.monotonic()
+            if asked.questions != before:
+                before, moved = asked.questions, now
+            elif now - moved >= stall:
+                raise stalled(stall, asked.path)
+    finally:
+        asked.left.set()
     thread.join()
     if failure:
         try:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import _load
 from ._checkpoint import Checkpoint, Source, open_as
-from ._choices import Backend, Framework, Order
+from ._choices import Backend, Framework, Order, Storage
 from ._core import Options
 from ._device import Device
 from ._dtypes import DTYPES
@@ -171,6 +171,7 @@ class safe_open:
         device: As in `Checkpoint.load`. A GPU is used when the first tensor is loaded, not before.
         backend: As in safetensors: "mmap" changes nothing, "pread" gives private copies.
         options: `Options`, or a dict with the same keywords.
+        storage: As in `penstock.open`.
 
     You can use it with or without ``with``. Tensors and slices stay valid after it is closed.
 
@@ -187,6 +188,7 @@ class safe_open:
         *,
         backend: Backend | None = None,
         options: Options | Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
     ) -> None:
         if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
             wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
@@ -197,7 +199,7 @@ class safe_open:
         self._made_by = need(self._framework)
         self._sliced_by = self._made_by.sliced_by(self._device)
         self._options = make_options(options, **_BACKENDS[backend])
-        self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout)
+        self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout, storage)
         self._closed = False
         # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
         self._asked = itertools.count()
@@ -416,6 +418,7 @@ def load_file(
     framework: Framework | None = None,
     backend: Backend | None = None,
     options: Options | Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
 ) -> dict[str, Any]:
     """Loads all tensors of one or more files, by name. It replaces ``load_file`` of safetensors.
 
@@ -425,8 +428,10 @@ def load_file(
         framework: As in `Checkpoint.load`.
         backend: As in `safe_open`.
         options: `Options`, or a dict with the same keywords.
+        storage: As in `penstock.open`.
 
     Raises:
         The errors of `penstock.open` and of `Checkpoint.load`.
     """
-    return safe_open(filename, framework, device, backend=backend, options=options).get_tensors()
+    opened = safe_open(filename, framework, device, backend=backend, options=options, storage=storage)
+    return opened.get_tensors()

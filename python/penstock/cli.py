@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from . import _core
-from ._checkpoint import Checkpoint, open
-from ._choices import LAYOUTS, ORDERS, Cache, Io
+from ._checkpoint import Checkpoint, open_as
+from ._choices import LAYOUTS, ORDERS, Cache, Io, Storage
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
@@ -48,6 +48,10 @@ OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 _SOURCE = """a safetensors file, several files, a folder, an index file, or the name of a repository in the local
 Hugging Face Hub cache: org/name, org/name@revision"""
+
+
+_OVER_NETWORK = ("inspect", "load")
+"""Commands that take web addresses, and ask the Hub for what its local cache lacks."""
 
 
 class _Failed(Exception):
@@ -81,7 +85,9 @@ def _nobody_reads() -> None:
 
 def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Checkpoint:
     sources: list[str] = args.source
-    return open(sources[0] if len(sources) == 1 else sources, stall_timeout=stall_timeout)
+    storage = cast("Storage", dict(getattr(args, "storage", [])))
+    found: Any = sources[0] if len(sources) == 1 else sources
+    return open_as("source", found, stall_timeout, storage, network=args.command in _OVER_NETWORK)
 
 
 def _refuse_schemes(args: argparse.Namespace) -> None:
@@ -92,7 +98,7 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
         for path in listed:
             repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
             if isinstance(path, str) and not repository:
-                opened = argument == "source" and args.command in ("inspect", "load")
+                opened = argument == "source" and args.command in _OVER_NETWORK
                 (source_path if opened else local_path)(path, argument)
 
 
@@ -265,6 +271,13 @@ _OPTIONS = {
     "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
     "trace": ("FILE", "write what happened when, as --trace does"),
 }
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in _core.storage_settings():
+        raise argparse.ArgumentTypeError(f"give NAME=VALUE; the names are {', '.join(_core.storage_settings())}")
+    return name, value
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -665,12 +678,18 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
         made.add_argument("--stall-timeout", type=_seconds, metavar="SECONDS", help=help)
         return made
 
-    made = with_patience(with_source(command("inspect", _inspect, "show files, tensors, dtypes and sizes")))
+    def with_storage(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        help = "set how servers are asked (docs/api.md lists the names); may be repeated"
+        made.add_argument("--storage", action="append", default=[], type=_setting, metavar="NAME=VALUE", help=help)
+        return made
+
+    help = "show files, tensors, dtypes and sizes"
+    made = with_storage(with_patience(with_source(command("inspect", _inspect, help))))
     help = "list every tensor; by default similar layers are shown as one"
     made.add_argument("--tensors", action="store_true", help=help)
     made.add_argument("--depth", type=int, metavar="N", help="show at most N levels of the tree")
 
-    made = with_source(command("load", _load, "load a checkpoint and print a report: time, speed, bytes"))
+    made = with_storage(with_source(command("load", _load, "load a checkpoint and print a report: time, speed, bytes")))
     made.add_argument("--device", default="cpu", help='where to load to: "cpu" (default), "cuda:0", ...')
     help = f"also make tensors of this framework: {', '.join(FRAMEWORKS)}"
     made.add_argument("--framework", choices=list(FRAMEWORKS), metavar="NAME", help=help)

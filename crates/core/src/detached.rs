@@ -55,7 +55,7 @@ pub(crate) fn detached<T: Send + 'static>(
             return Err(Error::new(
                 ErrorKind::Timeout,
                 format!(
-                    "the file system has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
+                    "the storage has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
                     stall.as_secs_f64()
                 ),
             ));

@@ -8,7 +8,7 @@ mod toy_store;
 use penstock::error::ErrorKind;
 use penstock::extent::TakesSlab;
 use penstock::options::{Cache, Options};
-use penstock::store::register;
+use penstock::store::{register, Stores};
 use penstock::{Checkpoint, Load, Memory, Next, Request, Want, Where};
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -335,9 +335,11 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     let slow = Model::new(|server| server.latency = Duration::from_secs(60));
     let sources = || [slow.address("")];
     let begun = Instant::now();
-    let e = Checkpoint::open_cancellable(&sources(), Duration::from_millis(200), || true).unwrap_err();
+    let e =
+        Checkpoint::open_cancellable(&sources(), &Stores::default(), Duration::from_millis(200), || true).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
-    let e = Checkpoint::open_cancellable(&sources(), Duration::from_secs(60), || false).unwrap_err();
+    let e =
+        Checkpoint::open_cancellable(&sources(), &Stores::default(), Duration::from_secs(60), || false).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
     assert!(begun.elapsed() < Duration::from_secs(40));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);

@@ -8,7 +8,7 @@ use penstock::error::{ErrorKind, Result};
 use penstock::extent::{Route, Ticket};
 use penstock::options::{Io, Options};
 use penstock::source::{Destination, Progress, Read, Source};
-use penstock::store::{Location, Object, Objects, Store, Web, WebSettings};
+use penstock::store::{Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web, WebSettings};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -242,6 +242,58 @@ fn redirects_are_followed_once_for_a_load_and_a_loop_is_an_error() {
     assert!(e.to_string().contains("redirects more than 5 times") && !e.to_string().contains("secret"), "{e}");
 }
 
+/// Of each request: its target, and whether it had the token.
+fn had_token(server: &WebServer) -> Vec<(String, bool)> {
+    let has = |asked: &Asked| asked.text.contains("\r\nAuthorization: Bearer sesame\r\n");
+    server.asked().iter().map(|asked| (asked.target.clone(), has(asked))).collect()
+}
+
+#[test]
+fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
+    let elsewhere = serving(|_| Fault::None);
+    let to = elsewhere.url("/o.safetensors?sig=1");
+    let server = serving(move |asked| match &*asked.target {
+        "/away" => Fault::Redirect(302, to.clone()),
+        "/within" => Fault::Redirect(307, "o.safetensors".into()),
+        _ => Fault::None,
+    });
+    let settings = || {
+        let bearer = Bearer::new(&server.url(""), Secret::new("sesame")).unwrap();
+        StorageSettings { bearer: Some(bearer), ..StorageSettings::default() }
+    };
+    assert!(!format!("{:?}", settings()).contains("sesame"));
+    let store = Web::new(settings());
+    assert!(!format!("{store:?}").contains("sesame"));
+    for path in ["/o.safetensors", "/within", "/away"] {
+        let object = object(&store, &at(&server, path));
+        assert!(read(&store, object, 1_000_000).unwrap() == bytes(SIZE));
+    }
+    store.head(&at(&elsewhere, "/o.safetensors"), 8).unwrap();
+    assert!(had_token(&server).iter().all(|(_, has)| *has), "{:?}", had_token(&server));
+    let there = had_token(&elsewhere);
+    assert!(there.len() > 2 && there.iter().all(|(_, has)| !has), "{there:?}");
+    // Through an open, and then its loads.
+    let (server, _) = model(|_| Fault::None);
+    let bearer = Bearer::new(&server.url("/"), Secret::new("sesame")).unwrap();
+    let web = WebSettings { connections: 1, ..WebSettings::default() };
+    let stores = Stores::with(StorageSettings { bearer: Some(bearer), web });
+    let index = [server.url("/m/model.safetensors.index.json")];
+    let checkpoint = Checkpoint::open_cancellable(&index, &stores, Duration::from_secs(60), || true).unwrap();
+    let opened = server.asked().len();
+    let checkpoint = Arc::new(checkpoint);
+    let load = Load::start(request(&checkpoint, Want::all(&checkpoint), false)).unwrap();
+    load.wait(None).unwrap();
+    assert!(had_token(&server).iter().all(|(_, has)| *has));
+    let connections: BTreeSet<u64> = server.asked()[opened..].iter().map(|asked| asked.connection).collect();
+    assert_eq!(connections.len(), 1, "the load has the settings of the open");
+    for (address, token) in
+        [("http://h/x", "t"), ("ftp://h", "t"), ("h", "t"), ("http://h", ""), ("http://h", "a\r\nb")]
+    {
+        let e = Bearer::new(address, Secret::new(token)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Invalid, "{address}");
+    }
+}
+
 #[test]
 fn a_server_that_is_not_there_is_an_error_soon() {
     let address = { serving(|_| Fault::None).address };
@@ -281,8 +333,8 @@ fn what_is_given_up_ends_at_once_and_frees_its_memory() {
                     Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
                 source.submit(read).ok().unwrap();
             }
-            source.flush().unwrap();
             let asked = server.asked().len();
+            source.flush().unwrap();
             let until = Instant::now() + Duration::from_secs(20);
             while server.asked().len() == asked {
                 assert!(Instant::now() < until);

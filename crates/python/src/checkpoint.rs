@@ -4,12 +4,13 @@ use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::options::stall_timeout_of;
+use crate::storage::stores_of;
 use penstock::format::Checkpoint as Core;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,17 +21,30 @@ pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    #[pyo3(signature = (sources, stall_timeout = None))]
-    fn open(py: Python<'_>, sources: Listed<PathBuf>, stall_timeout: Option<f64>) -> PyResult<Self> {
+    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None))]
+    fn open(
+        py: Python<'_>,
+        sources: Listed<PathBuf>,
+        stall_timeout: Option<f64>,
+        storage: Option<&Bound<'_, PyAny>>,
+        bearer: Option<(String, String)>,
+    ) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
-            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, stall, go_on)).map(Self::of)
+            let stores = stores_of(py, storage, bearer)?;
+            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &stores, stall, go_on)).map(Self::of)
         })
     }
 
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
+    }
+
+    /// Which of these names, of what lies in one place, `open` would choose: one index, or shard files.
+    #[staticmethod]
+    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<OsString>) -> Answer<'py, Vec<OsString>> {
+        answer(py, || penstock::format::to_open(place, names.0).map_err(|e| raise(py, &e)))
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {

@@ -15,6 +15,7 @@ mod load;
 mod machine;
 mod options;
 mod save;
+mod storage;
 mod waiting;
 
 use pyo3::prelude::*;
@@ -35,6 +36,8 @@ mod _core {
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::storage::{authorities, storage_settings};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

@@ -265,7 +265,7 @@ fn seconds(value: f64) -> Result<Duration, String> {
 }
 
 /// The value of an environment variable, where it is set.
-fn value_of(variable: &str) -> PyResult<Option<String>> {
+pub(crate) fn value_of(variable: &str) -> PyResult<Option<String>> {
     let Some(value) = std::env::var_os(variable) else { return Ok(None) };
     let refuse = |value| invalid(format!("{variable}={value:?}: must be UTF-8"));
     value.into_string().map(Some).map_err(refuse)
@@ -352,6 +352,6 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
-fn repr(value: &Bound<'_, PyAny>) -> String {
+pub(crate) fn repr(value: &Bound<'_, PyAny>) -> String {
     value.repr().map_or_else(|_| "?".into(), |r| r.to_string())
 }

@@ -2,10 +2,11 @@
 
 use super::dtype::DType;
 use crate::error::Result;
-use crate::store::{Files, Location, Storage, Version};
+use crate::store::{Files, Location, Storage, Store, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// How names are hashed: with seeds that differ in each process, so that the writer of a header cannot know which names
 /// collide. With SipHash, three hashes per name took a seventh of the time to open a checkpoint.
@@ -35,6 +36,8 @@ pub struct ShardFile {
     pub spelled: Location,
     /// Where it is: an absolute path, because a program may change its directory between opening and loading, or an address.
     pub location: Location,
+    /// The store that has it, as it was opened; `None`: it is on this machine.
+    pub(crate) store: Option<Arc<dyn Store>>,
     /// Its size in bytes.
     pub size: u64,
     /// Its version when it was opened. Every load compares it again.
@@ -133,7 +136,7 @@ impl Checkpoint {
 
     /// The shard files, to be read from; nothing is opened yet.
     pub(crate) fn storage(&self) -> Result<Storage> {
-        Storage::new(self.files.iter().map(|f| (&f.location, f.size, &f.version)))
+        Storage::new(self.files.iter().map(|f| (&f.location, f.size, &f.version, f.store.as_ref())))
     }
 
     /// The files of this machine among them, for what works on files only. Their numbers are those of the checkpoint.

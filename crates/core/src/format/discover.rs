@@ -73,6 +73,19 @@ enum ToOpen {
     Files(Vec<OsString>),
 }
 
+/// The names that are opened of the names in a folder, or under an address, `place`: those of shard files in natural order,
+/// or that of one index, which names the files.
+///
+/// # Errors
+/// `NotFound` if there is no checkpoint; `Index` if there are several.
+pub fn to_open(place: &str, names: Vec<OsString>) -> Result<Vec<OsString>> {
+    let place = Location::file(OsStr::new(place));
+    Ok(match choose(&place, names)? {
+        ToOpen::Index(name) => vec![name],
+        ToOpen::Files(names) => names,
+    })
+}
+
 /// Which of the names in the directory `dir`, or under an address, are opened.
 fn choose(dir: &Location, mut names: Vec<OsString>) -> Result<ToOpen> {
     names.sort_by(|a, b| natural(a, b));

@@ -185,6 +185,7 @@ pub(super) fn merge(
         checkpoint.files.push(ShardFile {
             location: origin.location().absolute(),
             spelled: origin.location().clone(),
+            store: origin.store().cloned(),
             size: shard.size,
             version: shard.version,
             data_start: shard.data_start,

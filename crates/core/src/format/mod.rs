@@ -14,6 +14,7 @@ mod shard;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
+pub use discover::to_open;
 pub use dtype::DType;
 pub(crate) use header::quoted;
 pub use header::{MAX_HEADER, MAX_RANK};

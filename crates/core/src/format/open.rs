@@ -7,7 +7,7 @@ use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
 use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Location, Origin, Watch};
+use crate::store::{Location, Origin, Stores, Watch};
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ impl Checkpoint {
     /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<OsStr>>(sources: &[P]) -> Result<Checkpoint> {
-        Step::Named(origins(sources)).finish(&Watch::default())
+        Step::Named(origins(sources, &Stores::default())).finish(&Watch::default())
     }
 
     /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
@@ -40,15 +40,18 @@ impl Checkpoint {
     /// If the headers are small and in the page cache, the caller's own thread opens files on disks that this process
     /// has loaded from: that saves two turns at the scheduler. `go_on` is not asked then.
     ///
+    /// Addresses are opened, and later loaded, from `stores`.
+    ///
     /// # Errors
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
     pub fn open_cancellable<P: AsRef<OsStr>>(
         sources: &[P],
+        stores: &Stores,
         stall: Duration,
         go_on: impl FnMut() -> bool,
     ) -> Result<Checkpoint> {
         here(move || {
-            let mut step = Step::Named(origins(sources));
+            let mut step = Step::Named(origins(sources, stores));
             let watch = Watch::here();
             match open_here(&mut step, &watch) {
                 Err(_) if watch.was_too_much() => open_detached(move |watch| step.finish(watch), stall, go_on),
@@ -61,14 +64,14 @@ impl Checkpoint {
     /// from it.
     pub fn from_bytes(bytes: &[u8], size: u64) -> Result<Checkpoint> {
         let hasher = Seeded::default();
-        let origin = Origin::of(OsStr::new("memory.safetensors"));
+        let origin = Origin::of(OsStr::new("memory.safetensors"), &Stores::default());
         let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(origin.location()))?;
         merge(std::iter::once((origin, shard)), hasher, Vec::new())
     }
 }
 
-fn origins<P: AsRef<OsStr>>(sources: &[P]) -> Vec<Origin> {
-    sources.iter().map(|source| Origin::of(source.as_ref())).collect()
+fn origins<P: AsRef<OsStr>>(sources: &[P], stores: &Stores) -> Vec<Origin> {
+    sources.iter().map(|source| Origin::of(source.as_ref(), stores)).collect()
 }
 
 /// How far an open has come.

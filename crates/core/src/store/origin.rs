@@ -5,7 +5,7 @@ use super::heads::{is_gone, is_link, local_content, local_names, LocalHead};
 use super::known_disks::leads_to_known_disk;
 use super::location::Location;
 use super::object::{Head, Object, Store};
-use super::stores::store_for;
+use super::stores::Stores;
 use super::version::Version;
 use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};
@@ -31,9 +31,9 @@ impl PartialEq for Origin {
 }
 
 impl Origin {
-    /// What a caller names: an address if it begins with the scheme of a store, otherwise a path.
-    pub(crate) fn of(source: &OsStr) -> Origin {
-        match Location::address(Path::new(source), store_for) {
+    /// What a caller names: an address if it begins with the scheme of one of these stores, otherwise a path.
+    pub(crate) fn of(source: &OsStr, stores: &Stores) -> Origin {
+        match Location::address(Path::new(source), |scheme| stores.of(scheme)) {
             Some((location, store)) => Origin { location, store: Some(store) },
             None => Origin { location: Location::Path(source.into()), store: None },
         }
@@ -41,6 +41,11 @@ impl Origin {
 
     pub(crate) fn location(&self) -> &Location {
         &self.location
+    }
+
+    /// The store that has it; `None`: it is on this machine.
+    pub(crate) fn store(&self) -> Option<&Arc<dyn Store>> {
+        self.store.as_ref()
     }
 
     /// What has this name in the folder that this is.
@@ -92,7 +97,8 @@ impl Origin {
         Ok(OpenHead::Stored { store: &**store, object, bytes, watch })
     }
 
-    /// All its bytes, at most one more than `most`. `check` may refuse its size before more than `first` bytes are read.
+    /// All its bytes, at most one more than `most`. `check` may refuse its size before more than `first` bytes are read, or
+    /// the bytes of one request.
     pub(crate) fn content(
         &self,
         first: u64,
@@ -103,7 +109,8 @@ impl Origin {
         if self.store.is_none() {
             return local_content(self.location.as_path(), most, watch, check);
         }
-        let mut head = self.head(first, watch)?;
+        // What is wanted whole is asked for in one request.
+        let mut head = self.head(first.max(MOST_PER_REQUEST), watch)?;
         let size = head.size();
         check(size)?;
         head.read_until(size.min(most))?;

@@ -3,10 +3,9 @@
 use super::facts::Facts;
 use super::files::{Asking, Files};
 use super::location::Location;
-use super::object::{Object, Objects};
+use super::object::{Object, Objects, Store};
 use super::read_cost::Sample;
 use super::residency::Residency;
-use super::stores::store_for;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Mapping;
@@ -18,7 +17,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
 
-/// The files of one load. Files of this machine are one store; each scheme is another.
+/// Location, size and version of a file, and the store that has it; `None`: it is on this machine.
+pub(crate) type StoredFile<'a> = (&'a Location, u64, &'a Version, Option<&'a Arc<dyn Store>>);
+
+/// The files of one load. Files of this machine are one store.
 #[derive(Debug)]
 pub(crate) struct Storage {
     local: Arc<Files>,
@@ -41,19 +43,20 @@ struct Elsewhere {
 }
 
 impl Storage {
-    /// The files of a checkpoint, in order: location, size and version of each; nothing is opened yet.
+    /// The files of a checkpoint, in order: location, size and version of each, and the store that has it, if it is not on
+    /// this machine. Nothing is opened yet.
     ///
     /// # Errors
-    /// `Unsupported` for a scheme that has no store, and what a store says.
-    pub(crate) fn new<'a>(files: impl Iterator<Item = (&'a Location, u64, &'a Version)> + Clone) -> Result<Storage> {
-        let mut schemes: Vec<&str> = Vec::new();
+    /// What a store says.
+    pub(crate) fn new<'a>(files: impl Iterator<Item = StoredFile<'a>> + Clone) -> Result<Storage> {
+        let mut stores: Vec<&Arc<dyn Store>> = Vec::new();
         let mut elsewhere = Vec::new();
-        if files.clone().any(|(location, ..)| location.scheme().is_some()) {
-            for (location, size, _) in files.clone() {
-                elsewhere.push(location.scheme().map(|scheme| {
-                    let store = schemes.iter().position(|known| *known == scheme).unwrap_or_else(|| {
-                        schemes.push(scheme);
-                        schemes.len() - 1
+        if files.clone().any(|(.., store)| store.is_some()) {
+            for (location, size, _, store) in files.clone() {
+                elsewhere.push(store.map(|store| {
+                    let store = stores.iter().position(|known| Arc::ptr_eq(known, store)).unwrap_or_else(|| {
+                        stores.push(store);
+                        stores.len() - 1
                     });
                     Elsewhere {
                         store,
@@ -65,19 +68,16 @@ impl Storage {
                 }));
             }
         }
-        let mut others = Vec::with_capacity(schemes.len());
-        for (number, scheme) in schemes.iter().enumerate() {
-            let Some(store) = store_for(scheme) else {
-                return Err(Error::new(ErrorKind::Unsupported, format!("there is no store for {scheme}://")));
-            };
-            let theirs = files.clone().zip(&elsewhere).map(|((location, size, version), found)| {
+        let mut others = Vec::with_capacity(stores.len());
+        for (number, store) in stores.iter().enumerate() {
+            let theirs = files.clone().zip(&elsewhere).map(|((location, size, version, _), found)| {
                 let object = || Object { location: location.clone(), size, version: version.clone() };
                 found.as_ref().filter(|found| found.store == number).map(|_| object())
             });
             others.push(store.objects(theirs.collect())?);
         }
         // Files of other stores keep their numbers here, and are never asked about.
-        let local = Files::new(files.map(|(location, _, version)| match version {
+        let local = Files::new(files.map(|(location, _, version, _)| match version {
             Version::Inode(identity) => (location.as_path().to_path_buf(), *identity),
             _ => (location.as_path().to_path_buf(), Default::default()),
         }));

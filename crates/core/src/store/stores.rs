@@ -2,10 +2,12 @@
 
 use super::object::Store;
 #[cfg(feature = "remote")]
-use super::remote::{Web, WebSettings};
+use super::remote::{authorities, StorageSettings, Web};
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(feature = "remote")]
-use std::sync::OnceLock;
+use std::path::PathBuf;
+#[cfg(feature = "remote")]
+use std::sync::Mutex;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// The registered stores. Looked at for addresses with a scheme only; a fork in the moment in which one is registered could
@@ -25,22 +27,62 @@ pub fn register(scheme: &str, store: Arc<dyn Store>) -> Result<()> {
     Ok(())
 }
 
-/// The store for `scheme`, if there is one: a registered one before one of this crate.
-pub(crate) fn store_for(scheme: &str) -> Option<Arc<dyn Store>> {
-    let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
-    let found = stores.iter().find(|(known, _)| known == scheme).map(|(_, store)| store.clone());
-    found.or_else(|| built_in(scheme))
+/// The stores that one open uses: registered ones, and those of this crate with the settings of the open.
+#[derive(Debug, Clone, Default)]
+pub struct Stores {
+    #[cfg(feature = "remote")]
+    settings: StorageSettings,
 }
 
-/// A store of this crate. It is made when its scheme is first met.
+impl Stores {
+    /// Stores with these settings. A registered store has its own.
+    #[cfg(feature = "remote")]
+    pub fn with(settings: StorageSettings) -> Stores {
+        Stores { settings }
+    }
+
+    /// The file with the certificates of the authorities that https trusts with these settings.
+    ///
+    /// # Errors
+    /// `Unsupported` if there is none.
+    #[cfg(feature = "remote")]
+    pub fn authorities(&self) -> Result<PathBuf> {
+        authorities(self.settings.web.authorities.as_deref())
+    }
+
+    /// The store for `scheme`, if there is one: a registered one before one of this crate.
+    pub(crate) fn of(&self, scheme: &str) -> Option<Arc<dyn Store>> {
+        let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
+        let found = stores.iter().find(|(known, _)| known == scheme).map(|(_, store)| store.clone());
+        found.or_else(|| self.built_in(scheme))
+    }
+
+    #[cfg(feature = "remote")]
+    fn built_in(&self, scheme: &str) -> Option<Arc<dyn Store>> {
+        let is = |name: &str| scheme.eq_ignore_ascii_case(name);
+        (is("http") || is("https")).then(|| made(&self.settings))
+    }
+
+    #[cfg(not(feature = "remote"))]
+    fn built_in(&self, _scheme: &str) -> Option<Arc<dyn Store>> {
+        None
+    }
+}
+
+/// The store of web addresses with these settings. The last few are kept: a program may open the shards of a checkpoint one
+/// by one, and what is known of servers then need not be found out each time.
 #[cfg(feature = "remote")]
-fn built_in(scheme: &str) -> Option<Arc<dyn Store>> {
-    static WEB: OnceLock<Arc<dyn Store>> = OnceLock::new();
-    let is_web = scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https");
-    is_web.then(|| WEB.get_or_init(|| Arc::new(Web::new(WebSettings::default()))).clone())
-}
-
-#[cfg(not(feature = "remote"))]
-fn built_in(_scheme: &str) -> Option<Arc<dyn Store>> {
-    None
+fn made(settings: &StorageSettings) -> Arc<dyn Store> {
+    static MADE: Mutex<Vec<(StorageSettings, Arc<dyn Store>)>> = Mutex::new(Vec::new());
+    const MOST: usize = 4;
+    let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, store)) = made.iter().find(|(known, _)| known == settings) {
+        return store.clone();
+    }
+    if made.len() == MOST {
+        made.remove(0);
+    }
+    let store: Arc<dyn Store> = Arc::new(Web::new(settings.clone()));
+    made.push((settings.clone(), store.clone()));
+    store
 }

@@ -26,6 +26,8 @@ pub(super) struct Answer {
     /// The name of its transfer or content encoding, if it has one.
     encoding: Option<String>,
     request_id: Option<String>,
+    /// What the Hugging Face Hub says instead of a reason, such as `GatedRepo`.
+    error_code: Option<String>,
     pause: Option<Duration>,
     /// Whether the connection can be used again.
     pub(super) keeps: bool,
@@ -51,6 +53,8 @@ pub(super) enum Verdict {
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
     Refused(Error),
+    /// The server does not have the version that was asked for.
+    OtherEtag(Error),
     /// It will not work.
     Failed(Error),
 }
@@ -97,6 +101,7 @@ impl Answer {
                 "x-amz-request-id" | "x-request-id" | "x-ms-request-id" | "x-guploader-uploadid" => {
                     found.request_id = Some(shortened(&value));
                 }
+                "x-error-code" => found.error_code = Some(shortened(&value)),
                 "connection" => {
                     let has = |word: &str| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word));
                     found.keeps = !has("close") && (found.keeps || has("keep-alive"));
@@ -120,8 +125,10 @@ impl Answer {
 
     /// The status, and the number of the request that the server's owner can look up.
     fn named(&self) -> String {
-        let id = self.request_id.as_ref().map_or_else(String::new, |id| format!(", request {id}"));
-        format!("{} {}{id}", self.status, self.reason).trim_end().to_owned()
+        let mut text = format!("{} {}", self.status, self.reason).trim_end().to_owned();
+        text.extend(self.error_code.iter().map(|code| format!(", {code}")));
+        text.extend(self.request_id.iter().map(|id| format!(", request {id}")));
+        text
     }
 
     /// What follows from it.
@@ -132,6 +139,11 @@ impl Answer {
             206 => self.part(expected).unwrap_or_else(|verdict| *verdict),
             // An empty object has no range that could be asked for.
             200 if !seen && self.length == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
+            // Some servers send small objects whole, whatever is asked for.
+            200 if !seen && self.is_all_of(&expected.range) => {
+                let size = self.length.unwrap_or_default();
+                Verdict::Body { length: size, size, version: self.version() }
+            }
             416 if !seen && self.total == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
             200 => Verdict::Failed(io(
                 "the server sent the whole object where a part was asked for: it does not support range requests; copy \
@@ -151,12 +163,18 @@ impl Answer {
                 ErrorKind::NotFound,
                 format!("the server has no such object ({named})"),
             )),
-            412 | 416 if seen => Verdict::Failed(changed(format!("the server has another version of it ({named})"))),
+            412 if seen => Verdict::OtherEtag(changed(format!("the server has another version of it ({named})"))),
+            416 if seen => Verdict::Failed(changed(format!("the server has another version of it ({named})"))),
             408 | 425 | 429 | 500 | 502 | 503 | 504 => {
                 Verdict::Again(io(format!("the server is busy or broken ({named})")), self.pause)
             }
             _ => Verdict::Failed(io(format!("the server answered {named}"))),
         }
+    }
+
+    /// Whether a body that is the whole object has nothing but bytes of `range`.
+    fn is_all_of(&self, range: &Range<u64>) -> bool {
+        self.encoding.is_none() && range.start == 0 && self.length.is_some_and(|length| length <= range.end)
     }
 
     /// A part of the object. The verdict is boxed, because it is large.
@@ -244,6 +262,7 @@ mod tests {
             Verdict::Moved(to) => format!("moved {to}"),
             Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
             Verdict::Refused(e) => format!("refused {:?}", e.kind()),
+            Verdict::OtherEtag(e) => format!("other etag {:?}", e.kind()),
             Verdict::Failed(e) => format!("failed {:?}", e.kind()),
         }
     }
@@ -271,6 +290,7 @@ mod tests {
             (&part.replace("Content-Length: 10", "Transfer-Encoding: chunked"), known(), "failed Io"),
             (&part.replace("\nETag", "\nContent-Encoding: gzip\nETag"), known(), "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 100", known(), "failed Io"),
+            ("HTTP/1.1 200 OK\nContent-Length: 5", None, "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 0\nETag: \"e\"", None, "0 of 0 Strong(\"\\\"e\\\"\")"),
             ("HTTP/1.1 416 No\nContent-Range: bytes */0", None, "0 of 0 Weak(\"\")"),
             ("HTTP/1.1 416 No\nContent-Range: bytes */5", known(), "failed Changed"),
@@ -279,13 +299,35 @@ mod tests {
             ("HTTP/1.1 403 Forbidden", known(), "refused Permission"),
             ("HTTP/1.1 404 Not Found", None, "refused NotFound"),
             ("HTTP/1.1 404 Not Found", known(), "refused Changed"),
-            ("HTTP/1.1 412 Precondition Failed", known(), "failed Changed"),
+            ("HTTP/1.1 412 Precondition Failed", known(), "other etag Changed"),
             ("HTTP/1.1 503 Slow Down\nRetry-After: 2", known(), "again Io Some(2s)"),
             ("HTTP/1.1 503 Slow Down\nRetry-After: 1000", None, "again Io Some(10s)"),
             ("HTTP/1.1 501 No", None, "failed Io"),
         ] {
             assert_eq!(told(text, object), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn a_small_object_may_come_whole() {
+        let told = |text: &str, object: Option<(u64, Version)>, range: Range<u64>| {
+            let verdict = answer(text).judge(&Expected { object, range });
+            matches!(verdict, Verdict::Body { length: 20, size: 20, .. })
+        };
+        let whole = "HTTP/1.1 200 OK\nContent-Length: 20\nETag: \"a\"";
+        assert!(told(whole, None, 0..20) && told(whole, None, 0..100));
+        assert!(!told(whole, None, 0..19), "it is longer");
+        assert!(!told(whole, None, 1..20), "it begins before");
+        assert!(!told(whole, Some((20, Version::Strong("\"a\"".into()))), 0..20), "a part was asked for");
+        assert!(!told("HTTP/1.1 200 OK\nContent-Length: 20\nContent-Encoding: gzip", None, 0..100));
+        assert!(!told("HTTP/1.1 200 OK\nTransfer-Encoding: chunked", None, 0..100));
+    }
+
+    #[test]
+    fn an_error_says_what_the_server_says() {
+        let text = "HTTP/1.1 403 Forbidden\nX-Error-Code: GatedRepo\nX-Request-Id: r-1";
+        let Verdict::Refused(e) = answer(text).judge(&Expected { object: None, range: 0..1 }) else { panic!() };
+        assert!(e.to_string().contains("(403 Forbidden, GatedRepo, request r-1)"), "{e}");
     }
 
     #[test]

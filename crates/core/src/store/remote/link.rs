@@ -196,7 +196,7 @@ impl<S: Stream> Link<S> {
             Verdict::Body { length: bytes, size, version } => {
                 for read in &mut fetch.reads {
                     read.seen(bytes, size, version.clone());
-                    (read.redirects, read.renewed) = (0, false);
+                    (read.redirects, read.renewed) = (0, 0);
                 }
                 fetch.asked.end = fetch.asked.start + bytes;
                 self.keeps = answer.keeps && answer.has_length() && answer.status == 206;

@@ -31,10 +31,11 @@ mod wires;
 use self::answer::Expected;
 use self::net::{Common, Net, Told};
 use self::range_read::{BodyPlaces, RangeRead, Site};
-use self::request::{Requests, Unsigned};
-pub use self::settings::WebSettings;
+use self::request::{requests_of, Requests};
+pub use self::settings::{Bearer, Secret, StorageSettings, WebSettings};
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
+pub(super) use self::tls::authorities;
 use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::object::{Head, Object, Objects, Store};
@@ -64,9 +65,10 @@ pub struct Web {
 
 impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
-    pub fn new(settings: WebSettings) -> Web {
-        let common = Arc::new(Common { settings, names: Arc::default(), tls: tls::Tls::default() });
-        Web { common, requests: Arc::new(Unsigned) }
+    pub fn new(settings: impl Into<StorageSettings>) -> Web {
+        let StorageSettings { web, bearer } = settings.into();
+        let common = Arc::new(Common { settings: web, names: Arc::default(), tls: tls::Tls::default() });
+        Web { common, requests: requests_of(bearer) }
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {

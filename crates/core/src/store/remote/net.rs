@@ -27,6 +27,7 @@ const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
 const TRIES_UNANSWERED: u32 = 3;
 const MOST_REDIRECTS: u32 = 5;
+const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
 const LEAST_ASKED: u64 = 2 << 20;
@@ -421,16 +422,24 @@ impl<W: Wires> Net<W> {
                 self.again(fetch, 0, e, pause, told);
             }
             Verdict::Refused(e) => {
-                // Once: a second refusal is meant.
-                let renewed = fetch.reads.iter().any(|read| read.renewed);
-                if !renewed && fetch.reads.front().is_some_and(|read| read.site.renew()) {
-                    fetch.reads.iter_mut().for_each(|read| read.renewed = true);
+                // A new location may expire before it is used, but not always.
+                let Some(first) = fetch.reads.front() else { return };
+                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked));
+                if other && first.renewed < MOST_RENEWALS {
+                    for read in &mut fetch.reads {
+                        (read.renewed, read.redirects) = (read.renewed + 1, 0);
+                    }
                     self.back(Some(fetch));
                 } else {
                     fail_all(Some(fetch), &e, told);
                 }
             }
-            Verdict::Failed(e) => fail_all(Some(fetch), &e, told),
+            // A server that redirects may compare the ETag with one of its own. Every answer is compared here as well.
+            Verdict::OtherEtag(_) if fetch.reads.front().is_some_and(|read| read.etag().is_some()) => {
+                fetch.reads.iter().for_each(|read| read.site.unpin());
+                self.back(Some(fetch));
+            }
+            Verdict::OtherEtag(e) | Verdict::Failed(e) => fail_all(Some(fetch), &e, told),
         }
     }
 

@@ -11,6 +11,7 @@ use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
 /// Most places that one system call fills.
@@ -25,28 +26,47 @@ pub(super) struct Site {
     pub(super) requests: Arc<dyn Requests>,
     /// Where the server has redirected to. Later reads go there at once.
     moved: Mutex<Option<Address>>,
+    /// Whether requests no longer name the ETag.
+    unpinned: AtomicBool,
 }
 
 impl Site {
     pub(super) fn new(path: PathBuf, at: String, requests: Arc<dyn Requests>) -> Site {
-        Site { path, at, requests, moved: Mutex::new(None) }
+        Site { path, at, requests, moved: Mutex::new(None), unpinned: AtomicBool::new(false) }
     }
 
-    /// The request for the object. A place that a redirect names has its signature in its own address.
+    /// The request for the object. A place that a redirect names has its signature in its own address, or is of the kind
+    /// that gets ours.
     pub(super) fn request(&self) -> Result<Get> {
         match &*lock(&self.moved) {
-            Some(address) => Ok(Get { address: address.clone(), fields: String::new() }),
+            Some(address) => Ok(Get { address: address.clone(), fields: self.requests.redirected(address) }),
             None => self.requests.request(&self.at),
         }
+    }
+
+    /// Has later requests not name the ETag.
+    pub(super) fn unpin(&self) {
+        self.unpinned.store(true, Ordering::Relaxed);
     }
 
     pub(super) fn moved(&self, to: Address) {
         *lock(&self.moved) = Some(to);
     }
 
-    /// Has the object asked for where it was first, or with another signature; false if that is what was done.
-    pub(super) fn renew(&self) -> bool {
-        lock(&self.moved).take().is_some() || self.requests.renew()
+    /// The request for `asked` was refused. Whether the next one is another: for where the object was first, for where
+    /// another read has been redirected to since, or with another signature.
+    pub(super) fn renew(&self, asked: &Address) -> bool {
+        let mut moved = lock(&self.moved);
+        match &*moved {
+            Some(address) if address == asked => *moved = None,
+            Some(_) => {}
+            None if self.requests.request(&self.at).is_ok_and(|first| first.address == *asked) => {
+                return self.requests.renew();
+            }
+            // A read that was refused before this one has had the place forgotten.
+            None => {}
+        }
+        true
     }
 }
 
@@ -134,7 +154,8 @@ pub(super) struct RangeRead {
     /// Where it was last asked for.
     pub(super) asked: Option<Address>,
     pub(super) redirects: u32,
-    pub(super) renewed: bool,
+    /// Refusals in a row, after each of which it was asked for in another way.
+    pub(super) renewed: u32,
     /// Whether its arrival was reported.
     pub(super) arrived: bool,
 }
@@ -163,7 +184,7 @@ impl RangeRead {
             answered: false,
             asked: None,
             redirects: 0,
-            renewed: false,
+            renewed: 0,
             arrived: false,
         }
     }
@@ -184,10 +205,10 @@ impl RangeRead {
         self.places.is_some()
     }
 
-    /// The strong ETag of the object, if it has been seen and has one.
+    /// The strong ETag that the next request names, if the object has been seen and has one.
     pub(super) fn etag(&self) -> Option<&str> {
         match &self.expected.object {
-            Some((_, Version::Strong(etag))) => Some(etag),
+            Some((_, Version::Strong(etag))) if !self.site.unpinned.load(Ordering::Relaxed) => Some(etag),
             _ => None,
         }
     }
@@ -218,5 +239,27 @@ impl RangeRead {
     /// The error, with the address and the byte range of this read.
     pub(super) fn located(&self, error: Error) -> Error {
         error.at(&self.site.path).range(self.expected.range.clone())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::request::Unsigned;
+    use super::*;
+
+    #[test]
+    fn reads_that_were_refused_together_are_asked_for_again_together() {
+        let (first, there, next) = ("http://h/a", "http://p/a?1", "http://p/a?2");
+        let address = |text: &str| Address::parse(text).unwrap();
+        let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
+        let asked = |site: &Site| site.request().unwrap().address;
+        assert!(!site.renew(&address(first)), "nothing would be different");
+        site.moved(address(there));
+        assert!(site.renew(&address(there)));
+        assert!(site.renew(&address(there)), "the other read has not been redirected yet");
+        assert!(asked(&site) == address(first));
+        site.moved(address(next));
+        assert!(site.renew(&address(there)) && asked(&site) == address(next), "it has been redirected");
     }
 }

@@ -1,12 +1,14 @@
 //! What is asked for: the part that differs between kinds of servers. The connections know nothing of it.
 
-use super::address::Address;
+use super::address::{Address, Server};
+use super::settings::Bearer;
 use crate::error::Result;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A request for bytes of one object, without the range.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Get {
     pub(super) address: Address,
     /// Further fields, each ended by CR LF: a signature.
@@ -18,6 +20,12 @@ pub(super) struct Get {
 pub(super) trait Requests: Send + Sync + Debug {
     /// The request for the object at this address, as it is valid now.
     fn request(&self, at: &str) -> Result<Get>;
+
+    /// The fields of a request for where a redirect has led. Most credentials are not for others.
+    fn redirected(&self, to: &Address) -> String {
+        let _ = to;
+        String::new()
+    }
 
     /// The server has refused a request (401, 403). Whether the next one will differ.
     fn renew(&self) -> bool {
@@ -32,6 +40,48 @@ pub(super) struct Unsigned;
 impl Requests for Unsigned {
     fn request(&self, at: &str) -> Result<Get> {
         Ok(Get { address: Address::parse(at)?, fields: String::new() })
+    }
+}
+
+/// Requests with a token, if there is one.
+pub(super) fn requests_of(bearer: Option<Bearer>) -> Arc<dyn Requests> {
+    match bearer {
+        None => Arc::new(Unsigned),
+        Some(bearer) => Arc::new(WithToken { fields: bearer.field(), server: bearer.server }),
+    }
+}
+
+/// Requests that carry a token to one server. Other servers do not get it, also where that server redirects to them.
+struct WithToken {
+    server: Server,
+    fields: String,
+}
+
+impl Requests for WithToken {
+    fn request(&self, at: &str) -> Result<Get> {
+        let address = Address::parse(at)?;
+        let fields = self.redirected(&address);
+        Ok(Get { address, fields })
+    }
+
+    fn redirected(&self, to: &Address) -> String {
+        if to.server == self.server {
+            self.fields.clone()
+        } else {
+            String::new()
+        }
+    }
+}
+
+impl Debug for WithToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a token for {}", self.server.authority())
+    }
+}
+
+impl Debug for Get {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
     }
 }
 

@@ -1,10 +1,76 @@
-//! The settings of the store.
+//! The settings of the stores.
 
+use super::address::{Address, Server};
+use crate::error::{Error, ErrorKind, Result};
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How web servers are asked.
-#[derive(Debug, Clone)]
+/// How one open asks stores.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StorageSettings {
+    /// How all of them are asked.
+    pub web: WebSettings,
+    /// A token for a web server.
+    pub bearer: Option<Bearer>,
+}
+
+impl From<WebSettings> for StorageSettings {
+    fn from(web: WebSettings) -> Self {
+        StorageSettings { web, ..StorageSettings::default() }
+    }
+}
+
+/// A text that no message and no debug output shows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    /// This text.
+    pub fn new(text: impl Into<String>) -> Secret {
+        Secret(text.into())
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(a secret)")
+    }
+}
+
+/// A token, and the only server that it is sent to: neither other servers of a checkpoint get it, nor those that the server
+/// redirects to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bearer {
+    pub(super) server: Server,
+    token: Secret,
+}
+
+impl Bearer {
+    /// A token for `server`: `http://` or `https://`, its host, and its port if it is not the usual one.
+    ///
+    /// # Errors
+    /// `Invalid` for an address that has more than that, and for a token that no request can carry.
+    pub fn new(server: &str, token: Secret) -> Result<Bearer> {
+        let invalid = |text: &str| Error::new(ErrorKind::Invalid, text);
+        let address = Address::parse(server)?;
+        if address.target != "/" {
+            return Err(invalid("a token is for a server: give its address without a path"));
+        }
+        if token.0.is_empty() || !token.0.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(invalid("the token is empty, or has other letters than visible ones of ASCII"));
+        }
+        Ok(Bearer { server: address.server, token })
+    }
+
+    /// The field that carries it.
+    pub(super) fn field(&self) -> String {
+        format!("Authorization: Bearer {}\r\n", self.token.0)
+    }
+}
+
+/// How servers are asked.
+#[derive(Debug, Clone, PartialEq)]
 pub struct WebSettings {
     /// Most connections of one load.
     pub connections: usize,

@@ -36,20 +36,32 @@ impl Tls {
     }
 }
 
-fn made(given: Option<&Path>) -> Result<ClientConfig> {
+/// The file with the certificates of the authorities to trust: `given`, else the one that `SSL_CERT_FILE` names, else the
+/// system's.
+///
+/// # Errors
+/// `Unsupported` if there is none.
+pub(in crate::store) fn authorities(given: Option<&Path>) -> Result<PathBuf> {
     let named = given.map(Path::to_path_buf).or_else(|| std::env::var_os("SSL_CERT_FILE").map(PathBuf::from));
     let candidates = named.map_or_else(|| SYSTEM.iter().map(PathBuf::from).collect(), |file| vec![file]);
-    let unsupported = |text: String| Error::new(ErrorKind::Unsupported, text);
-    let Some(file) = candidates.iter().find(|file| file.exists()) else {
+    candidates.iter().find(|file| file.exists()).cloned().ok_or_else(|| {
         let looked: Vec<_> = candidates.iter().map(|file| file.display().to_string()).collect();
-        return Err(unsupported(format!(
+        unsupported(format!(
             "https needs the certificates of the authorities to trust, and there is no {}: install ca-certificates, or \
              name a file of them in SSL_CERT_FILE",
             looked.join(", ")
-        )));
-    };
+        ))
+    })
+}
+
+fn unsupported(text: String) -> Error {
+    Error::new(ErrorKind::Unsupported, text)
+}
+
+fn made(given: Option<&Path>) -> Result<ClientConfig> {
+    let file = authorities(given)?;
     let mut roots = RootCertStore::empty();
-    let read = CertificateDer::pem_file_iter(file);
+    let read = CertificateDer::pem_file_iter(&file);
     let read = read.map_err(|e| unsupported(format!("{}: cannot read certificates: {e}", file.display())))?;
     // Systems ship some that are too old to be understood. They are passed over.
     roots.add_parsable_certificates(read.filter_map(|certificate| certificate.ok()));

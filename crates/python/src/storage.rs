@@ -1,0 +1,118 @@
+//! `storage=`: how one open asks servers. Strictly validated, with environment overrides.
+
+use crate::errors::{detached, invalid, raise};
+use crate::guard::{answer, Answer};
+use crate::options::{repr, value_of};
+use penstock::store::{Bearer, Secret, StorageSettings, Stores};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyMapping};
+use std::path::PathBuf;
+
+/// What kind of value a setting has.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Number,
+    Path,
+}
+
+/// All settings, in the order in which errors list them.
+const SETTINGS: [(&str, Kind); 2] = [("connections", Kind::Number), ("ca", Kind::Path)];
+
+/// Most connections of one load.
+const MOST_CONNECTIONS: usize = 1024;
+
+/// Names of the settings of `storage=`.
+#[pyfunction]
+pub(crate) fn storage_settings(py: Python<'_>) -> Answer<'_, Vec<&'static str>> {
+    answer(py, || Ok(names()))
+}
+
+fn names() -> Vec<&'static str> {
+    SETTINGS.iter().map(|(name, _)| *name).collect()
+}
+
+/// The file with the certificates of the authorities that https trusts with these settings.
+#[pyfunction]
+#[pyo3(signature = (storage = None))]
+pub(crate) fn authorities<'py>(py: Python<'py>, storage: Option<&Bound<'py, PyAny>>) -> Answer<'py, PathBuf> {
+    answer(py, || {
+        let stores = stores_of(py, storage, None)?;
+        detached(py, || stores.authorities())
+    })
+}
+
+/// The stores of an open with these settings. `bearer` is a server and the token for it.
+pub(crate) fn stores_of(
+    py: Python<'_>,
+    given: Option<&Bound<'_, PyAny>>,
+    bearer: Option<(String, String)>,
+) -> PyResult<Stores> {
+    let mut settings = StorageSettings::default();
+    for (name, _) in SETTINGS {
+        let variable = format!("PENSTOCK_STORAGE_{}", name.to_uppercase());
+        if let Some(text) = value_of(&variable)? {
+            set(&mut settings, name, text).map_err(|why| invalid(format!("{variable}: {why}")))?;
+        }
+    }
+    let items = match given {
+        None => Vec::new(),
+        Some(given) => {
+            let kind = given.get_type();
+            let refuse =
+                |_| invalid(format!("storage= is a {kind}: give a dict of settings, such as {{\"connections\": 32}}"));
+            given
+                .cast::<PyMapping>()
+                .map_err(refuse)?
+                .items()?
+                .extract::<Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>>()?
+        }
+    };
+    for (name, value) in items {
+        let Some((name, kind)) = SETTINGS.iter().find(|(known, _)| name.extract::<&str>().is_ok_and(|n| n == *known))
+        else {
+            let known = names().join(", ");
+            return Err(invalid(format!("there is no storage setting {}; there are: {known}", repr(&name))));
+        };
+        if !value.is_none() {
+            let text = text_of(name, *kind, &value)?;
+            set(&mut settings, name, text).map_err(|why| invalid(format!("storage {name}: {why}")))?;
+        }
+    }
+    if let Some((server, token)) = bearer {
+        settings.bearer = Some(Bearer::new(&server, Secret::new(token)).map_err(|e| raise(py, &e))?);
+    }
+    Ok(Stores::with(settings))
+}
+
+/// The value as a text, as an environment variable would have it.
+fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let wrong = |what: &str| PyTypeError::new_err(format!("storage {name}: must be {what}"));
+    if let Ok(text) = value.extract::<String>() {
+        return Ok(text);
+    }
+    match kind {
+        Kind::Number if !value.is_instance_of::<PyBool>() => {
+            value.extract::<i128>().map(|number| number.to_string()).map_err(|_| wrong("a whole number"))
+        }
+        Kind::Number => Err(wrong("a whole number")),
+        Kind::Path => {
+            let path: PathBuf = value.extract().map_err(|_| wrong("a path"))?;
+            path.into_os_string().into_string().map_err(|_| wrong("a path in Unicode"))
+        }
+    }
+}
+
+fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), String> {
+    match name {
+        "connections" => {
+            let number = text.trim().parse().ok().filter(|number| (1..=MOST_CONNECTIONS).contains(number));
+            settings.web.connections =
+                number.ok_or_else(|| format!("must be a whole number, from 1 to {MOST_CONNECTIONS}"))?;
+        }
+        "ca" if text.is_empty() => return Err("must be the path of a file".into()),
+        "ca" => settings.web.authorities = Some(PathBuf::from(text)),
+        _ => return Err("is not a setting".into()),
+    }
+    Ok(())
+}

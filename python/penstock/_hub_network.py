@@ -1,0 +1,398 @@
+"""The Hugging Face Hub over the network, for what the local cache lacks: which commit a revision is now, what the
+commit holds, and the web addresses of its files. Nothing is written to a disk.
+
+One request asks the Hub's API. The core then reads the files from ``<endpoint>/<repository>/resolve/<commit>/<path>``,
+which redirects to wherever the Hub keeps them. The token goes to the Hub's own server, and to no other.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import os
+import re
+import ssl
+import urllib.error
+import urllib.request
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote, urljoin, urlsplit
+
+from . import _core
+from ._choices import Storage
+from ._errors import AccessError, InvalidError, NotFoundError, PenstockError, ReadError
+from ._hub import (
+    ADVICE,
+    COMMIT,
+    REPOSITORY,
+    SCHEME,
+    Reference,
+    Snapshot,
+    find,
+    home,
+    is_true,
+    listed,
+    open_snapshot,
+    parse,
+    partial_sets,
+)
+from ._late_imports import importing
+from ._paths import without_secrets
+from ._patience import asking, patiently, pause
+
+TRIES = 5
+"""Most requests for one thing, as long as the Hub answers at all."""
+TRIES_UNANSWERED = 3
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 10.0
+_TIMEOUT = 10.0
+"""Seconds that one request waits for the next bytes."""
+_MOST_BYTES = 256 << 20
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Token(NamedTuple):
+    """A token of the Hub. Its text is in no message."""
+
+    text: str
+    source: str
+    """Where it was found: a variable or a file."""
+
+    def __repr__(self) -> str:
+        return f"Token(from {self.source})"
+
+
+class Pinned(NamedTuple):
+    """A commit of a repository on the Hub."""
+
+    repository: str
+    """Its name now: it may have been renamed."""
+    commit: str
+    names: list[str]
+    """The paths of its files."""
+
+
+# The environment
+
+
+def endpoint() -> str:
+    """The address of the Hub, without a slash at its end."""
+    found = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", found):
+        raise InvalidError(f"HF_ENDPOINT={without_secrets(found)!r} is not the address of a server: https://host")
+    return found
+
+
+def token() -> Token | None:
+    """The token that huggingface_hub would send with this environment."""
+    environ = os.environ
+    if is_true(environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+        return None
+    name = "HF_TOKEN" if environ.get("HF_TOKEN") else "HUGGING_FACE_HUB_TOKEN"
+    found = Token(environ.get(name, "").strip(), name)
+    if not found.text:
+        path = Path(os.path.expandvars(os.path.expanduser(environ.get("HF_TOKEN_PATH", home() / "token"))))  # noqa: PTH111
+        asking(path)
+        try:
+            found = Token(path.read_text("utf-8", "replace").strip(), str(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            message = f"cannot read the token of the Hub: {error}"
+            raise AccessError(message, path=str(path), errno=error.errno) from error
+    if not found.text:
+        return None
+    if not re.fullmatch(r"[!-~]+", found.text):
+        raise InvalidError(f"{found.source} holds no token of the Hub: it has spaces, or other letters than ASCII's")
+    return found
+
+
+# One request
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, and takes the token to no other server."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        to = urljoin(req.full_url, newurl)
+        if req.full_url.startswith("https:") and not to.startswith("https:"):
+            raise urllib.error.URLError("it redirects from https to http")
+        # Before 3.11 the library knew 307, and not 308
+        following = super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
+        if following is not None and _server(to) != _server(req.full_url):
+            following.remove_header("Authorization")
+        return following
+
+    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302
+
+
+def _server(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _name(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _opener(url: str, storage: Storage | None) -> urllib.request.OpenerDirector:
+    if not url.startswith("https:"):
+        return urllib.request.build_opener(_Redirects)
+    # The authorities are those that the core trusts, wherever this Python keeps its own
+    https = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=_core.authorities(storage)))
+    return urllib.request.build_opener(_Redirects, https)
+
+
+def _ask(url: str, sent: Token | None, storage: Storage | None) -> Any:
+    """The JSON at ``url``. Asks again if the Hub is busy or cannot be reached.
+
+    Raises:
+        urllib.error.HTTPError: what the Hub answers instead.
+        ReadError: it cannot be reached, or is no Hub.
+    """
+    headers = {"Accept": "application/json", "User-Agent": f"penstock/{_core.__version__}"}
+    if sent is not None:
+        headers["Authorization"] = f"Bearer {sent.text}"
+    opener, tried = _opener(url, storage), 0
+    while True:
+        asking(url)
+        tried += 1
+        wait = _FIRST_PAUSE * 2 ** (tried - 1)
+        try:
+            with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as answer:
+                text = answer.read(_MOST_BYTES)
+            break
+        except urllib.error.HTTPError as error:
+            if error.code not in _AGAIN or tried == TRIES:
+                raise
+            wait = max(wait, _retry_after(error))
+            error.close()
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise ReadError(
+                    f"the certificate of {_name(url)} is not trusted ({reason.verify_message}); if an authority of "
+                    "your own has signed it, name the file with its certificate in SSL_CERT_FILE",
+                    path=url,
+                ) from error
+            if tried == TRIES_UNANSWERED:
+                message = f"cannot reach {_name(url)}: {reason or type(reason).__name__}; it was asked {tried} times"
+                raise ReadError(message, path=url) from error
+        pause(min(wait, _LONGEST_PAUSE))
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        message = f"{_name(url)} did not answer as the Hub does: its answer is no JSON (does HF_ENDPOINT name a Hub?)"
+        raise ReadError(message, path=url) from error
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    value = error.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+# Which commit
+
+
+def pin(source: str, reference: Reference, sent: Token | None, storage: Storage | None = None) -> Pinned:
+    """Which commit ``reference`` is now, and its files.
+
+    Raises:
+        NotFoundError: there is no such repository or revision, or it is not shown to everybody.
+        AccessError: the Hub does not let us.
+        ReadError: the Hub cannot be reached, or does not answer as a Hub does.
+    """
+    url = f"{endpoint()}/api/models/{reference.repository}/revision/{quote(reference.revision, safe='')}"
+    try:
+        said = _ask(url, sent, storage)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(source, reference, error, sent) from None
+    try:
+        name, commit = said.get("id") or reference.repository, said["sha"]
+        names = [str(sibling["rfilename"]) for sibling in said["siblings"]]
+        sound = re.fullmatch(REPOSITORY, name, re.ASCII) is not None and COMMIT.fullmatch(commit) is not None
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        message = f"{source}: {_name(url)} did not answer as the Hub does (does HF_ENDPOINT name a Hub?)"
+        raise ReadError(message, path=url)
+    return Pinned(name, commit, names)
+
+
+def _refused(source: str, reference: Reference, error: urllib.error.HTTPError, sent: Token | None) -> PenstockError:
+    """What it means that the Hub does not answer with a commit."""
+    where, said = endpoint(), error.headers
+    code, note = said.get("X-Error-Code", ""), said.get("X-Error-Message", "")
+    request = f", request {said['X-Request-Id']}" if said.get("X-Request-Id") else ""
+    named = f"({error.code}{f', {code}' if code else ''}{request})"
+    repository = reference.repository
+    if code == "GatedRepo":
+        return gated(source, repository, sent, named)
+    if code == "RevisionNotFound":
+        message = f"{source}: {repository} has no revision {reference.revision} on {where} {named}"
+        return NotFoundError(message, path=source)
+    if error.code == 401 and note.startswith("Invalid credentials") and sent is not None:
+        message = f"{source}: {where} does not know the token from {sent.source} {named}; `hf auth login` gives another"
+        return AccessError(message, path=source)
+    if code == "RepoNotFound" or error.code in (401, 404):
+        message = f"{source}: there is no repository {repository} on {where}, or it is private {named}; {_with(sent)}"
+        return NotFoundError(message, path=source)
+    if error.code == 403:
+        why = f": {note}" if note else ""
+        return AccessError(f"{source}: {where} refuses access to {repository} {named}{why}; {_with(sent)}", path=source)
+    if error.code == 429:
+        message = f"{source}: {where} has had too many requests from here {named}; {_with(sent)}, or wait some minutes"
+        return ReadError(message, path=source)
+    return ReadError(f"{source}: {where} is busy or broken {named}; it was asked {TRIES} times", path=source)
+
+
+def gated(source: str, repository: str, sent: Token | None, named: str) -> AccessError:
+    """The error for a repository whose owner wants to be asked for access."""
+    page = f"{endpoint()}/{repository}"
+    if sent is None:
+        todo = f"ask for it at {page}, then give a token of that account: `hf auth login`, or HF_TOKEN"
+    else:
+        todo = f"the account of the token from {sent.source} has not got it: ask for it at {page}"
+    return AccessError(f"{source}: access to {repository} must be granted first {named}: {todo}", path=source)
+
+
+def _with(sent: Token | None) -> str:
+    """What a token would change."""
+    if sent is None:
+        return "no token was sent: `hf auth login`, or HF_TOKEN, gives one"
+    return f"the token from {sent.source} was sent"
+
+
+# The checkpoint of a commit
+
+
+def open_commit(
+    source: str,
+    reference: Reference,
+    pinned: Pinned,
+    sent: Token | None,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+) -> _core.Checkpoint:
+    """The checkpoint that lies where ``reference`` says, at this commit: the same one as in a snapshot of it.
+
+    Raises:
+        NotFoundError: there is none.
+        AccessError: the Hub does not let us read its files.
+    """
+    where = endpoint()
+    base = f"{where}/{pinned.repository}/resolve/{pinned.commit}"
+    addresses = [f"{base}/{quote(name)}" for name in _chosen(source, reference, pinned)]
+    bearer = None if sent is None else (_name(where), sent.text)
+    try:
+        return _core.Checkpoint.open(addresses, stall_timeout, storage, bearer)
+    except AccessError as error:
+        if "GatedRepo" in error.message:
+            raise gated(source, pinned.repository, sent, f"({error})") from None
+        raise
+    except ReadError as error:
+        parts = urlsplit(where)
+        if urllib.request.getproxies().get(parts.scheme) is None or urllib.request.proxy_bypass(parts.hostname or ""):
+            raise
+        message = f"{error.message} (the Hub was asked through the environment's proxy; files are read without one)"
+        raise ReadError(message, path=error.path, range=error.range, errno=error.errno) from None
+
+
+def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
+    """The paths of the files to open: of one index, or of shard files."""
+    within, place = reference.within, f"{reference} on {endpoint()} (commit {pinned.commit})"
+    if within in pinned.names:
+        return [within]
+    folder = f"{within}/" if within else ""
+    names = [name[len(folder) :] for name in pinned.names if name.startswith(folder)]
+    if within and not names:
+        held = sorted({name.split("/")[0] for name in pinned.names})
+        raise NotFoundError(f"{place}: there is no {within}; the repository holds {listed(held)}", path=source)
+    try:
+        chosen = _core.Checkpoint.to_open(source, [name for name in names if "/" not in name])
+    except NotFoundError as error:
+        inside = sorted({name.rpartition("/")[0] for name in pinned.names if name.endswith(".safetensors")} - {""})
+        more = ""
+        if inside and not within:
+            revision = reference.revision.replace("/", "%2F")
+            example = f"{SCHEME}{reference.repository}@{revision}/{inside[0]}"
+            more = f". Folders of it have some: {listed(inside)}; open {example}"
+        raise NotFoundError(f"{place}: {error.message}{more}", path=source) from None
+    for name, there, count in partial_sets(chosen):
+        message = f"{there} of the {count} shard files of {name!r} are there, by their names, and no index"
+        raise NotFoundError(f"{place}: {message}", path=source)
+    return [folder + name for name in chosen]
+
+
+def open_repository(
+    source: str, lacking: NotFoundError, stall_timeout: float | None = None, storage: Storage | None = None
+) -> tuple[_core.Checkpoint, Snapshot | None]:
+    """The checkpoint that ``source`` names, from the Hub; ``lacking`` is what the local cache lacks of it.
+
+    Returns:
+        The checkpoint of the core, and the snapshot that it is if the cache has that very commit, or None.
+
+    Raises:
+        NotFoundError, AccessError, ReadError: as `pin` and `open_commit`. The text of ``lacking`` is part of theirs.
+        StalledError: the Hub does not answer.
+    """
+    reference = parse(source)
+    if reference is None:
+        raise lacking
+
+    def ask() -> tuple[Token | None, Pinned]:
+        sent = token()
+        return sent, pin(source, reference, sent, storage)
+
+    try:
+        sent, pinned = patiently(ask, stall_timeout, endpoint())
+        # The cache may have the commit, and not know that it is this revision
+        local = f"{SCHEME}{reference.repository}@{pinned.commit}" + (f"/{reference.within}" if reference.within else "")
+        try:
+            snapshot = patiently(lambda: find(local), stall_timeout, local)
+            return open_snapshot(snapshot, stall_timeout), snapshot
+        except NotFoundError:
+            pass
+        core = open_commit(source, reference, pinned, sent, stall_timeout, storage)
+    except (NotFoundError, AccessError, ReadError) as error:
+        raise _both(source, error, lacking) from error.__cause__
+    _tell(source, pinned, lacking)
+    return core, None
+
+
+def _both(source: str, error: PenstockError, lacking: NotFoundError) -> PenstockError:
+    """The error of the Hub, with what the cache said before."""
+    message = f"{error.message}. The local cache was looked at first: {_lacks(source, lacking)}"
+    kind = type(error)
+    if kind is ReadError and not source.startswith(SCHEME):
+        kind = NotFoundError  # as where there is no network: what has this name is no file
+    number = errno.ENOENT if kind is NotFoundError else error.errno
+    return kind(message, path=error.path, range=error.range, errno=number)
+
+
+def _lacks(source: str, lacking: NotFoundError) -> str:
+    """What the cache lacks, without the advice to fill it."""
+    return lacking.message.removeprefix(f"{source}: ").partition(ADVICE)[0].rstrip(" .")
+
+
+def _tell(source: str, pinned: Pinned, lacking: NotFoundError) -> None:
+    """Says that the network is used: as a warning, except where that was asked for and the cache has nothing of it."""
+    with importing():
+        import logging
+    logger = logging.getLogger("penstock")
+    logger.log(
+        logging.INFO if source.startswith(SCHEME) and lacking.path == source else logging.WARNING,
+        "%s: the local Hub cache cannot serve it (%s), so each load reads commit %s of %s from %s and keeps nothing; "
+        "`hf download` keeps it, and HF_HUB_OFFLINE=1 keeps penstock from the network",
+        source,
+        _lacks(source, lacking),
+        pinned.commit,
+        pinned.repository,
+        endpoint(),
+    )
