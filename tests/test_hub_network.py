@@ -269,7 +269,7 @@ def large(hub: Hub, tmp_path: Path) -> Path:
 
 
 def test_locations_that_expire_in_the_middle_of_a_load_are_renewed(hub, large):
-    checkpoint = penstock.open("org/large")
+    checkpoint = penstock.open("org/large", storage={"request_bytes": 1 << 18})
     # Several reads are on their way when the location of all of them expires
     hub.set(expire_at=[4, 9, 15])
     Oracle(large).same(checkpoint.load(framework="pt", options={"extent": 1 << 18, "gap": 0}))

@@ -290,7 +290,7 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
 @pytest.mark.parametrize(
     ("storage", "error", "says"),
     [
-        ({"connection": 3}, penstock.InvalidError, "no storage setting 'connection'; there are: connections, ca"),
+        ({"connection": 3}, penstock.InvalidError, "no storage setting 'connection'; there are: connections, request_bytes, ca"),
         ({3: 3}, penstock.InvalidError, "no storage setting 3"),
         ({"connections": 0}, penstock.InvalidError, "from 1 to 1024"),
         ({"connections": True}, TypeError, "a whole number"),
@@ -315,7 +315,7 @@ def test_an_environment_variable_is_a_default_that_code_wins_over(web, monkeypat
     penstock.open(web(INDEX), storage={"connections": None})
     assert command_line.main(["inspect", web(INDEX), "--storage", "connections=3", "--storage", "ca=x"]) == 0
     assert command_line.main(["load", web(INDEX), "--storage", "speed=3"]) == command_line.USAGE
-    assert "connections, ca" in capsys.readouterr().err
+    assert "connections, request_bytes, ca" in capsys.readouterr().err
 
 
 def test_nothing_of_it_is_there_before_an_address_is_opened(python, small):

@@ -48,7 +48,10 @@ class Storage(TypedDict, total=False):
     """
 
     connections: int | None
-    """The most connections of one load (default 16)."""
+    """The most connections of one load (default 256). It begins with 16, and has more while more bring more."""
+
+    request_bytes: int | None
+    """The most bytes of one request, 65,536 (64 KiB) to 1,073,741,824 (1 GiB); default 16 MiB."""
 
     ca: str | os.PathLike[str] | None
     """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""

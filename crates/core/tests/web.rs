@@ -39,8 +39,16 @@ fn store() -> Web {
 fn store_for(fault: &Fault) -> Web {
     let stalls = matches!(fault, Fault::Stall(_) | Fault::Silence);
     let (pause, stall) = (Duration::from_millis(1), Duration::from_millis(if stalls { 500 } else { 30_000 }));
-    let (connections, first_connections, request, tries) = (4, 4, 200_000, 4);
-    Web::new(WebSettings { connections, first_connections, request, tries, pause, stall, ..WebSettings::default() })
+    let (connections, first_connections, request_bytes, tries) = (4, 4, 200_000, 4);
+    Web::new(WebSettings {
+        connections,
+        first_connections,
+        request_bytes,
+        tries,
+        pause,
+        stall,
+        ..WebSettings::default()
+    })
 }
 
 fn at(server: &WebServer, path: &str) -> Location {

@@ -17,10 +17,14 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 2] = [("connections", Kind::Number), ("ca", Kind::Path)];
+const SETTINGS: [(&str, Kind); 3] =
+    [("connections", Kind::Number), ("request_bytes", Kind::Number), ("ca", Kind::Path)];
 
 /// Most connections of one load.
 const MOST_CONNECTIONS: usize = 1024;
+
+/// Bytes that one request may ask for at most.
+const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
 
 /// Names of the settings of `storage=`.
 #[pyfunction]
@@ -109,6 +113,11 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             let number = text.trim().parse().ok().filter(|number| (1..=MOST_CONNECTIONS).contains(number));
             settings.web.connections =
                 number.ok_or_else(|| format!("must be a whole number, from 1 to {MOST_CONNECTIONS}"))?;
+        }
+        "request_bytes" => {
+            let number = text.trim().parse().ok().filter(|number| REQUEST_BYTES.contains(number));
+            settings.web.request_bytes =
+                number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
         }
         "ca" if text.is_empty() => return Err("must be the path of a file".into()),
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),

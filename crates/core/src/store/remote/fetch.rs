@@ -22,6 +22,8 @@ pub(super) struct Fetch {
     pub(super) asked: Range<u64>,
     /// The next byte of the body.
     pub(super) at: u64,
+    /// Whether the request named the ETag.
+    pub(super) pinned: bool,
 }
 
 /// What the next bytes of a body are.
@@ -39,7 +41,7 @@ impl Fetch {
     pub(super) fn take(waiting: &mut Queue, first: usize, most: u64) -> Option<Fetch> {
         let read = waiting.take(first)?;
         let asked = read.missing();
-        let mut fetch = Fetch { at: asked.start, asked, reads: VecDeque::from([read]) };
+        let mut fetch = Fetch { at: asked.start, asked, reads: VecDeque::from([read]), pinned: false };
         let mut at = first;
         while at < first + LOOKED_AT && fetch.asked.end - fetch.asked.start < most {
             let Some(next) = waiting.get(at) else { break };
@@ -111,6 +113,6 @@ impl Fetch {
         })?;
         let reads = self.reads.split_off(first);
         let asked = reads.front()?.missing().start..reads.back()?.missing().end;
-        Some(Fetch { at: asked.start, asked, reads })
+        Some(Fetch { at: asked.start, asked, reads, pinned: false })
     }
 }

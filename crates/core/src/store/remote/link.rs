@@ -100,9 +100,10 @@ impl<S: Stream> Link<S> {
     }
 
     /// Sends a request for what `fetch` misses.
-    pub(super) fn ask(&mut self, fetch: Fetch, request: &Get, now: Instant) {
+    pub(super) fn ask(&mut self, mut fetch: Fetch, request: &Get, now: Instant) {
         let etag = fetch.reads.front().and_then(|read| read.etag());
         self.stream.say(request.text(&fetch.asked, etag));
+        fetch.pinned = etag.is_some();
         self.head.clear();
         (self.fetch, self.state, self.keeps) = (Some(fetch), LinkState::Asked, false);
         (self.last, self.asked_at, self.answered_at, self.told) = (now, now, None, now);

@@ -210,7 +210,7 @@ impl<W: Wires> Net<W> {
             };
             // Less and less towards the end, so that all connections end together.
             let share = self.waiting.bytes() / self.pace.limit() as u64;
-            let share = share.max(LEAST_ASKED).min(self.settings.request);
+            let share = share.max(LEAST_ASKED).min(self.settings.request_bytes);
             if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
                 self.asked += 1;
@@ -253,7 +253,7 @@ impl<W: Wires> Net<W> {
             wanted = others;
             let is_coming = |link: &Link<_>| link.state == LinkState::Connecting && link.server == server;
             let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
-            while coming * LEAST_ASKED.min(self.settings.request) < bytes.max(1) && self.make_room() {
+            while coming * LEAST_ASKED.min(self.settings.request_bytes) < bytes.max(1) && self.make_room() {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
@@ -435,7 +435,7 @@ impl<W: Wires> Net<W> {
                 }
             }
             // A server that redirects may compare the ETag with one of its own. Every answer is compared here as well.
-            Verdict::OtherEtag(_) if fetch.reads.front().is_some_and(|read| read.etag().is_some()) => {
+            Verdict::OtherEtag(_) if fetch.pinned => {
                 fetch.reads.iter().for_each(|read| read.site.unpin());
                 self.back(Some(fetch));
             }

@@ -77,7 +77,7 @@ pub struct WebSettings {
     /// Connections that it begins with. There are more as long as more bring more.
     pub first_connections: usize,
     /// Most bytes of one request: neighbouring reads are asked for together.
-    pub request: u64,
+    pub request_bytes: u64,
     /// Requests for the same bytes, at most.
     pub tries: u32,
     /// The pause before the second of them. Each further pause is twice as long, up to 3 s.
@@ -92,7 +92,7 @@ impl Default for WebSettings {
     fn default() -> Self {
         let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
         // Object stores recommend requests of 8 to 16 MiB.
-        let (connections, first_connections, request) = (256, 16, 16 << 20);
-        WebSettings { connections, first_connections, request, tries: 8, pause, stall, authorities: None }
+        let (connections, first_connections, request_bytes) = (256, 16, 16 << 20);
+        WebSettings { connections, first_connections, request_bytes, tries: 8, pause, stall, authorities: None }
     }
 }
