@@ -53,13 +53,14 @@ def test_a_kind_for_every_class():
 
 @pytest.mark.parametrize("kind", CAUGHT_AS)
 def test_errors_survive_pickling(kind):
-    error = from_core(kind, "why", "/a", (0, 8), 2, "w", (16, "nothing"))
+    error = from_core(kind, "why", "/a", (0, 8), 2, "w", (16, "nothing"), 503, "r-1")
     error.touched = ["x"]
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert (again.kind, again.path, again.range, again.errno, again.touched) == (kind, "/a", (0, 8), 2, ["x"])
     assert (again.tensor, again.expected, again.found) == ("w", 16, "nothing")
+    assert (again.status, again.request_id) == (503, "r-1")
 
 
 def test_a_path_is_named_once():

@@ -1,7 +1,7 @@
 """Errors: one family, split by kind, each also a subclass of the exception people already catch for it.
 
 The core raises what `from_core` returns. Every error carries ``kind``, and where they are known ``path``, ``range``,
-``errno``, ``tensor``, ``expected`` and ``found``. Its text says what happened, in which file and bytes, why, and
+``errno``, ``tensor``, ``expected``, ``found``, ``status`` and ``request_id``. Its text says what happened, in which file and bytes, why, and
 where it helps what to do next. All of them survive pickling, so that they cross process boundaries (data loaders,
 launchers) unchanged.
 """
@@ -30,6 +30,8 @@ class PenstockError(SafetensorError):
         expected: What should have been there: a number in the unit of the message (a size, an offset, dimensions), or
             a text (bounds, a file's name, a file's state); or None.
         found: What was there instead, or None.
+        status: The status (HTTP) of the server's answer that was the cause, or None.
+        request_id: The server's name for that request, which its owner can look up, or None.
     """
 
     kind: str = "Internal"
@@ -39,6 +41,8 @@ class PenstockError(SafetensorError):
     tensor: str | None
     expected: int | str | None
     found: int | str | None
+    status: int | None
+    request_id: str | None
 
     def __init__(
         self,
@@ -50,6 +54,8 @@ class PenstockError(SafetensorError):
         tensor: str | None = None,
         expected: int | str | None = None,
         found: int | str | None = None,
+        status: int | None = None,
+        request_id: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -59,6 +65,8 @@ class PenstockError(SafetensorError):
         self.tensor = tensor
         self.expected = expected
         self.found = found
+        self.status = status
+        self.request_id = request_id
 
     def __str__(self) -> str:
         where = ""
@@ -84,7 +92,7 @@ class NotFoundError(PenstockError, FileNotFoundError):
 
 
 class AccessError(PenstockError, PermissionError):
-    """The operating system refused access."""
+    """The operating system, or a server, refused access."""
 
     kind = "Permission"
 
@@ -310,6 +318,8 @@ def from_core(
     errno: int | None = None,
     tensor: str | None = None,
     values: tuple[int | str, int | str] | None = None,
+    status: int | None = None,
+    request_id: str | None = None,
 ) -> PenstockError:
     """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``.
 
@@ -318,6 +328,7 @@ def from_core(
     expected, found = values or (None, None)
     cls = _BY_KIND.get(kind, PenstockError)
     error = cls(message, path=path, range=range, errno=errno, tensor=tensor, expected=expected, found=found)
+    error.status, error.request_id = status, request_id
     error.kind = kind  # the enum is non-exhaustive: a kind added there is still an error here
     return error
 

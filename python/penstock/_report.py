@@ -93,6 +93,11 @@ class Report(dict[str, Any]):
             )
         if get("touched_pages"):
             line("touched", f"{get('touched_pages')} pages in {get('touch_calls')} calls, while the disk worked")
+        if network := get("network"):
+            found = f"{size_text(network['received_bytes'])} in {network['requests']} requests on "
+            found += f"{network['connections']} connections"
+            more = [f"{network[key]} {what}" for key, what in (("retries", "sent again"), ("moved_requests", "moved")) if network[key]]
+            line("network", ", ".join([found, *more]))
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
@@ -161,6 +166,8 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return a + [item for item in b if item not in a]
     if key == "first_touch_seconds" and (a is None or b is None):
         return None  # of a part it is not known
+    if key == "network" and (a is None or b is None):
+        return b or a
     if key == "cache_fill":  # one after the other: the last one ends last
         return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):

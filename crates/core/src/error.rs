@@ -97,6 +97,8 @@ struct Inner {
     tensor: Option<String>,
     /// What was expected, and what was found.
     values: Option<(Value, Value)>,
+    /// The status of a server's answer, and the server's name for the request.
+    answer: Option<(u16, Option<String>)>,
     cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -106,8 +108,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A new error of `kind`; `message` says what happened and why, without the file's name.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        let (path, range, errno, tensor, values, cause) = (None, None, None, None, None, None);
-        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, cause }))
+        let (path, range, errno, tensor, values, answer, cause) = (None, None, None, None, None, None, None);
+        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, answer, cause }))
     }
 
     /// An error from the operating system, whose kind follows from its errno. `doing` reads like "open" or "read".
@@ -166,6 +168,14 @@ impl Error {
         self
     }
 
+    /// The same error with the status of the server's answer that led to it (HTTP), and with the server's name for the
+    /// request, which its owner can look up; earlier ones are kept.
+    #[must_use]
+    pub fn answered(mut self, status: u16, request_id: Option<String>) -> Self {
+        self.0.answer.get_or_insert((status, request_id));
+        self
+    }
+
     /// The same error with the error that led to it, such as one of a network library. The message need not repeat its text;
     /// an earlier cause is kept.
     #[must_use]
@@ -216,6 +226,16 @@ impl Error {
     /// What was expected, and what was found instead, if that can be said in a word.
     pub fn values(&self) -> Option<(&Value, &Value)> {
         self.0.values.as_ref().map(|(expected, found)| (expected, found))
+    }
+
+    /// The status of the server's answer that led to it (HTTP), if that was the cause.
+    pub fn status(&self) -> Option<u16> {
+        self.0.answer.as_ref().map(|answer| answer.0)
+    }
+
+    /// The server's name for the request that failed, if it gave one.
+    pub fn request_id(&self) -> Option<&str> {
+        self.0.answer.as_ref().and_then(|answer| answer.1.as_deref())
     }
 
     /// What happened and why, without file, range and cause.

@@ -3,7 +3,7 @@
 use crate::engine::Wait;
 use crate::extent::{Route, RouteTotals};
 use crate::fallback::Fallback;
-use crate::store::CacheFill;
+use crate::store::{CacheFill, Traffic};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -135,8 +135,10 @@ pub struct Report {
     pub fallbacks: Vec<Fallback>,
     /// What the engine waited for, and for how long.
     pub waits: Waits,
-    /// The stage that limited the load: "source", "device", "staging", "consumer", "allocation", or "engine" if the
-    /// engine hardly waited.
+    /// What was exchanged with servers; `None` if no file is on one.
+    pub network: Option<Traffic>,
+    /// The stage that limited the load: "source", or "network" if most of its bytes came from servers; "device", "staging",
+    /// "consumer", "allocation", or "engine" if the engine hardly waited.
     pub bottleneck: &'static str,
     /// What happens to the page cache: "keep", "bypass", or "fill" if cold bytes were read past it and it is filled
     /// after the load.
@@ -167,6 +169,10 @@ impl Report {
             ("engine", busy),
         ];
         self.bottleneck = stages.into_iter().max_by_key(|s| s.1).map_or("engine", |s| s.0);
+        let read: u64 = self.routes.iter().map(|route| route.bytes).sum();
+        if self.bottleneck == "source" && self.network.is_some_and(|traffic| traffic.received > read / 2) {
+            self.bottleneck = "network";
+        }
     }
 }
 

@@ -18,6 +18,8 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
                 error.errno(),
                 error.tensor(),
                 values,
+                error.status(),
+                error.request_id(),
             ),
         )
     });

@@ -469,6 +469,16 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
         waits.set_item(name, time.as_secs_f64())?;
     }
     d.set_item("waits", waits)?;
+    let network = r.network.map(|traffic| {
+        let d = PyDict::new(py);
+        d.set_item("requests", traffic.requests)?;
+        d.set_item("connections", traffic.connections)?;
+        d.set_item("retries", traffic.retries)?;
+        d.set_item("moved_requests", traffic.moved)?;
+        d.set_item("received_bytes", traffic.received)?;
+        Ok::<_, PyErr>(d)
+    });
+    d.set_item("network", network.transpose()?)?;
     d.set_item("bottleneck", r.bottleneck)?;
     d.set_item("cache", r.cache)?;
     d.set_item("cache_reason", &r.cache_reason)?;

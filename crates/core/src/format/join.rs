@@ -182,6 +182,12 @@ pub(super) fn merge(
                 slot.insert(value.clone());
             }
         }
+        if origin.store().is_some() && matches!(shard.version, Version::Weak(_)) {
+            checkpoint.warnings.push(format!(
+                "{}: its server gives no strong ETag, so another content of the same size and date would not be noticed",
+                origin.location()
+            ));
+        }
         checkpoint.files.push(ShardFile {
             location: origin.location().absolute(),
             spelled: origin.location().clone(),

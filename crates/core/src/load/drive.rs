@@ -220,6 +220,7 @@ impl Driver {
             }
         }
         report.fallbacks = self.source.take_fallbacks();
+        report.network = self.files.traffic();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());
         }

@@ -30,7 +30,7 @@ pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
 pub use location::Location;
-pub use object::{Head, Object, Objects, Store};
+pub use object::{Head, Object, Objects, Store, Traffic};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};

@@ -40,6 +40,32 @@ pub struct Object {
     pub version: Version,
 }
 
+/// What a load has exchanged with servers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Requests that were sent, those that failed and those that were redirected included.
+    pub requests: u64,
+    /// Connections that were made.
+    pub connections: u64,
+    /// Requests that failed and were sent again for what was missing.
+    pub retries: u64,
+    /// Requests of which a part was asked for on another connection, because theirs was slower than the others.
+    pub moved: u64,
+    /// Bytes of bodies that were received.
+    pub received: u64,
+}
+
+impl std::ops::AddAssign for Traffic {
+    fn add_assign(&mut self, other: Traffic) {
+        let Traffic { requests, connections, retries, moved, received } = other;
+        self.requests += requests;
+        self.connections += connections;
+        self.retries += retries;
+        self.moved += moved;
+        self.received += received;
+    }
+}
+
 /// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
 /// left behind. `objects` may not.
 pub trait Store: Send + Sync + Debug {
@@ -105,6 +131,11 @@ pub trait Objects: Send + Sync + Debug {
     /// Whether asking about the files may take longer than a caller should wait without looking at signals.
     fn may_hang(&self) -> bool {
         true
+    }
+
+    /// What was exchanged with servers so far; `None` for a store that has none.
+    fn traffic(&self) -> Option<Traffic> {
+        None
     }
 
     /// What reads the files, as `routing` says. `io` is the interface that the caller asked for.

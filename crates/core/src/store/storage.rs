@@ -3,7 +3,7 @@
 use super::facts::Facts;
 use super::files::{Asking, Files};
 use super::location::Location;
-use super::object::{Object, Objects, Store};
+use super::object::{Object, Objects, Store, Traffic};
 use super::read_cost::Sample;
 use super::residency::Residency;
 use super::version::Version;
@@ -174,6 +174,14 @@ impl Storage {
             }
         }
         Ok(())
+    }
+
+    /// What was exchanged with servers so far; `None` if no file is on one.
+    pub(crate) fn traffic(&self) -> Option<Traffic> {
+        self.others.iter().filter_map(|objects| objects.traffic()).reduce(|mut all, more| {
+            all += more;
+            all
+        })
     }
 
     pub(crate) fn may_hang(&self) -> bool {

@@ -131,8 +131,19 @@ impl Answer {
         text
     }
 
-    /// What follows from it.
+    /// What follows from it. Errors have its status and the name of the request.
     pub(super) fn judge(&self, expected: &Expected) -> Verdict {
+        let named = |e: Error| e.answered(self.status, self.request_id.clone());
+        match self.verdict(expected) {
+            Verdict::Again(e, pause) => Verdict::Again(named(e), pause),
+            Verdict::Refused(e) => Verdict::Refused(named(e)),
+            Verdict::OtherEtag(e) => Verdict::OtherEtag(named(e)),
+            Verdict::Failed(e) => Verdict::Failed(named(e)),
+            verdict => verdict,
+        }
+    }
+
+    fn verdict(&self, expected: &Expected) -> Verdict {
         let named = self.named();
         let seen = expected.object.is_some();
         match self.status {

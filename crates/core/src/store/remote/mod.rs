@@ -9,6 +9,7 @@
 mod address;
 mod answer;
 mod connection;
+mod counts;
 mod fetch;
 mod link;
 mod links;
@@ -29,6 +30,7 @@ mod virtual_time;
 mod wires;
 
 use self::answer::Expected;
+use self::counts::Counts;
 use self::net::{Common, Net, Told};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
@@ -38,7 +40,7 @@ use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
 use super::facts::{Facts, FsKind};
 use super::location::Location;
-use super::object::{Head, Object, Objects, Store};
+use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
@@ -86,7 +88,7 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let sockets = Sockets::new(common.clone(), None).map_err(located)?;
-    let mut net = Net::new(sockets, common.settings.clone());
+    let mut net = Net::new(sockets, common.settings.clone(), Arc::default());
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
@@ -137,7 +139,8 @@ impl Store for Web {
             Remote { site: self.site(&location), size, version }
         };
         let objects = objects.into_iter().map(|object| object.map(remote)).collect();
-        Ok(Arc::new(WebObjects { common: self.common.clone(), objects: Arc::new(objects) }))
+        let (common, objects) = (self.common.clone(), Arc::new(objects));
+        Ok(Arc::new(WebObjects { common, objects, counts: Arc::default() }))
     }
 }
 
@@ -146,6 +149,7 @@ impl Store for Web {
 struct WebObjects {
     common: Arc<Common>,
     objects: Arc<Vec<Option<Remote>>>,
+    counts: Arc<Counts>,
 }
 
 impl WebObjects {
@@ -192,8 +196,13 @@ impl Objects for WebObjects {
         self.remote(file).is_ok_and(|remote| matches!(remote.version, Version::Strong(_)))
     }
 
+    fn traffic(&self) -> Option<Traffic> {
+        Some(self.counts.traffic())
+    }
+
     fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
         let depth = routing.depth.max(routing.requests);
-        Ok(Box::new(WebSource::new(self.common.clone(), self.objects.clone(), depth)?))
+        let (common, objects, counts) = (self.common.clone(), self.objects.clone(), self.counts.clone());
+        Ok(Box::new(WebSource::new(common, objects, counts, depth)?))
     }
 }

@@ -2,6 +2,7 @@
 
 use super::address::Server;
 use super::answer::Verdict;
+use super::counts::Counts;
 use super::fetch::Fetch;
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
@@ -67,9 +68,7 @@ pub(super) struct Net<W: Wires> {
     pub(super) pace: Pace,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
-    /// Requests that were sent, and those that were taken from slow connections.
-    pub(super) asked: u64,
-    pub(super) moved: u64,
+    pub(super) counts: Arc<Counts>,
     /// When bytes last came, on any connection.
     pub(super) last: Instant,
     discard: Vec<u8>,
@@ -77,11 +76,11 @@ pub(super) struct Net<W: Wires> {
 }
 
 impl<W: Wires> Net<W> {
-    pub(super) fn new(wires: W, settings: WebSettings) -> Net<W> {
+    pub(super) fn new(wires: W, settings: WebSettings, counts: Arc<Counts>) -> Net<W> {
         let now = wires.now();
         let pace = Pace::new(settings.first_connections, settings.connections, now);
         let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
-        Net { wires, settings, links, waiting, pace, look_at: now, asked: 0, moved: 0, last: now, discard, numbers }
+        Net { wires, settings, links, waiting, pace, look_at: now, counts, last: now, discard, numbers }
     }
 
     pub(super) fn add(&mut self, read: RangeRead) {
@@ -213,7 +212,7 @@ impl<W: Wires> Net<W> {
             let share = share.max(LEAST_ASKED).min(self.settings.request_bytes);
             if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
-                self.asked += 1;
+                self.counts.requests.add(1);
                 link.ask(fetch, &request, now);
             }
             self.advance(number, link, now, told);
@@ -257,6 +256,7 @@ impl<W: Wires> Net<W> {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
+                        self.counts.connections.add(1);
                         let number = self.links.room();
                         self.advance(number, Link::new(stream, server.clone(), now), now, told);
                         coming += 1;
@@ -312,6 +312,7 @@ impl<W: Wires> Net<W> {
         let (all, got) = (link.got, link.got.saturating_sub(had));
         if got > 0 {
             self.last = now;
+            self.counts.received.add(got);
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
@@ -445,6 +446,7 @@ impl<W: Wires> Net<W> {
 
     /// Asks for the rest of a request that has brought `got` bytes again, after a pause, or gives it up.
     fn again(&mut self, fetch: Fetch, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+        self.counts.retries.add(1);
         fetch.reads.into_iter().for_each(|read| self.tried(read, got, &e, pause, told));
     }
 

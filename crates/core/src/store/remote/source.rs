@@ -1,6 +1,7 @@
 //! The source of a load from web servers: one thread that has all connections.
 
 use super::answer::Expected;
+use super::counts::Counts;
 use super::net::{Common, Net, Told};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::sockets::Sockets;
@@ -67,10 +68,15 @@ enum ToNet {
 unsafe impl Send for ToNet {}
 
 impl WebSource {
-    pub(super) fn new(common: Arc<Common>, objects: Arc<Vec<Option<Remote>>>, depth: usize) -> Result<WebSource> {
+    pub(super) fn new(
+        common: Arc<Common>,
+        objects: Arc<Vec<Option<Remote>>>,
+        counts: Arc<Counts>,
+        depth: usize,
+    ) -> Result<WebSource> {
         let (state, to_thread, to_owner) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?), Wake::new()?);
         let settings = common.settings.clone();
-        let mut net = Net::new(Sockets::new(common, Some(to_thread.clone()))?, settings);
+        let mut net = Net::new(Sockets::new(common, Some(to_thread.clone()))?, settings, counts);
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {

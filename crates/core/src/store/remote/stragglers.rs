@@ -36,7 +36,7 @@ impl<W: Wires> Net<W> {
     }
 
     fn may_move(&self) -> bool {
-        self.moved < FIRST_FEW + self.asked / ONE_OF
+        self.counts.moved.get() < FIRST_FEW + self.counts.requests.get() / ONE_OF
     }
 
     /// Closes silent connections while others bring bytes.
@@ -51,7 +51,7 @@ impl<W: Wires> Net<W> {
         while self.may_move() {
             let Some((_, mut link)) = self.links.take_where(is_silent) else { return };
             link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).for_each(|read| read.moves += 1);
-            self.moved += 1;
+            self.counts.moved.add(1);
             self.back(link.fetch);
         }
     }
@@ -81,7 +81,7 @@ impl<W: Wires> Net<W> {
         let fetch = link.and_then(|(_, link)| link.fetch.as_mut());
         let Some(mut part) = fetch.and_then(Fetch::split) else { return false };
         part.reads.iter_mut().for_each(|read| read.moves += 1);
-        self.moved += 1;
+        self.counts.moved.add(1);
         self.back(Some(part));
         true
     }

@@ -293,7 +293,7 @@ fn load(model: Model, bytes: u64, slabs: usize, connections: usize) -> Outcome {
         changed: Vec::new(),
     }));
     let settings = WebSettings { connections, ..WebSettings::default() };
-    let mut net = Net::new(VirtualWires(world.clone()), settings);
+    let mut net = Net::new(VirtualWires(world.clone()), settings, Arc::default());
     let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(Unsigned)));
     let version = Version::Strong("\"e\"".into());
     let (reads, most) = (bytes / READ, (connections * super::READS) as u64);
