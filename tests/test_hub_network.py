@@ -277,6 +277,14 @@ def test_locations_that_expire_in_the_middle_of_a_load_are_renewed(hub, large):
     assert statuses.count(403) >= 3 and statuses.count(206) > 20
 
 
+def test_one_read_asks_where_a_file_is_and_the_others_go_there(hub, large):
+    checkpoint = penstock.open("org/large")
+    hub.forget()
+    Oracle(large).same(checkpoint.load(framework="pt", options={"extent": 1 << 18, "gap": 0}))
+    counts = hub.counts()
+    assert counts["resolve"] == 1 and counts["storage"] > 20
+
+
 def test_locations_that_are_refused_for_good_are_an_error(hub, large):
     checkpoint = penstock.open("org/large")
     hub.set(expire_at=list(range(1000)), secret="S3CRET")

@@ -56,7 +56,7 @@ impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
         let StorageSettings { web, bearer } = settings.into();
-        let common = Arc::new(Common { settings: web, names: Arc::default(), tls: tls::Tls::default() });
+        let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { common, requests: requests_of(bearer) }
     }
 

@@ -1,6 +1,6 @@
 //! The connections of one load, on one thread: requests are sent, bodies received, and what fails is asked for again.
 
-use super::address::Server;
+use super::address::{Address, Server};
 use super::answer::Verdict;
 use super::connection::Connection;
 use super::link::{Advance, Link, LinkState};
@@ -12,10 +12,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::source::epoll;
 use crate::store::version::Version;
+use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use rustls::pki_types::ServerName;
 use std::any::Any;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -33,11 +34,13 @@ const DISCARD: usize = 64 << 10;
 const WAKE: u64 = u64::MAX;
 
 /// What all connections to web servers share.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Common {
     pub(super) settings: WebSettings,
     pub(super) names: Arc<Names>,
     pub(super) tls: Tls,
+    /// Servers that have redirected.
+    pub(super) redirecting: Mutex<HashSet<Server>>,
 }
 
 /// What happened to a read.
@@ -199,6 +202,11 @@ impl Net {
                 }
             };
             let server = &request.address.server;
+            // One read finds out where such a server redirects to, and the others go there at once.
+            if lock(&self.common.redirecting).contains(server) && self.is_asked(job, &request.address) {
+                at += 1;
+                continue;
+            }
             let found = match self.take_idle(server) {
                 Some(found) => Ok(Some(found)),
                 None if !self.has_room() => return,
@@ -223,6 +231,12 @@ impl Net {
                 Err(e) => self.again(job, e, None, told),
             }
         }
+    }
+
+    /// Whether a read of the same object has asked there, and has no answer yet.
+    fn is_asked(&self, job: &RangeRead, at: &Address) -> bool {
+        let asks = |other: &RangeRead| Arc::ptr_eq(&other.site, &job.site) && other.asked.as_ref() == Some(at);
+        self.links.iter().flatten().any(|link| link.state == LinkState::Asked && link.job.as_ref().is_some_and(asks))
     }
 
     /// A connection to that server on which nothing is asked for.
@@ -358,7 +372,9 @@ impl Net {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
                     return fail(job, Error::new(ErrorKind::Io, text), told);
                 }
-                match job.asked.as_ref().map(|address| address.redirected(&to)).transpose() {
+                let asked = job.asked.as_ref();
+                lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
+                match asked.map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
                         next.into_iter().for_each(|next| job.site.moved(next));
                         self.waiting.push_front(job);
