@@ -3,7 +3,8 @@
 ``python hub_server.py FOLDER [CERTIFICATE KEY]`` prints the ports of the two. ``FOLDER/log`` gets a line of JSON for
 each request, before it is answered. ``FOLDER/state.json`` is read for each request, and says what there is:
 
-    repositories    by name: {"refs": {revision: commit}}, "private", "gated", "disabled"; or {"moved": another name}
+    repositories    by name: {"refs": {revision: commit}}, "private", "gated", "disabled"; or {"moved": another name},
+                    perhaps {"to": another server}
     tokens          by token: the private and gated repositories that it has access to
     small           how files that are not LFS files are sent: "direct" (whole, whatever the range), "ranges", "cache"
     expire_at       all locations that were given out expire with these requests to the storage
@@ -82,7 +83,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name, revision = asked["repository"], asked["revision"]
         repository = self.state["repositories"].get(name, {})
         if moved := repository.get("moved"):
-            there = self.path.replace(f"/{name}/", f"/{moved}/", 1)
+            there = repository.get("to", "") + self.path.replace(f"/{name}/", f"/{moved}/", 1)
             return self.redirect(307, there)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and token not in self.state.get("tokens", {}):

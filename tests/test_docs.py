@@ -51,9 +51,15 @@ def quoted(text: str) -> set[str]:
 
 @pytest.fixture
 def here(gpt2: Path, llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the checkpoints that the examples load: gpt2/ and model/."""
+    """A folder with the checkpoints that the examples load: gpt2/ and model/, also as org/name of the Hub's cache."""
     (tmp_path / "gpt2").symlink_to(gpt2)
     (tmp_path / "model").symlink_to(llama.source)
+    storage = tmp_path / "hub" / "models--org--name"
+    for folder in ("refs", "snapshots"):
+        (storage / folder).mkdir(parents=True)
+    (storage / "refs" / "v1.0").write_text("a" * 40)
+    (storage / "snapshots" / ("a" * 40)).symlink_to(llama.source)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

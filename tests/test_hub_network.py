@@ -277,6 +277,14 @@ def test_locations_that_expire_in_the_middle_of_a_load_are_renewed(hub, large):
     assert statuses.count(403) >= 3 and statuses.count(206) > 20
 
 
+def test_one_read_asks_where_a_file_is_and_the_others_go_there(hub, large):
+    checkpoint = penstock.open("org/large")
+    hub.forget()
+    Oracle(large).same(checkpoint.load(framework="pt", options={"extent": 1 << 18, "gap": 0}))
+    counts = hub.counts()
+    assert counts["resolve"] == 1 and counts["storage"] > 20
+
+
 def test_locations_that_are_refused_for_good_are_an_error(hub, large):
     checkpoint = penstock.open("org/large")
     hub.set(expire_at=list(range(1000)), secret="S3CRET")
@@ -319,6 +327,16 @@ def test_the_token_is_sent_to_the_hub_and_to_nobody_else(hub, small, monkeypatch
     for line in asked:
         assert line["Authorization"] == (None if line["kind"] == "storage" else f"Bearer {GOOD}")
     assert GOOD not in caplog.text and GOOD not in repr(_hub_network.token())
+
+
+def test_the_token_does_not_follow_a_redirect_of_the_api_to_another_server(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", GOOD)
+    hub.state["repositories"]["org/away"] = {"moved": "org/name", "to": hub.storage}
+    hub.set()
+    refused(penstock.AccessError, "org/away")
+    [there] = hub.asked("storage")
+    assert "/api/models/org/name/" in there["path"] and there["Authorization"] is None
+    assert hub.asked("api")[0]["Authorization"] == f"Bearer {GOOD}"
 
 
 def _tokens(folder: str) -> list[dict[str, str]]:
@@ -439,7 +457,7 @@ def test_a_hub_that_stays_busy_is_an_error(hub):
     assert "is busy or broken (503" in refused(penstock.ReadError, "hf://org/name")
     assert hub.counts() == {"api": _hub_network.TRIES, "resolve": 0, "storage": 0}
     hub.set(busy={"on": "api", "times": 1000, "status": 429})
-    # What has this name is no file: so it was before there was a network to ask
+    # As offline: nothing here has that name
     assert "has had too many requests from here (429" in refused(penstock.NotFoundError, "org/name")
 
 
@@ -458,7 +476,10 @@ def test_a_hub_that_cannot_be_reached_is_an_error(hub, monkeypatch):
     assert "cannot reach http://no-such-host.invalid: " in refused(penstock.ReadError, "hf://org/name")
 
 
-@pytest.mark.parametrize("value", ["hub.example", "ftp://hub", "https://me:secret@hub", "https://hub?x=secret", ""])
+@pytest.mark.parametrize(
+    "value",
+    ["hub.example", "ftp://hub", "https://me:secret@hub", "https://hub?x=secret", "", "http://[::1", "http://h:x"],
+)
 def test_an_endpoint_that_is_none_is_refused(hub, monkeypatch, value):
     monkeypatch.setenv("HF_ENDPOINT", value)
     with pytest.raises(penstock.InvalidError, match="HF_ENDPOINT") as caught:
@@ -547,6 +568,19 @@ def test_patched_libraries_never_ask(hub):
     safetensors = pytest.importorskip("safetensors")
     with penstock.patch(), pytest.raises(FileNotFoundError), safetensors.safe_open("org/name", framework="pt"):
         pass
+    assert hub.asked() == []
+
+
+def test_what_needs_files_never_asks(hub):
+    from penstock.compat import fastsafetensors, instanttensor
+
+    for call in (
+        lambda: instanttensor.safe_open("org/name", framework="pt", device="cpu"),
+        lambda: fastsafetensors.SafeTensorsFileLoader(None, "cpu").add_filenames({0: ["org/name"]}),
+    ):
+        with pytest.raises(penstock.NotFoundError):
+            call()
+    assert command_line.main(["convert", "org/name", "there"]) != 0
     assert hub.asked() == []
 
 

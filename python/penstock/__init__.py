@@ -2,7 +2,7 @@
 
     import penstock
 
-    checkpoint = penstock.open("model/")            # a file, files, a folder, an index file, a cached Hub repository
+    checkpoint = penstock.open("model/")            # a file, files, a folder, an index file, a repository of the Hub
     state = checkpoint.load("cuda:0")               # {name: torch.Tensor}
     print(checkpoint.last_report)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A shard file, several files, a folder, an index file, web addresses of files or of an index, or the name of a
-repository in the local Hub cache."""
+repository of the Hub."""
 
 
 def _paths_of(source: Source, argument: str) -> list[str]:
@@ -381,10 +381,12 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
 
     Args:
         source: A shard file, a list of shard files, a folder, or an index file (``model.safetensors.index.json``). Or
-            the name of a repository in the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (a branch,
-            a tag or a commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is
-            opened; ``hf://`` always means the cache. No file is ever downloaded to a disk. Files, lists and indexes
-            may also be on a web server (``https://...``, experimental): tensors are then received into their memory.
+            the name of a repository of the Hugging Face Hub: ``org/name``, ``org/name@revision`` (a branch, a tag or a
+            commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is opened;
+            ``hf://`` always means the Hub. Its local cache comes first. What that lacks is read over the network
+            (experimental), unless HF_HUB_OFFLINE is set. Files, lists and indexes may also be on a web server
+            (``https://...``, experimental). Either way tensors are received into their memory, and nothing is ever
+            downloaded to a disk.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
@@ -394,6 +396,7 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
 
     Raises:
         NotFoundError: (a FileNotFoundError) there is nothing, or some files are missing.
+        AccessError: (a PermissionError) files may not be read; a repository of the Hub is gated.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
         StalledError: the file system does not answer. It names the file.
         InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.

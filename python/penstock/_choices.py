@@ -3,8 +3,6 @@
 Each list stands once in Python, here. `tests/test_api_types.py` compares them with what the core takes.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Literal, TypedDict, get_args
 

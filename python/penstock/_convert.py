@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _save
-from ._checkpoint import Checkpoint, open
+from ._checkpoint import Checkpoint, open_as
 from ._choices import Layout, Order
 from ._described import Described
 from ._dlpack import DLTensor
@@ -164,7 +164,8 @@ def convert(
         tensors, metadata = _unpickled(pickles)
         read_from = [str(path) for path in pickles]
     else:
-        checkpoint = open(list(sources) if len(sources) > 1 else sources[0])
+        given = list(sources) if len(sources) > 1 else sources[0]
+        checkpoint = open_as("sources", given, network=False)
         tensors, metadata = _tensors(checkpoint, kind), checkpoint.metadata
         read_from = checkpoint.files
     if kind is not None:

@@ -80,7 +80,12 @@ class Pinned(NamedTuple):
 def endpoint() -> str:
     """The address of the Hub, without a slash at its end."""
     found = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", found):
+    sound = re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", found) is not None
+    try:
+        sound = sound and bool(urlsplit(found).hostname) and urlsplit(found).port != 0
+    except ValueError:
+        sound = False
+    if not sound:
         raise InvalidError(f"HF_ENDPOINT={without_secrets(found)!r} is not the address of a server: https://host")
     return found
 
@@ -119,8 +124,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
         to = urljoin(req.full_url, newurl)
-        if req.full_url.startswith("https:") and not to.startswith("https:"):
-            raise urllib.error.URLError("it redirects from https to http")
+        if not to.startswith("https:" if req.full_url.startswith("https:") else ("http:", "https:")):
+            raise urllib.error.URLError("it redirects to an address of another kind, or from https to http")
         # Before 3.11 the library knew 307, and not 308
         following = super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
         if following is not None and _server(to) != _server(req.full_url):
@@ -249,7 +254,11 @@ def _refused(source: str, reference: Reference, error: urllib.error.HTTPError, s
     if error.code == 429:
         message = f"{source}: {where} has had too many requests from here {named}; {_with(sent)}, or wait some minutes"
         return ReadError(message, path=source)
-    return ReadError(f"{source}: {where} is busy or broken {named}; it was asked {TRIES} times", path=source)
+    if error.code in _AGAIN:
+        message = f"{source}: {where} is busy or broken {named}; it was asked {TRIES} times"
+    else:
+        message = f"{source}: {where} did not answer as the Hub does {named} (does HF_ENDPOINT name a Hub?)"
+    return ReadError(message, path=source)
 
 
 def gated(source: str, repository: str, sent: Token | None, named: str) -> AccessError:
@@ -350,6 +359,7 @@ def open_repository(
         sent = token()
         return sent, pin(source, reference, sent, storage)
 
+    pinned = None
     try:
         sent, pinned = patiently(ask, stall_timeout, endpoint())
         # The cache may have the commit, and not know that it is this revision
@@ -361,17 +371,17 @@ def open_repository(
             pass
         core = open_commit(source, reference, pinned, sent, stall_timeout, storage)
     except (NotFoundError, AccessError, ReadError) as error:
-        raise _both(source, error, lacking) from error.__cause__
+        raise _both(source, error, lacking, pinned is None) from error.__cause__
     _tell(source, pinned, lacking)
     return core, None
 
 
-def _both(source: str, error: PenstockError, lacking: NotFoundError) -> PenstockError:
-    """The error of the Hub, with what the cache said before."""
+def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bool) -> PenstockError:
+    """The error of the Hub, with what the cache said before. ``unknown``: whether the Hub has it."""
     message = f"{error.message}. The local cache was looked at first: {_lacks(source, lacking)}"
     kind = type(error)
-    if kind is ReadError and not source.startswith(SCHEME):
-        kind = NotFoundError  # as where there is no network: what has this name is no file
+    if kind is ReadError and unknown and not source.startswith(SCHEME):
+        kind = NotFoundError  # as offline: nothing here has that name
     number = errno.ENOENT if kind is NotFoundError else error.errno
     return kind(message, path=error.path, range=error.range, errno=number)
 

@@ -164,8 +164,8 @@ class safe_open:
     """Opens safetensors files and loads tensors when you ask for them, as ``safetensors.safe_open`` does.
 
     Args:
-        filename: A file. Also a list of files, a folder, an index file, or the name of a repository in the local Hub
-            cache.
+        filename: A file. Also a list of files, a folder, an index file, or the name of a repository of the Hub, as in
+            `penstock.open`.
         framework: Whose tensors to make: "pt" (torch), "np" (numpy), "jax", "tf", "paddle", "mlx", another name of one
             of them, or "dlpack". None is torch if it is installed, else numpy.
         device: As in `Checkpoint.load`. A GPU is used when the first tensor is loaded, not before.

@@ -46,8 +46,8 @@ from ._terminal import Parser, WrongUsage, styled, table, wrapped
 
 OK, FAILED, USAGE, ERROR, UNCOMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-_SOURCE = """a safetensors file, several files, a folder, an index file, or the name of a repository in the local
-Hugging Face Hub cache: org/name, org/name@revision"""
+_SOURCE = """a safetensors file, several files, a folder, an index file, or the name of a repository of the
+Hugging Face Hub: org/name, org/name@revision"""
 
 
 _OVER_NETWORK = ("inspect", "load")

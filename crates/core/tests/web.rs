@@ -10,7 +10,7 @@ use penstock::options::{Io, Options};
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::store::{Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web, WebSettings};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -185,6 +185,8 @@ fn what_goes_wrong_always_is_an_error_that_says_what() {
             assert!(e.to_string().contains(says), "{fault:?}: {e}");
             let named = server.url("/o.safetensors");
             assert_eq!(e.path().and_then(|path| path.to_str()), Some(&*named), "{fault:?}");
+            let answered = matches!(fault, Fault::Status(_)).then(|| e.status()).flatten();
+            assert!(!matches!(fault, Fault::Status(code) if answered != Some(code)), "{fault:?}: {answered:?}");
             assert!(e.byte_range().is_some() && !format!("{e:?}").contains("secret"), "{fault:?}: {e:?}");
         }
         // So many times, and no more.
@@ -223,6 +225,127 @@ fn connections_are_kept_and_are_as_many_as_allowed() {
     }
 }
 
+/// What the server was asked for after the head, and how many bytes it sent for that.
+fn asked_for(server: &WebServer, reads: &[(u64, u64)]) -> (BTreeSet<(u64, u64)>, u64) {
+    let (connections, request_bytes) = (2, 16 << 20);
+    let store = Web::new(WebSettings { connections, request_bytes, ..WebSettings::default() });
+    let object = object(&store, &at(server, "/o.safetensors"));
+    let (before, served) = (server.asked().len(), server.served());
+    let mut source = store.objects(vec![Some(object)]).unwrap().source(Io::Auto, &Arc::default()).unwrap();
+    let mut memory = vec![0u8; SIZE];
+    for (number, (offset, len)) in (0..).zip(reads) {
+        // SAFETY: within the memory, which lives until the source is gone.
+        let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(*offset as usize) });
+        let (ticket, route, keep) = (Ticket(number), Route::Buffered, Arc::new(()));
+        let (offset, len) = (*offset, *len);
+        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+        source.submit(read).ok().unwrap();
+    }
+    source.flush().unwrap();
+    let mut events = Vec::new();
+    let until = Instant::now() + Duration::from_secs(60);
+    while events.iter().filter(|event| matches!(event, Progress::Done(_))).count() < reads.len() {
+        assert!(Instant::now() < until, "{events:?}");
+        wait(&*source);
+        source.poll(&mut events).unwrap();
+    }
+    drop(source);
+    for &(offset, len) in reads {
+        let range = offset as usize..(offset + len) as usize;
+        assert!(memory[range.clone()] == bytes(SIZE)[range], "{offset}+{len}");
+    }
+    let ranges = server.asked()[before..].iter().map(|asked| asked.range.unwrap()).collect();
+    (ranges, server.served() - served)
+}
+
+#[test]
+fn neighbours_are_asked_for_together() {
+    let server = serving(|_| Fault::None);
+    let one = |range: (u64, u64)| BTreeSet::from([range]);
+    let mib = 1 << 20;
+    // Side by side, and with a gap that costs less than a request.
+    assert_eq!(asked_for(&server, &[(0, 1000), (1000, 500), (1500, 7)]), (one((0, 1507)), 1507));
+    assert_eq!(asked_for(&server, &[(10, 90), (100 + mib, 50)]), (one((10, 150 + mib)), 140 + mib));
+    // Too far apart, or not in the order of the file.
+    let (ranges, served) = asked_for(&server, &[(10, 90), (101 + mib, 50)]);
+    assert_eq!((ranges.len(), served), (2, 140));
+    let (ranges, served) = asked_for(&server, &[(5000, 90), (10, 50)]);
+    assert_eq!((ranges.len(), served), (2, 140));
+}
+
+/// The stall timeout is far away: only what the others bring shows that a connection is silent.
+#[test]
+fn what_a_silent_connection_misses_is_asked_for_on_another() {
+    for fault in [Fault::Silence, Fault::Stall(70_000)] {
+        let told = fault.clone();
+        // The others take a while, so that there is something to compare with.
+        let drip = Fault::Drip(4_000, Duration::from_millis(20));
+        let server = serving(move |asked| match asked.number {
+            0 => Fault::None,
+            2 => told.clone(),
+            _ => drip.clone(),
+        });
+        let (stall, request_bytes) = (Duration::from_secs(300), 400_000);
+        let (connections, first_connections) = (4, 4);
+        let store =
+            Web::new(WebSettings { connections, first_connections, request_bytes, stall, ..WebSettings::default() });
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        let objects = store.objects(vec![Some(object)]).unwrap();
+        assert!(read_all(objects.clone(), SIZE, 200_000).unwrap() == bytes(SIZE), "{fault:?}");
+        let traffic = objects.traffic().unwrap();
+        assert!(traffic.moved >= 1 && traffic.retries == 0, "{fault:?}: {traffic:?}");
+        assert!(traffic.connections >= 5 && traffic.received >= SIZE as u64, "{fault:?}: {traffic:?}");
+    }
+}
+
+/// As many reads as connections wait for the one place that there is.
+#[test]
+fn one_place_is_enough_for_all_connections() {
+    for fault in [Fault::None, Fault::Short(60_000), Fault::Status(503)] {
+        let told = fault.clone();
+        let server = serving(move |asked| if asked.number % 3 == 1 { told.clone() } else { Fault::None });
+        let (pause, tries) = (Duration::from_millis(1), 40);
+        let store =
+            Web::new(WebSettings { connections: 4, request_bytes: 200_000, pause, tries, ..WebSettings::default() });
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        let mut source = store.objects(vec![Some(object)]).unwrap().source(Io::Auto, &Arc::default()).unwrap();
+        let part = 100_000;
+        let parts = SIZE / part;
+        for number in 0..parts as u64 {
+            let (ticket, route, into) = (Ticket(number), Route::Buffered, Destination::OnArrival);
+            let (offset, len, keep) = (number * part as u64, part as u64, Arc::new(()));
+            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+            source.submit(read).ok().unwrap();
+        }
+        source.flush().unwrap();
+        let (mut place, mut free, mut arrived, mut done) = (vec![0u8; part], true, VecDeque::new(), 0);
+        let until = Instant::now() + Duration::from_secs(60);
+        while done < parts {
+            assert!(Instant::now() < until, "{fault:?}: {done} of {parts}");
+            wait(&*source);
+            let mut events = Vec::new();
+            source.poll(&mut events).unwrap();
+            for event in events {
+                match event {
+                    Progress::Arrived(ticket) => arrived.push_back(ticket),
+                    Progress::Received(_) => {}
+                    Progress::Done(read) => {
+                        assert_eq!(read.result.unwrap(), part as u64, "{fault:?}");
+                        let from = read.ticket.0 as usize * part;
+                        assert!(place == bytes(SIZE)[from..from + part], "{fault:?}: {:?}", read.ticket);
+                        (free, done) = (true, done + 1);
+                    }
+                }
+            }
+            if let Some(ticket) = arrived.front().copied().filter(|_| free) {
+                arrived.pop_front();
+                free = false;
+                source.land(ticket, Destination::Memory(place.as_mut_ptr()), Arc::new(())).unwrap();
+            }
+        }
+    }
+}
+
 #[test]
 fn redirects_are_followed_once_for_a_load_and_a_loop_is_an_error() {
     let elsewhere = serving(|asked| {
@@ -243,8 +366,8 @@ fn redirects_are_followed_once_for_a_load_and_a_loop_is_an_error() {
     let object = object(&store, &at(&server, "/here"));
     assert_eq!(object.location, at(&server, "/here"), "the address stays the one that was given");
     assert!(read(&store, object, 200_000).unwrap() == bytes(SIZE));
-    // Each connection may have been redirected once, and then again when its signature had expired.
-    assert!(server.asked().len() <= 2 + 4 * 2 * 2, "{} requests", server.asked().len());
+    // Two redirects for the head and two for all reads, which one of these finds out; two more if its signature has expired.
+    assert!(server.asked().len() <= 2 + 2 + 2, "{} requests", server.asked().len());
     let e = store.head(&at(&server, "/loop?secret"), 8).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Io);
     assert!(e.to_string().contains("redirects more than 5 times") && !e.to_string().contains("secret"), "{e}");

@@ -132,7 +132,7 @@ class SafeTensorsFileLoader:
             if listed and rank != 0:
                 raise InvalidError(f"files for rank {rank!r}: one process loads them all, give {{0: [...]}}")
             for path in listed:
-                self._files[path] = open_as("filenames", path)
+                self._files[path] = open_as("filenames", path, network=False)
                 self._file_of.update(dict.fromkeys(self._files[path].keys(), path))
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:

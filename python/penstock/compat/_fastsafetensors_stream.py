@@ -113,7 +113,7 @@ class ParallelLoader:
     def _opened(self) -> Checkpoint | None:
         """The checkpoint, opened once; None where there are no files."""
         if self._checkpoint is None and self._files:
-            checkpoint = open_as("hf_weights_files", self._files)
+            checkpoint = open_as("hf_weights_files", self._files, network=False)
             if self._filter is not None:
                 self._names = [name for name in checkpoint if self._filter(name)]
             self._checkpoint = checkpoint

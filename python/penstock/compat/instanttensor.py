@@ -170,7 +170,7 @@ class safe_open:
         options, backends = Options(**self._settings), candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
-        self._checkpoint = open_as("filename", filename)
+        self._checkpoint = open_as("filename", filename, network=False)
         files = [local_path(file, "filename") for file in self._checkpoint.files]
         io = io_for(backends, files, mapped=on_cpu and not copy)
         if io is not None:

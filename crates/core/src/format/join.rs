@@ -6,7 +6,7 @@ use super::index::Index;
 use super::shard::Shard;
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::store::{Location, Origin, Watch};
+use crate::store::{Location, Origin, Version, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;

@@ -69,7 +69,7 @@ impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
         let StorageSettings { web, bearer } = settings.into();
-        let common = Arc::new(Common { settings: web, names: Arc::default(), tls: tls::Tls::default() });
+        let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { common, requests: requests_of(bearer) }
     }
 
@@ -88,7 +88,7 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let sockets = Sockets::new(common.clone(), None).map_err(located)?;
-    let mut net = Net::new(sockets, common.settings.clone(), Arc::default());
+    let mut net = Net::new(sockets, common.clone(), Arc::default());
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();

@@ -1,6 +1,6 @@
 //! The connections of one load, on one thread: requests are sent, bodies received, and what fails is asked for again.
 
-use super::address::Server;
+use super::address::{Address, Server};
 use super::answer::Verdict;
 use super::counts::Counts;
 use super::fetch::Fetch;
@@ -16,7 +16,9 @@ use super::wires::{Stream, Watched, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::store::version::Version;
+use crate::sync::{lock, Mutex};
 use std::any::Any;
+use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,9 +39,11 @@ const LEAST_ASKED: u64 = 2 << 20;
 const LOOK: Duration = Duration::from_millis(100);
 
 /// What all connections to web servers share.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Common {
     pub(super) settings: WebSettings,
+    /// Servers that have redirected.
+    pub(super) redirecting: Mutex<HashSet<Server>>,
     pub(super) names: Arc<Names>,
     pub(super) tls: Tls,
 }
@@ -62,7 +66,7 @@ pub(super) enum Told {
 /// The connections.
 pub(super) struct Net<W: Wires> {
     wires: W,
-    settings: WebSettings,
+    common: Arc<Common>,
     pub(super) links: Links<W::Stream>,
     pub(super) waiting: Queue,
     pub(super) pace: Pace,
@@ -76,11 +80,11 @@ pub(super) struct Net<W: Wires> {
 }
 
 impl<W: Wires> Net<W> {
-    pub(super) fn new(wires: W, settings: WebSettings, counts: Arc<Counts>) -> Net<W> {
+    pub(super) fn new(wires: W, common: Arc<Common>, counts: Arc<Counts>) -> Net<W> {
         let now = wires.now();
-        let pace = Pace::new(settings.first_connections, settings.connections, now);
+        let pace = Pace::new(common.settings.first_connections, common.settings.connections, now);
         let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
-        Net { wires, settings, links, waiting, pace, look_at: now, counts, last: now, discard, numbers }
+        Net { wires, common, links, waiting, pace, look_at: now, counts, last: now, discard, numbers }
     }
 
     pub(super) fn add(&mut self, read: RangeRead) {
@@ -150,7 +154,7 @@ impl<W: Wires> Net<W> {
         self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit());
         // What has come and was not looked at yet is no silence.
         if all && now >= self.look_at {
-            self.look_at = now + LOOK.min(self.settings.stall / 4);
+            self.look_at = now + LOOK.min(self.common.settings.stall / 4);
             self.drop_stalled(now, told);
             self.mend_stragglers(now);
             self.pace.judge(now);
@@ -168,7 +172,7 @@ impl<W: Wires> Net<W> {
 
     /// Closes connections that bring nothing, and asks for the rest of their reads again.
     fn drop_stalled(&mut self, now: Instant, told: &mut Vec<Told>) {
-        let stall = self.settings.stall;
+        let stall = self.common.settings.stall;
         let is_stalled = |link: &Link<_>| {
             let waits = link.is_busy() || link.state == LinkState::Connecting;
             waits && now.duration_since(link.last) >= stall
@@ -202,14 +206,20 @@ impl<W: Wires> Net<W> {
                     return true;
                 }
             };
-            let is_free = |link: &Link<_>| link.state == LinkState::Idle && link.server == request.address.server;
+            let server = &request.address.server;
+            // One read finds out where such a server redirects to, and the others go there at once.
+            if self.redirects(server) && self.is_asked(read, &request.address) {
+                passed = Some(site);
+                continue;
+            }
+            let is_free = |link: &Link<_>| link.state == LinkState::Idle && link.server == *server;
             let Some((number, mut link)) = self.links.take_where(is_free) else {
                 passed = Some(site);
                 continue;
             };
             // Less and less towards the end, so that all connections end together.
             let share = self.waiting.bytes() / self.pace.limit() as u64;
-            let share = share.max(LEAST_ASKED).min(self.settings.request_bytes);
+            let share = share.max(LEAST_ASKED).min(self.common.settings.request_bytes);
             if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
                 self.counts.requests.add(1);
@@ -219,6 +229,17 @@ impl<W: Wires> Net<W> {
             return true;
         }
         false
+    }
+
+    fn redirects(&self, server: &Server) -> bool {
+        lock(&self.common.redirecting).contains(server)
+    }
+
+    /// Whether a read of the same object has asked there, and has no answer yet.
+    fn is_asked(&self, read: &RangeRead, at: &Address) -> bool {
+        let asks = |other: &RangeRead| Arc::ptr_eq(&other.site, &read.site) && other.asked.as_ref() == Some(at);
+        let first = |link: &Link<_>| link.fetch.as_ref().and_then(|fetch| fetch.reads.front()).is_some_and(asks);
+        self.links.iter().any(|(_, link)| link.state == LinkState::Asked && first(link))
     }
 
     /// Makes connections for what waits, as far as there may be more. Whether it made one.
@@ -248,11 +269,14 @@ impl<W: Wires> Net<W> {
         while let Some((_, server, _)) = wanted.first() {
             let server = server.clone();
             let (theirs, others): (Vec<_>, _) = wanted.into_iter().partition(|known| known.1 == server);
-            let bytes: u64 = theirs.iter().map(|known| known.2).sum();
+            let bytes: u64 = match self.redirects(&server) {
+                true => theirs.len() as u64 * LEAST_ASKED.min(self.common.settings.request_bytes),
+                false => theirs.iter().map(|known| known.2).sum(),
+            };
             wanted = others;
             let is_coming = |link: &Link<_>| link.state == LinkState::Connecting && link.server == server;
             let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
-            while coming * LEAST_ASKED.min(self.settings.request_bytes) < bytes.max(1) && self.make_room() {
+            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room() {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
@@ -283,7 +307,7 @@ impl<W: Wires> Net<W> {
     /// Whether every connection waits for a slab, while something that holds one waits for a connection.
     fn is_stuck(&self) -> bool {
         let all_wait = self.links.count(LinkState::Parked) == self.links.len();
-        all_wait && self.waiting.iter().any(|read| read.arrived)
+        all_wait && self.waiting.iter().any(RangeRead::holds_slab)
     }
 
     /// Whether one more connection may be made. If there are as many as there may be, one on which nothing is asked for gives
@@ -296,6 +320,8 @@ impl<W: Wires> Net<W> {
         let found = self.links.take_where(|link| link.state == gives_way);
         let made = found.is_some();
         self.back(found.and_then(|(_, link)| link.fetch));
+        // What holds a slab goes first, or the new connection would wait as the old one did.
+        self.waiting.advance_holders();
         made
     }
 
@@ -410,7 +436,9 @@ impl<W: Wires> Net<W> {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
                     return fail_all(Some(fetch), &Error::new(ErrorKind::Io, text), told);
                 }
-                match first.asked.as_ref().map(|address| address.redirected(&to)).transpose() {
+                let asked = first.asked.as_ref();
+                lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
+                match asked.map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
                         next.into_iter().for_each(|next| first.site.moved(next));
                         self.back(Some(fetch));
@@ -456,13 +484,13 @@ impl<W: Wires> Net<W> {
             read.tries = 0;
         }
         read.tries += 1;
-        let most = self.settings.tries;
+        let most = self.common.settings.tries;
         let most = if read.answered || read.object().is_some() { most } else { most.min(TRIES_UNANSWERED) };
         if read.tries >= most {
             let e = e.clone().reworded(|why| format!("{why}; it was asked for {most} times"));
             return fail(read, e, told);
         }
-        let usual = self.settings.pause.saturating_mul(1 << (read.tries - 1).min(10)).min(LONGEST_PAUSE);
+        let usual = self.common.settings.pause.saturating_mul(1 << (read.tries - 1).min(10)).min(LONGEST_PAUSE);
         // Requests that fail together do not come back together.
         let spread = usual / 16 * ((read.missing().start >> 24) % 4) as u32;
         let due = self.wires.now() + usual.max(pause.unwrap_or_default()) + spread;

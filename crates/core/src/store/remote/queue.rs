@@ -28,6 +28,12 @@ impl Queue {
         }
     }
 
+    /// Those that hold a slab go before the others.
+    pub(super) fn advance_holders(&mut self) {
+        let (holders, others): (Vec<_>, Vec<_>) = self.reads.drain(..).partition(RangeRead::holds_slab);
+        self.reads.extend(holders.into_iter().chain(others));
+    }
+
     /// This one may not be asked for before `due`.
     pub(super) fn pause(&mut self, read: RangeRead, due: Instant) {
         self.paused.push((due, read));

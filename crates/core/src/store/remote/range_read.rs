@@ -205,6 +205,11 @@ impl RangeRead {
         self.places.is_some()
     }
 
+    /// Whether it has a place that was given when it arrived: others wait for such places.
+    pub(super) fn holds_slab(&self) -> bool {
+        self.arrived && self.has_place()
+    }
+
     /// The strong ETag that the next request names, if the object has been seen and has one.
     pub(super) fn etag(&self) -> Option<&str> {
         match &self.expected.object {

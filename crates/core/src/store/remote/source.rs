@@ -75,8 +75,7 @@ impl WebSource {
         depth: usize,
     ) -> Result<WebSource> {
         let (state, to_thread, to_owner) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?), Wake::new()?);
-        let settings = common.settings.clone();
-        let mut net = Net::new(Sockets::new(common, Some(to_thread.clone()))?, settings, counts);
+        let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {

@@ -2,7 +2,7 @@
 //! models; what decides about connections, requests and stragglers is the code of every load. No real bytes move.
 
 use super::answer::Expected;
-use super::net::{Net, Told};
+use super::net::{Common, Net, Told};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::request::Unsigned;
 use super::settings::WebSettings;
@@ -101,8 +101,10 @@ impl World {
             Some(Step::Arrives(line, bytes)) => {
                 self.changed.push(line);
                 let line = &mut self.lines[line];
-                line.on_the_way -= bytes;
-                line.there += bytes;
+                if line.is_open {
+                    line.on_the_way -= bytes;
+                    line.there += bytes;
+                }
             }
             Some(Step::Copied) => self.copied += 1,
             None => {}
@@ -293,7 +295,8 @@ fn load(model: Model, bytes: u64, slabs: usize, connections: usize) -> Outcome {
         changed: Vec::new(),
     }));
     let settings = WebSettings { connections, ..WebSettings::default() };
-    let mut net = Net::new(VirtualWires(world.clone()), settings, Arc::default());
+    let common = Common { settings, ..Common::default() };
+    let mut net = Net::new(VirtualWires(world.clone()), Arc::new(common), Arc::default());
     let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(Unsigned)));
     let version = Version::Strong("\"e\"".into());
     let (reads, most) = (bytes / READ, (connections * super::READS) as u64);
@@ -402,5 +405,17 @@ fn a_hundredth_of_the_answers_that_stall_costs_less_than_a_quarter_of_the_time()
         let seen = format!("one of {stalls} stalls: {:.2} s beside {:.2} s, {ratio:.3}", outcome.seconds, well.seconds);
         println!("{seen}");
         assert!(ratio <= 1.25, "{seen}");
+    }
+}
+
+/// Few slabs, many connections, and answers that stop: a read that holds a slab always gets a connection.
+#[test]
+fn no_load_hangs_for_want_of_slabs() {
+    for slabs in 1..4 {
+        for stalls in [2, 3, 7] {
+            let model = Model { stalls, most: 20, ..cloud(1e12) };
+            let outcome = load(model, 300 * MIB, slabs, 32);
+            assert!(outcome.seconds < 3600.0 && outcome.slabs <= slabs, "{slabs} slabs: {:.1} s", outcome.seconds);
+        }
     }
 }
