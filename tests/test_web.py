@@ -18,6 +18,7 @@ import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
 from penstock import cli as command_line
+from penstock.bench.served import NotServed, certify
 
 torch = pytest.importorskip("torch")
 
@@ -223,21 +224,10 @@ def test_commands_for_files_refuse_addresses(tmp_path, monkeypatch, capsys, comm
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """An authority of our own, and the certificate that it gave localhost, with its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl here, which makes the certificates")
-    folder = tmp_path_factory.mktemp("authority")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=Penstock's tests",
-            "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
-    openssl("req", *key, "-keyout", "key.pem", "-out", "asked.csr", "-subj", "/CN=localhost")
-    (folder / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
-    openssl("x509", "-req", "-in", "asked.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-            "-extfile", "names", "-out", "cert.pem")  # fmt: skip
-    return folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
+    try:
+        return certify(tmp_path_factory.mktemp("authority"))
+    except NotServed as error:
+        pytest.skip(str(error))
 
 
 LOADED = """

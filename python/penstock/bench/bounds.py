@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .scenarios import COLD
+from .scenarios import BUCKET, COLD
 
 Row = dict[str, Any]
 
@@ -77,6 +77,9 @@ def bounds(rows: list[Row], judged: bool) -> list[Row]:
         claim = "private: share of pread into fresh huge pages"
         beside(checkpoint, "private", "penstock copy", "ceiling: fresh", claim, 0.9)
 
+        for scenario in BUCKET:
+            _served(checkpoint, scenario, table, judge)
+
     small = table.get(("minilm", "latency", "penstock"))
     if small and "later_s" in small:
         judge("minilm", "latency: ms of the first load of a process", small["median_s"] * 1e3, 15, "<=")
@@ -88,6 +91,29 @@ def bounds(rows: list[Row], judged: bool) -> list[Row]:
         judge("many", "371,474 tensors: seconds to open and load warm", many["load_s"], 1.8, "<=")
         judge("many", "371,474 tensors: us for each, opening included", many["load_s"] / 371_474 * 1e6, 3, "<=")
     return found
+
+
+def _served(checkpoint: str, scenario: str, table: dict[tuple[str, str, str], Row], judge: Any) -> None:
+    """Loads from a web server beside the bare loop and the ways that others have."""
+    for ours, loop, memory in (
+        ("penstock url", "ceiling: loop", "private memory"),
+        ("penstock url load_into", "ceiling: loop touched", "existing tensors"),
+    ):
+        mine, bare = table.get((checkpoint, scenario, ours)), table.get((checkpoint, scenario, loop))
+        if mine and bare:
+            cost = mine["cpu_s_per_gb"] / bare["cpu_s_per_gb"]
+            claim = f"{scenario}, {memory}: processor seconds per GB by those of the bare loop"
+            judge(checkpoint, claim, cost, 1.2, "<=")
+            share = mine["gb_per_s"] / bare["gb_per_s"]
+            judge(checkpoint, f"{scenario}, {memory}: share of the bare loop's rate", share, 0.9)
+        if mine:
+            claim = f"{scenario}, {memory}: bytes served by those wanted"
+            judge(checkpoint, claim, mine["served_bytes"] / mine["bytes"], 1.01, "<=")
+    url = table.get((checkpoint, scenario, "penstock url"))
+    for row in [row for row in table.values() if (row["checkpoint"], row["scenario"]) == (checkpoint, scenario)]:
+        if url and row["kind"] == "rival":
+            claim = f"{scenario}: times as fast as {row['contestant']}"
+            judge(checkpoint, claim, row["median_s"] / url["median_s"], 2)
 
 
 def _first(checkpoint: str, scenario: str, semantics: str, rows: Iterable[Row], judge: Any) -> None:

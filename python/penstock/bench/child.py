@@ -12,10 +12,11 @@ import gc
 import importlib
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ class Order:
     #: The shards that the result is compared with.
     compared: list[str]
     into: bool = False
+    #: Where a web server has the files, if one does, and the folder with the programs that fetch them.
+    urls: list[str] = field(default_factory=list)
+    tools: str | None = None
     dtype: str | None = None
     trace: str | None = None
 
@@ -45,6 +49,12 @@ def resident() -> int:
     """Anonymous and shared memory of this process, in bytes; pages of files are the page cache's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def processor_time() -> float:
+    """Seconds of this process, and of those that it has started and waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def touched_parameters(files: list[Path], device: str) -> State:
@@ -79,14 +89,14 @@ def load(contestant: Contestant, job: Job, compared: list[Path]) -> tuple[Run, S
     job.background.clear()
     castable = reference.entries_of(compared) if job.dtype and not contestant.casts else {}
     names = [name for name, entry in castable.items() if entry.dtype in CASTABLE]
-    memory, cpu, begun = resident(), time.process_time(), time.perf_counter()
+    memory, cpu, begun = resident(), processor_time(), time.perf_counter()
     state, first = gathered(contestant.load(job))
     for name in names:
         state[name] = state[name].to(torch_dtype(job.dtype or ""))
     if job.device != "cpu":
         torch.cuda.synchronize(job.device)
     seconds = time.perf_counter() - begun
-    run: Run = {"load_s": seconds, "first_tensor_s": min(first - begun, seconds), "cpu_s": time.process_time() - cpu}
+    run: Run = {"load_s": seconds, "first_tensor_s": min(first - begun, seconds), "cpu_s": processor_time() - cpu}
     return run | {"memory": resident() - memory, "tensors": len(state)} | job.noted, state
 
 
@@ -119,6 +129,8 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
         parameters=touched_parameters(compared, order.device) if order.into else {},
         dtype=order.dtype,
         trace=order.trace,
+        urls=order.urls,
+        tools=None if order.tools is None else Path(order.tools),
     )
     torch.ones(1 << 22).clone()  # starts torch's threads, which are no part of a load
     torch.zeros(1, device=order.device)

@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the most bytes of a checkpoint that can be made smaller (default: what the disk allows)",
     )
     add("--loads", type=int, default=0, metavar="N", help="loads in one process, to measure latencies (default: 50)")
+    tools = "folder of netbench and netbench-go, for the scenarios bucket (default: PATH); `make netbench` builds them"
+    add("--tools", type=Path, metavar="FOLDER", help=tools)
+    link = "the link model of the scenarios bucket, such as rate-per-connection=8e6 or first-byte=50; may be repeated"
+    add("--link", action="append", default=[], metavar="OPTION=VALUE", help=link)
     where = "where checkpoints are written (default: .bench/checkpoints); repeat it to spread the shards over drives"
     add("--folder", type=Path, action="append", help=where)
     add("--json", type=Path, metavar="FILE", help="write the results to FILE (default: .bench/results.json)")
@@ -86,6 +90,14 @@ def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]
             f"`penstock synth`: {', '.join(layouts.MODELS)})"
         )
     return {name: known[name] for name in chosen}
+
+
+def link_of(given: list[str]) -> dict[str, str]:
+    """Options of the link model, by name."""
+    for one in given:
+        if "=" not in one:
+            raise InvalidError(f"--link {one}: not of the form OPTION=VALUE")
+    return {name: value for name, _, value in (one.partition("=") for one in given)}
 
 
 def run(arguments: argparse.Namespace) -> bool:
@@ -129,6 +141,8 @@ def run(arguments: argparse.Namespace) -> bool:
         preset=arguments.preset,
         contestants=tuple(arguments.contestant or (preset.contestants if preset else ())),
         loads=arguments.loads or (5 if arguments.quick else 0),
+        tools=arguments.tools,
+        link=link_of(arguments.link),
     )
     chosen = kinds(arguments, folders)
     # In the processes that load, safetensors is to be itself

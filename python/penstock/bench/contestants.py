@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import reference
+from . import reference, served
 from .scenarios import COLD
-from .verification import torch_dtype
+from .verification import torch_dtype, touch
 
 State = dict[str, Any]
 Pairs = Iterator[tuple[str, Any]]
@@ -41,6 +41,9 @@ class Job:
     noted: dict[str, Any] = field(default_factory=dict)
     #: File for penstock's trace of the load.
     trace: str | None = None
+    #: Where a web server has the files, if one does; the folder with the programs that fetch them.
+    urls: list[str] = field(default_factory=list)
+    tools: Path | None = None
     #: Waits for what the loader still does in the background after the load, and tells of it.
     background: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
 
@@ -58,7 +61,8 @@ class Contestant:
     """A loader, and what it may be compared with.
 
     `semantics` says where its tensors lie: `any` (where it likes: a mapping of the file counts), `private` (memory of
-    their own), `into` (parameters that existed before).
+    their own), `into` (parameters that existed before). `served`: it fetches from a web server into memory
+    of its own; `served into`: into parameters that existed before.
     """
 
     name: str
@@ -93,7 +97,7 @@ def penstock(**options: Any) -> Callable[[Job], Tensors]:
 
         chosen = options | ({"trace": job.trace} if job.trace else {})
         begun = time.perf_counter()
-        checkpoint = penstock.open(job.source)
+        checkpoint = penstock.open(job.urls or job.source)
         job.noted["open_s"] = time.perf_counter() - begun
         chosen_options = penstock.Options(**chosen) if chosen else None
         state = checkpoint.load(job.device, dtype=job.dtype, progress=False, options=chosen_options)
@@ -126,7 +130,7 @@ def penstock_load_into(job: Job) -> Tensors:
     import penstock
 
     options = {"trace": job.trace} if job.trace else None
-    checkpoint = penstock.open(job.source)
+    checkpoint = penstock.open(job.urls or job.source)
     note(job, checkpoint.load_into(job.parameters, progress=False, options=options))
     return job.parameters
 
@@ -328,6 +332,42 @@ def pread_fully(descriptor: int, into: memoryview, at: int) -> None:
         into, at = into[count:], at + count
 
 
+# --- from a web server -----------------------------------------------------------------------------------------------
+
+
+def runai_streamer_s3(job: Job) -> Pairs:
+    from runai_model_streamer import SafetensorsStreamer
+
+    # The server takes the first part of a path for the bucket's name
+    keys = [f"s3://{url.split('/', 3)[3]}" for url in job.urls]
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(keys, device=job.device)
+        for name, tensor in streamer.get_tensors():
+            # What it yields is overwritten later
+            yield name, tensor.clone() if job.device == "cpu" else tensor
+
+
+def downloaded(folder: str | None) -> Callable[[Job], Tensors]:
+    """Downloads by Go's client into a new folder, in `folder` or beside the checkpoint; then safetensors, touched."""
+
+    def load(job: Job) -> Tensors:
+        import tempfile
+
+        from safetensors.torch import load_file
+
+        with tempfile.TemporaryDirectory(prefix="penstock-download-", dir=folder or job.files[0].parent) as into:
+            served.download(job.urls, Path(into), job.tools)
+            state: State = {}
+            for url in job.urls:
+                state |= load_file(Path(into) / url.rpartition("/")[2], device=job.device)
+            # What is mapped stays when the files are unlinked
+            if job.device == "cpu":
+                touch(state)
+        return state
+
+    return load
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 # fastsafetensors reads with O_DIRECT unless told otherwise. Warm, that would be a race against the disk: there it has
@@ -400,6 +440,15 @@ CONTESTANTS: list[Contestant] = [
         "torch.load mmap", "torch", torch_load(mmap=True), files=pickled, most_tensors=1e5, scenarios=_PICKLED
     ),
     Contestant("pread floor", "torch", pread_floor, "private"),
+    _ours("penstock url", penstock(), "served"),
+    _ours("penstock url load_into", penstock_load_into, "served into", _CPU),
+    Contestant("runai streamer s3", "runai_model_streamer_s3", runai_streamer_s3, "served"),
+    Contestant(
+        "runai streamer s3, 16", "runai_model_streamer_s3", runai_streamer_s3, "served",
+        environment={"RUNAI_STREAMER_CONCURRENCY": "16", "RUNAI_STREAMER_OBJ_CONCURRENCY": "16"},
+    ),
+    Contestant("download to disk, safetensors", "safetensors", downloaded(None), "served"),
+    Contestant("download to memory, safetensors", "safetensors", downloaded("/dev/shm"), "served"),
     *(
         Contestant(
             f"fastsafetensors {threads} threads, {megabytes} MB", "fastsafetensors",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .scenarios import BUCKET
+
 GIB = 2**30
 #: Of the free space of a folder, what the checkpoints of a preset may take together. Those of torch.load come on top.
 _SHARE_OF_DISK = 0.4
@@ -65,6 +67,12 @@ PRESETS: dict[str, Preset] = {
             ("cold", "beside-memory"),
         ),
         Preset(
+            "anyscale-model-loader",
+            "Llama-2-70B from a web server, plain and with TLS",
+            ("llama-2-70b",),
+            ("bucket", "bucket-tls"),
+        ),
+        Preset(
             "io-uring-study",
             "every loader and route, cold and warm",
             ("gpt2-medium", "llama-2-7b"),
@@ -104,7 +112,8 @@ def comparison(result: dict[str, Any]) -> str:
     for one in table["rows"]:
         there = [f"{one['seconds']:.3g}" if "seconds" in one else "", _rate(one.get("rate"), factor)]
         # Into CPU memory, loaders whose tensors are private are compared in a scenario of their own
-        scenario, mine = one["scenario"], "penstock"
+        scenario = one["scenario"]
+        mine = "penstock url" if scenario in BUCKET else "penstock"
         if scenario == "warm" and (one["checkpoint"], scenario, one["contestant"]) not in rows:
             scenario, mine = "private", "penstock copy"
         same = rows.get((one["checkpoint"], scenario, one["contestant"]))

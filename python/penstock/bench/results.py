@@ -68,7 +68,8 @@ def figures(group: list[Run]) -> Row:
     fills = [run["fill_s"] for run in first if run.get("fill_state") == "finished"]
     if fills:
         row["fill_s"] = float(statistics.median(fills))
-    for name in ("memory", "pinned", "device_memory", "cache_left"):
+    served = ("served_bytes", "served_requests", "served_connections", "served_stalled")
+    for name in ("memory", "pinned", "device_memory", "cache_left", *served):
         known = [run[name] for run in first if run.get(name) is not None]
         if known:
             row[name] = int(statistics.median(known))

@@ -35,6 +35,7 @@ from .process import LoadFailed, LoadProcess, Probe, Sampled, memory_of
 from .results import ALONE, TOUCHED, Run
 from .scenarios import COLD, SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
+from .served import CLIENTS, NotServed, Served
 
 #: Bytes of a trace that are kept: of hundreds of thousands of tensors it would be larger than all other results.
 _LARGEST_TRACE = 8 << 20
@@ -62,6 +63,10 @@ class Settings:
     contestants: tuple[str, ...] = ()
     #: Loads of one process in the scenario `latency`; 0: as many as it says.
     loads: int = 0
+    #: Where `netbench` and `netbench-go` are; without it they are looked for on the PATH.
+    tools: Path | None = None
+    #: Options of `netbench serve`: the link model of the scenarios `bucket`.
+    link: dict[str, str] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -85,6 +90,8 @@ class Bench:
     _gpu_memory: GpuMemory | None = None
     _routes: bool = True
     _made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    #: The web server of a scenario that has one.
+    _served: Served | None = None
 
     def __post_init__(self) -> None:
         kind = self.settings.device.partition(":")[0]
@@ -112,12 +119,27 @@ class Bench:
                 if scenario.tmpfs:
                     with in_memory(placed) as there:
                         self.scenario(scenario, there, best)
+                elif scenario.served:
+                    with self.serving(scenario, placed):
+                        self.scenario(scenario, placed, best)
                 else:
                     self.scenario(scenario, placed, best)
-            except (Absent, NeighbourEnded, NoMemoryLimit, NoRoom) as error:
+            except (Absent, NeighbourEnded, NoMemoryLimit, NoRoom, NotServed) as error:
                 self.absent[f"scenario {scenario.name}"] = str(error)
                 print(f"{name}: no {scenario.name}: {error}", file=sys.stderr, flush=True)
             yield scenario
+
+    @contextlib.contextmanager
+    def serving(self, scenario: Scenario, placed: Placed) -> Iterator[None]:
+        """A web server over the checkpoint, while the context is open."""
+        if placed.folder is None:
+            raise Absent("a web server serves one folder")
+        settings = self.settings
+        with Served(placed.folder, settings.tools, tls=scenario.served == "https", link=settings.link) as self._served:
+            try:
+                yield
+            finally:
+                self._served = None
 
     # What is compared
 
@@ -139,6 +161,8 @@ class Bench:
         if not self.settings.ceilings:
             return []
         on_gpu = self.settings.on_gpu
+        if scenario.served:
+            return [*CLIENTS, *(["host_to_device"] if on_gpu else [])]
         wanted = dict.fromkeys(
             stage for one in entrants for way in bounding(scenario, one.semantics, on_gpu) for stage in way
         )
@@ -185,7 +209,8 @@ class Bench:
                 pass  # raises where there can be none
         measures = self.measures(scenario, entrants)
         for measure in ["direct", *measures] if scenario.from_disk and self.settings.ceilings else measures:
-            self.best(placed, measure, best)
+            if measure not in CLIENTS:
+                self.best(placed, measure, best)
         main = [one for one in entrants if not one.route]
         if scenario.cache == "full" and not scenario.tmpfs:
             # In the folios that plain reads leave, not in those of the loader before.
@@ -200,7 +225,7 @@ class Bench:
                 about: Run = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": label}
                 try:
                     if isinstance(entrant, str):
-                        runs = [self.ceiling(entrant, scenario, placed, best[entrant])]
+                        runs = [self.ceiling(entrant, scenario, placed, best.get(entrant))]
                         about["kind"] = "ceiling"
                     else:
                         about |= {"kind": "rival" if entrant.rival else "penstock", "semantics": entrant.semantics}
@@ -246,16 +271,40 @@ class Bench:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
         return found | {"resident_before": resident}
 
-    def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: _ceiling.Settings) -> Run:
+    def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: _ceiling.Settings | None) -> Run:
         with neighbour(scenario, placed):
             found: Run = {}
             try:
                 found = self.before(scenario, placed.files) if measure not in _ceiling.GPU else {}
+                if settings is None:
+                    return found | self.fetched(measure, placed)
                 measured = self.measured(placed, measure, settings)
             except (RuntimeError, predecessor.PredecessorFailed) as error:
                 return found | {"error": str(error)}
         run = {"load_s": measured["seconds"], "bytes": measured["bytes"], "ceiling": ceilings.text(settings)}
         return found | run
+
+    def fetched(self, client: str, placed: Placed) -> Run:
+        """The files by a client that makes no tensors."""
+        assert self._served is not None
+        before = self._served.counts()
+        try:
+            measured = self._served.fetch(client, placed.files)
+        except NotServed as error:
+            raise Absent(str(error)) from None
+        told = {"load_s": measured["seconds"], "cpu_s": measured["cpu_s"], "bytes": measured["bytes"]}
+        return told | {"ceiling": f"16 connections, {client}"} | self.served_since(before)
+
+    def served_since(self, before: dict[str, int]) -> Run:
+        """What the web server has done since then."""
+        if self._served is None:
+            return {}
+        now = self._served.counts()
+        return {f"served_{name}": now[name] - before[name] for name in ("bytes", "requests", "connections", "stalled")}
+
+    def process(self, contestant: Contestant, order: Order, placed: Placed) -> LoadProcess:
+        more = self._served.environment if self._served is not None else {}
+        return LoadProcess(self.server, order, more | contestant.environment, placed.nbytes)
 
     def loads(
         self, contestant: Contestant, scenario: Scenario, placed: Placed, raw: _ceiling.Settings | None
@@ -270,8 +319,7 @@ class Bench:
             with contextlib.ExitStack() as stack:
                 limit = stack.enter_context(MemoryLimit(int(1.25 * placed.nbytes))) if scenario.limited else None
                 processes = [
-                    stack.enter_context(LoadProcess(self.server, order, contestant.environment, placed.nbytes))
-                    for _ in range(scenario.processes)
+                    stack.enter_context(self.process(contestant, order, placed)) for _ in range(scenario.processes)
                 ]
                 for process in processes:
                     said = process.hear()
@@ -285,11 +333,13 @@ class Bench:
                 for number in range(self.loads_of(scenario)):
                     with neighbour(scenario, placed):
                         found = first | self.before(scenario, files, raw) if number == 0 else {}
+                        counted = self._served.counts() if self._served is not None else {}
                         with Sampled(probes) as sampled:
                             for process in processes:
                                 process.say("load")
                             loaded = [process.hear() for process in processes]
                     found["cache_left"] = resident_bytes(files)
+                    found |= self.served_since(counted)
                     for process in processes:
                         process.say("verify")
                     verified = [process.hear() for process in processes]
@@ -313,7 +363,7 @@ class Bench:
 
         The process lives until the loader has ended what it does in the background. Gives what it tells of that.
         """
-        with LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process:
+        with self.process(contestant, order, placed) as process:
             said = process.hear()
             if "absent" in said:
                 raise Absent(said["absent"])
@@ -327,7 +377,7 @@ class Bench:
 
     def warm_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> float:
         """Seconds of a warm load by one more process, for the second start to stand beside."""
-        with LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process:
+        with self.process(contestant, order, placed) as process:
             process.hear()
             self.before(SCENARIOS["warm"], files)
             process.say("load")
@@ -343,7 +393,9 @@ class Bench:
             files=self.files_of(contestant, compared),
             folder=None if placed.folder is None else str(placed.folder),
             compared=compared,
-            into=contestant.semantics == "into",
+            into=contestant.semantics in ("into", "served into"),
+            urls=[] if self._served is None else self._served.urls(placed.files),
+            tools=None if self.settings.tools is None else str(self.settings.tools),
             dtype=scenario.dtype,
         )
 
@@ -391,7 +443,7 @@ class Bench:
             order = Order(**(vars(self.order(contestant, scenario, placed)) | {"trace": str(file)}))
             try:
                 with (
-                    LoadProcess(self.server, order, contestant.environment, placed.nbytes) as process,
+                    self.process(contestant, order, placed) as process,
                     neighbour(scenario, placed),
                 ):
                     process.hear()

@@ -16,6 +16,8 @@
 | `beside-disk` | empty | tensors, any memory, while a neighbour reads from the same disk |
 | `limited` | empty | tensors, any memory, in a control group that may have 1.25 times their bytes |
 | `latency` | full | many loads in each process |
+| `bucket` | full | tensors, private memory, from a web server on this machine with a link model |
+| `bucket-tls` | full | the same with TLS |
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class Scenario:
     limited: bool = False
     #: Whether the files lie in memory.
     tmpfs: bool = False
+    #: How a web server gives the files: `http` or `https`.
+    served: str | None = None
     #: The dtype that tensors are cast to.
     dtype: str | None = None
     #: The process that ends right before each load from the disk.
@@ -76,11 +80,15 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("beside-disk", "empty", neighbour="disk"),
         Scenario("limited", "empty", limited=True),
         Scenario("latency", "full", loads=50),
+        Scenario("bucket", "full", ("served", "served into"), served="http"),
+        Scenario("bucket-tls", "full", ("served", "served into"), served="https"),
     )
 }
 
 #: Cold loads: from the same empty page cache, in two states of memory.
 COLD = ("cold", "cold-freed")
+#: From a web server.
+BUCKET = ("bucket", "bucket-tls")
 #: What is compared of every checkpoint.
 CORE = (*COLD, "warm", "private", "load_into")
 
@@ -92,7 +100,7 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
 
 def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
     """Whether a contestant with these semantics is compared in the scenario."""
-    if on_gpu and semantics != "into":
+    if on_gpu and semantics not in ("into", "served", "served into"):
         # On a GPU all memory is private: there `warm` compares all loaders.
         return "any" in scenario.semantics
     return semantics in scenario.semantics
@@ -104,6 +112,8 @@ def ceilings(scenario: Scenario, semantics: str, on_gpu: bool) -> tuple[tuple[st
     None where nothing has to move (zero copy), or where what moves is up to the loader.
     """
     last = ("host_to_device",) if on_gpu else ()
+    if scenario.served:
+        return (("loop touched" if semantics == "served into" else "loop", *last),)
     if scenario.processes > 1 or scenario.dtype or scenario.cache == "left":
         return ()
     if scenario.from_disk:

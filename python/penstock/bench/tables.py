@@ -28,6 +28,9 @@ _COLUMNS: list[Column] = [
     ("pinned MB", lambda row: f"{row['pinned'] / 1e6:.0f}"),
     ("GPU MB", lambda row: f"{row['device_memory'] / 1e6:.0f}"),
     ("cached MB", lambda row: f"{row['cache_left'] / 1e6:.0f}"),
+    ("served MB", lambda row: f"{row['served_bytes'] / 1e6:.1f}"),
+    ("requests", lambda row: str(row["served_requests"])),
+    ("connections", lambda row: str(row["served_connections"])),
     ("loads", lambda row: str(row["loads"])),
 ]
 #: What leads in a table that is ranked by the load alone, and in one that is ranked by the last byte touched: there a

@@ -32,6 +32,8 @@ SCENARIOS = {
     "beside-memory": "All of the files in the page cache; a neighbour copies memory meanwhile.",
     "beside-disk": "Nothing in the page cache; a neighbour reads from the same disk meanwhile.",
     "limited": "Nothing in the page cache; memory limited to 1.25 times the bytes.",
+    "bucket": "From a web server on this machine, with a link model if the command has one; into private memory.",
+    "bucket-tls": "From a web server on this machine, with TLS; into private memory.",
     "latency": "All of the files in the page cache; many loads in each process.",
 }
 

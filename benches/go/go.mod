@@ -1,0 +1,3 @@
+module penstock/benches/go
+
+go 1.21

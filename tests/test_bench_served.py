@@ -1,0 +1,143 @@
+"""The scenarios `bucket`: the server, its link model, the clients, and a run of the benchmark over all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from penstock.bench import bounds
+from penstock.bench.served import CLIENTS, NotServed, Served, program
+
+#: The folder of the programs.
+TOOLS = os.environ.get("PENSTOCK_TEST_NETBENCH")
+wants_tools = pytest.mark.skipif(
+    not TOOLS, reason="PENSTOCK_TEST_NETBENCH names no folder: cargo build --release -p netbench"
+)
+
+
+def serving(file: Path, *, tls: bool = False, **link: str) -> Served:
+    assert TOOLS
+    return Served(file.parent, Path(TOOLS), tls=tls, link={name.replace("_", "-"): text for name, text in link.items()})
+
+
+def get(url: str, **headers: str) -> tuple[int, bytes]:
+    asked = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@wants_tools
+def test_the_server_gives_ranges_of_one_version_and_counts_them(big: Path):
+    whole = big.read_bytes()
+    with serving(big) as served:
+        [url] = served.urls([big])
+        assert get(url, Range="bytes=10-19") == (206, whole[10:20])
+        assert get(url, Range="bytes=-5") == (206, whole[-5:])
+        assert get(url) == (200, whole)
+        assert get(url, Range=f"bytes={len(whole)}-")[0] == 416
+        assert get(url, Range="bytes=0-1", If_Match='"another"')[0] == 412
+        assert get(f"{url}.none")[0] == 404
+        counts = served.counts()
+    assert (counts["requests"], counts["bytes"]) == (6, len(whole) + 15)
+
+
+@wants_tools
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_every_client_fetches_every_byte_once(big: Path, client: str, tls: bool):
+    try:
+        program("netbench-go" if client == "go" else "netbench", Path(TOOLS or ""))
+    except NotServed as error:
+        pytest.skip(str(error))
+    with serving(big, tls=tls) as served:
+        found = served.fetch(client, [big], connections=4)
+        counts = served.counts()
+    assert found["bytes"] == counts["bytes"] == big.stat().st_size
+    assert found["seconds"] > 0 and found["cpu_s"] > 0
+
+
+@wants_tools
+def test_the_link_model_gives_no_byte_before_its_time(big: Path):
+    """A connection of 100 MB/s after 200 ms: 10 MB take 300 ms at least, of which 50 ms may be caught up."""
+    with serving(big, rate_per_connection="100e6", first_byte="200") as served:
+        begun = time.perf_counter()
+        assert get(served.urls([big])[0], Range="bytes=0-9999999")[0] == 206
+        assert time.perf_counter() - begun >= 0.25
+
+
+@wants_tools
+def test_a_stalled_answer_stops_in_its_middle(big: Path):
+    with serving(big, stall_percent="100") as served:
+        [url] = served.urls([big])
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Range": "bytes=0-999"}), timeout=60
+        ) as answer:
+            assert len(answer.read(500)) == 500
+            while not served.counts()["stalled"]:
+                time.sleep(0.01)
+        assert served.counts()["bytes"] == 500
+
+
+def test_a_program_that_is_missing_is_named(tmp_path: Path):
+    with pytest.raises(NotServed, match="there is no netbench in .*make netbench"):
+        Served(tmp_path, tmp_path)
+
+
+@wants_tools
+def test_options_that_the_server_does_not_know_are_refused(big: Path):
+    with pytest.raises(NotServed, match="no such option: --rate"):
+        serving(big, rate="1")
+
+
+@wants_tools
+def test_the_benchmark_compares_loads_from_a_server(tmp_path: Path):
+    """Without netbench-go, where there is no Go, what needs it is absent; Run:ai's streamer may be."""
+    command = [
+        sys.executable, "-m", "penstock.cli", "bench", "--preset", "anyscale-model-loader", "--size", "2e7",
+        "--rounds", "1", "--no-traces", "--tools", str(TOOLS), "--link", "first-byte=1", "--json", "found.json",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {(row["scenario"], row["contestant"]): row for row in found["rows"]}
+    for scenario in ("bucket", "bucket-tls"):
+        for name in ("penstock url", "penstock url load_into"):
+            assert rows[scenario, name]["verified"]
+            assert rows[scenario, name]["bytes"] <= rows[scenario, name]["served_bytes"]
+        assert {"ceiling: loop", "ceiling: loop touched"} <= {name for where, name in rows if where == scenario}
+        if shutil.which("netbench-go", path=TOOLS):
+            assert rows[scenario, "download to memory, safetensors"]["verified"]
+            assert (scenario, "ceiling: go") in rows
+    assert any("bare loop" in bound["claim"] for bound in found["bounds"])
+    assert "Anyscale" in done.stdout
+
+
+def test_bounds_of_loads_from_a_server():
+    def row(name: str, seconds: float, **more: object) -> dict[str, object]:
+        about = {"checkpoint": "x", "scenario": "bucket", "contestant": name, "kind": "rival", "median_s": seconds}
+        return about | {"gb_per_s": 1 / seconds, "bytes": 100} | more
+
+    rows = [
+        row("penstock url", 1.0, kind="penstock", cpu_s_per_gb=0.3, served_bytes=102),
+        row("ceiling: loop", 0.8, kind="ceiling", cpu_s_per_gb=0.2),
+        row("a download", 1.5),
+    ]
+    found = {bound["claim"]: bound for bound in bounds.bounds(rows, judged=True) if bound["claim"].startswith("bucket")}
+    values = {claim.partition(": ")[2]: (round(bound["value"], 3), bound["holds"]) for claim, bound in found.items()}
+    assert values == {
+        "processor seconds per GB by those of the bare loop": (1.5, False),
+        "share of the bare loop's rate": (0.8, False),
+        "bytes served by those wanted": (1.02, False),
+        "times as fast as a download": (1.5, False),
+    }
