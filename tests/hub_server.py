@@ -131,6 +131,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.send(200, content, fields, ranges=small != "direct")
 
     def is_busy(self) -> bool:
+        if self.state.get("hang") == self.kind:
+            self.note(0)
+            while self.state.get("hang") == self.kind:
+                time.sleep(0.02)
+                self.state = self.shared.state()
         busy = self.state.get("busy", {})
         if busy.get("on") == self.kind:
             with self.shared.lock:
@@ -138,10 +143,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if times <= busy["times"]:
                 self.refuse(busy["status"], fields={"Retry-After": str(busy.get("retry_after", 0))})
                 return True
-        if self.state.get("hang") == self.kind:
-            self.note(0)
-            while self.shared.state().get("hang") == self.kind:
-                time.sleep(0.02)
         return False
 
     # Answers
