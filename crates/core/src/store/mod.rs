@@ -43,4 +43,5 @@ pub use stat::identity_of;
 pub(crate) use storage::Storage;
 pub use stores::{register, Stores};
 pub use version::{Identity, Version};
+pub use watch::still_wanted;
 pub(crate) use watch::Watch;

@@ -31,7 +31,7 @@ mod wires;
 
 use self::answer::Expected;
 use self::counts::Counts;
-use self::net::{Common, Net, Told};
+use self::net::{Common, Net, Told, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 pub use self::settings::{Bearer, Secret, StorageSettings, WebSettings};
@@ -42,6 +42,7 @@ use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
+use super::watch::still_wanted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
@@ -89,11 +90,15 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let sockets = Sockets::new(common.clone(), None).map_err(located)?;
     let mut net = Net::new(sockets, common.clone(), Arc::default());
+    net.longest_wait = Some(LOOK);
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
+        if !still_wanted() {
+            return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
+        }
         for event in told.drain(..) {
             if let Told::Done { result, object, .. } = event {
                 let got = result? as usize;

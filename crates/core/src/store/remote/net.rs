@@ -15,6 +15,7 @@ use super::tls::Tls;
 use super::wires::{Stream, Watched, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
+use crate::machine::cores;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
@@ -35,17 +36,40 @@ const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
 const LEAST_ASKED: u64 = 2 << 20;
 
+/// Threads that share the connections of one load, at most, and the fewest connections for each.
+const MOST_THREADS: usize = 8;
+const LEAST_CONNECTIONS: usize = 8;
 /// How often connections are looked at.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// What all connections to web servers share.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub(super) struct Common {
     pub(super) settings: WebSettings,
     /// Servers that have redirected.
-    pub(super) redirecting: Mutex<HashSet<Server>>,
+    pub(super) redirecting: Arc<Mutex<HashSet<Server>>>,
     pub(super) names: Arc<Names>,
     pub(super) tls: Tls,
+}
+
+impl Common {
+    /// How many threads share the connections of a load, and the same with the part of each.
+    pub(super) fn divided(self: &Arc<Common>) -> (usize, Arc<Common>) {
+        let WebSettings { connections, first_connections, threads, .. } = self.settings;
+        let threads = match threads {
+            // One thread receives some GB/s, and the load needs others.
+            0 => (cores() / 4).clamp(1, MOST_THREADS),
+            threads => threads,
+        };
+        let threads = threads.min(connections / LEAST_CONNECTIONS).max(1);
+        if threads == 1 {
+            return (1, self.clone());
+        }
+        let mut part = Common::clone(self);
+        part.settings.connections = connections / threads;
+        part.settings.first_connections = first_connections.div_ceil(threads);
+        (threads, Arc::new(part))
+    }
 }
 
 /// What happened to a read.
@@ -75,6 +99,8 @@ pub(super) struct Net<W: Wires> {
     pub(super) counts: Arc<Counts>,
     /// When bytes last came, on any connection.
     pub(super) last: Instant,
+    /// A turn waits no longer than this.
+    pub(super) longest_wait: Option<Duration>,
     discard: Vec<u8>,
     numbers: Vec<usize>,
 }
@@ -84,7 +110,19 @@ impl<W: Wires> Net<W> {
         let now = wires.now();
         let pace = Pace::new(common.settings.first_connections, common.settings.connections, now);
         let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
-        Net { wires, common, links, waiting, pace, look_at: now, counts, last: now, discard, numbers }
+        Net {
+            wires,
+            common,
+            links,
+            waiting,
+            pace,
+            look_at: now,
+            counts,
+            last: now,
+            longest_wait: None,
+            discard,
+            numbers,
+        }
     }
 
     pub(super) fn add(&mut self, read: RangeRead) {
@@ -166,8 +204,9 @@ impl<W: Wires> Net<W> {
     fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
-        let due = self.waiting.next_due().into_iter().chain(look).min()?;
-        Some(due.saturating_duration_since(now))
+        let due = self.waiting.next_due().into_iter().chain(look).min();
+        let due = due.map(|due| due.saturating_duration_since(now));
+        due.into_iter().chain(self.longest_wait).min()
     }
 
     /// Closes connections that bring nothing, and asks for the rest of their reads again.

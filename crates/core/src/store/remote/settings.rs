@@ -76,6 +76,8 @@ pub struct WebSettings {
     pub connections: usize,
     /// Connections that it begins with. There are more as long as more bring more.
     pub first_connections: usize,
+    /// Threads that share the connections; 0: as many as the machine has cores for.
+    pub threads: usize,
     /// Most bytes of one request: neighbouring reads are asked for together.
     pub request_bytes: u64,
     /// Requests for the same bytes, at most.
@@ -92,7 +94,16 @@ impl Default for WebSettings {
     fn default() -> Self {
         let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
         // Object stores recommend requests of 8 to 16 MiB.
-        let (connections, first_connections, request_bytes) = (256, 16, 16 << 20);
-        WebSettings { connections, first_connections, request_bytes, tries: 8, pause, stall, authorities: None }
+        let (connections, first_connections, threads, request_bytes) = (256, 16, 0, 16 << 20);
+        WebSettings {
+            connections,
+            first_connections,
+            threads,
+            request_bytes,
+            tries: 8,
+            pause,
+            stall,
+            authorities: None,
+        }
     }
 }
