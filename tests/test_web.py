@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import certificates
 import fakegpu
 import numpy as np
 import penstock
@@ -222,22 +223,7 @@ def test_commands_for_files_refuse_addresses(tmp_path, monkeypatch, capsys, comm
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """An authority of our own, and the certificate that it gave localhost, with its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl here, which makes the certificates")
-    folder = tmp_path_factory.mktemp("authority")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=Penstock's tests",
-            "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
-    openssl("req", *key, "-keyout", "key.pem", "-out", "asked.csr", "-subj", "/CN=localhost")
-    (folder / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
-    openssl("x509", "-req", "-in", "asked.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-            "-extfile", "names", "-out", "cert.pem")  # fmt: skip
-    return folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
+    return certificates.made(tmp_path_factory.mktemp("authority"))
 
 
 LOADED = """
@@ -296,7 +282,7 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
         ({"connections": True}, TypeError, "a whole number"),
         ({"connections": 1.5}, TypeError, "a whole number"),
         ({"ca": 3}, TypeError, "a path"),
-        ({"ca": ""}, penstock.InvalidError, "the path of a file"),
+        ({"ca": ""}, penstock.InvalidError, "must not be empty"),
         ("connections", penstock.InvalidError, "give a dict of settings"),
     ],
 )

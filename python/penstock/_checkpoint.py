@@ -384,7 +384,8 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
             the name of a repository in the local Hugging Face Hub cache: ``org/name``, ``org/name@revision`` (a branch,
             a tag or a commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is
             opened; ``hf://`` always means the cache. No file is ever downloaded to a disk. Files, lists and indexes
-            may also be on a web server (``https://...``, experimental): tensors are then received into their memory.
+            may also be on a web server (``https://...``) or in S3 (``s3://bucket/folder/``), both experimental: tensors
+            are then received into their memory.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
@@ -396,7 +397,7 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
         NotFoundError: (a FileNotFoundError) there is nothing, or some files are missing.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
         StalledError: the file system does not answer. It names the file.
-        InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.
+        InvalidError: ``source`` is not a path or such an address. Another scheme is a FileNotFoundError too.
     """
     return open_as("source", source, stall_timeout, storage)
 

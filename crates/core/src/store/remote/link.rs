@@ -124,22 +124,26 @@ impl Link {
         // SAFETY: the place is the end of `head`.
         let got = unsafe { self.stream.receive(&mut [place]) };
         self.head.truncate(had + *got.as_ref().unwrap_or(&0));
-        if got? == 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the server closed the connection before it answered",
-            ));
-        }
+        let ended = got? == 0;
         self.last = now;
-        let (answer, length) = loop {
+        let (mut answer, length) = loop {
             match Answer::parse(&self.head) {
                 Err(e) => return Ok(Some(Advance::Failed(e))),
+                Ok(None) if ended => {
+                    return Err(io::Error::new(
+                        io::ErrorKind::UnexpectedEof,
+                        "the server closed the connection before it answered",
+                    ));
+                }
                 Ok(None) => return Ok(None),
                 // "Continue" and the like: the answer comes behind it.
                 Ok(Some((answer, length))) if (100..200).contains(&answer.status) => drop(self.head.drain(..length)),
                 Ok(Some(found)) => break found,
             }
         };
+        if answer.learn(&self.head[length..], ended) {
+            return Ok(None);
+        }
         let Some(job) = &mut self.job else { return Ok(Some(Advance::Close)) };
         job.answered = true;
         match answer.judge(&job.expected()) {

@@ -1,28 +1,35 @@
-//! Objects of web servers: `http://` and `https://`.
+//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://`.
 //!
 //! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
 //! Every answer is compared with what was asked for and with the version that was opened (`answer`).
 //!
-//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2, no credentials yet.
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2. What an object store needs besides, its
+//! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
 
 mod address;
 mod answer;
+mod aws;
 mod connection;
+mod control;
+mod credentials;
 mod link;
 mod names;
 mod net;
 mod range_read;
 mod request;
+mod s3;
 mod settings;
 mod source;
 mod tls;
 
 use self::answer::Expected;
+pub(super) use self::aws::Environment;
 use self::net::{Common, Net, Told};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
-pub use self::settings::{Bearer, Secret, StorageSettings, WebSettings};
+use self::s3::S3;
+pub use self::settings::{Addressing, Bearer, S3Settings, Secret, StorageSettings, WebSettings};
 use self::source::{Remote, WebSource};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
@@ -36,7 +43,7 @@ use crate::way::Routing;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Bytes of one request: 8 to 16 MiB is what object stores recommend.
@@ -44,7 +51,7 @@ const EXTENT: u64 = 16 * MIB;
 /// Bytes that cost less than another request: a server sends 85 MB/s on one connection, after 10 to 50 ms.
 const GAP: u64 = MIB;
 
-/// The store of `http://` and `https://` addresses.
+/// The store of `http://` and `https://` addresses, or of others whose objects are asked for in HTTP.
 #[derive(Debug)]
 pub struct Web {
     common: Arc<Common>,
@@ -54,9 +61,18 @@ pub struct Web {
 impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
-        let StorageSettings { web, bearer } = settings.into();
+        let StorageSettings { web, bearer, .. } = settings.into();
         let common = Arc::new(Common { settings: web, names: Arc::default(), tls: tls::Tls::default() });
         Web { common, requests: requests_of(bearer) }
+    }
+
+    /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
+    pub(super) fn s3(settings: StorageSettings, environment: Environment) -> Web {
+        let StorageSettings { mut web, s3, .. } = settings;
+        let bundle = environment.first(&["AWS_CA_BUNDLE"]).map(PathBuf::from);
+        web.authorities = web.authorities.or(bundle);
+        let common = Arc::new(Common { settings: web, names: Arc::default(), tls: tls::Tls::default() });
+        Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common }
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {
@@ -92,15 +108,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
 }
 
 impl Store for Web {
-    /// Web servers list nothing: an address is one object.
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        if at.to_string().ends_with('/') || at.file_name().is_empty() {
-            let text =
-                "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
-                        a list of all files";
-            return Err(Error::new(ErrorKind::NotFound, text).at(at));
-        }
-        Ok(vec![at.clone()])
+        self.requests.list(at)
     }
 
     fn head(&self, at: &Location, first: u64) -> Result<Head> {
@@ -148,12 +157,13 @@ impl Objects for WebObjects {
     }
 
     fn facts(&self, file: u32) -> Result<Facts> {
-        let server = self.remote(file)?.site.request().map(|request| request.address.server);
+        let site = &self.remote(file)?.site;
+        let server = site.request(None).and_then(Result::ok).map(|request| request.address.server);
         let mut hasher = DefaultHasher::new();
-        server.ok().hash(&mut hasher);
+        server.hash(&mut hasher);
         Ok(Facts {
             kind: FsKind::Remote,
-            fs: "http",
+            fs: site.requests.name(),
             storage: hasher.finish(),
             direct_align: None,
             mappable: false,

@@ -190,9 +190,13 @@ impl Net {
                 at += 1;
                 continue;
             }
-            let request = match job.site.request() {
-                Ok(request) => request,
-                Err(e) => {
+            let request = match job.site.request(self.wake.as_ref()) {
+                None => {
+                    at += 1;
+                    continue;
+                }
+                Some(Ok(request)) => request,
+                Some(Err(e)) => {
                     self.waiting.remove(at).into_iter().for_each(|job| fail(job, e.clone(), told));
                     continue;
                 }
@@ -210,7 +214,7 @@ impl Net {
             let Some(mut job) = self.waiting.remove(at) else { return };
             match found {
                 Ok((number, mut link)) => {
-                    job.asked = Some(request.address.clone());
+                    job.asked = Some(request.clone());
                     link.ask(job, &request, now);
                     self.advance(number, link, now, told);
                     // The connection may be lost, and its read be the first in the queue again.
@@ -357,7 +361,7 @@ impl Net {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
                     return fail(job, Error::new(ErrorKind::Io, text), told);
                 }
-                match job.asked.as_ref().map(|address| address.redirected(&to)).transpose() {
+                match job.asked.as_ref().map(|asked| asked.address.redirected(&to)).transpose() {
                     Ok(next) => {
                         next.into_iter().for_each(|next| job.site.moved(next));
                         self.waiting.push_front(job);
@@ -366,12 +370,13 @@ impl Net {
                 }
             }
             Verdict::Again(e, pause) => self.again(job, e, pause, told),
-            Verdict::Refused(e) => {
+            Verdict::Refused(refusal) => {
                 // Once: a second refusal is meant.
-                if !job.renewed && job.site.renew() {
+                if !job.renewed && job.asked.as_ref().is_some_and(|asked| job.site.renew(asked, &refusal)) {
                     job.renewed = true;
                     self.waiting.push_front(job);
                 } else {
+                    let e = job.site.requests.explained(refusal.error);
                     fail(job, e, told);
                 }
             }

@@ -1,13 +1,14 @@
 //! One read on its way: what is still to come, where it goes, and what has been tried.
 
 use super::address::Address;
-use super::answer::Expected;
+use super::answer::{Expected, Refused};
 use super::request::{Get, Requests};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::source::Destination;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
+use crate::wake::Wake;
 use std::any::Any;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,10 +35,12 @@ impl Site {
 
     /// The request for the object. A place that a redirect names has its signature in its own address, or is of the kind
     /// that gets ours.
-    pub(super) fn request(&self) -> Result<Get> {
-        match &*lock(&self.moved) {
-            Some(address) => Ok(Get { address: address.clone(), fields: self.requests.redirected(address) }),
-            None => self.requests.request(&self.at),
+    /// `None`, and `wake`: as [`Requests::request`].
+    pub(super) fn request(&self, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let moved = lock(&self.moved).clone();
+        match moved {
+            Some(address) => Some(Ok(Get { fields: self.requests.redirected(&address), address, generation: 0 })),
+            None => self.requests.request(&self.at, wake),
         }
     }
 
@@ -46,8 +49,8 @@ impl Site {
     }
 
     /// Has the object asked for where it was first, or with another signature; false if that is what was done.
-    pub(super) fn renew(&self) -> bool {
-        lock(&self.moved).take().is_some() || self.requests.renew()
+    pub(super) fn renew(&self, asked: &Get, refusal: &Refused) -> bool {
+        lock(&self.moved).take().is_some() || self.requests.renew(&self.at, asked, refusal)
     }
 }
 
@@ -145,7 +148,7 @@ pub(super) struct RangeRead {
     /// Whether a server has answered.
     pub(super) answered: bool,
     /// Where it was last asked for.
-    pub(super) asked: Option<Address>,
+    pub(super) asked: Option<Get>,
     pub(super) redirects: u32,
     pub(super) renewed: bool,
     /// When it may be asked for again.
