@@ -41,13 +41,14 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
+	@echo "make test-servers  load from a real S3 server, which it builds (needs Go)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
@@ -276,6 +277,13 @@ engines-environment: environment
 engines: engines-environment
 	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
 
+# An S3 server that keeps objects as files, built here: needs Go and four minutes the first time.
+VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
+SERVERS := $(CURDIR)/.servers
+test-servers: develop
+	test -x $(SERVERS)/versitygw || GOBIN=$(SERVERS) go install $(VERSITYGW)
+	PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) -m pytest --durations=5 tests/servers
+
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
 replay: engines-environment
 	$(ENGINES_VENV)/bin/python benches/replay.py --out .engines/replay.json
@@ -304,6 +312,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .engines .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .engines .servers .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

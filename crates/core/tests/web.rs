@@ -432,7 +432,7 @@ fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
     let (server, _) = model(|_| Fault::None);
     let bearer = Bearer::new(&server.url("/"), Secret::new("sesame")).unwrap();
     let web = WebSettings { connections: 1, ..WebSettings::default() };
-    let stores = Stores::with(StorageSettings { bearer: Some(bearer), web });
+    let stores = Stores::with(StorageSettings { bearer: Some(bearer), web, ..StorageSettings::default() });
     let index = [server.url("/m/model.safetensors.index.json")];
     let checkpoint = Checkpoint::open_cancellable(&index, &stores, Duration::from_secs(60), || true).unwrap();
     let opened = server.asked().len();

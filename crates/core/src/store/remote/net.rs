@@ -10,6 +10,7 @@ use super::names::Names;
 use super::pace::Pace;
 use super::queue::Queue;
 use super::range_read::{BodyPlaces, RangeRead};
+use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
 use super::wires::{Stream, Watched, Wires};
@@ -238,9 +239,14 @@ impl<W: Wires> Net<W> {
             if passed == Some(site) {
                 continue;
             }
-            let request = match read.site.request() {
-                Ok(request) => request,
-                Err(e) => {
+            let request = match read.site.request(self.wires.wake()) {
+                // Its credentials come.
+                None => {
+                    passed = Some(site);
+                    continue;
+                }
+                Some(Ok(request)) => request,
+                Some(Err(e)) => {
                     self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
                     return true;
                 }
@@ -260,7 +266,7 @@ impl<W: Wires> Net<W> {
             let share = self.waiting.bytes() / self.pace.limit() as u64;
             let share = share.max(LEAST_ASKED).min(self.common.settings.request_bytes);
             if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
-                fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
+                fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
                 link.ask(fetch, &request, now);
             }
@@ -276,7 +282,9 @@ impl<W: Wires> Net<W> {
 
     /// Whether a read of the same object has asked there, and has no answer yet.
     fn is_asked(&self, read: &RangeRead, at: &Address) -> bool {
-        let asks = |other: &RangeRead| Arc::ptr_eq(&other.site, &read.site) && other.asked.as_ref() == Some(at);
+        let asks = |other: &RangeRead| {
+            Arc::ptr_eq(&other.site, &read.site) && other.asked.as_ref().is_some_and(|asked| asked.address == *at)
+        };
         let first = |link: &Link<_>| link.fetch.as_ref().and_then(|fetch| fetch.reads.front()).is_some_and(asks);
         self.links.iter().any(|(_, link)| link.state == LinkState::Asked && first(link))
     }
@@ -297,9 +305,11 @@ impl<W: Wires> Net<W> {
                 known.2 += bytes;
                 continue;
             }
-            match read.site.request() {
-                Ok(request) => wanted.push((site, request.address.server, bytes)),
-                Err(e) => {
+            match read.site.request(self.wires.wake()) {
+                // Its credentials come.
+                None => {}
+                Some(Ok(request)) => wanted.push((site, request.address.server, bytes)),
+                Some(Err(e)) => {
                     at -= 1;
                     self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
                 }
@@ -453,8 +463,9 @@ impl<W: Wires> Net<W> {
             return self.pace.is_refused(others, now);
         }
         for read in self.waiting.take_due() {
-            let is_theirs = |request: super::request::Get| request.address.server == *server;
-            if !read.site.request().is_ok_and(is_theirs) {
+            let is_theirs = |request: Get| request.address.server == *server;
+            let request = read.site.request(self.wires.wake());
+            if !request.and_then(Result::ok).is_some_and(is_theirs) {
                 self.waiting.add(read);
             } else if is_final {
                 fail(read, e.clone(), told);
@@ -475,7 +486,7 @@ impl<W: Wires> Net<W> {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
                     return fail_all(Some(fetch), &Error::new(ErrorKind::Io, text), told);
                 }
-                let asked = first.asked.as_ref();
+                let asked = first.asked.as_ref().map(|asked| &asked.address);
                 lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
                 match asked.map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
@@ -489,16 +500,17 @@ impl<W: Wires> Net<W> {
                 self.pace.slow_down(now);
                 self.again(fetch, 0, e, pause, told);
             }
-            Verdict::Refused(e) => {
+            Verdict::Refused(refusal) => {
                 // A new location may expire before it is used, but not always.
                 let Some(first) = fetch.reads.front() else { return };
-                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked));
+                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked, &refusal));
                 if other && first.renewed < MOST_RENEWALS {
                     for read in &mut fetch.reads {
                         (read.renewed, read.redirects) = (read.renewed + 1, 0);
                     }
                     self.back(Some(fetch));
                 } else {
+                    let e = first.site.requests.explained(refusal.error);
                     fail_all(Some(fetch), &e, told);
                 }
             }

@@ -13,6 +13,40 @@ pub struct StorageSettings {
     pub web: WebSettings,
     /// A token for a web server.
     pub bearer: Option<Bearer>,
+    /// How S3 is asked.
+    pub s3: S3Settings,
+}
+
+/// How S3, or a server that speaks its protocol, is asked. What is left out is looked for where the tools of AWS do.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct S3Settings {
+    /// `http://` or `https://` and a host, instead of AWS.
+    pub endpoint: Option<String>,
+    /// The region of the buckets. A wrong one is corrected if the server says so.
+    pub region: Option<String>,
+    /// Where a bucket stands in addresses; `None`: virtual for AWS, path for other endpoints.
+    pub addressing: Option<Addressing>,
+    /// Requests are not signed.
+    pub anonymous: bool,
+    /// The requester pays.
+    pub requester_pays: bool,
+    /// The key that requests are signed with, and its secret.
+    pub access_key_id: Option<String>,
+    /// The secret of that key.
+    pub secret_access_key: Option<Secret>,
+    /// The token of a key that is valid for a session.
+    pub session_token: Option<Secret>,
+    /// The profile of AWS's configuration files.
+    pub profile: Option<String>,
+}
+
+/// Where a bucket stands in the addresses of its objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Addressing {
+    /// `https://host/bucket/key`.
+    Path,
+    /// `https://bucket.host/key`.
+    Virtual,
 }
 
 impl From<WebSettings> for StorageSettings {
@@ -29,6 +63,10 @@ impl Secret {
     /// This text.
     pub fn new(text: impl Into<String>) -> Secret {
         Secret(text.into())
+    }
+
+    pub(super) fn shown(&self) -> &str {
+        &self.0
     }
 }
 
