@@ -100,12 +100,15 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
         "stop_fills": Call(None, "told to", 1.0),
+        "storage_settings": Call(None),
         "unwritable": Call(None, [(4096, 8192)]),
         "warm": Call(None, path, 3),
         "Options.__new__": Call(None, staging="64MiB", threads=2),
         "Options.__repr__": Call(Options),
         "Options.names": Call(None),
-        "Checkpoint.open": Call(None, [path], 5.0),
+        "Checkpoint.open": Call(
+            None, [path], 5.0, {"connections": 3, "anonymous": True}, ("http://127.0.0.1", "token")
+        ),
         "Checkpoint.from_bytes": Call(None, file.read_bytes()),
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),
