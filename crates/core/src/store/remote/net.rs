@@ -365,13 +365,15 @@ impl<W: Wires> Net<W> {
         if self.links.len() < self.pace.limit() {
             return true;
         }
-        let gives_way = if self.is_stuck() { LinkState::Parked } else { LinkState::Idle };
-        let found = self.links.take_where(|link| link.state == gives_way);
-        let made = found.is_some();
-        self.back(found.and_then(|(_, link)| link.fetch));
-        // What holds a slab goes first, or the new connection would wait as the old one did.
-        self.waiting.advance_holders();
-        made
+        let is_stuck = self.is_stuck();
+        let gives_way = if is_stuck { LinkState::Parked } else { LinkState::Idle };
+        let Some((_, link)) = self.links.take_where(|link| link.state == gives_way) else { return false };
+        self.back(link.fetch);
+        if is_stuck {
+            // What holds a slab goes first, or the new connection would wait as the old one did.
+            self.waiting.advance_holders();
+        }
+        true
     }
 
     /// The reads of a request that has ended wait again, before the others.
