@@ -90,6 +90,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     measured = {"engine": "threads", "threads": 2, "depth": 2, "block": 4096, "device": 0, "nbytes": 4096}
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
     table = {
+        "authorities": Call(None, {"ca": __file__}),
         "ceiling": Call(None, "copy", [path], **measured),
         "evict": Call(None, path),
         "exiting": Call(None),

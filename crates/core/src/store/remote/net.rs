@@ -505,8 +505,10 @@ impl<W: Wires> Net<W> {
             Verdict::Refused(refusal) => {
                 // A new location may expire before it is used, but not always.
                 let Some(first) = fetch.reads.front() else { return };
-                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked, &refusal));
-                if other && first.renewed < MOST_RENEWALS {
+                // With another credential it is asked for once.
+                let most = if first.asked.as_ref().is_some_and(|asked| asked.is_moved) { MOST_RENEWALS } else { 1 };
+                let renews = |asked: &Get| first.renewed < most && first.site.renew(asked, &refusal);
+                if first.asked.as_ref().is_some_and(renews) {
                     for read in &mut fetch.reads {
                         (read.renewed, read.redirects) = (read.renewed + 1, 0);
                     }
