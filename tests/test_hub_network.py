@@ -278,7 +278,7 @@ def test_locations_that_expire_in_the_middle_of_a_load_are_renewed(hub, large):
 
 
 def test_one_read_asks_where_a_file_is_and_the_others_go_there(hub, large):
-    checkpoint = penstock.open("org/large")
+    checkpoint = penstock.open("org/large", storage={"request_bytes": 1 << 18})
     hub.forget()
     Oracle(large).same(checkpoint.load(framework="pt", options={"extent": 1 << 18, "gap": 0}))
     counts = hub.counts()

@@ -150,6 +150,17 @@ def test_large_tensors_come_in_several_requests_and_no_byte_twice(big):
     assert sum(sizes[1:]) <= checkpoint.nbytes * 1.01
 
 
+@pytest.mark.parametrize("path", ["", "moved/"])
+def test_a_connection_that_is_there_at_once_is_used_and_not_replaced(big, path):
+    with serving(big.parent) as web:
+        checkpoint = penstock.open(web(path + big.name), storage={"connections": 1})
+        Oracle(big).same(checkpoint.load(framework="pt"))
+    network = checkpoint.last_report.network
+    assert network["requests"] > 3 and network["retries"] == 0
+    # The one that was redirected is not used again
+    assert network["connections"] == (2 if path else 1)
+
+
 def test_a_redirect_is_followed(web, small):
     Oracle(small).same(penstock.open(web(f"moved/{INDEX}")).load(framework="pt"))
 
