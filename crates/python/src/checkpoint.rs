@@ -3,12 +3,13 @@
 use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::look::told;
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
 use penstock::format::Checkpoint as Core;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -138,6 +139,23 @@ impl Checkpoint {
         answer(py, || {
             let files = self.0.local_files().map_err(|e| raise(py, &e))?;
             Ok(penstock::store::CacheFill::of(files).map(CacheFill::new))
+        })
+    }
+
+    /// What asking the server of a file for it takes.
+    #[pyo3(signature = (file, times = 1))]
+    fn look<'py>(&self, py: Python<'py>, file: usize, times: usize) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || {
+            let file = self.file(file)?;
+            detached(py, || file.look(times)).and_then(|look| told(py, &look))
+        })
+    }
+
+    /// The header of a file on a server once more: all bytes before its tensors.
+    fn header_bytes<'py>(&self, py: Python<'py>, file: usize) -> Answer<'py, Bound<'py, PyBytes>> {
+        answer(py, || {
+            let file = self.file(file)?;
+            Ok(PyBytes::new(py, &detached(py, || file.header_bytes())?))
         })
     }
 
