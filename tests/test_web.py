@@ -286,7 +286,7 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
 @pytest.mark.parametrize(
     ("storage", "error", "says"),
     [
-        ({"connection": 3}, penstock.InvalidError, "no storage setting 'connection'; there are: connections, request_bytes, ca"),
+        ({"connection": 3}, penstock.InvalidError, "setting 'connection'; there are: connections, request_bytes, ca"),
         ({3: 3}, penstock.InvalidError, "no storage setting 3"),
         ({"connections": 0}, penstock.InvalidError, "from 1 to 1024"),
         ({"connections": True}, TypeError, "a whole number"),

@@ -1,9 +1,9 @@
 """Errors: one family, split by kind, each also a subclass of the exception people already catch for it.
 
 The core raises what `from_core` returns. Every error carries ``kind``, and where they are known ``path``, ``range``,
-``errno``, ``tensor``, ``expected``, ``found``, ``status`` and ``request_id``. Its text says what happened, in which file and bytes, why, and
-where it helps what to do next. All of them survive pickling, so that they cross process boundaries (data loaders,
-launchers) unchanged.
+``errno``, ``tensor``, ``expected``, ``found``, ``status`` and ``request_id``. Its text says what happened, in which
+file and bytes, why, and where it helps what to do next. All of them survive pickling, so that they cross process
+boundaries (data loaders, launchers) unchanged.
 """
 
 from __future__ import annotations

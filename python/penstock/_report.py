@@ -96,7 +96,8 @@ class Report(dict[str, Any]):
         if network := get("network"):
             found = f"{size_text(network['received_bytes'])} in {network['requests']} requests on "
             found += f"{network['connections']} connections"
-            more = [f"{network[key]} {what}" for key, what in (("retries", "sent again"), ("moved_requests", "moved")) if network[key]]
+            repeated = (("retries", "sent again"), ("moved_requests", "moved"))
+            more = [f"{network[key]} {what}" for key, what in repeated if network[key]]
             line("network", ", ".join([found, *more]))
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))

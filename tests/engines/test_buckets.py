@@ -6,12 +6,9 @@ own, which counts what is served.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, WORLDS, World, ranks_of, run_world
-from on_cpu import ENVIRONMENT
+from conftest import WORLDS, World, ranks_of, run_world
 from versitygw import KEY, REGION, SECRET, Server
 
 pytestmark = pytest.mark.skipif(
