@@ -2,6 +2,7 @@
 //! a machine or a container has.
 
 use super::control::{block_on, Control};
+use super::credentials::{Finder, Found};
 use super::net::Common;
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
@@ -73,16 +74,16 @@ impl fmt::Debug for Environment {
     }
 }
 
-/// A credential, and where it comes from.
+/// What requests are signed with, and where they go.
+#[derive(PartialEq)]
 pub(super) struct AwsKey {
-    pub(super) credential: Arc<AwsCredential>,
-    /// In words.
-    pub(super) origin: String,
-    /// Whether it becomes invalid, and is to be fetched again in time.
-    pub(super) fades: bool,
-    /// Whether there may be another one later.
-    pub(super) renewable: bool,
+    /// `None`: they are not signed.
+    pub(super) credential: Option<Arc<AwsCredential>>,
+    pub(super) region: String,
+    pub(super) endpoint: Option<String>,
 }
+
+type FoundCredential = Found<Arc<AwsCredential>>;
 
 /// Something that gives credentials.
 pub(super) struct Provider {
@@ -98,9 +99,23 @@ pub(super) struct Aws {
     pub(super) environment: Environment,
 }
 
+impl Finder for Aws {
+    type Key = AwsKey;
+    type Provider = Provider;
+
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<Found<AwsKey>> {
+        let (region, endpoint) = self.place()?;
+        if self.settings.anonymous {
+            let key = AwsKey { credential: None, region, endpoint };
+            return Ok(Found { key, origin: String::new(), fades: false, renewable: false });
+        }
+        let Found { key, origin, fades, renewable } = self.credential(common, provider)?;
+        Ok(Found { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
+    }
+}
+
 impl Aws {
-    /// The credential. `provider` is kept between calls: it knows how long its credential is valid. Blocks.
-    pub(super) fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<AwsKey> {
+    fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundCredential> {
         if let Some(found) = self.given()? {
             return Ok(found);
         }
@@ -122,8 +137,8 @@ impl Aws {
         }
         let Some(Provider { provider: gives, control, origin }) = provider else { return Err(self.none()) };
         match block_on(gives.get_credential())? {
-            Ok(credential) => Ok(AwsKey {
-                credential: checked(credential, origin)?,
+            Ok(credential) => Ok(Found {
+                key: checked(credential, origin)?,
                 origin: origin.clone(),
                 fades: true,
                 renewable: true,
@@ -150,7 +165,7 @@ impl Aws {
     }
 
     /// What needs no question.
-    fn given(&self) -> Result<Option<AwsKey>> {
+    fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
         let (id, secret, token, origin) =
             match (access_key_id, secret_access_key) {
@@ -177,8 +192,8 @@ impl Aws {
                     ))
                 }
             };
-        let credential = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
-        Ok(Some(AwsKey { credential, origin: origin.to_owned(), fades: false, renewable: false }))
+        let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
+        Ok(Some(Found { key, origin: origin.to_owned(), fades: false, renewable: false }))
     }
 
     fn provider(
@@ -243,7 +258,7 @@ impl Aws {
     }
 
     /// Region and endpoint. Reads the configuration files where something is missing.
-    pub(super) fn place(&self) -> Result<(String, Option<String>)> {
+    fn place(&self) -> Result<(String, Option<String>)> {
         let region = self.settings.region.as_deref().or(self.region_of_environment());
         let variables = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"];
         let endpoint = self.settings.endpoint.as_deref().or(self.environment.first(&variables));
@@ -286,8 +301,8 @@ impl Aws {
         let credential = match (of("aws_access_key_id"), of("aws_secret_access_key")) {
             (Some(key_id), Some(secret_key)) => {
                 let token = of("aws_session_token");
-                let credential = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
-                Some(AwsKey { credential, origin, fades: false, renewable: true })
+                let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
+                Some(Found { key, origin, fades: false, renewable: true })
             }
             _ => None,
         };
@@ -307,7 +322,7 @@ impl Aws {
 const INSTANCE: &str = "the role of this machine";
 
 struct Profile {
-    credential: Option<AwsKey>,
+    credential: Option<FoundCredential>,
     region: Option<String>,
     endpoint: Option<String>,
     /// Why it has no credential that can be used.

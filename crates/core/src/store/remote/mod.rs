@@ -17,6 +17,7 @@ mod credentials;
 mod fetch;
 mod link;
 mod links;
+mod listing;
 mod names;
 mod net;
 mod pace;
