@@ -3,13 +3,13 @@
 
 use super::control::{block_on, Control};
 use super::credentials::{Finder, Found};
+use super::environment::Environment;
 use super::net::Common;
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
 use object_store::{BackoffConfig, RetryConfig};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const REGION: &str = "us-east-1";
 const QUICK: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(20);
 
-const VARIABLES: [&str; 21] = [
+pub(super) const VARIABLES: [&str; 21] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -42,37 +42,6 @@ const VARIABLES: [&str; 21] = [
     "AWS_EC2_METADATA_DISABLED",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
 ];
-
-/// What of the environment is meant for tools of AWS, as it was when a checkpoint was opened.
-#[derive(Clone, Default, PartialEq)]
-pub(crate) struct Environment(BTreeMap<String, String>);
-
-impl Environment {
-    pub(crate) fn of_process() -> Environment {
-        let value = |name: &&str| Some(((*name).to_owned(), std::env::var(name).ok()?));
-        Environment(VARIABLES.iter().filter_map(value).collect())
-    }
-
-    #[cfg(test)]
-    pub(super) fn of(values: &[(&str, &str)]) -> Environment {
-        Environment(values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
-    }
-
-    /// The first of these that is set.
-    pub(super) fn first(&self, names: &[&str]) -> Option<&str> {
-        names.iter().find_map(|name| self.0.get(*name)).map(String::as_str).filter(|value| !value.is_empty())
-    }
-
-    fn get(&self, name: &str) -> Option<&str> {
-        self.first(&[name])
-    }
-}
-
-impl fmt::Debug for Environment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.0.keys()).finish()
-    }
-}
 
 /// What requests are signed with, and where they go.
 #[derive(PartialEq)]
@@ -137,12 +106,9 @@ impl Aws {
         }
         let Some(Provider { provider: gives, control, origin }) = provider else { return Err(self.none()) };
         match block_on(gives.get_credential())? {
-            Ok(credential) => Ok(Found {
-                key: checked(credential, origin)?,
-                origin: origin.clone(),
-                fades: true,
-                renewable: true,
-            }),
+            Ok(credential) => {
+                Ok(Found { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
+            }
             Err(_) => {
                 let why = match control.last() {
                     Some(Ok(answer)) => format!("it answered {}", answer.shown()),

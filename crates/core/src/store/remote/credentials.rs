@@ -176,7 +176,8 @@ impl<F: Finder> Credentials<F> {
 
     fn made(&self, provider: &mut Option<F::Provider>) -> Result<Arc<Session<F::Key>>> {
         let found = self.finder.find(&self.common, provider)?;
-        let same = lock(&self.state).session.as_ref().filter(|known| known.found.key == found.key).map(|s| s.generation);
+        let same =
+            lock(&self.state).session.as_ref().filter(|known| known.found.key == found.key).map(|s| s.generation);
         let generation = same.unwrap_or_else(|| self.generation.fetch_add(1, Ordering::Relaxed) + 1);
         Ok(Arc::new(Session { found, since: Instant::now(), generation }))
     }

@@ -10,10 +10,7 @@ use std::io;
 use std::path::Path;
 
 /// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
-pub(super) fn list(
-    at: &Location,
-    listed: impl FnOnce(&str, &str) -> Result<Vec<String>>,
-) -> Result<Vec<Location>> {
+pub(super) fn list(at: &Location, listed: impl FnOnce(&str, &str) -> Result<Vec<String>>) -> Result<Vec<Location>> {
     let text = at.to_string();
     let (bucket, key) = parts(&text)?;
     let is_file = |ending: &str| Path::new(key).extension().is_some_and(|found| found == ending);

@@ -3,9 +3,10 @@
 
 use super::address::{Address, Server};
 use super::answer::Refused;
-use super::aws::{retries, Aws, AwsKey, Environment};
+use super::aws::{retries, Aws, AwsKey};
 use super::control::Control;
 use super::credentials::Credentials;
+use super::environment::Environment;
 use super::listing::{escaped, list, names, parts};
 use super::net::Common;
 use super::request::{Get, Requests};
@@ -116,14 +117,7 @@ impl S3 {
         }
     }
 
-    fn lister(
-        &self,
-        bucket: &str,
-        region: &str,
-        place: &Address,
-        key: &AwsKey,
-        control: Control,
-    ) -> Result<AmazonS3> {
+    fn lister(&self, bucket: &str, region: &str, place: &Address, key: &AwsKey, control: Control) -> Result<AmazonS3> {
         let scheme = if place.server.tls { "https" } else { "http" };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(bucket)
