@@ -90,16 +90,19 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     measured = {"engine": "threads", "threads": 2, "depth": 2, "block": 4096, "device": 0, "nbytes": 4096}
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
     table = {
+        "authorities": Call(None, {"ca": path}),
         "ceiling": Call(None, "copy", [path], **measured),
         "evict": Call(None, path),
         "exiting": Call(None),
         "gpus": Call(None),
         "head": Call(None, [("a", "U8", [4])], {"key": "value"}, **arranged),
+        "look": Call(None, path, 1, {"connections": 1}),
         "probe": Call(None, path),
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
         "stop_fills": Call(None, "told to", 1.0),
+        "storage_defaults": Call(None),
         "storage_settings": Call(None),
         "unwritable": Call(None, [(4096, 8192)]),
         "warm": Call(None, path, 3),
@@ -110,6 +113,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
             None, [path], 5.0, {"connections": 3, "anonymous": True}, ("http://127.0.0.1", "token")
         ),
         "Checkpoint.from_bytes": Call(None, file.read_bytes()),
+        "Checkpoint.to_open": Call(None, "folder", ["model.safetensors"]),
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),
         "Checkpoint.index": Call(checkpoint, "a"),
@@ -119,6 +123,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint.file_metadata": Call(checkpoint, 0),
         "Checkpoint.file_tensors": Call(checkpoint, 0),
         "Checkpoint.path": Call(checkpoint, 0),
+        "Checkpoint.look": Call(checkpoint, 0, 1),
+        "Checkpoint.header_bytes": Call(checkpoint, 0),
         "Checkpoint.data_start": Call(checkpoint, 0),
         "Load.start": Call(
             None,

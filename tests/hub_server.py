@@ -12,6 +12,7 @@ each request, before it is answered. ``FOLDER/state.json`` is read for each requ
     hang            "api", "resolve" or "storage": it is not answered while this is so
     own_etags       a request for a redirect must name the ETag that the redirect has, if it names one
     garbage         the API answers with this text
+    digests         by path: what the API says that a file hashes to, instead of what it does; "" for nothing
     secret          a text that every location holds
 
 Files are in ``FOLDER/<repository>/<commit>/``. Those that end in .safetensors or .bin are LFS files.
@@ -100,7 +101,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.kind == "api":
             if "garbage" in self.state:
                 return self.send(200, self.state["garbage"].encode())
-            siblings = [{"rfilename": path} for path in files(folder)]
+            siblings: list[dict[str, Any]] = [{"rfilename": path} for path in files(folder)]
+            if parse_qs(urlsplit(self.path).query).get("blobs") == ["true"]:
+                siblings = [blob(folder, path, self.state.get("digests", {})) for path in files(folder)]
             return self.json({"id": name, "sha": commit, "gated": bool(repository.get("gated")), "siblings": siblings})
         if repository.get("gated") and not granted:
             return self.refuse(403 if token else 401, "GatedRepo", f"Access to model {name} is restricted.")
@@ -238,6 +241,19 @@ def entry(folder: Path, path: str) -> dict[str, Any]:
     if is_lfs(path):
         found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return found
+
+
+def blob(folder: Path, path: str, digests: dict[str, str]) -> dict[str, Any]:
+    """What the API says of a file if it is asked for blobs."""
+    about = entry(folder, path)
+    found = {"rfilename": path, "size": about["size"], "blobId": about["oid"]}
+    digest = digests.get(path, about.get("lfs", {}).get("oid"))
+    if digest is None:
+        return found
+    if len(digest) == 40:
+        return {**found, "blobId": digest}
+    lfs = {"sha256": digest, "size": about["size"], "pointerSize": 130}
+    return {"rfilename": path} if digest == "" else {**found, "lfs": lfs}
 
 
 def main(folder: str, *certificate: str) -> None:

@@ -150,6 +150,17 @@ def test_large_tensors_come_in_several_requests_and_no_byte_twice(big):
     assert sum(sizes[1:]) <= checkpoint.nbytes * 1.01
 
 
+@pytest.mark.parametrize("path", ["", "moved/"])
+def test_a_connection_that_is_there_at_once_is_used_and_not_replaced(big, path):
+    with serving(big.parent) as web:
+        checkpoint = penstock.open(web(path + big.name), storage={"connections": 1})
+        Oracle(big).same(checkpoint.load(framework="pt"))
+    network = checkpoint.last_report.network
+    assert network["requests"] > 3 and network["retries"] == 0
+    # The one that was redirected is not used again
+    assert network["connections"] == (2 if path else 1)
+
+
 def test_a_redirect_is_followed(web, small):
     Oracle(small).same(penstock.open(web(f"moved/{INDEX}")).load(framework="pt"))
 
@@ -191,31 +202,30 @@ def test_the_command_line_inspects_and_loads(web, cli):
         json.loads(done.stdout)
 
 
-REFUSED: dict[str, Any] = {
-    "save": lambda url: penstock.save({"a": np.arange(3)}, url),
-    "save_file": lambda url: penstock.save_file({"a": np.arange(3)}, url),
-    "verify": lambda url: penstock.open(url).verify(progress=False),
-    "Path": lambda url: penstock.open(Path(url)),
+REFUSED: dict[str, tuple[Any, str]] = {
+    "save": (lambda url: penstock.save({"a": np.arange(3)}, url), "upload is not supported"),
+    "save_file": (lambda url: penstock.save_file({"a": np.arange(3)}, url), "upload is not supported"),
+    "Path": (lambda url: penstock.open(Path(url)), "is not supported here; web addresses"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_works_on_files_only_refuses_addresses(tmp_path, monkeypatch, web, what):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(penstock.InvalidError, match="is not supported here; web addresses") as caught:
-        REFUSED[what](f"{files(web)[0]}?{SECRET}")
+    call, says = REFUSED[what]
+    with pytest.raises(penstock.InvalidError, match=says) as caught:
+        call(f"{files(web)[0]}?{SECRET}")
     assert SECRET not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["verify", "warm", "evict", "doctor", "convert"])
-def test_commands_for_files_refuse_addresses(tmp_path, monkeypatch, capsys, command):
+@pytest.mark.parametrize("command", ["warm", "evict"])
+def test_commands_for_the_page_cache_refuse_addresses(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    more = ["there"] if command == "convert" else []
-    assert command_line.main([command, f"http://127.0.0.1:9/x?{SECRET}", *more]) == command_line.USAGE
+    assert command_line.main([command, f"http://127.0.0.1:9/x?{SECRET}"]) == command_line.USAGE
     said = capsys.readouterr().err
-    assert "is not supported here" in said and SECRET not in said
-    assert list(tmp_path.iterdir()) == []
+    assert said.endswith(f"no page cache has it: {command} is for files of this machine\n") and SECRET not in said
+    assert said.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
 # TLS

@@ -2,6 +2,9 @@
 
 ``python web_server.py FOLDER [CERTIFICATE KEY]`` prints its port, and then a line for each request: path and query,
 range, status.
+
+The files of the folder are also below /moved/ (redirects to the file), /locked/ (403), /weak/ (weak ETags), /dated/ (no
+ETag), /closing/ (each connection is closed) and /whole/ (no ranges).
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         where = urlsplit(self.path)
-        file = self.folder / unquote(where.path).lstrip("/")
+        kind, _, rest = where.path[1:].partition("/")
+        if kind not in ("weak", "dated", "closing", "whole"):
+            kind, rest = "", where.path
+        file = self.folder / unquote(rest).lstrip("/")
         if where.path.startswith("/locked/"):
             self.refuse(403)
             return
@@ -44,12 +50,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if self.headers.get("If-Match", tag) != tag:
                 self.refuse(412)
                 return
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            asked = kind != "whole" and re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             first, last = (int(asked[1]), min(int(asked[2]), stat.st_size - 1)) if asked else (0, stat.st_size - 1)
             self.send_response(206 if asked else 200)
             if asked:
                 self.send_header("Content-Range", f"bytes {first}-{last}/{stat.st_size}")
-            self.send_header("ETag", tag)
+            if kind == "dated":
+                self.send_header("Last-Modified", self.date_time_string(int(stat.st_mtime)))
+            else:
+                self.send_header("ETag", f"W/{tag}" if kind == "weak" else tag)
+            if kind == "closing":
+                self.send_header("Connection", "close")
             self.send_header("Content-Length", str(last - first + 1))
             self.end_headers()
             left = last - first + 1

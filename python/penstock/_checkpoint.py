@@ -18,14 +18,16 @@ from ._frameworks import device_for
 from ._job import Job
 from ._late_imports import importing
 from ._options import make_options
-from ._paths import is_web, local_path, source_path, without_secrets
+from ._paths import is_web, source_path, without_secrets
 from ._progress import Progress
 from ._report import Report, report_of
 from ._request import Request, prepare
 from ._selection import Names, Selection, Slices, TensorInfo, info_of, select, unknown
 
 if TYPE_CHECKING:
-    from ._hub import Snapshot
+    from ._digest import Digest
+    from ._hub import Expected, Snapshot
+    from ._hub_network import Digests
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A shard file, several files, a folder, an index file, web addresses of files or of an index, or the name of a
@@ -66,9 +68,10 @@ class Checkpoint:
     may use it.
     """
 
-    def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None, listed: Digests | None = None) -> None:
         self._core = core
         self._snapshot = snapshot
+        self._listed = listed
         self._last_report: Report | None = None
         warnings = core.warnings()
         if warnings:
@@ -308,10 +311,12 @@ class Checkpoint:
     # Checking it
 
     def verify(self, progress: Progress = None, *, stall_timeout: float | None = None) -> dict[str, str | None]:
-        """Reads every byte, and compares the files with the digests that a local Hub cache has of them.
+        """Reads every byte, and compares the files with the digests that the Hub, or its local cache, has of them.
 
         A Hub cache names its files by the sha256 of their content, small files by the sha1 of git. If the checkpoint
-        was opened by the name of its repository, all files of the snapshot are compared, also `config.json`.
+        was opened by the name of its repository, all files of the snapshot are compared, also `config.json`. If the
+        files are read from the Hub, it is asked for their digests. Of files on other servers no digest is known: what
+        comes is of the size and version that were opened, and nothing else is compared.
 
         Args:
             progress: As in `load`; counts bytes.
@@ -319,23 +324,36 @@ class Checkpoint:
 
         Returns:
             What each file was compared with, by path: "blob name", "tree listing" (the cache's copy of the Hub's list
-            of files), or None if there is nothing to compare with, as for all files outside of a Hub cache.
+            of files), "Hub" (what it says now), or None if there is nothing to compare with, as for all files outside
+            of the Hub and its cache.
 
         Raises:
             DigestError: files are damaged. It names all of them.
-            StalledError: the file system does not answer. It names the file.
+            ChangedError: a file on a server is no longer the one that was opened.
+            StalledError: the file system or the server does not answer. It names the file.
             PenstockError: a file cannot be read.
         """
         with importing():
             from . import _digest
 
-        found = _digest.digests(self._all_files(stall_timeout), progress=progress, stall_timeout=stall_timeout)
+        found = self._hashed({}, progress, stall_timeout)
         _digest.raise_for(found)
         return {digest.path: digest.expected.source if digest.expected else None for digest in found}
 
+    def _hashed(self, listed: Mapping[str, Expected], progress: Progress, stall_timeout: float | None) -> list[Digest]:
+        """What became of each file; ``listed`` is what the caller says that they must hash to."""
+        with importing():
+            from . import _digest
+            from ._patience import patiently
+
+        files, ask = self._all_files(stall_timeout), self._listed
+        if ask is not None:
+            listed = {**patiently(lambda: ask(files), stall_timeout), **listed}
+        return _digest.digests(files, listed, progress, stall_timeout, self._core)
+
     def _all_files(self, stall_timeout: float | None = None) -> list[str]:
         """The shard files, then the other files of the snapshot that this was opened as."""
-        files = [local_path(path, "verify") for path in self.files]
+        files = self.files
         if self._snapshot is not None:
             with importing():
                 from . import _hub

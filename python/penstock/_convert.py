@@ -2,31 +2,37 @@
 
 Tensors are mapped, and cast when their turn comes, so that converting takes the staging of the save and a few tensors
 of memory, however large the checkpoint is. What is not cast is copied as bytes: no framework has to know its dtype.
+Tensors on servers are streamed. A layout puts some of them later in their shard than they come: these are kept so long.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import _save
 from ._checkpoint import Checkpoint, open_as
-from ._choices import Layout, Order
+from ._choices import Layout, Order, Storage
 from ._described import Described
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
-from ._paths import local_path
+from ._paths import is_web, local_path, source_path
 from ._progress import Progress
 from ._report import Report
 
 #: What `torch.save` of whole models and their shards is called.
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+_WINDOW = 256 << 20
+"""Bytes that are read ahead from servers."""
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -103,24 +109,30 @@ def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _cast_later(found: Described, tensor: Any, kind: str) -> Described:
     if found.dtype == kind or found.dtype not in CASTABLE:
         return found
-    fill: Any
+    return Described(kind, found.shape, None, None, tensor, _casting(tensor, kind))
+
+
+def _casting(tensor: Any, kind: str) -> Callable[[memoryview], object]:
+    """Writes the tensor, cast, to memory."""
     if hasattr(tensor, "detach"):
         from ._torch import torch_dtype
 
-        fill = partial(_save.fill_torch, tensor, torch_dtype(kind))
-    else:
-        from ._numpy import numpy_dtype
+        return partial(_save.fill_torch, tensor, torch_dtype(kind))
+    from ._numpy import numpy_dtype
 
-        target = numpy_dtype(kind)
-        if target is None:
-            raise MissingDtypeError(f"dtype={kind}: numpy lacks it unless the package ml_dtypes is installed")
-        fill = partial(_save.fill_numpy, tensor, target)
-    return Described(kind, found.shape, None, None, tensor, fill)
+    target = numpy_dtype(kind)
+    if target is None:
+        raise MissingDtypeError(f"dtype={kind}: numpy lacks it unless the package ml_dtypes is installed")
+    return partial(_save.fill_numpy, tensor, target)
+
+
+def _to_cast(checkpoint: Checkpoint, kind: str | None) -> set[str]:
+    return {name for name, info in checkpoint.items() if kind not in (None, info.dtype) and info.dtype in CASTABLE}
 
 
 def _tensors(checkpoint: Checkpoint, kind: str | None) -> dict[str, Any]:
     """The tensors of a checkpoint: those that are to be cast as a framework has them, the others as bytes."""
-    cast = {name for name in checkpoint if kind not in (None, dtype := checkpoint[name].dtype) and dtype in CASTABLE}
+    cast = _to_cast(checkpoint, kind)
     found = checkpoint.load(names=lambda name: name in cast, progress=False) if cast else {}
     plain: dict[str, Any] = {}
     if len(cast) < len(checkpoint):
@@ -130,6 +142,50 @@ def _tensors(checkpoint: Checkpoint, kind: str | None) -> dict[str, Any]:
         info = checkpoint[name]
         made[name] = found[name] if name in cast else DLTensor(plain[name]._view, info.dtype, info.shape)
     return made
+
+
+class _Arrivals:
+    """The tensors of a stream by name. Those that come before they are asked for are kept until then."""
+
+    def __init__(self, stream: Iterator[tuple[str, Any]]) -> None:
+        self._stream = stream
+        self._early: dict[str, Any] = {}
+
+    def take(self, name: str) -> Any:
+        while name not in self._early:
+            arrived, tensor = next(self._stream)
+            self._early[arrived] = tensor
+        return self._early.pop(name)
+
+
+def _streamed(checkpoint: Checkpoint, kind: str | None, order: Order, until: ExitStack) -> dict[str, Any]:
+    """The tensors of a checkpoint on servers, each read shortly before it is written, as long as ``until`` is open."""
+    cast = _to_cast(checkpoint, kind)
+
+    def stream(casts: bool) -> _Arrivals:
+        how: dict[str, Any] = {} if casts else {"framework": "dlpack", "dtype": RAW}
+        wanted = [name for name in checkpoint if (name in cast) is casts]
+        made: Any = checkpoint.stream("cpu", wanted, order, _WINDOW, **how)
+        until.callback(made.close)
+        return _Arrivals(made)
+
+    tensors, raw = stream(True) if cast else None, stream(False)
+
+    def fill(name: str, memory: memoryview) -> None:
+        if tensors is not None and name in cast and kind is not None:
+            _casting(tensors.take(name), kind)(memory)
+            return
+        view = raw.take(name)._view
+        place = (ctypes.c_char * len(memory)).from_buffer(memory)
+        try:
+            ctypes.memmove(place, view.address, view.nbytes)
+        finally:
+            del place  # an error's traceback would keep it, and the memory goes
+
+    return {
+        name: Described(str(kind) if name in cast else info.dtype, info.shape, None, None, None, partial(fill, name))
+        for name, info in checkpoint.items()
+    }
 
 
 def convert(
@@ -142,12 +198,14 @@ def convert(
     order: Order = "file",
     fsync: bool = True,
     progress: Progress = None,
+    storage: Storage | None = None,
 ) -> Report:
     """Writes the checkpoint that ``sources`` name to a directory.
 
     Args:
         sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those.
         dtype: Casts floating-point tensors of 16 bits and more.
+        storage: How servers are asked, as for `penstock.open`.
 
     The other arguments, what is returned and the errors are those of `penstock.save`.
     """
@@ -156,29 +214,36 @@ def convert(
         raise InvalidError(f"dtype={dtype!r}: give one of {', '.join(CASTABLE)}")
     for source in sources:
         if len(sources) > 1 or not str(source).startswith("hf://"):
-            local_path(source, "sources")
-    target = Path(local_path(directory, "directory"))
-    pickles = _pickles(sources)
-    metadata: dict[str, str]
+            source_path(source, "sources")
+    target = Path(local_path(directory, "directory", written=True))
+    with ExitStack() as until:
+        tensors, metadata, read_from = _source(sources, kind, order, storage, until)
+        if kind is not None:
+            tensors = _cast(tensors, kind)
+        if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
+            raise InvalidError(f"directory={str(target)!r} is the folder of the checkpoint: give another folder")
+        return _save.save(
+            tensors,
+            target,
+            metadata,
+            max_shard_size=max_shard_size,
+            layout=layout,
+            order=order,
+            fsync=fsync,
+            progress=progress,
+        )
+
+
+def _source(
+    sources: Sequence[str], kind: str | None, order: Order, storage: Storage | None, until: ExitStack
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Tensors, metadata, and the files of this machine that they are read from."""
+    pickles = [] if any(map(is_web, sources)) else _pickles(sources)
     if pickles:
-        tensors, metadata = _unpickled(pickles)
-        read_from = [str(path) for path in pickles]
-    else:
-        given = list(sources) if len(sources) > 1 else sources[0]
-        checkpoint = open_as("sources", given, network=False)
-        tensors, metadata = _tensors(checkpoint, kind), checkpoint.metadata
-        read_from = checkpoint.files
-    if kind is not None:
-        tensors = _cast(tensors, kind)
-    if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
-        raise InvalidError(f"directory={str(target)!r} is the folder of the checkpoint: give another folder")
-    return _save.save(
-        tensors,
-        target,
-        metadata,
-        max_shard_size=max_shard_size,
-        layout=layout,
-        order=order,
-        fsync=fsync,
-        progress=progress,
-    )
+        return *_unpickled(pickles), [str(path) for path in pickles]
+    given = list(sources) if len(sources) > 1 else sources[0]
+    checkpoint = open_as("sources", given, storage=storage)
+    files = [path for path in checkpoint.files if not is_web(path)]
+    if len(files) < len(checkpoint.files):
+        return _streamed(checkpoint, kind, order, until), checkpoint.metadata, files
+    return _tensors(checkpoint, kind), checkpoint.metadata, files

@@ -25,11 +25,13 @@ __all__ = [
     "exiting",
     "gpus",
     "head",
+    "look",
     "probe",
     "release_staging",
     "residency",
     "stall_timeout",
     "stop_fills",
+    "storage_defaults",
     "storage_settings",
     "unwritable",
     "warm",
@@ -103,8 +105,9 @@ class Checkpoint:
         bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
         """
     @staticmethod
-    def to_open(place: str, names: Sequence[str]) -> list[str]:
-        """Which of the names of what lies in one place `open` chooses: one index, or shard files in natural order."""
+    def to_open(place: str, names: Sequence[str]) -> list[int]:
+        """The positions of the names, of what lies in one place, that `open` chooses: of one index, or of shard files in
+        natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
@@ -129,6 +132,10 @@ class Checkpoint:
     def warnings(self) -> list[str]: ...
     def fill(self) -> CacheFill | None:
         """Fills the page cache with all of it in the background, as a load does that went past it."""
+    def look(self, file: int, times: int = 1) -> dict[str, Any]:
+        """As the function `look`, of a file on a server."""
+    def header_bytes(self, file: int) -> bytes:
+        """The header of a file on a server, read once more: all bytes before its tensors."""
     def verify_unchanged(self) -> None: ...
 
 @final
@@ -150,6 +157,19 @@ class CacheFill:
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
+
+def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[str, Any] | None:
+    """What asking for the first byte of the object at this address takes, `times` times at most: for `penstock doctor`.
+
+    None if no store has such addresses. "servers": those that were asked, each redirects to the next, with "server",
+    "addresses", "lookup_seconds", "connect_seconds", "tls_seconds", "first_byte_seconds", "status" (None: not reached,
+    or there is none). "round_trips": seconds from each request to its answer, of the last server. "connections" to it.
+    "size" and "validator" ("strong ETag", "weak ETag", "date", "size") of the object. "error": an exception, or None.
+    Blocks.
+    """
+
+def storage_defaults() -> dict[str, int]:
+    """Values of the settings of `penstock.Storage` that have a default."""
 
 def storage_settings() -> list[str]:
     """Names of the settings of `penstock.Storage`."""

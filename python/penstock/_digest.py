@@ -6,13 +6,24 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from . import _core
-from ._errors import AccessError, DigestError, LimitError, NotFoundError, PenstockError, ReadError
+from ._contents import pieces, received
+from ._errors import (
+    AccessError,
+    DigestError,
+    InternalError,
+    LimitError,
+    NotFoundError,
+    PenstockError,
+    ReadError,
+    StalledError,
+)
 from ._hub import Expected, expected_digest
+from ._paths import is_web
 from ._patience import asking, patiently, stalled
 from ._progress import INTERVAL, Meter, Progress
 
@@ -21,6 +32,9 @@ _CHUNK = 4 << 20
 
 _MOST_THREADS = 8
 """A core with SHA instructions hashes about 1 GB/s (1.07 measured): more of them would wait for the disk."""
+
+_WINDOW = 128 << 20
+"""Bytes of one file on a server that are read ahead of the hash."""
 
 _PATIENCE = 2.0
 """Seconds that an interrupted check waits for reads that hang before it leaves them behind."""
@@ -45,6 +59,7 @@ def digests(
     listed: Mapping[str, Expected] | None = None,
     progress: Progress = False,
     stall_timeout: float | None = None,
+    core: _core.Checkpoint | None = None,
 ) -> list[Digest]:
     """Hashes files, several at once, and compares each with what is known of it.
 
@@ -53,6 +68,7 @@ def digests(
         listed: What they are to hash to, by path; for others the Hub cache they lie in is asked.
         progress: As in `Checkpoint.load`.
         stall_timeout: Seconds in which the file system answers nothing before it counts as hung; None: as in `open`.
+        core: The checkpoint whose files are the first ones, in its order. Those on servers are read through it.
 
     Returns:
         One per path, in their order.
@@ -60,7 +76,7 @@ def digests(
     Raises:
         StalledError: the file system hangs; names a file that is waited for.
     """
-    return _Hashing(paths, listed or {}).run(progress, _core.stall_timeout(stall_timeout))
+    return _Hashing(paths, listed or {}, core, _core.stall_timeout(stall_timeout)).run(progress)
 
 
 def raise_for(found: Sequence[Digest]) -> None:
@@ -79,9 +95,13 @@ def raise_for(found: Sequence[Digest]) -> None:
 
 
 class _Hashing:
-    def __init__(self, paths: Sequence[str], listed: Mapping[str, Expected]) -> None:
+    def __init__(
+        self, paths: Sequence[str], listed: Mapping[str, Expected], core: _core.Checkpoint | None, stall: float
+    ) -> None:
         self._paths = paths
         self._listed = listed
+        self._core = core
+        self._stall = stall
         self._done: dict[int, Digest] = {}
         # Numbers of the files that are being read, the longest at work first
         self._at_work: dict[int, None] = {}
@@ -91,8 +111,9 @@ class _Hashing:
         self._stop = threading.Event()
         self._finished = threading.Event()
 
-    def run(self, progress: Progress, stall: float) -> list[Digest]:
-        sizes = patiently(lambda: [_size(path) for path in self._paths], stall) if self._paths else []
+    def run(self, progress: Progress) -> list[Digest]:
+        stall = self._stall
+        sizes = patiently(lambda: [self._size(i) for i in range(len(self._paths))], stall) if self._paths else []
         # The largest first: otherwise it may be alone at the end
         self._left = sorted(range(len(sizes)), key=lambda i: sizes[i])
         count = min(len(sizes), len(os.sched_getaffinity(0)), _MOST_THREADS)
@@ -159,43 +180,78 @@ class _Hashing:
 
     def _examine(self, i: int) -> Digest:
         path = self._paths[i]
-        expected = self._listed.get(path) or expected_digest(path)
+        expected = self._listed.get(path) or (None if is_web(path) else expected_digest(path))
         algorithm = expected.algorithm if expected else "sha256"
         try:
             digest = self._hash(i, algorithm)
+        except StalledError:
+            raise
+        except PenstockError as error:
+            return Digest(path, algorithm, None, expected, error)
         except OSError as error:
             return Digest(path, algorithm, None, expected, _unreadable(path, error))
         damage = None
         if expected is not None and digest != expected.digest:
             message = f"{path}: {algorithm} is {digest} and should be {expected.digest}: the file is damaged"
-            if expected.source != "list":
+            if is_web(path):
+                message += ", or was on the way here"
+            elif expected.source != "list":
                 # Downloading again would find the blob there and keep it
                 message += f", remove {os.path.realpath(path)} and download it again"
             damage = DigestError(message, path=path)
         return Digest(path, algorithm, digest, expected, damage)
 
     def _hash(self, i: int, algorithm: str) -> str:
-        with open(self._paths[i], "rb", buffering=0) as file:
-            self._read[i] = 0
-            if algorithm == "sha256":
+        digest = None
+        for size, chunk in self._received(i) if is_web(self._paths[i]) else self._read_file(i):
+            if digest is None and algorithm == "sha256":
                 digest = hashlib.sha256()
-            else:
-                digest = hashlib.sha1(usedforsecurity=False)
-                digest.update(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+            elif digest is None:
+                digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+            digest.update(chunk)
+            self._read[i] = self._read.get(i, 0) + len(chunk)
+            if self._stop.is_set():
+                break
+        if digest is None:
+            raise InternalError("no byte of it was read", path=self._paths[i])
+        return digest.hexdigest()
+
+    def _read_file(self, i: int) -> Iterator[tuple[int, memoryview]]:
+        """The size of a file, and its bytes; nothing of an empty one, once."""
+        with open(self._paths[i], "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             chunk = memoryview(bytearray(_CHUNK))
-            while (count := file.readinto(chunk)) and not self._stop.is_set():
-                digest.update(chunk[:count])
-                self._read[i] += count
-            return digest.hexdigest()
+            yield size, chunk[:0]
+            while count := file.readinto(chunk):
+                yield size, chunk[:count]
+
+    def _received(self, i: int) -> Iterator[tuple[int, memoryview]]:
+        """The same of a file on a server: its header, and then its tensors, between which the format has no gaps."""
+        core = self._core
+        if core is None:
+            raise InternalError("a file on a server that no checkpoint has", path=self._paths[i])
+        size = _size_of(core, i)
+        header = core.header_bytes(i)
+        yield size, memoryview(header)
+        for chunk in received(core, list(pieces(core, range(*core.file_tensors(i)))), _WINDOW, self._stall):
+            yield size, memoryview(b"") if chunk is None else chunk
+
+    def _size(self, i: int) -> int:
+        path = self._paths[i]
+        if is_web(path) and self._core is not None:
+            return _size_of(self._core, i)
+        asking(path)
+        try:
+            return Path(path).stat().st_size
+        except OSError:
+            return 0  # the thread that is to read it will say why
 
 
-def _size(path: str) -> int:
-    asking(path)
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return 0  # the thread that is to read it will say why
+def _size_of(core: _core.Checkpoint, file: int) -> int:
+    """The size of a file of the checkpoint: its last tensor ends there."""
+    first, last = core.file_tensors(file)
+    return core.info(last - 1)[5] if last > first else core.data_start(file)
 
 
 def _unreadable(path: str, error: OSError) -> PenstockError:

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import _core
 from ._dtypes import DTYPES
-from ._paths import local_path
+from ._paths import local_path, without_secrets
 from ._report import size_text
 
 #: How /proc/self/mountinfo writes blanks, tabs, line breaks and backslashes.
@@ -329,10 +329,24 @@ def examine(path: str, *, measure: bool = True) -> dict[str, Any]:
         "frameworks": _frameworks(),
         "dtypes": list(DTYPES),
         "rates": _measure(path) if measure else {},
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PENSTOCK_")},
+        "environment": environment(re.compile("PENSTOCK_")),
     }
     found["therefore"] = _conclusions(found)
     return found
+
+
+#: Names of variables and settings whose values nobody is shown.
+_SECRET = re.compile("secret|token|key|password|proxy", re.IGNORECASE)
+
+
+def shown(name: str, value: object) -> str:
+    """The value of a variable or setting of this name, for people."""
+    return "(set)" if _SECRET.search(name) else without_secrets(str(value))
+
+
+def environment(names: re.Pattern[str]) -> dict[str, str]:
+    """The variables whose names begin like this, without secrets."""
+    return {name: shown(name, value) for name, value in sorted(os.environ.items()) if names.match(name)}
 
 
 def _say(value: Any) -> str:

@@ -396,7 +396,7 @@ class Expected(NamedTuple):
     digest: str
     """In lower-case hexadecimal."""
     source: str
-    """Who says so: "blob name" or "tree listing"."""
+    """Who says so: "blob name" or "tree listing" (of the cache), "Hub", or "list" (of the caller)."""
 
 
 def expected_digest(path: str) -> Expected | None:
@@ -404,19 +404,22 @@ def expected_digest(path: str) -> Expected | None:
     for place in _places(path):
         folder, name = Path(place).parent, Path(place).name
         if folder.name == "blobs" and _DIGEST.fullmatch(name) and (folder.parent / "snapshots").is_dir():
-            return _expected(name, "blob name")
+            return expected_of(name, "blob name")
     # Without links the file itself lies in the snapshot: `place` is now what the last link led to
     parts = Path(place).absolute().parts
     for i in range(len(parts) - 2, 0, -1):
         if parts[i - 1] == "snapshots" and COMMIT.fullmatch(parts[i]):
             about = _tree(Path(*parts[: i - 1]), parts[i]).get("/".join(parts[i + 1 :]), {})
             digest = about.get("lfs_sha256") or about.get("blob_id")
-            if isinstance(digest, str) and _DIGEST.fullmatch(digest):
-                return _expected(digest, "tree listing")
+            if isinstance(digest, str):
+                return expected_of(digest, "tree listing")
     return None
 
 
-def _expected(digest: str, source: str) -> Expected:
+def expected_of(digest: str, source: str) -> Expected | None:
+    """What the sha256, or git's sha1, of a file says; None if it is neither."""
+    if not _DIGEST.fullmatch(digest):
+        return None
     return Expected("sha256" if len(digest) == 64 else "git-sha1", digest, source)
 
 

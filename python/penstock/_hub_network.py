@@ -15,10 +15,12 @@ import re
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from . import _core
 from ._choices import Storage
@@ -28,8 +30,10 @@ from ._hub import (
     COMMIT,
     REPOSITORY,
     SCHEME,
+    Expected,
     Reference,
     Snapshot,
+    expected_of,
     find,
     home,
     is_true,
@@ -62,6 +66,10 @@ class Token(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Token(from {self.source})"
+
+
+Digests = Callable[[Sequence[str]], dict[str, Expected]]
+"""Asks what the files at these addresses must hash to."""
 
 
 class Pinned(NamedTuple):
@@ -212,12 +220,7 @@ def pin(source: str, reference: Reference, sent: Token | None, storage: Storage 
         AccessError: the Hub does not let us.
         ReadError: the Hub cannot be reached, or does not answer as a Hub does.
     """
-    url = f"{endpoint()}/api/models/{reference.repository}/revision/{quote(reference.revision, safe='')}"
-    try:
-        said = _ask(url, sent, storage)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(source, reference, error, sent) from None
+    url, said = _revision(source, reference, sent, storage)
     try:
         name, commit = said.get("id") or reference.repository, said["sha"]
         names = [str(sibling["rfilename"]) for sibling in said["siblings"]]
@@ -228,6 +231,45 @@ def pin(source: str, reference: Reference, sent: Token | None, storage: Storage 
         message = f"{source}: {_name(url)} did not answer as the Hub does (does HF_ENDPOINT name a Hub?)"
         raise ReadError(message, path=url)
     return Pinned(name, commit, names)
+
+
+def _revision(
+    source: str, reference: Reference, sent: Token | None, storage: Storage | None, query: str = ""
+) -> tuple[str, Any]:
+    """The address of what the Hub says of a revision, and that."""
+    url = f"{endpoint()}/api/models/{reference.repository}/revision/{quote(reference.revision, safe='')}{query}"
+    try:
+        return url, _ask(url, sent, storage)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(source, reference, error, sent) from None
+
+
+def digests_of(source: str, pinned: Pinned, storage: Storage | None, files: Sequence[str]) -> dict[str, Expected]:
+    """What the Hub says that the files at these addresses must hash to; without those of which it says nothing.
+
+    Raises:
+        NotFoundError, AccessError, ReadError: as `pin`.
+    """
+    reference = Reference(pinned.repository, pinned.commit, "")
+    _, said = _revision(source, reference, token(), storage, "?blobs=true")
+    try:
+        listed = {str(sibling["rfilename"]): dict(sibling) for sibling in said["siblings"]}
+    except (KeyError, TypeError, ValueError):
+        listed = {}
+    found = {}
+    for file in files:
+        about = listed.get(unquote(file.removeprefix(_base(pinned))), {})
+        lfs = about.get("lfs")
+        digest = lfs.get("sha256") if isinstance(lfs, dict) else about.get("blobId")
+        if isinstance(digest, str) and (expected := expected_of(digest, "Hub")) is not None:
+            found[file] = expected
+    return found
+
+
+def _base(pinned: Pinned) -> str:
+    """How the addresses of the files of a commit begin."""
+    return f"{endpoint()}/{pinned.repository}/resolve/{pinned.commit}/"
 
 
 def _refused(source: str, reference: Reference, error: urllib.error.HTTPError, sent: Token | None) -> PenstockError:
@@ -296,8 +338,7 @@ def open_commit(
         AccessError: the Hub does not let us read its files.
     """
     where = endpoint()
-    base = f"{where}/{pinned.repository}/resolve/{pinned.commit}"
-    addresses = [f"{base}/{quote(name)}" for name in _chosen(source, reference, pinned)]
+    addresses = [_base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
     bearer = None if sent is None else (_name(where), sent.text)
     try:
         return _core.Checkpoint.open(addresses, stall_timeout, storage, bearer)
@@ -324,7 +365,8 @@ def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
         held = sorted({name.split("/")[0] for name in pinned.names})
         raise NotFoundError(f"{place}: there is no {within}; the repository holds {listed(held)}", path=source)
     try:
-        chosen = _core.Checkpoint.to_open(source, [name for name in names if "/" not in name])
+        here = [name for name in names if "/" not in name]
+        chosen = [here[position] for position in _core.Checkpoint.to_open(source, here)]
     except NotFoundError as error:
         inside = sorted({name.rpartition("/")[0] for name in pinned.names if name.endswith(".safetensors")} - {""})
         more = ""
@@ -341,11 +383,12 @@ def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
 
 def open_repository(
     source: str, lacking: NotFoundError, stall_timeout: float | None = None, storage: Storage | None = None
-) -> tuple[_core.Checkpoint, Snapshot | None]:
+) -> tuple[_core.Checkpoint, Snapshot | None, Digests | None]:
     """The checkpoint that ``source`` names, from the Hub; ``lacking`` is what the local cache lacks of it.
 
     Returns:
-        The checkpoint of the core, and the snapshot that it is if the cache has that very commit, or None.
+        The checkpoint of the core. The snapshot that it is, if the cache has that very commit, else what asks the Hub
+        for the digests of its files.
 
     Raises:
         NotFoundError, AccessError, ReadError: as `pin` and `open_commit`. The text of ``lacking`` is part of theirs.
@@ -366,14 +409,14 @@ def open_repository(
         local = f"{SCHEME}{reference.repository}@{pinned.commit}" + (f"/{reference.within}" if reference.within else "")
         try:
             snapshot = patiently(lambda: find(local), stall_timeout, local)
-            return open_snapshot(snapshot, stall_timeout), snapshot
+            return open_snapshot(snapshot, stall_timeout), snapshot, None
         except NotFoundError:
             pass
         core = open_commit(source, reference, pinned, sent, stall_timeout, storage)
     except (NotFoundError, AccessError, ReadError) as error:
         raise _both(source, error, lacking, pinned is None) from error.__cause__
     _tell(source, pinned, lacking)
-    return core, None
+    return core, None, partial(digests_of, source, pinned, storage)
 
 
 def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bool) -> PenstockError:

@@ -42,11 +42,11 @@ def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) ->
             + f"; {options_listed()}"
         )
     if isinstance(given.get("trace"), os.PathLike):
-        given["trace"] = local_path(given["trace"], "trace")
+        given["trace"] = local_path(given["trace"], "trace", written=True)
     return _checked(Options(**given))
 
 
 def _checked(options: Options) -> Options:
     if options.trace:
-        local_path(options.trace, "trace")
+        local_path(options.trace, "trace", written=True)
     return options

@@ -27,6 +27,7 @@ _ADVICE = {
     "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }
 _ELSE = "copy the files to a disk, or mount that storage, and give the path"
+_WRITTEN = "upload is not supported: give a path of this machine, and copy the files from there"
 
 
 def is_web(path: object) -> bool:
@@ -44,8 +45,8 @@ def source_path(path: str | os.PathLike[str], argument: str) -> str:
     return str(path) if is_web(path) else local_path(path, argument)
 
 
-def local_path(path: str | os.PathLike[str], argument: str) -> str:
-    """``path`` as a string; ``argument`` is what the caller calls it.
+def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = False) -> str:
+    """``path`` as a string; ``argument`` is what the caller calls it. ``written``: something is to be written there.
 
     Raises:
         SchemeError: it begins with a scheme, such as "s3://bucket/x". As a path that would be in a folder "s3:" here.
@@ -70,6 +71,8 @@ def local_path(path: str | os.PathLike[str], argument: str) -> str:
     text = without_secrets(text)
     rest, advice = text[found.end() :].lstrip("/"), _ADVICE.get(found[1].lower(), _ELSE)
     here = " here" if advice is _OPENED else ""
+    if written and advice in (_OPENED, _ELSE):
+        advice = _WRITTEN
     raise SchemeError(
         f"{argument}={text!r}: {found[1]}:// is not supported{here}; {advice}. "
         f"(If you mean a folder of this name, give './{found[1]}:/{rest}'.)",

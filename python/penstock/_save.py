@@ -334,7 +334,7 @@ def save_file(
         WriteError: a tensor cannot be packed.
         OutOfMemoryError: there is no memory for staging, or to pack a tensor.
     """
-    named = local_path(filename, "filename")
+    named = local_path(filename, "filename", written=True)
     if named.endswith(("/", "/.")):
         raise InvalidError(f"filename={named!r}: this is a folder: give the name of a file in it")
     report, _ = _write(
@@ -380,7 +380,7 @@ def save(
         raise InvalidError(f"name={name!r}: this is not UTF-8, and an index (JSON) cannot name such files")
     report, files = _write(
         tensors,
-        _split((local_path(directory, "directory") or ".") + "/x")[0],
+        _split((local_path(directory, "directory", written=True) or ".") + "/x")[0],
         name,
         {**more, **(metadata or {})} if more or metadata is not None else None,
         size_of(max_shard_size),

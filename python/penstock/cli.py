@@ -27,11 +27,13 @@ from ._choices import LAYOUTS, ORDERS, Cache, Io, Storage
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
+    AccessError,
     InvalidError,
     LimitError,
     NotFoundError,
     OutOfMemoryError,
     PenstockError,
+    ReadError,
     SchemeError,
     StalledError,
     UnsupportedError,
@@ -39,7 +41,7 @@ from ._errors import (
 from ._frameworks import FRAMEWORKS
 from ._load import load
 from ._options import make_options, options_listed
-from ._paths import local_path, source_path
+from ._paths import is_web, local_path, source_path, without_secrets
 from ._report import Report, size_text
 from ._selection import info_of
 from ._terminal import Parser, WrongUsage, styled, table, wrapped
@@ -50,8 +52,10 @@ _SOURCE = """a safetensors file, several files, a folder, an index file, or the 
 Hugging Face Hub: org/name, org/name@revision"""
 
 
-_OVER_NETWORK = ("inspect", "load")
+_OVER_NETWORK = ("inspect", "load", "verify", "doctor", "convert")
 """Commands that take web addresses, and ask the Hub for what its local cache lacks."""
+_WRITTEN = ("into", "folder", "trace", "html", "json")
+"""Arguments that name what is to be written."""
 
 
 class _Failed(Exception):
@@ -97,9 +101,18 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
         listed = value if isinstance(value, list) else [value]
         for path in listed:
             repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
-            if isinstance(path, str) and not repository:
-                opened = argument == "source" and args.command in _OVER_NETWORK
-                (source_path if opened else local_path)(path, argument)
+            if not isinstance(path, str) or repository:
+                continue
+            if argument in ("source", "path") and args.command in _OVER_NETWORK:
+                source_path(path, argument)
+            elif args.command in ("warm", "evict") and is_web(path):
+                raise SchemeError(
+                    f"{without_secrets(path)}: this is on a server, and no page cache has it: {args.command} is for "
+                    "files of this machine",
+                    path=without_secrets(path),
+                )
+            else:
+                local_path(path, argument, written=argument in _WRITTEN)
 
 
 # inspect
@@ -350,10 +363,13 @@ def _listed(path: str) -> dict[str, str]:
     return listed
 
 
-def _is_there(source: str) -> bool:
-    """Whether this is a path on disk, or the name of a repository that the Hub cache has."""
+def _is_there(source: str, error: PenstockError) -> bool:
+    """Whether this is a path on disk, the name of a repository that the Hub cache has, or an address at which something
+    is; ``error`` is that of opening it."""
     from . import _hub
 
+    if is_web(source):
+        return error.status is None or error.path != without_secrets(source)
     if Path(source).exists():
         return True
     try:
@@ -363,7 +379,6 @@ def _is_there(source: str) -> bool:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from ._digest import digests
     from ._hub import Expected, expected_digest
     from ._patience import patiently
 
@@ -373,8 +388,10 @@ def _verify(args: argparse.Namespace) -> None:
     except (StalledError, SchemeError, LimitError, OutOfMemoryError):  # nothing was checked
         raise
     except PenstockError as error:
-        if isinstance(error, NotFoundError) and not all(map(_is_there, args.source)):
+        if isinstance(error, NotFoundError) and not all(_is_there(source, error) for source in args.source):
             raise
+        if isinstance(error, (AccessError, ReadError)) and is_web(error.path):
+            raise  # no server has said what it has
         document = {"ok": False, "problems": [{"kind": error.kind, "path": error.path, "message": str(error)}]}
         _print(args, document, f"FAILED  {error}")
         raise _Failed from None
@@ -388,7 +405,7 @@ def _verify(args: argparse.Namespace) -> None:
             path: Expected("sha256", listed[Path(path).name], "list") for path in paths if Path(path).name in listed
         }
         files = []
-        for found in digests(paths, known, False if args.json else None, args.stall_timeout):
+        for found in checkpoint._hashed(known, False if args.json else None, args.stall_timeout):
             source = found.expected.source if found.expected else None
             named = {found.algorithm.replace("-", "_"): found.digest, "compared_with": source}
             files.append({"path": found.path, "ok": found.error is None, **named})
@@ -410,8 +427,9 @@ def _verify(args: argparse.Namespace) -> None:
         "warnings": checkpoint.warnings,
         "problems": problems,
     }
+    from_hub, on_servers = checkpoint._listed is not None, any(map(is_web, checkpoint.files))
     # Asked beforehand: a file system may hang
-    comparable = not digested and patiently(
+    comparable = not (digested or on_servers) and patiently(
         lambda: all(expected_digest(path) for path in checkpoint.files), args.stall_timeout
     )
 
@@ -433,10 +451,15 @@ def _verify(args: argparse.Namespace) -> None:
         said = ""
         if uncompared:
             said = "no content was compared: no digest of these files is known. --digests takes a list of digests"
+            said = f"every byte was read, of the versions that were opened, and {said}" if on_servers else said
         elif digested:
             said = f"contents of {compared} of {len(files)} files were compared with their digests"
         elif comparable:
             said = "contents were not compared. The Hub cache has their digests: --sha256 compares"
+        elif from_hub:
+            said = "contents were not read. The Hub has their digests: --sha256 reads every byte, and compares"
+        elif on_servers:
+            said = "contents were not read: --sha256 reads every byte"
         lines += [wrapped(said)] if said else []
         return "\n".join(lines)
 
@@ -488,20 +511,38 @@ def _page_cache(args: argparse.Namespace) -> None:
 # doctor
 
 
-def _place(path: str) -> str:
-    """``path``, or the snapshot that it stands for where it is the name of a repository in the Hub cache."""
+def _place(path: str) -> str | None:
+    """``path``, or the snapshot that it stands for where it is the name of a repository in the Hub cache; None if it is
+    on servers."""
     from . import _hub
 
+    if is_web(path):
+        return None
     if os.path.lexists(path) or _hub.parse(path) is None:
         return path
-    return str(_hub.find(path, NotFoundError("No such file or directory", path=path)).path)
+    try:
+        return str(_hub.find(path, NotFoundError("No such file or directory", path=path)).path)
+    except NotFoundError:
+        if _hub.asks_network(path):
+            return None
+        raise
 
 
 def _doctor(args: argparse.Namespace) -> None:
-    from . import _doctor as doctor
+    place = _place(args.path)
+    if place is not None:
+        from . import _doctor as doctor
 
-    found = doctor.examine(_place(args.path), measure=not args.no_measure)
-    _print(args, found, lambda: wrapped(doctor.describe(found)))
+        found = doctor.examine(place, measure=not args.no_measure)
+        _print(args, found, lambda: wrapped(doctor.describe(found)))
+        return
+    from . import _doctor_network as network
+
+    storage = cast("Storage", dict(args.storage))
+    found = network.examine(args.path, storage, measure=not args.no_measure)
+    _print(args, found, lambda: wrapped(network.describe(found)))
+    if not found["ok"]:
+        raise _Failed
 
 
 # trace
@@ -576,6 +617,7 @@ def _convert(args: argparse.Namespace) -> None:
         order=args.order,
         fsync=args.fsync,
         progress=False if args.no_progress else None,
+        storage=cast("Storage", dict(args.storage)),
     )
     text = (
         f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
@@ -706,8 +748,8 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
         made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
 
     help = "check headers, bounds and index; with --sha256 every byte"
-    made = with_patience(with_source(command("verify", _verify, help)))
-    help = "hash every file, and compare it with the digest that the Hub cache has of it"
+    made = with_storage(with_patience(with_source(command("verify", _verify, help))))
+    help = "hash every file, and compare it with the digest that the Hub, or its cache, has of it"
     made.add_argument("--sha256", action="store_true", help=help)
     help = "compare with the digests in FILE, which has the format of sha256sum"
     made.add_argument("--digests", metavar="FILE", help=help)
@@ -719,10 +761,11 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
     help = "remove the files from the page cache; needs no root"
     with_patience(with_source(command("evict", _page_cache, help)))
 
-    made = command("doctor", _doctor, "show what this machine offers, and how penstock will load on it")
-    help = "a checkpoint or a folder: its file system is examined (default: .)"
+    made = with_storage(command("doctor", _doctor, "show what this machine offers, and how penstock will load on it"))
+    help = "a checkpoint or a folder: its file system is examined (default: .). Or its web address: its server is"
     made.add_argument("path", nargs="?", default=".", help=help)
-    made.add_argument("--no-measure", action="store_true", help="do not measure how fast this machine reads and copies")
+    help = "do not measure how fast this machine reads and copies, or how fast the server sends"
+    made.add_argument("--no-measure", action="store_true", help=help)
 
     made = command("trace", _trace, "say what limited the speed of a load, from its trace")
     made.add_argument("file", metavar="FILE", help="a trace: a file that `penstock load --trace FILE` wrote")
@@ -740,7 +783,7 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
     made.set_defaults(run=_bench)
 
     help = "rewrite a checkpoint: other layout, shard size or dtype; also from pickles"
-    made = with_source(command("convert", _convert, help))
+    made = with_storage(with_source(command("convert", _convert, help)))
     made.add_argument("into", metavar="DIRECTORY", help="the folder to write to")
     made.add_argument("--dtype", help="cast to this floating-point dtype")
     help = 'the most bytes of one file, or "none" (default: 5GB)'

@@ -3,12 +3,13 @@
 use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::look::told;
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
 use penstock::format::Checkpoint as Core;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -41,10 +42,15 @@ impl Checkpoint {
         guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
     }
 
-    /// Which of these names, of what lies in one place, `open` would choose: one index, or shard files.
+    /// The numbers of those of these names, of what lies in one place, that `open` would choose: one index, or shard files.
     #[staticmethod]
-    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<OsString>) -> Answer<'py, Vec<OsString>> {
-        answer(py, || penstock::format::to_open(place, names.0).map_err(|e| raise(py, &e)))
+    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<String>) -> Answer<'py, Vec<u32>> {
+        answer(py, || {
+            let all = names.0.iter().map(OsString::from).collect();
+            let found = penstock::format::to_open(place, all).map_err(|e| raise(py, &e))?;
+            let number = |name: OsString| names.0.iter().position(|other| name == *other.as_str());
+            Ok(found.into_iter().filter_map(number).map(|number| number as u32).collect::<Vec<_>>())
+        })
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
@@ -133,6 +139,23 @@ impl Checkpoint {
         answer(py, || {
             let files = self.0.local_files().map_err(|e| raise(py, &e))?;
             Ok(penstock::store::CacheFill::of(files).map(CacheFill::new))
+        })
+    }
+
+    /// What asking the server of a file for it takes.
+    #[pyo3(signature = (file, times = 1))]
+    fn look<'py>(&self, py: Python<'py>, file: usize, times: usize) -> Answer<'py, Bound<'py, PyDict>> {
+        answer(py, || {
+            let file = self.file(file)?;
+            detached(py, || file.look(times)).and_then(|look| told(py, &look))
+        })
+    }
+
+    /// The header of a file on a server once more: all bytes before its tensors.
+    fn header_bytes<'py>(&self, py: Python<'py>, file: usize) -> Answer<'py, Bound<'py, PyBytes>> {
+        answer(py, || {
+            let file = self.file(file)?;
+            Ok(PyBytes::new(py, &detached(py, || file.header_bytes())?))
         })
     }
 

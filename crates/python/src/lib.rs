@@ -12,6 +12,7 @@ mod errors;
 mod fill;
 mod guard;
 mod load;
+mod look;
 mod machine;
 mod options;
 mod save;
@@ -31,13 +32,15 @@ mod _core {
     #[pymodule_export]
     use crate::load::{Load, View};
     #[pymodule_export]
+    use crate::look::look;
+    #[pymodule_export]
     use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]
-    use crate::storage::{authorities, storage_settings};
+    use crate::storage::{authorities, storage_defaults, storage_settings};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

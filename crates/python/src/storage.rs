@@ -3,10 +3,11 @@
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
 use crate::options::{repr, value_of};
-use penstock::store::{Addressing, Bearer, Secret, StorageSettings, Stores};
+use penstock::store::{Addressing, Bearer, Secret, StorageSettings, Stores, WebSettings};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// What kind of value a setting has.
@@ -44,6 +45,15 @@ const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
 #[pyfunction]
 pub(crate) fn storage_settings(py: Python<'_>) -> Answer<'_, Vec<&'static str>> {
     answer(py, || Ok(names()))
+}
+
+/// What the settings are that have a default of their own, where nobody sets them.
+#[pyfunction]
+pub(crate) fn storage_defaults(py: Python<'_>) -> Answer<'_, BTreeMap<&'static str, u64>> {
+    answer(py, || {
+        let WebSettings { connections, request_bytes, .. } = WebSettings::default();
+        Ok(BTreeMap::from([("connections", connections as u64), ("request_bytes", request_bytes)]))
+    })
 }
 
 fn names() -> Vec<&'static str> {

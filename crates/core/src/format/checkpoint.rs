@@ -1,8 +1,8 @@
 //! A checkpoint: shard files and the tensors in them.
 
 use super::dtype::DType;
-use crate::error::Result;
-use crate::store::{Files, Location, Storage, Store, Version};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::{Files, Location, Look, Object, Storage, Store, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
@@ -50,6 +50,32 @@ pub struct ShardFile {
     pub metadata: Option<BTreeMap<String, String>>,
     /// Numbers of this file's tensors: a contiguous range, in offset order.
     pub tensors: Range<u32>,
+}
+
+impl ShardFile {
+    fn in_store(&self) -> Result<(&Arc<dyn Store>, Object)> {
+        let local = || Error::new(ErrorKind::Unsupported, "this is a file of this machine").at(&self.spelled);
+        let store = self.store.as_ref().ok_or_else(local)?;
+        Ok((store, Object { location: self.location.clone(), size: self.size, version: self.version.clone() }))
+    }
+
+    /// What asking the store for it takes, `times` times at most. Blocks.
+    ///
+    /// # Errors
+    /// Those of [`Store::look`], and `Unsupported` for a file of this machine.
+    pub fn look(&self, times: usize) -> Result<Look> {
+        let (store, object) = self.in_store()?;
+        store.look(&object.location, times)
+    }
+
+    /// Its header once more: all bytes before its tensors, of the version that was opened. Blocks.
+    ///
+    /// # Errors
+    /// Those of [`Store::read`], and `Unsupported` for a file of this machine.
+    pub fn header_bytes(&self) -> Result<Vec<u8>> {
+        let (store, object) = self.in_store()?;
+        store.read(&object, 0..self.data_start)
+    }
 }
 
 #[derive(Debug, Clone, Copy)]

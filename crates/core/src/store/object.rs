@@ -6,9 +6,10 @@
 
 use super::facts::Facts;
 use super::location::Location;
+use super::look::Look;
 use super::residency::Residency;
 use super::version::Version;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::options::Io;
 use crate::source::Source;
 use crate::way::Routing;
@@ -88,6 +89,15 @@ pub trait Store: Send + Sync + Debug {
     /// # Errors
     /// Those of [`head`](Self::head), `Truncated`, and `Changed` for another version.
     fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>>;
+
+    /// What asking for an object takes, `times` times at most: for `penstock doctor`.
+    ///
+    /// # Errors
+    /// `Unsupported` if the store cannot say. What goes wrong on the way is in the [`Look`].
+    fn look(&self, at: &Location, times: usize) -> Result<Look> {
+        let _ = times;
+        Err(Error::new(ErrorKind::Unsupported, "this store does not say what asking for an object takes").at(at))
+    }
 
     /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.
     ///

@@ -1,9 +1,12 @@
 //! Which store has the addresses of a scheme.
 
+use super::location::Location;
+use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
 use super::remote::{authorities, Environment, StorageSettings, Web};
 use crate::error::{Error, ErrorKind, Result};
+use std::path::Path;
 #[cfg(feature = "remote")]
 use std::path::PathBuf;
 #[cfg(feature = "remote")]
@@ -48,6 +51,15 @@ impl Stores {
     #[cfg(feature = "remote")]
     pub fn authorities(&self) -> Result<PathBuf> {
         authorities(self.settings.web.authorities.as_deref())
+    }
+
+    /// What asking for the object at an address takes; `None` if no store has such addresses.
+    ///
+    /// # Errors
+    /// Those of [`Store::look`].
+    pub fn look(&self, address: &str, times: usize) -> Result<Option<Look>> {
+        let found = Location::address(Path::new(address), |scheme| self.of(scheme));
+        found.map(|(location, store)| store.look(&location, times)).transpose()
     }
 
     /// The store for `scheme`, if there is one: a registered one before one of this crate.

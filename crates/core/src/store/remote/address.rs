@@ -41,6 +41,11 @@ impl Server {
         }
     }
 
+    /// Scheme, host and port.
+    pub(super) fn origin(&self) -> String {
+        format!("{}://{}", self.scheme(), self.authority())
+    }
+
     pub(super) fn ip(&self) -> Option<IpAddr> {
         self.host.parse().ok()
     }
@@ -139,7 +144,7 @@ fn escaped(target: &str) -> String {
 
 impl std::fmt::Debug for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}://{}/...", self.server.scheme(), self.server.authority())
+        write!(f, "{}/...", self.server.origin())
     }
 }
 

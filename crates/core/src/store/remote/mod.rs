@@ -21,6 +21,7 @@ mod google;
 mod link;
 mod links;
 mod listing;
+mod look;
 mod names;
 mod net;
 mod pace;
@@ -52,6 +53,7 @@ use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
 use super::facts::{Facts, FsKind};
 use super::location::Location;
+use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
 use super::watch::still_wanted;
@@ -162,6 +164,10 @@ impl Store for Web {
         }
         let expected = Expected { object: Some((object.size, object.version.clone())), range };
         fetch(&self.common, self.site(&object.location), expected).map(|(bytes, ..)| bytes)
+    }
+
+    fn look(&self, at: &Location, times: usize) -> Result<Look> {
+        Ok(look::look(&self.common, &self.site(at), times))
     }
 
     fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>> {

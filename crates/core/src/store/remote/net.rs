@@ -31,7 +31,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
 const TRIES_UNANSWERED: u32 = 3;
-const MOST_REDIRECTS: u32 = 5;
+pub(super) const MOST_REDIRECTS: u32 = 5;
 const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
@@ -323,9 +323,11 @@ impl<W: Wires> Net<W> {
                 false => theirs.iter().map(|known| known.2).sum(),
             };
             wanted = others;
-            let is_coming = |link: &Link<_>| link.state == LinkState::Connecting && link.server == server;
+            let is_free = |link: &Link<_>| matches!(link.state, LinkState::Connecting | LinkState::Idle);
+            let is_coming = |link: &Link<_>| is_free(link) && link.server == server;
             let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
-            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room() {
+            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room(&server)
+            {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
@@ -359,15 +361,18 @@ impl<W: Wires> Net<W> {
         all_wait && self.waiting.iter().any(RangeRead::holds_slab)
     }
 
-    /// Whether one more connection may be made. If there are as many as there may be, one on which nothing is asked for gives
-    /// way, or one that would wait for ever.
-    fn make_room(&mut self) -> bool {
+    /// Whether one more connection to this server may be made. If there are as many as there may be, one to another server on
+    /// which nothing is asked for gives way, or one that would wait for ever.
+    fn make_room(&mut self, server: &Server) -> bool {
         if self.links.len() < self.pace.limit() {
             return true;
         }
         let is_stuck = self.is_stuck();
-        let gives_way = if is_stuck { LinkState::Parked } else { LinkState::Idle };
-        let Some((_, link)) = self.links.take_where(|link| link.state == gives_way) else { return false };
+        let gives_way = |link: &Link<_>| match is_stuck {
+            true => link.state == LinkState::Parked,
+            false => link.state == LinkState::Idle && link.server != *server,
+        };
+        let Some((_, link)) = self.links.take_where(gives_way) else { return false };
         self.back(link.fetch);
         if is_stuck {
             // What holds a slab goes first, or the new connection would wait as the old one did.
@@ -505,8 +510,10 @@ impl<W: Wires> Net<W> {
             Verdict::Refused(refusal) => {
                 // A new location may expire before it is used, but not always.
                 let Some(first) = fetch.reads.front() else { return };
-                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked, &refusal));
-                if other && first.renewed < MOST_RENEWALS {
+                // With another credential it is asked for once.
+                let most = if first.asked.as_ref().is_some_and(|asked| asked.is_moved) { MOST_RENEWALS } else { 1 };
+                let renews = |asked: &Get| first.renewed < most && first.site.renew(asked, &refusal);
+                if first.asked.as_ref().is_some_and(renews) {
                     for read in &mut fetch.reads {
                         (read.renewed, read.redirects) = (read.renewed + 1, 0);
                     }
@@ -568,7 +575,7 @@ fn fail_all(fetch: Option<Fetch>, e: &Error, told: &mut Vec<Told>) {
 }
 
 /// The error if it is TLS that does not trust the server: no further attempt changes that.
-fn refused_by_tls(e: &io::Error) -> Option<Error> {
+pub(super) fn refused_by_tls(e: &io::Error) -> Option<Error> {
     let cause = e.get_ref()?.downcast_ref::<rustls::Error>()?;
     let text = match cause {
         rustls::Error::InvalidCertificate(_) => {

@@ -4,10 +4,9 @@ use super::address::Server;
 use super::connection::Connection;
 use super::net::Common;
 use super::wires::{Watched, Wires};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::source::epoll;
 use crate::wake::Wake;
-use rustls::pki_types::ServerName;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -36,12 +35,6 @@ impl Sockets {
         }
         Ok(Sockets { common, epoll, wake, made: 0 })
     }
-
-    fn tls(&self, host: &str) -> Result<(Arc<rustls::ClientConfig>, ServerName<'static>)> {
-        let config = self.common.tls.config(self.common.settings.authorities.as_deref())?;
-        let name = ServerName::try_from(host.to_owned());
-        Ok((config, name.map_err(|e| Error::new(ErrorKind::Invalid, format!("the host has no valid name: {e}")))?))
-    }
 }
 
 impl Wires for Sockets {
@@ -59,7 +52,8 @@ impl Wires for Sockets {
         let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
         let addresses = addresses?;
         self.made += 1;
-        let tls = if server.tls { Some(self.tls(&server.host)?) } else { None };
+        let authorities = self.common.settings.authorities.as_deref();
+        let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
         let connection = Connection::connect(&addresses[self.made % addresses.len()], tls);
         connection.map(Some).map_err(|e| Error::io("connect", &e))
     }

@@ -3,7 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Mutex};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,6 +33,20 @@ impl Tls {
         let config = Arc::new(made(given)?);
         *lock(&self.0) = Some(config.clone());
         Ok(config)
+    }
+
+    /// The same, and the name that the certificate of `host` must have.
+    ///
+    /// # Errors
+    /// Those of [`config`](Self::config), `Invalid` for a host that no certificate can name.
+    pub(super) fn for_host(
+        &self,
+        given: Option<&Path>,
+        host: &str,
+    ) -> Result<(Arc<ClientConfig>, ServerName<'static>)> {
+        let config = self.config(given)?;
+        let name = ServerName::try_from(host.to_owned());
+        Ok((config, name.map_err(|e| Error::new(ErrorKind::Invalid, format!("the host has no valid name: {e}")))?))
     }
 }
 
