@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
+from typing import TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 KEYS = {"AKIDEXAMPLE": "wJalrXUtnFEMI/very+secret"}
 TOKEN = "a.session/token=="
 Answer = tuple[int, dict[str, str], bytes]
+B = TypeVar("B", bound="Bucket")
 
 
 def signature(
@@ -67,6 +69,8 @@ class Bucket:
         #: Access keys that are not valid any more
         self.expired: set[str] = set()
         self.endpoint = ""
+        #: Of the last request that had one
+        self.body = b""
         self.page = 2
         self.lock = threading.Lock()
 
@@ -98,7 +102,10 @@ class Bucket:
         query = dict(parse_qsl(urlsplit(target).query))
         if query.get("list-type") == "2":
             return self.listing(query)
-        content = self.objects.get(path.removeprefix("/bucket/"))
+        return self.content(path.removeprefix("/bucket/"), fields)
+
+    def content(self, key: str, fields: Mapping[str, str]) -> Answer:
+        content = self.objects.get(key)
         if content is None:
             return error(404, "NoSuchKey", "The specified key does not exist.")
         tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
@@ -157,14 +164,14 @@ class Bucket:
 
 
 @contextmanager
-def serving(bucket: Bucket) -> Iterator[Bucket]:
+def serving(bucket: B) -> Iterator[B]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             fields = {name.lower(): value for name, value in self.headers.items()}
-            self.rfile.read(int(fields.get("content-length", 0)))
+            bucket.body = self.rfile.read(int(fields.get("content-length", 0))) or bucket.body
             status, about, body = bucket.answer(self.command, self.path, fields)
             self.send_response(status)
             for name, value in {**about, "Content-Length": str(len(body))}.items():

@@ -55,7 +55,7 @@ class Storage(TypedDict, total=False):
     """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""
 
     endpoint: str | None
-    """S3: the server, such as "http://127.0.0.1:9000", instead of AWS."""
+    """S3, Google Cloud Storage: the server, such as "http://127.0.0.1:9000", instead of AWS or Google."""
 
     region: str | None
     """S3: the region of the bucket. A wrong one is corrected if the server names the right one."""
@@ -64,7 +64,7 @@ class Storage(TypedDict, total=False):
     """S3: where the bucket stands in an address. Default: "virtual" for AWS, "path" for an ``endpoint``."""
 
     anonymous: bool | None
-    """S3: True sends requests without a signature, for public buckets."""
+    """S3, Google Cloud Storage: True sends requests without a signature or token, for public buckets."""
 
     requester_pays: bool | None
     """S3: True says that the requester pays."""

@@ -38,7 +38,11 @@ _LONG = 0.02
 
 _VARIABLES = "PENSTOCK_|SSL_CERT_FILE$|(https?|all|no)_proxy$"
 """What the names of variables begin with that matter for every server."""
-_MORE_VARIABLES = {"hf": "HF_|HUGGING_FACE_", "s3": "AWS_"}
+_MORE_VARIABLES = {
+    "hf": "HF_|HUGGING_FACE_",
+    "s3": "AWS_",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS|GCE_|CLOUDSDK_|STORAGE_EMULATOR_HOST|NO_GCE_CHECK",
+}
 """And for the servers of one scheme."""
 
 

@@ -144,7 +144,10 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
     }
     let s3 = &mut settings.s3;
     match name {
-        "endpoint" => s3.endpoint = Some(text),
+        "endpoint" => {
+            settings.gcs.endpoint = Some(text.clone());
+            s3.endpoint = Some(text);
+        }
         "region" => s3.region = Some(text),
         "addressing" => {
             s3.addressing = Some(match &*text {
@@ -153,7 +156,10 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
                 _ => return Err("must be \"path\" or \"virtual\"".into()),
             });
         }
-        "anonymous" => s3.anonymous = flag(&text)?,
+        "anonymous" => {
+            s3.anonymous = flag(&text)?;
+            settings.gcs.anonymous = s3.anonymous;
+        }
         "requester_pays" => s3.requester_pays = flag(&text)?,
         "access_key_id" => s3.access_key_id = Some(text),
         "secret_access_key" => s3.secret_access_key = Some(Secret::new(text)),

@@ -75,7 +75,10 @@ impl Stores {
         if is("http") || is("https") {
             return Some(made(Kind::Web, &self.settings));
         }
-        is("s3").then(|| made(Kind::S3(Environment::of_process()), &self.settings))
+        if is("s3") {
+            return Some(made(Kind::S3(Web::environment("s3")), &self.settings));
+        }
+        is("gs").then(|| made(Kind::Gcs(Web::environment("gs")), &self.settings))
     }
 
     #[cfg(not(feature = "remote"))]
@@ -90,6 +93,7 @@ impl Stores {
 enum Kind {
     Web,
     S3(Environment),
+    Gcs(Environment),
 }
 
 /// The store with these settings. The last few are kept: a program may open the shards of a checkpoint one
@@ -109,6 +113,7 @@ fn made(kind: Kind, settings: &StorageSettings) -> Arc<dyn Store> {
     let store: Arc<dyn Store> = match &kind {
         Kind::Web => Arc::new(Web::new(settings.clone())),
         Kind::S3(environment) => Arc::new(Web::s3(settings.clone(), environment.clone())),
+        Kind::Gcs(environment) => Arc::new(Web::gcs(settings.clone(), environment.clone())),
     };
     made.push((kind, settings.clone(), store.clone()));
     store

@@ -95,7 +95,8 @@ impl ServerError {
             let plain = found.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&apos;", "'");
             Some(shortened(&plain.replace("&amp;", "&")))
         };
-        let message = of("Message").unwrap_or_default().trim_end_matches('.').to_owned();
+        // Google's message says no more than its code.
+        let message = of("Details").or_else(|| of("Message")).unwrap_or_default().trim_end_matches('.').to_owned();
         Some(ServerError { code: of("Code")?, message, region: of("Region") })
     }
 }

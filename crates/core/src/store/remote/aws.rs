@@ -2,13 +2,14 @@
 //! a machine or a container has.
 
 use super::control::{block_on, Control};
+use super::credentials::{Finder, Found};
+use super::environment::Environment;
 use super::net::Common;
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
 use object_store::{BackoffConfig, RetryConfig};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,7 @@ const REGION: &str = "us-east-1";
 const QUICK: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(20);
 
-const VARIABLES: [&str; 21] = [
+pub(super) const VARIABLES: [&str; 21] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -42,47 +43,16 @@ const VARIABLES: [&str; 21] = [
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
 ];
 
-/// What of the environment is meant for tools of AWS, as it was when a checkpoint was opened.
-#[derive(Clone, Default, PartialEq)]
-pub(crate) struct Environment(BTreeMap<String, String>);
-
-impl Environment {
-    pub(crate) fn of_process() -> Environment {
-        let value = |name: &&str| Some(((*name).to_owned(), std::env::var(name).ok()?));
-        Environment(VARIABLES.iter().filter_map(value).collect())
-    }
-
-    #[cfg(test)]
-    pub(super) fn of(values: &[(&str, &str)]) -> Environment {
-        Environment(values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
-    }
-
-    /// The first of these that is set.
-    pub(super) fn first(&self, names: &[&str]) -> Option<&str> {
-        names.iter().find_map(|name| self.0.get(*name)).map(String::as_str).filter(|value| !value.is_empty())
-    }
-
-    fn get(&self, name: &str) -> Option<&str> {
-        self.first(&[name])
-    }
-}
-
-impl fmt::Debug for Environment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.0.keys()).finish()
-    }
-}
-
-/// A credential, and where it comes from.
+/// What requests are signed with, and where they go.
+#[derive(PartialEq)]
 pub(super) struct AwsKey {
-    pub(super) credential: Arc<AwsCredential>,
-    /// In words.
-    pub(super) origin: String,
-    /// Whether it becomes invalid, and is to be fetched again in time.
-    pub(super) fades: bool,
-    /// Whether there may be another one later.
-    pub(super) renewable: bool,
+    /// `None`: they are not signed.
+    pub(super) credential: Option<Arc<AwsCredential>>,
+    pub(super) region: String,
+    pub(super) endpoint: Option<String>,
 }
+
+type FoundCredential = Found<Arc<AwsCredential>>;
 
 /// Something that gives credentials.
 pub(super) struct Provider {
@@ -98,9 +68,23 @@ pub(super) struct Aws {
     pub(super) environment: Environment,
 }
 
+impl Finder for Aws {
+    type Key = AwsKey;
+    type Provider = Provider;
+
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<Found<AwsKey>> {
+        let (region, endpoint) = self.place()?;
+        if self.settings.anonymous {
+            let key = AwsKey { credential: None, region, endpoint };
+            return Ok(Found { key, origin: String::new(), fades: false, renewable: false });
+        }
+        let Found { key, origin, fades, renewable } = self.credential(common, provider)?;
+        Ok(Found { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
+    }
+}
+
 impl Aws {
-    /// The credential. `provider` is kept between calls: it knows how long its credential is valid. Blocks.
-    pub(super) fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<AwsKey> {
+    fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundCredential> {
         if let Some(found) = self.given()? {
             return Ok(found);
         }
@@ -122,12 +106,9 @@ impl Aws {
         }
         let Some(Provider { provider: gives, control, origin }) = provider else { return Err(self.none()) };
         match block_on(gives.get_credential())? {
-            Ok(credential) => Ok(AwsKey {
-                credential: checked(credential, origin)?,
-                origin: origin.clone(),
-                fades: true,
-                renewable: true,
-            }),
+            Ok(credential) => {
+                Ok(Found { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
+            }
             Err(_) => {
                 let why = match control.last() {
                     Some(Ok(answer)) => format!("it answered {}", answer.shown()),
@@ -150,7 +131,7 @@ impl Aws {
     }
 
     /// What needs no question.
-    fn given(&self) -> Result<Option<AwsKey>> {
+    fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
         let (id, secret, token, origin) =
             match (access_key_id, secret_access_key) {
@@ -177,8 +158,8 @@ impl Aws {
                     ))
                 }
             };
-        let credential = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
-        Ok(Some(AwsKey { credential, origin: origin.to_owned(), fades: false, renewable: false }))
+        let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
+        Ok(Some(Found { key, origin: origin.to_owned(), fades: false, renewable: false }))
     }
 
     fn provider(
@@ -243,7 +224,7 @@ impl Aws {
     }
 
     /// Region and endpoint. Reads the configuration files where something is missing.
-    pub(super) fn place(&self) -> Result<(String, Option<String>)> {
+    fn place(&self) -> Result<(String, Option<String>)> {
         let region = self.settings.region.as_deref().or(self.region_of_environment());
         let variables = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"];
         let endpoint = self.settings.endpoint.as_deref().or(self.environment.first(&variables));
@@ -286,8 +267,8 @@ impl Aws {
         let credential = match (of("aws_access_key_id"), of("aws_secret_access_key")) {
             (Some(key_id), Some(secret_key)) => {
                 let token = of("aws_session_token");
-                let credential = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
-                Some(AwsKey { credential, origin, fades: false, renewable: true })
+                let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
+                Some(Found { key, origin, fades: false, renewable: true })
             }
             _ => None,
         };
@@ -307,7 +288,7 @@ impl Aws {
 const INSTANCE: &str = "the role of this machine";
 
 struct Profile {
-    credential: Option<AwsKey>,
+    credential: Option<FoundCredential>,
     region: Option<String>,
     endpoint: Option<String>,
     /// Why it has no credential that can be used.

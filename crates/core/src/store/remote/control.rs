@@ -103,6 +103,12 @@ trait Wire: Read + Write {}
 impl<T: Read + Write> Wire for T {}
 
 impl Control {
+    /// Status and body of the answer.
+    pub(super) fn ask(&self, request: &HttpRequest) -> Result<(u16, Vec<u8>)> {
+        let silent = |e| Error::new(ErrorKind::Io, format!("{}: no answer", server_of(request))).caused_by(e);
+        self.exchange(request).map(|(status, _, body)| (status, body)).map_err(silent)
+    }
+
     fn exchange(&self, request: &HttpRequest) -> io::Result<Parts> {
         let until = Instant::now() + self.patience;
         let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());

@@ -1,12 +1,10 @@
-//! The credential that requests are signed with: fetched on threads that may block, used on those that may not.
+//! The credential that requests carry, or are signed with: fetched on threads that may block, used on those that may not.
 
-use super::aws::{Aws, AwsKey, Provider};
 use super::net::Common;
 use crate::error::{Error, Result};
 use crate::machine::block_signals;
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
-use object_store::aws::AwsCredential;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -21,34 +19,48 @@ const NEWS: Duration = Duration::from_secs(1);
 /// A thread that has fetched for so long is lost: a forked child does not have it.
 const LOST: Duration = Duration::from_secs(120);
 
-/// What requests are signed with, and where they go.
-pub(super) struct Session {
-    /// `None`: they are not signed.
-    pub(super) credential: Option<Arc<AwsCredential>>,
-    /// Where the credential comes from, in words.
+/// Looks for credentials where the tools of one provider do.
+pub(super) trait Finder: Send + Sync + fmt::Debug + 'static {
+    /// What requests are signed with, or carry, and where they go.
+    type Key: PartialEq + Send + Sync;
+    /// Something that gives credentials, and knows how long they are valid.
+    type Provider: Send;
+
+    /// What there is now. `provider` is kept between calls. Blocks.
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<Found<Self::Key>>;
+}
+
+/// What was found.
+pub(super) struct Found<K> {
+    pub(super) key: K,
+    /// Where it comes from, in words.
     pub(super) origin: String,
-    pub(super) region: String,
-    pub(super) endpoint: Option<String>,
-    fades: bool,
-    renewable: bool,
+    /// Whether it becomes invalid, and is to be fetched again in time.
+    pub(super) fades: bool,
+    /// Whether there may be another one later.
+    pub(super) renewable: bool,
+}
+
+/// What was found, and since when it is used.
+pub(super) struct Session<K> {
+    pub(super) found: Found<K>,
     since: Instant,
     generation: u64,
 }
 
 /// The session of one store.
-pub(super) struct Credentials {
-    aws: Aws,
+pub(super) struct Credentials<F: Finder> {
+    finder: F,
     common: Arc<Common>,
     /// Whoever fetches has it.
-    provider: Mutex<Option<Provider>>,
-    state: Mutex<KeyState>,
+    provider: Mutex<Option<F::Provider>>,
+    state: Mutex<KeyState<F::Key>>,
     /// Requests that were made before the last change have a lower number.
     pub(super) generation: AtomicU64,
 }
 
-#[derive(Default)]
-struct KeyState {
-    session: Option<Arc<Session>>,
+struct KeyState<K> {
+    session: Option<Arc<Session<K>>>,
     /// Since when a thread fetches, and who is notified.
     asked: Option<(Instant, Vec<Arc<Wake>>)>,
     failed: Option<(Instant, Error)>,
@@ -58,24 +70,25 @@ struct KeyState {
     refused: bool,
 }
 
-impl Credentials {
-    pub(super) fn new(aws: Aws, common: Arc<Common>) -> Credentials {
-        let (provider, state, generation) = (Mutex::new(None), Mutex::default(), AtomicU64::new(1));
-        Credentials { aws, common, provider, state, generation }
+impl<F: Finder> Credentials<F> {
+    pub(super) fn new(finder: F, common: Arc<Common>) -> Credentials<F> {
+        let state = KeyState { session: None, asked: None, failed: None, count: 0, refused: false };
+        let (provider, state, generation) = (Mutex::new(None), Mutex::new(state), AtomicU64::new(1));
+        Credentials { finder, common, provider, state, generation }
     }
 
-    pub(super) fn aws(&self) -> &Aws {
-        &self.aws
+    pub(super) fn finder(&self) -> &F {
+        &self.finder
     }
 
     /// The session, if there is one that is valid. If there is none, one is made, and `wake` is notified when it is there.
     /// Without a `wake` the call waits for it.
-    pub(super) fn session(self: &Arc<Self>, wake: Option<&Arc<Wake>>) -> Option<Result<Arc<Session>>> {
+    pub(super) fn session(self: &Arc<Self>, wake: Option<&Arc<Wake>>) -> Option<Result<Arc<Session<F::Key>>>> {
         let state = lock(&self.state);
         if let Some(session) = &state.session {
             let (age, session) = (session.since.elapsed(), session.clone());
-            if !session.fades || age < USABLE {
-                if session.fades && age >= FRESH {
+            if !session.found.fades || age < USABLE {
+                if session.found.fades && age >= FRESH {
                     // Without a thread for it, the next request tries again.
                     let _ = self.ask(state, None);
                 }
@@ -96,12 +109,16 @@ impl Credentials {
     }
 
     /// The session, if there is one.
-    pub(super) fn known(&self) -> Option<Arc<Session>> {
+    pub(super) fn known(&self) -> Option<Arc<Session<F::Key>>> {
         lock(&self.state).session.clone()
     }
 
     /// Has a thread fetch it.
-    fn ask(self: &Arc<Self>, mut state: crate::sync::MutexGuard<'_, KeyState>, wake: Option<&Arc<Wake>>) -> Result<()> {
+    fn ask(
+        self: &Arc<Self>,
+        mut state: crate::sync::MutexGuard<'_, KeyState<F::Key>>,
+        wake: Option<&Arc<Wake>>,
+    ) -> Result<()> {
         let known = state.asked.take_if(|(since, _)| since.elapsed() < LOST);
         let runs = known.is_some();
         let (since, mut waiting) = known.unwrap_or_else(|| (Instant::now(), Vec::new()));
@@ -127,7 +144,7 @@ impl Credentials {
     }
 
     /// Fetches it, unless somebody else has since `count` was counted.
-    fn fetch(&self, count: u64) -> Result<Arc<Session>> {
+    fn fetch(&self, count: u64) -> Result<Arc<Session<F::Key>>> {
         let mut provider = lock(&self.provider);
         {
             let state = lock(&self.state);
@@ -157,22 +174,12 @@ impl Credentials {
         made
     }
 
-    fn made(&self, provider: &mut Option<Provider>) -> Result<Arc<Session>> {
-        let (region, endpoint) = self.aws.place()?;
-        let found = match self.aws.settings.anonymous {
-            true => None,
-            false => Some(self.aws.credential(&self.common, provider)?),
-        };
-        let (fades, renewable) = found.as_ref().map_or((false, false), |found| (found.fades, found.renewable));
-        let (credential, origin) = match found {
-            Some(AwsKey { credential, origin, .. }) => (Some(credential), origin),
-            None => (None, String::new()),
-        };
+    fn made(&self, provider: &mut Option<F::Provider>) -> Result<Arc<Session<F::Key>>> {
+        let found = self.finder.find(&self.common, provider)?;
         let same =
-            lock(&self.state).session.as_ref().filter(|known| known.credential == credential).map(|s| s.generation);
+            lock(&self.state).session.as_ref().filter(|known| known.found.key == found.key).map(|s| s.generation);
         let generation = same.unwrap_or_else(|| self.generation.fetch_add(1, Ordering::Relaxed) + 1);
-        let since = Instant::now();
-        Ok(Arc::new(Session { credential, origin, region, endpoint, fades, renewable, since, generation }))
+        Ok(Arc::new(Session { found, since: Instant::now(), generation }))
     }
 
     /// A request that was made with this generation was refused. Whether there is, or may be, another credential.
@@ -181,7 +188,7 @@ impl Credentials {
         match &state.session {
             None => true,
             Some(session) if session.generation > generation => true,
-            Some(session) if !session.renewable => false,
+            Some(session) if !session.found.renewable => false,
             Some(_) => {
                 state.session = None;
                 state.refused = true;
@@ -191,8 +198,8 @@ impl Credentials {
     }
 }
 
-impl fmt::Debug for Credentials {
+impl<F: Finder> fmt::Debug for Credentials<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Credentials").field("aws", &self.aws).finish_non_exhaustive()
+        f.debug_struct("Credentials").field("finder", &self.finder).finish_non_exhaustive()
     }
 }

@@ -1,4 +1,4 @@
-//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://`.
+//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://` and `gs://`.
 //!
 //! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
@@ -14,9 +14,13 @@ mod connection;
 mod control;
 mod counts;
 mod credentials;
+mod environment;
 mod fetch;
+mod gcs;
+mod google;
 mod link;
 mod links;
+mod listing;
 mod look;
 mod names;
 mod net;
@@ -36,13 +40,14 @@ mod virtual_time;
 mod wires;
 
 use self::answer::Expected;
-pub(super) use self::aws::Environment;
 use self::counts::Counts;
+pub(super) use self::environment::Environment;
+use self::gcs::Gcs;
 use self::net::{Common, Net, Told, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
-pub use self::settings::{Addressing, Bearer, S3Settings, Secret, StorageSettings, WebSettings};
+pub use self::settings::{Addressing, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, WebSettings};
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
@@ -90,6 +95,18 @@ impl Web {
         web.authorities = web.authorities.or(bundle);
         let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common }
+    }
+
+    /// The store of `gs://` addresses. What the settings leave out is looked for in the environment.
+    pub(super) fn gcs(settings: StorageSettings, environment: Environment) -> Web {
+        let StorageSettings { web, gcs, .. } = settings;
+        let common = Arc::new(Common { settings: web, ..Common::default() });
+        Web { requests: Arc::new(Gcs::new(gcs, environment, common.clone())), common }
+    }
+
+    /// What of this process's environment the store of a scheme looks at.
+    pub(super) fn environment(scheme: &str) -> Environment {
+        Environment::of_process(if scheme == "s3" { &aws::VARIABLES } else { &google::VARIABLES })
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {

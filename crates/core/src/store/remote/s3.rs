@@ -2,10 +2,12 @@
 //! credential that is there already; what has to be asked for is asked for elsewhere (`credentials`).
 
 use super::address::{Address, Server};
-use super::answer::{Expected, Refused, Verdict};
-use super::aws::{retries, Aws, Environment};
-use super::control::{block_on, Control};
-use super::credentials::{Credentials, Session};
+use super::answer::Refused;
+use super::aws::{retries, Aws, AwsKey};
+use super::control::Control;
+use super::credentials::Credentials;
+use super::environment::Environment;
+use super::listing::{escaped, list, names, parts};
 use super::net::Common;
 use super::request::{Get, Requests};
 use super::settings::{Addressing, S3Settings};
@@ -15,12 +17,9 @@ use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AwsAuthorizer, AwsCredential};
 use object_store::client::HttpRequestBody;
-use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::{ClientOptions, StaticCredentialProvider};
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::io;
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub(super) struct S3 {
     common: Arc<Common>,
-    credentials: Arc<Credentials>,
+    credentials: Arc<Credentials<Aws>>,
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
     /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
@@ -49,11 +48,11 @@ impl S3 {
     }
 
     fn settings(&self) -> &S3Settings {
-        &self.credentials.aws().settings
+        &self.credentials.finder().settings
     }
 
-    fn region(&self, bucket: &str, session: &Session) -> Result<String> {
-        let region = lock(&self.regions).get(bucket).unwrap_or(&session.region).clone();
+    fn region(&self, bucket: &str, key: &AwsKey) -> Result<String> {
+        let region = lock(&self.regions).get(bucket).unwrap_or(&key.region).clone();
         if !is_region(&region) {
             return Err(invalid("the region has other letters than a-z, digits and '-'"));
         }
@@ -61,8 +60,8 @@ impl S3 {
     }
 
     /// Where the bucket is: the server, and what stands before the keys.
-    fn place(&self, bucket: &str, region: &str, session: &Session) -> Result<Address> {
-        let Some(endpoint) = &session.endpoint else {
+    fn place(&self, bucket: &str, region: &str, key: &AwsKey) -> Result<Address> {
+        let Some(endpoint) = &key.endpoint else {
             let end = if region.starts_with("cn-") { ".cn" } else { "" };
             // A certificate for *.s3... does not cover a name with dots.
             let path = self.settings().addressing == Some(Addressing::Path) || bucket.contains('.');
@@ -80,15 +79,15 @@ impl S3 {
         Ok(Address { server, target: format!("{target}/{bucket}") })
     }
 
-    fn made(&self, at: &str, session: &Session, generation: u64) -> Result<Get> {
+    fn made(&self, at: &str, with: &AwsKey, generation: u64) -> Result<Get> {
         let (bucket, key) = parts(at)?;
         if key.is_empty() {
             return Err(invalid("it names a bucket, and no object in it"));
         }
-        let region = self.region(bucket, session)?;
-        let Address { server, target } = self.place(bucket, &region, session)?;
+        let region = self.region(bucket, with)?;
+        let Address { server, target } = self.place(bucket, &region, with)?;
         let address = Address { server, target: format!("{}/{}", target.trim_end_matches('/'), escaped(key)) };
-        let fields = match &session.credential {
+        let fields = match &with.credential {
             None => String::new(),
             Some(credential) => signature(&address, credential, &region, self.settings().requester_pays)?,
         };
@@ -102,25 +101,14 @@ impl S3 {
             let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
             let session = self.credentials.session(None).unwrap_or_else(none)?;
             let generation = self.credentials.generation.load(Ordering::Acquire);
-            let region = self.region(bucket, &session)?;
-            let place = self.place(bucket, &region, &session)?;
+            let key = &session.found.key;
+            let region = self.region(bucket, key)?;
+            let place = self.place(bucket, &region, key)?;
             let control = Control::new(&self.common, PATIENCE);
-            let store = self.lister(bucket, &region, &place, &session, control.clone())?;
-            let e = match block_on(names(&store, prefix))? {
+            let store = self.lister(bucket, &region, &place, key, control.clone())?;
+            let refusal = match names(&store, &control, prefix)? {
                 Ok(names) => return Ok(names),
-                Err(e) => e,
-            };
-            let unclear = |text: String| {
-                Error::new(ErrorKind::Io, "the listing is not understood").caused_by(io::Error::other(text))
-            };
-            let refusal = match control.last() {
-                None => return Err(unclear(e.to_string())),
-                Some(Err(e)) => return Err(e),
-                Some(Ok(answer)) => match answer.judge(&Expected { object: None, range: 0..1 }) {
-                    Verdict::Refused(refusal) => refusal,
-                    Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e) => return Err(e),
-                    Verdict::Moved(_) | Verdict::Body { .. } => return Err(unclear(e.to_string())),
-                },
+                Err(refusal) => refusal,
             };
             if renewed || !self.renewed(at, generation, &refusal) {
                 return Err(self.explained(refusal.error));
@@ -129,14 +117,7 @@ impl S3 {
         }
     }
 
-    fn lister(
-        &self,
-        bucket: &str,
-        region: &str,
-        place: &Address,
-        session: &Session,
-        control: Control,
-    ) -> Result<AmazonS3> {
+    fn lister(&self, bucket: &str, region: &str, place: &Address, key: &AwsKey, control: Control) -> Result<AmazonS3> {
         let scheme = if place.server.tls { "https" } else { "http" };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(bucket)
@@ -148,8 +129,8 @@ impl S3 {
             .with_retry(retries(5))
             .with_request_payer(self.settings().requester_pays)
             .with_http_connector(control)
-            .with_skip_signature(session.credential.is_none());
-        if let Some(credential) = &session.credential {
+            .with_skip_signature(key.credential.is_none());
+        if let Some(credential) = &key.credential {
             let AwsCredential { key_id, secret_key, token } = &**credential;
             let copy = AwsCredential { key_id: key_id.clone(), secret_key: secret_key.clone(), token: token.clone() };
             builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(copy)));
@@ -162,7 +143,7 @@ impl S3 {
         if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
             let mut regions = lock(&self.regions);
             let Some(session) = self.credentials.known() else { return true };
-            if regions.get(bucket).unwrap_or(&session.region) != region {
+            if regions.get(bucket).unwrap_or(&session.found.key.region) != region {
                 regions.insert(bucket.to_owned(), region.to_owned());
                 self.credentials.generation.fetch_add(1, Ordering::AcqRel);
                 return true;
@@ -195,7 +176,7 @@ impl Requests for S3 {
         if signed.len() >= MOST_SIGNED {
             signed.clear();
         }
-        let made = self.made(at, &session, generation);
+        let made = self.made(at, &session.found.key, generation);
         if let Ok(get) = &made {
             signed.insert(at.to_owned(), (Instant::now(), get.clone()));
         }
@@ -211,8 +192,8 @@ impl Requests for S3 {
             return e;
         }
         let with = match self.credentials.known() {
-            Some(session) if session.credential.is_none() => "the request was not signed".to_owned(),
-            Some(session) => format!("the credentials are from {}", session.origin),
+            Some(session) if session.found.key.credential.is_none() => "the request was not signed".to_owned(),
+            Some(session) => format!("the credentials are from {}", session.found.origin),
             None => "the credentials are being renewed".to_owned(),
         };
         e.reworded(|why| {
@@ -232,38 +213,7 @@ impl Requests for S3 {
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        let text = at.to_string();
-        let (bucket, key) = parts(&text)?;
-        let is_file = |ending: &str| Path::new(key).extension().is_some_and(|found| found == ending);
-        if is_file("safetensors") || is_file("json") {
-            return Ok(vec![at.clone()]);
-        }
-        let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
-        let names = self.listed(&text, bucket, &format!("{key}{slash}"))?;
-        if names.is_empty() && slash.is_empty() {
-            return Err(Error::new(ErrorKind::NotFound, "the bucket has no object whose key begins with this"));
-        }
-        if names.is_empty() {
-            // An object whose name has another ending.
-            return Ok(vec![at.clone()]);
-        }
-        let folder = text.trim_end_matches('/');
-        Ok(names.iter().map(|name| Location::Url(format!("{folder}/{name}"))).collect())
-    }
-}
-
-async fn names(store: &AmazonS3, prefix: &str) -> object_store::Result<Vec<String>> {
-    let mut names = Vec::new();
-    let mut page_token = None;
-    loop {
-        let options = PaginatedListOptions { delimiter: Some("/".into()), page_token, ..Default::default() };
-        let page = store.list_paginated(Some(prefix), options).await?;
-        let direct = page.result.objects.iter().filter_map(|object| object.location.as_ref().strip_prefix(prefix));
-        names.extend(direct.filter(|name| !name.is_empty() && !name.contains('/')).map(str::to_owned));
-        page_token = page.page_token;
-        if page_token.is_none() {
-            return Ok(names);
-        }
+        list(at, |bucket, prefix| self.listed(&at.to_string(), bucket, prefix))
     }
 }
 
@@ -286,36 +236,6 @@ fn signature(address: &Address, credential: &AwsCredential, region: &str, payer:
 
 fn is_region(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
-}
-
-/// Bucket and key.
-fn parts(at: &str) -> Result<(&str, &str)> {
-    let rest = at.split_once("://").map_or(at, |(_, rest)| rest);
-    let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
-    if bucket.is_empty() || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
-        return Err(invalid(
-            "the name of the bucket is empty, or has other letters than a-z, digits, '-', '.' and '_'",
-        ));
-    }
-    // Servers, and what signs, take these for steps in a path.
-    if key.split('/').any(|part| part == "." || part == "..") {
-        return Err(invalid("keys with '.' or '..' between slashes are not supported"));
-    }
-    Ok((bucket, key))
-}
-
-/// The key as a path has it.
-fn escaped(key: &str) -> String {
-    let mut text = String::with_capacity(key.len());
-    for b in key.bytes() {
-        match b {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => text.push(b as char),
-            _ => {
-                let _ = write!(text, "%{b:02X}");
-            }
-        }
-    }
-    text
 }
 
 fn invalid(text: &str) -> Error {

@@ -15,6 +15,17 @@ pub struct StorageSettings {
     pub bearer: Option<Bearer>,
     /// How S3 is asked.
     pub s3: S3Settings,
+    /// How Google Cloud Storage is asked.
+    pub gcs: GcsSettings,
+}
+
+/// How Google Cloud Storage, or a server that speaks its XML API, is asked.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GcsSettings {
+    /// `http://` or `https://` and a host, instead of Google's.
+    pub endpoint: Option<String>,
+    /// Requests carry no token.
+    pub anonymous: bool,
 }
 
 /// How S3, or a server that speaks its protocol, is asked. What is left out is looked for where the tools of AWS do.

@@ -1,0 +1,199 @@
+//! Objects of Google Cloud Storage: `gs://bucket/key`, in the terms of its XML API. Requests carry a token that is there
+//! already; what has to be asked for is asked for elsewhere (`credentials`).
+
+use super::address::Address;
+use super::answer::Refused;
+use super::aws::retries;
+use super::control::Control;
+use super::credentials::Credentials;
+use super::environment::Environment;
+use super::google::{keeps_secrets, Google};
+use super::listing::{escaped, list, names, parts};
+use super::net::Common;
+use super::request::{Get, Requests};
+use super::settings::GcsSettings;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::wake::Wake;
+use object_store::gcp::{GcpCredential, GoogleCloudStorage, GoogleCloudStorageBuilder};
+use object_store::StaticCredentialProvider;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a page of a listing may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Makes requests for the objects of Google Cloud Storage.
+#[derive(Debug)]
+pub(super) struct Gcs {
+    common: Arc<Common>,
+    credentials: Arc<Credentials<Google>>,
+}
+
+impl Gcs {
+    pub(super) fn new(settings: GcsSettings, environment: Environment, common: Arc<Common>) -> Gcs {
+        Gcs { credentials: Arc::new(Credentials::new(Google { settings, environment }, common.clone())), common }
+    }
+
+    /// Where requests go that carry this token.
+    fn endpoint(&self, token: Option<&str>) -> Result<Address> {
+        let endpoint = self.credentials.finder().endpoint()?;
+        if token.is_some() && !keeps_secrets(&endpoint.server) {
+            return Err(invalid(
+                "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
+                 address, or storage={\"anonymous\": True}",
+            ));
+        }
+        Ok(endpoint)
+    }
+
+    fn made(&self, at: &str, token: Option<&str>, generation: u64) -> Result<Get> {
+        let (bucket, key) = parts(at)?;
+        if key.is_empty() {
+            return Err(invalid("it names a bucket, and no object in it"));
+        }
+        let Address { server, target } = self.endpoint(token)?;
+        let target = format!("{}/{bucket}/{}", target.trim_end_matches('/'), escaped(key));
+        let fields = token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
+    }
+
+    /// The names that begin with `prefix` and have no further slash.
+    fn listed(&self, bucket: &str, prefix: &str) -> Result<Vec<String>> {
+        let mut renewed = false;
+        loop {
+            let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
+            let session = self.credentials.session(None).unwrap_or_else(none)?;
+            let generation = self.credentials.generation.load(Ordering::Acquire);
+            let control = Control::new(&self.common, PATIENCE);
+            let store = self.lister(bucket, session.found.key.token.as_deref(), control.clone())?;
+            let refusal = match names(&store, &control, prefix)? {
+                Ok(names) => return Ok(names),
+                Err(refusal) => refusal,
+            };
+            if renewed || !self.renewed(generation, &refusal) {
+                return Err(self.explained(refusal.error));
+            }
+            renewed = true;
+        }
+    }
+
+    fn lister(&self, bucket: &str, token: Option<&str>, control: Control) -> Result<GoogleCloudStorage> {
+        let Address { server, target } = self.endpoint(token)?;
+        let scheme = if server.tls { "https" } else { "http" };
+        // It looks for credentials of its own if it is given none.
+        let bearer = token.unwrap_or_default().to_owned();
+        let builder = GoogleCloudStorageBuilder::new()
+            .with_bucket_name(bucket)
+            .with_base_url(&format!("{scheme}://{}{}", server.authority(), target.trim_end_matches('/')))
+            .with_retry(retries(5))
+            .with_http_connector(control)
+            .with_credentials(Arc::new(StaticCredentialProvider::new(GcpCredential { bearer })))
+            .with_skip_signature(token.is_none());
+        builder.build().map_err(|_| invalid("object_store takes no such bucket or endpoint"))
+    }
+
+    fn renewed(&self, generation: u64, refusal: &Refused) -> bool {
+        generation < self.credentials.generation.load(Ordering::Acquire)
+            || (refusal.access && self.credentials.renew(generation))
+    }
+}
+
+impl Requests for Gcs {
+    fn name(&self) -> &'static str {
+        "gs"
+    }
+
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        Some(self.made(at, session.found.key.token.as_deref(), generation))
+    }
+
+    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
+        self.renewed(asked.generation, refusal)
+    }
+
+    fn explained(&self, e: Error) -> Error {
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        let with = match self.credentials.known() {
+            Some(session) if session.found.key.token.is_none() => {
+                format!("the request had no token ({})", session.found.origin)
+            }
+            Some(session) => format!("the credentials are from {}", session.found.origin),
+            None => "the credentials are being renewed".to_owned(),
+        };
+        e.reworded(|why| {
+            let absent = "Google says so of an object that is not there, too, to those who may not list its bucket";
+            let hint = if why.contains("AccessDenied") { format!("; {absent}") } else { String::new() };
+            format!("{why}; {with}{hint}")
+        })
+    }
+
+    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+        list(at, |bucket, prefix| self.listed(bucket, prefix))
+    }
+}
+
+fn invalid(text: &str) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::settings::StorageSettings;
+    use super::super::Web;
+    use super::*;
+
+    fn store(endpoint: Option<&str>, environment: &[(&str, &str)]) -> Gcs {
+        let settings = GcsSettings { endpoint: endpoint.map(str::to_owned), anonymous: true };
+        Gcs::new(settings, Environment::of(environment), Arc::new(Common::default()))
+    }
+
+    #[test]
+    fn where_a_bucket_is() {
+        let emulator = ("STORAGE_EMULATOR_HOST", "h:4443");
+        for (endpoint, environment, at, expected) in [
+            (None, ("", ""), "gs://b/k", "https://storage.googleapis.com /b/k"),
+            (None, emulator, "gs://b/a k", "http://h:4443 /b/a%20k"),
+            (None, ("STORAGE_EMULATOR_HOST", "https://h/x/"), "gs://b/k", "https://h /x/b/k"),
+            (Some("https://o"), emulator, "gs://b.c/k", "https://o /b.c/k"),
+        ] {
+            let Address { server, target } =
+                store(endpoint, &[environment]).request(at, None).unwrap().unwrap().address;
+            let scheme = if server.tls { "https" } else { "http" };
+            assert_eq!(format!("{scheme}://{} {target}", server.authority()), expected);
+        }
+    }
+
+    #[test]
+    fn a_token_goes_where_it_stays_secret() {
+        for (endpoint, fits) in [
+            ("https://h", true),
+            ("http://h", false),
+            ("http://10.0.0.1", false),
+            ("http://localhost:1", true),
+            ("http://127.0.0.1:1", true),
+            ("http://[::1]:1", true),
+            ("http://localhost.h", false),
+        ] {
+            let store = store(Some(endpoint), &[]);
+            let made = store.made("gs://b/k", Some("sesame"), 1);
+            assert_eq!(made.is_ok(), fits, "{endpoint}");
+            assert!(store.made("gs://b/k", None, 1).is_ok());
+            if let Ok(get) = made {
+                assert_eq!(get.fields, "Authorization: Bearer sesame\r\n");
+                assert!(!format!("{get:?}").contains("sesame"));
+            }
+        }
+        let web = Web::gcs(StorageSettings::default(), Environment::of(&[("HOME", "sesame")]));
+        assert!(!format!("{web:?}").contains("sesame"));
+    }
+}

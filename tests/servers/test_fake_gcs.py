@@ -1,0 +1,143 @@
+"""Checkpoints in fake-gcs-server, which speaks Google Cloud Storage's protocol. `make test-servers` builds it.
+
+PENSTOCK_TEST_SERVERS names the folder with its binary. It asks for no token, and does not look at `If-Match`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import penstock
+import pytest
+from conftest import LAYOUT, Oracle, raw
+
+torch = pytest.importorskip("torch")
+
+INDEX = "model.safetensors.index.json"
+PROGRAM = Path(os.environ["PENSTOCK_TEST_SERVERS"], "fake-gcs-server").resolve()
+if not PROGRAM.exists():
+    pytest.skip("fake-gcs-server was not built: it needs Go", allow_module_level=True)
+
+
+class Server:
+    """A server with one bucket, `models`, whose objects are the files of `folder`/data/models when it starts."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        host = ["-host", "127.0.0.1", "-port", str(self.port), "-public-host", f"127.0.0.1:{self.port}"]
+        data = ["-backend", "memory", "-data", str(folder / "data")]
+        self._said = (folder / "said").open("w")
+        self._process = subprocess.Popen(
+            [PROGRAM, "-scheme", "http", *host, *data], stdout=self._said, stderr=self._said
+        )
+        until = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                break
+            assert self._process.poll() is None and time.monotonic() < until, (folder / "said").read_text()
+            time.sleep(0.05)
+
+    def put(self, key: str, content: bytes) -> None:
+        target = f"/upload/storage/v1/b/models/o?uploadType=media&name={quote(key, safe='')}"
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
+            connection.request("POST", target, content)
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._said.close()
+
+    def storage(self) -> Any:
+        return {"endpoint": f"http://127.0.0.1:{self.port}", "anonymous": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, small, big) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("fake-gcs")
+    bucket = folder / "data/models"
+    shutil.copytree(small, bucket / "small")
+    (bucket / "no index").mkdir()
+    for name in LAYOUT.files:
+        shutil.copy(small / name, bucket / "no index")
+    shutil.copy(big, bucket / "big.safetensors")
+    server = Server(folder)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["gs://models/small/", "gs://models/small", f"gs://models/small/{INDEX}", "gs://models/no index/",
+     [f"gs://models/no index/{name}" for name in LAYOUT.files]],
+    ids=str,
+)  # fmt: skip
+def test_loads(server, small, source):
+    checkpoint = penstock.open(source, storage=server.storage())
+    Oracle(small).same(checkpoint.load(framework="pt"))
+    Oracle(small).same(dict(checkpoint.stream(framework="pt")))
+
+
+def test_many_requests(server, big):
+    checkpoint = penstock.open("gs://models/big.safetensors", storage=server.storage())
+    Oracle(big).same(checkpoint.load(framework="pt", options={"extent": 1 << 20}))
+
+
+def test_a_bucket_with_more_names_than_a_page(server, small):
+    name = LAYOUT.files[0]
+    for number in range(1005):
+        server.put(f"many/{number:04}.txt", b"")
+    server.put(f"many/{name}", (small / name).read_bytes())
+    Oracle(small / name).same(penstock.open("gs://models/many/", storage=server.storage()).load(framework="np"))
+
+
+def test_the_variable_of_the_emulator(server, small, monkeypatch):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{server.port}")
+    Oracle(small).same(penstock.open("gs://models/small/").load(framework="np"))
+
+
+def test_slices(server, small):
+    checkpoint = penstock.open("gs://models/small/", storage=server.storage())
+    part = checkpoint.load(slices={"layers.0.attn.weight": np.s_[3:7, 5:]}, names=["layers.0.attn.weight"])
+    whole = np.frombuffer(Oracle(small)["layers.0.attn.weight"], np.float32).reshape(48, 40)
+    assert raw(part["layers.0.attn.weight"]) == whole[3:7, 5:].tobytes()
+
+
+def test_keys_with_odd_letters(server, small):
+    content = (small / LAYOUT.files[0]).read_bytes()
+    for odd in ("a b", "\u00e4#?&=+%41", "$!'()*,;:@|^`{}~"):
+        server.put(f"{odd}/x.safetensors", content)
+        checkpoint = penstock.open(f"gs://models/{odd}/x.safetensors", storage=server.storage())
+        Oracle(small / LAYOUT.files[0]).same(checkpoint.load(framework="np"))
+
+
+def test_what_is_not_there(server):
+    for source in ("gs://models/none.safetensors", "gs://models/none/", "gs://nobody/x.safetensors"):
+        with pytest.raises(penstock.NotFoundError):
+            penstock.open(source, storage=server.storage())
+
+
+def test_an_object_that_is_replaced_is_changed(server, small):
+    """It sends the new one whatever `If-Match` says: the ETags are compared."""
+    content = (small / LAYOUT.files[0]).read_bytes()
+    server.put("replaced.safetensors", content)
+    checkpoint = penstock.open("gs://models/replaced.safetensors", storage=server.storage())
+    server.put("replaced.safetensors", content[:-1] + b"?")
+    with pytest.raises(penstock.ChangedError):
+        checkpoint.load(framework="np")
