@@ -106,7 +106,7 @@ class Checkpoint:
         """
     @staticmethod
     def to_open(place: str, names: Sequence[str]) -> list[int]:
-        """Positions of the names, of what lies in one place, that `open` chooses: one index, or shards in natural order."""
+        """Positions of the names in one place that `open` chooses: that of an index, or shards in natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""
