@@ -24,7 +24,7 @@ import certificates
 import penstock
 import pytest
 from conftest import HERE, WORLDS, World, ranks_of, run_world
-from penstock.integrations._engine import Chosen, settings_of
+from penstock.integrations._engine import Chosen
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._remote import RemoteWeights
 from test_sglang import Run
@@ -150,6 +150,11 @@ def loaded(
         yield find
 
 
+def underway(network: dict[str, int]) -> int:
+    """Bytes that may have been in sockets' buffers when requests were cut off."""
+    return (network["moved_requests"] + network["retries"]) * (4 << 20)
+
+
 CASES = [(world, model, rank) for world in WORLDS for model in models_of(world) for rank in range(ranks_of(world))]
 
 
@@ -178,7 +183,7 @@ def test_a_rank_receives_its_own_bytes_and_gaps_of_at_most_a_mebibyte(case: tupl
     wanted, received = result["with_gaps"], report["network"]["received_bytes"]
     assert report["nbytes"] + report["gap_bytes"] <= received <= wanted * 1.01
     if model == "long-llama":  # with what was read to open it, and with all that HTTP adds
-        assert received < ports[model, rank].served <= wanted * 1.01
+        assert received < ports[model, rank].served <= wanted * 1.01 + underway(report["network"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -209,7 +214,8 @@ def test_sglang(
                 if model == "long-llama":
                     whole = sum(path.stat().st_size for path in checkpoint(model).glob("*.safetensors"))
                     served = ports[model, rank].served
-                    assert received < served < (1.01 * report["nbytes"] if ranks == 1 else whole)
+                    most = (1.01 * report["nbytes"] if ranks == 1 else whole) + underway(more["network"])
+                    assert received < served < most
     finally:
         for port in ports.values():
             port.close()
@@ -352,18 +358,3 @@ def test_tensors_of_the_files_that_an_engine_has_chosen(server: Server, checkpoi
     assert chosen == {name for name in everything if name not in first and "experts" not in name} != set()
     remote.close()
     assert not Path(remote.folder).exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"storage": {"secret_access_key": "hunter2"}}, "vLLM logs its arguments.*AWS_SECRET_ACCESS_KEY"),
-        ({"storage": {"session_token": "hunter2"}}, "session_token in storage"),
-        ({"storage": {"bogus": "hunter2"}}, "unknown settings bogus of storage; it takes connections, "),
-        ({"storage": "hunter2"}, "storage is no object of settings"),
-    ],
-)
-def test_settings_that_make_no_sense(given: dict[str, Any], says: str):
-    with pytest.raises(penstock.InvalidError, match=says) as caught:
-        settings_of(given, "vLLM")
-    assert "hunter2" not in str(caught.value)
