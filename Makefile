@@ -274,8 +274,8 @@ engines-environment: environment
 	@$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/engines/requirements.txt
 	VIRTUAL_ENV=$(ENGINES_VENV) $(VENV)/bin/maturin develop --release --quiet
 
-engines: engines-environment
-	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+engines: engines-environment # those that load from a bucket run if `make test-servers` has built its server
+	PENSTOCK_TEST_ENGINES=1 PENSTOCK_TEST_SERVERS=$(if $(wildcard $(CURDIR)/.servers/versitygw),$(CURDIR)/.servers) $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
 
 # An S3 server that keeps objects as files, and a double of Google Cloud Storage, built here: needs Go and six minutes the
 # first time.

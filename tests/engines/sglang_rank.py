@@ -226,13 +226,23 @@ def outside(rank: Rank, folder: str) -> Any:
     return {name: [type(one).__name__, digest(one)] for name, one in loader._get_weights_iterator(source)}
 
 
-def elsewhere(rank: Rank, folder: str, weights: str) -> Any:
-    """Loads the weights of another place than the model's."""
+def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]] | None = None) -> Any:
+    """Loads the weights of another place than the model's: what lies in ``weights``, by each rank's ``extra``."""
     load_plugins()
     expected = digests(rank.load(rank.join(weights), "safetensors"))
     config = rank.join(folder)
-    mine = rank.load(config, "penstock", model_loader_extra_config=json.dumps({"weights": weights}))
-    return {"different": different(expected, digests(mine)), "reports": reports(), "path": config.model_path}
+    given = {"weights": weights} if extra is None else extra[rank.rank]
+    mine = rank.load(config, "penstock", model_loader_extra_config=json.dumps(given))
+    from penstock.integrations import _sglang_loader
+
+    return {
+        "different": different(expected, digests(mine)),
+        "parameters": len(list(mine.parameters())),
+        "left": left(mine),
+        "reports": reports(),
+        "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "path": config.model_path,
+    }
 
 
 def updater(model: torch.nn.Module, config: ModelConfig) -> WeightUpdater:

@@ -13,6 +13,7 @@ import slow_fs
 import torch
 from penstock import Checkpoint, Destination
 from penstock._errors import MissingDtypeError
+from penstock.integrations._engine import settings_of
 from penstock.integrations._recorder import Recorder
 from tiny_models import Tensors, edited
 from vllm.model_executor.model_loader import default_loader
@@ -198,3 +199,18 @@ def test_tensors_of_torchao_are_left_to_vllm(model: Path, monkeypatch: pytest.Mo
     assert given
     assert "torchao" in given[0]
     assert loader.fallbacks == ["the checkpoint holds tensors of torchao's classes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"storage": {"secret_access_key": "hunter2"}}, "vLLM logs its arguments.*AWS_SECRET_ACCESS_KEY"),
+        ({"storage": {"session_token": "hunter2"}}, "session_token in storage"),
+        ({"storage": {"bogus": "hunter2"}}, "unknown settings bogus of storage; it takes connections, "),
+        ({"storage": "hunter2"}, "storage is no object of settings"),
+    ],
+)
+def test_settings_that_make_no_sense(given: dict[str, Any], says: str):
+    with pytest.raises(penstock.InvalidError, match=says) as caught:
+        settings_of(given, "vLLM")
+    assert "hunter2" not in str(caught.value)

@@ -39,7 +39,7 @@ def served(folder: Path, load_format: str, **options: Any) -> tuple[torch.nn.Mod
     return model, config
 
 
-def reload(model: torch.nn.Module, config: Any, folder: Path | None = None) -> None:
+def reload(model: torch.nn.Module, config: Any, folder: Path | str | None = None) -> None:
     with current(config):
         reload_weights(config, model, None, None if folder is None else str(folder), True)
 

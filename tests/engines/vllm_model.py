@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import penstock
 import torch
 from penstock.integrations._deferred import Deferred
 from tiny_models import item_sizes
@@ -18,6 +20,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 #: What memory holds before a load.
 POISON = 0xA7
+MIB = 1 << 20
 
 
 def configured(args: dict[str, Any], load_format: str = "safetensors") -> Any:
@@ -122,7 +125,28 @@ def bytes_of_files(one: torch.nn.Module, other: torch.nn.Module, folder: Path) -
     return round(found)
 
 
-def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any]) -> dict[str, Any]:
+def with_gaps(folder: Path, cuts: dict[str, tuple[slice, ...]], most: int) -> int:
+    """Bytes of a checkpoint's files from the first to the last of each part, with the gaps of at most ``most`` between.
+
+    The gaps within a part are counted too, whatever their length: those between the rows of a tiny model are short.
+    """
+    spans = []
+    for info in penstock.open(folder).values():
+        if info.name in cuts:
+            first = last = 0
+            for part, length in zip(cuts[info.name], info.shape, strict=True):
+                first, last = first * length + part.start, last * length + part.stop - 1
+            item = info.nbytes // math.prod(info.shape)
+            spans.append((info.file, info.offsets[0] + first * item, info.offsets[0] + (last + 1) * item))
+    found, end, of = 0, 0, ""
+    for file, begin, stop in sorted(spans):
+        near = file == of and begin - end <= most
+        found += stop - (end if near else begin)
+        end, of = stop, file
+    return found
+
+
+def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """Loads a model with vLLM's own format and with Penstock's. What there is to say about it, as JSON.
 
     Args:
@@ -139,13 +163,15 @@ def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any]) -> d
     load(loader, other, config)
     from_files = bytes_of_files(theirs, other, Path(args["model"]))
     del theirs, other
-    config = configured({**args, **more}, "penstock")
+    config = configured({**args, **(more or {})}, "penstock")
     loader, mine = created(config)
     before = addresses(mine)
     load(loader, mine, config)
     after = addresses(mine)
     left = left_deferred(mine)
     found = digests(mine)
+    from penstock.integrations._vllm_loader import _first_loads  # the entry point has imported it before
+
     return {
         "loader": type(loader).__module__,
         "parameters": len(dict(mine.named_parameters())),
@@ -153,6 +179,7 @@ def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any]) -> d
         "different": sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)),
         "moved": sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)),
         "from_files": from_files,
+        "with_gaps": with_gaps(Path(args["model"]), _first_loads[mine].cuts, MIB),
         "reports": [
             {
                 **{key: report[key] for key in ("loads", "copies", "materialised", "materialised_bytes")},
