@@ -476,6 +476,7 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
         d.set_item("retries", traffic.retries)?;
         d.set_item("moved_requests", traffic.moved)?;
         d.set_item("received_bytes", traffic.received)?;
+        d.set_item("gap_bytes", traffic.gaps)?;
         Ok::<_, PyErr>(d)
     });
     d.set_item("network", network.transpose()?)?;

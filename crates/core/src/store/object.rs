@@ -54,16 +54,19 @@ pub struct Traffic {
     pub moved: u64,
     /// Bytes of bodies that were received.
     pub received: u64,
+    /// Those of them between reads that one request brought, and nobody wanted.
+    pub gaps: u64,
 }
 
 impl std::ops::AddAssign for Traffic {
     fn add_assign(&mut self, other: Traffic) {
-        let Traffic { requests, connections, retries, moved, received } = other;
+        let Traffic { requests, connections, retries, moved, received, gaps } = other;
         self.requests += requests;
         self.connections += connections;
         self.retries += retries;
         self.moved += moved;
         self.received += received;
+        self.gaps += gaps;
     }
 }
 

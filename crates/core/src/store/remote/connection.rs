@@ -1,6 +1,6 @@
 //! One connection: a socket that never blocks, with or without TLS. Bytes are received where they belong.
 
-use super::wires::Stream;
+use super::wires::WireEnd;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
 use std::io::{self, Read, Write};
@@ -53,7 +53,7 @@ impl Connection {
     }
 }
 
-impl Stream for Connection {
+impl WireEnd for Connection {
     fn is_ready(&mut self) -> io::Result<bool> {
         let Connection { socket, tls, .. } = self;
         if !socket.is_connected()? {
@@ -160,7 +160,7 @@ impl Encrypted {
     }
 
     /// # Safety
-    /// As [`Stream::receive`].
+    /// As [`WireEnd::receive`].
     unsafe fn receive(&mut self, socket: &mut Socket, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             let mut got = 0;
@@ -263,7 +263,7 @@ impl Socket {
     }
 
     /// # Safety
-    /// As [`Stream::receive`].
+    /// As [`WireEnd::receive`].
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             // SAFETY: as the caller promises.

@@ -11,6 +11,7 @@ pub(super) struct Counts {
     pub(super) retries: Counter,
     pub(super) moved: Counter,
     pub(super) received: Counter,
+    pub(super) gaps: Counter,
 }
 
 #[derive(Debug, Default)]
@@ -28,13 +29,14 @@ impl Counter {
 
 impl Counts {
     pub(super) fn traffic(&self) -> Traffic {
-        let Counts { requests, connections, retries, moved, received } = self;
+        let Counts { requests, connections, retries, moved, received, gaps } = self;
         Traffic {
             requests: requests.get(),
             connections: connections.get(),
             retries: retries.get(),
             moved: moved.get(),
             received: received.get(),
+            gaps: gaps.get(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One request: neighbouring reads of one object, whose bytes one body brings.
 
 use super::answer::Expected;
-use super::queue::Queue;
+use super::queue::ReadQueue;
 use super::range_read::RangeRead;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,7 +16,7 @@ const AHEAD: u64 = 256 << 10;
 const LOOKED_AT: usize = 512;
 
 /// Reads of one object in the order of their bytes, at least one.
-pub(super) struct Fetch {
+pub(super) struct RangeRequest {
     pub(super) reads: VecDeque<RangeRead>,
     /// The bytes that were asked for. Later reads may have been taken away since.
     pub(super) asked: Range<u64>,
@@ -27,7 +27,7 @@ pub(super) struct Fetch {
 }
 
 /// What the next bytes of a body are.
-pub(super) enum Next {
+pub(super) enum NextBytes {
     /// So many that nobody wants.
     Gap(u64),
     /// Those of the first read.
@@ -36,12 +36,12 @@ pub(super) enum Next {
     Nothing,
 }
 
-impl Fetch {
+impl RangeRequest {
     /// Read number `first` of those that wait, with its neighbours up to `most` bytes.
-    pub(super) fn take(waiting: &mut Queue, first: usize, most: u64) -> Option<Fetch> {
+    pub(super) fn take(waiting: &mut ReadQueue, first: usize, most: u64) -> Option<RangeRequest> {
         let read = waiting.take(first)?;
         let asked = read.missing();
-        let mut fetch = Fetch { at: asked.start, asked, reads: VecDeque::from([read]), pinned: false };
+        let mut fetch = RangeRequest { at: asked.start, asked, reads: VecDeque::from([read]), pinned: false };
         let mut at = first;
         while at < first + LOOKED_AT && fetch.asked.end - fetch.asked.start < most {
             let Some(next) = waiting.get(at) else { break };
@@ -72,11 +72,11 @@ impl Fetch {
     }
 
     /// What comes next, and nothing of a read that is complete.
-    pub(super) fn next(&self) -> Next {
-        let Some(first) = self.reads.front() else { return Next::Nothing };
+    pub(super) fn next(&self) -> NextBytes {
+        let Some(first) = self.reads.front() else { return NextBytes::Nothing };
         match first.missing() {
-            missing if missing.start > self.at => Next::Gap(missing.start - self.at),
-            _ => Next::Read,
+            missing if missing.start > self.at => NextBytes::Gap(missing.start - self.at),
+            _ => NextBytes::Read,
         }
     }
 
@@ -102,7 +102,7 @@ impl Fetch {
     }
 
     /// Takes away the second half of the reads whose arrival was not told, if there are two or more reads.
-    pub(super) fn split(&mut self) -> Option<Fetch> {
+    pub(super) fn split(&mut self) -> Option<RangeRequest> {
         let half = self.wanted() / 2;
         let mut kept = 0;
         let first = self.reads.iter().position(|read| {
@@ -113,6 +113,6 @@ impl Fetch {
         })?;
         let reads = self.reads.split_off(first);
         let asked = reads.front()?.missing().start..reads.back()?.missing().end;
-        Some(Fetch { at: asked.start, asked, reads, pinned: false })
+        Some(RangeRequest { at: asked.start, asked, reads, pinned: false })
     }
 }

@@ -2,10 +2,10 @@
 
 use super::address::Server;
 use super::answer::{Answer, Verdict};
-use super::fetch::{Fetch, Next};
-use super::net::{end, Told};
+use super::fetch::{NextBytes, RangeRequest};
 use super::request::Get;
-use super::wires::{Stream, Watched};
+use super::told::{end, Told};
+use super::wires::{Watched, WireEnd};
 use crate::error::Error;
 use std::io;
 use std::time::{Duration, Instant};
@@ -53,7 +53,7 @@ pub(super) enum Advance {
 pub(super) struct Link<S> {
     pub(super) stream: S,
     pub(super) server: Server,
-    pub(super) fetch: Option<Fetch>,
+    pub(super) fetch: Option<RangeRequest>,
     pub(super) state: LinkState,
     /// The head of the answer so far, and then what of the body came with it.
     head: Vec<u8>,
@@ -69,18 +69,19 @@ pub(super) struct Link<S> {
     pub(super) asked_at: Instant,
     /// When the first byte of the answer came.
     pub(super) answered_at: Option<Instant>,
-    /// Bytes of the body that came.
+    /// Bytes of the body that came, and those of them that lie between reads.
     pub(super) got: u64,
+    pub(super) gaps: u64,
     /// When it was last reported that bytes come.
     told: Instant,
     pub(super) watched: Watched,
 }
 
-impl<S: Stream> Link<S> {
+impl<S: WireEnd> Link<S> {
     pub(super) fn new(stream: S, server: Server, now: Instant) -> Link<S> {
         let (head, state, watched) = (Vec::new(), LinkState::Connecting, Watched::Nothing);
         let (fetch, keeps, reused, answered_at) = (None, true, false, None);
-        let (used, got, last, asked_at, told) = (0, 0, now, now, now);
+        let (used, got, gaps, last, asked_at, told) = (0, 0, 0, now, now, now);
         Link {
             stream,
             server,
@@ -94,20 +95,21 @@ impl<S: Stream> Link<S> {
             asked_at,
             answered_at,
             got,
+            gaps,
             told,
             watched,
         }
     }
 
     /// Sends a request for what `fetch` misses.
-    pub(super) fn ask(&mut self, mut fetch: Fetch, request: &Get, now: Instant) {
+    pub(super) fn ask(&mut self, mut fetch: RangeRequest, request: &Get, now: Instant) {
         let etag = fetch.reads.front().and_then(|read| read.etag());
         self.stream.say(request.text(&fetch.asked, etag));
         fetch.pinned = etag.is_some();
         self.head.clear();
         (self.fetch, self.state, self.keeps) = (Some(fetch), LinkState::Asked, false);
         (self.last, self.asked_at, self.answered_at, self.told) = (now, now, None, now);
-        (self.used, self.got) = (0, 0);
+        (self.used, self.got, self.gaps) = (0, 0, 0);
     }
 
     /// Whether the server has said nothing to this request.
@@ -215,7 +217,7 @@ impl<S: Stream> Link<S> {
     fn body(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> io::Result<Option<Advance>> {
         let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
         let next = fetch.next();
-        if matches!(next, Next::Read) && fetch.left() > 0 {
+        if matches!(next, NextBytes::Read) && fetch.left() > 0 {
             if let Some(read) = fetch.arriving() {
                 read.arrived = true;
                 told.push(Told::Arrived(read.ticket));
@@ -223,12 +225,12 @@ impl<S: Stream> Link<S> {
         }
         let mut places = Vec::new();
         match (next, fetch.reads.front()) {
-            (Next::Nothing, _) | (_, None) => return Ok(Some(self.ended())),
-            (Next::Gap(bytes), _) => {
+            (NextBytes::Nothing, _) | (_, None) => return Ok(Some(self.ended())),
+            (NextBytes::Gap(bytes), _) => {
                 let iov_len = (bytes.min(fetch.left()) as usize).min(discard.len());
                 places.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
             }
-            (Next::Read, Some(read)) => {
+            (NextBytes::Read, Some(read)) => {
                 let missing = read.missing();
                 match &read.places {
                     _ if missing.is_empty() => {}
@@ -276,9 +278,10 @@ impl<S: Stream> Link<S> {
     /// So many bytes of the body came.
     fn took(&mut self, bytes: usize, now: Instant, told: &mut Vec<Told>) {
         let Some(fetch) = &mut self.fetch else { return };
-        let in_gap = matches!(fetch.next(), Next::Gap(_));
+        let in_gap = matches!(fetch.next(), NextBytes::Gap(_));
         fetch.at += bytes as u64;
         self.got += bytes as u64;
+        self.gaps += if in_gap { bytes as u64 } else { 0 };
         let Some(read) = fetch.reads.front_mut() else { return };
         if !in_gap {
             read.received(bytes);

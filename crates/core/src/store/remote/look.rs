@@ -7,7 +7,7 @@ use super::names::Names;
 use super::net::{refused_by_tls, Common, MOST_REDIRECTS};
 use super::range_read::Site;
 use super::request::Get;
-use super::wires::Stream;
+use super::wires::WireEnd;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::look::{Asked, Look};
 use std::io;

@@ -34,6 +34,7 @@ mod sockets;
 mod source;
 mod stragglers;
 mod tls;
+mod told;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod virtual_time;
@@ -43,7 +44,7 @@ use self::answer::Expected;
 use self::counts::Counts;
 pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
-use self::net::{Common, Net, Told, LOOK};
+use self::net::{Common, Net, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
@@ -51,6 +52,7 @@ pub use self::settings::{Addressing, Bearer, GcsSettings, S3Settings, Secret, St
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
+use self::told::Told;
 use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::look::Look;

@@ -3,21 +3,21 @@
 use super::address::{Address, Server};
 use super::answer::Verdict;
 use super::counts::Counts;
-use super::fetch::Fetch;
+use super::fetch::RangeRequest;
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
 use super::names::Names;
-use super::pace::Pace;
-use super::queue::Queue;
+use super::pace::ConnectionPace;
+use super::queue::ReadQueue;
 use super::range_read::{BodyPlaces, RangeRead};
 use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
-use super::wires::{Stream, Watched, Wires};
+use super::told::{end, Told};
+use super::wires::{Watched, WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::Ticket;
 use crate::machine::cores;
-use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::collections::HashSet;
@@ -73,28 +73,13 @@ impl Common {
     }
 }
 
-/// What happened to a read.
-pub(super) enum Told {
-    Arrived(Ticket),
-    Received(Ticket),
-    /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
-    Done {
-        ticket: Ticket,
-        route: Route,
-        result: Result<u64>,
-        object: Option<(u64, Version)>,
-        /// Bytes that were received into its place, from the first on.
-        written: u64,
-    },
-}
-
 /// The connections.
 pub(super) struct Net<W: Wires> {
     wires: W,
     common: Arc<Common>,
     pub(super) links: Links<W::Stream>,
-    pub(super) waiting: Queue,
-    pub(super) pace: Pace,
+    pub(super) waiting: ReadQueue,
+    pub(super) pace: ConnectionPace,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
@@ -109,8 +94,8 @@ pub(super) struct Net<W: Wires> {
 impl<W: Wires> Net<W> {
     pub(super) fn new(wires: W, common: Arc<Common>, counts: Arc<Counts>) -> Net<W> {
         let now = wires.now();
-        let pace = Pace::new(common.settings.first_connections, common.settings.connections, now);
-        let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
+        let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
+        let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
         Net {
             wires,
             common,
@@ -265,7 +250,7 @@ impl<W: Wires> Net<W> {
             // Less and less towards the end, so that all connections end together.
             let share = self.waiting.bytes() / self.pace.limit() as u64;
             let share = share.max(LEAST_ASKED).min(self.common.settings.request_bytes);
-            if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
+            if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
                 link.ask(fetch, &request, now);
@@ -382,19 +367,20 @@ impl<W: Wires> Net<W> {
     }
 
     /// The reads of a request that has ended wait again, before the others.
-    pub(super) fn back(&mut self, fetch: Option<Fetch>) {
+    pub(super) fn back(&mut self, fetch: Option<RangeRequest>) {
         self.waiting.put_back(fetch.into_iter().flat_map(|fetch| fetch.reads));
     }
 
     /// Does what can be done on a connection, which has no other owner meanwhile. How many bytes of a body came.
     fn advance(&mut self, number: usize, mut link: Link<W::Stream>, now: Instant, told: &mut Vec<Told>) -> u64 {
-        let had = link.got;
+        let (had, had_gaps) = (link.got, link.gaps);
         let next = link.advance(now, &mut self.discard, told);
         // A request that was sent just now counts from 0.
         let (all, got) = (link.got, link.got.saturating_sub(had));
         if got > 0 {
             self.last = now;
             self.counts.received.add(got);
+            self.counts.gaps.add(link.gaps.saturating_sub(had_gaps));
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
@@ -483,7 +469,7 @@ impl<W: Wires> Net<W> {
     }
 
     /// The server says something else than the bytes.
-    fn judged(&mut self, mut fetch: Fetch, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
+    fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
@@ -533,7 +519,7 @@ impl<W: Wires> Net<W> {
     }
 
     /// Asks for the rest of a request that has brought `got` bytes again, after a pause, or gives it up.
-    fn again(&mut self, fetch: Fetch, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+    fn again(&mut self, fetch: RangeRequest, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
         self.counts.retries.add(1);
         fetch.reads.into_iter().for_each(|read| self.tried(read, got, &e, pause, told));
     }
@@ -558,19 +544,12 @@ impl<W: Wires> Net<W> {
     }
 }
 
-/// A read ends: nobody learns of it while its memory is held.
-pub(super) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
-    let (ticket, route, object, written) = (read.ticket, read.route, read.object().cloned(), read.got());
-    drop(read);
-    told.push(Told::Done { ticket, route, result, object, written });
-}
-
 fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
     let e = read.located(e);
     end(read, Err(e), told);
 }
 
-fn fail_all(fetch: Option<Fetch>, e: &Error, told: &mut Vec<Told>) {
+fn fail_all(fetch: Option<RangeRequest>, e: &Error, told: &mut Vec<Told>) {
     fetch.into_iter().flat_map(|fetch| fetch.reads).for_each(|read| fail(read, e.clone(), told));
 }
 

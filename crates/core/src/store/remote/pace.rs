@@ -19,7 +19,7 @@ const WEIGHT: f64 = 0.2;
 
 /// What the connections bring, and how many there may be.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct ConnectionPace {
     limit: usize,
     most: usize,
     /// When this period began, the bytes that came in it, and the time that the thread waited.
@@ -39,14 +39,14 @@ pub(super) struct Pace {
     rate: f64,
 }
 
-impl Pace {
+impl ConnectionPace {
     /// Begins with `first` connections, and never has more than `most`.
-    pub(super) fn new(first: usize, most: usize, now: Instant) -> Pace {
+    pub(super) fn new(first: usize, most: usize, now: Instant) -> ConnectionPace {
         let most = most.max(1);
         let limit = first.clamp(1, most);
         let (bytes, waited, full, before, hold, slowed) = (0, Duration::ZERO, Duration::ZERO, None, None, None);
         let (first_byte, rate) = (Duration::ZERO, 0.0);
-        Pace { limit, most, since: now, bytes, waited, full, before, hold, slowed, first_byte, rate }
+        ConnectionPace { limit, most, since: now, bytes, waited, full, before, hold, slowed, first_byte, rate }
     }
 
     /// Most connections now.
@@ -140,7 +140,13 @@ mod tests {
     use super::*;
 
     /// The number of connections after so many periods in which they bring `rate(connections)` bytes a second.
-    fn after(pace: &mut Pace, now: &mut Instant, periods: u32, rate: impl Fn(usize) -> f64, waits: f64) -> usize {
+    fn after(
+        pace: &mut ConnectionPace,
+        now: &mut Instant,
+        periods: u32,
+        rate: impl Fn(usize) -> f64,
+        waits: f64,
+    ) -> usize {
         for _ in 0..periods {
             *now += PERIOD;
             pace.turned(PERIOD.mul_f64(waits), (rate(pace.limit()) * PERIOD.as_secs_f64()) as u64, true);
@@ -153,15 +159,15 @@ mod tests {
     fn connections_grow_while_the_rate_does() {
         let mut now = Instant::now();
         let link = |most: f64| move |connections: usize| (connections as f64 * 8e6).min(most);
-        let mut pace = Pace::new(16, 256, now);
+        let mut pace = ConnectionPace::new(16, 256, now);
         assert_eq!(after(&mut pace, &mut now, 4, link(1e12), 0.9), 256);
         // 100 of them fill this link: 64 do not, 128 do.
-        let mut pace = Pace::new(16, 256, now);
+        let mut pace = ConnectionPace::new(16, 256, now);
         assert_eq!(after(&mut pace, &mut now, 8, link(800e6), 0.9), 128);
         // After a while it looks again, and stays.
         assert_eq!(after(&mut pace, &mut now, 40, link(800e6), 0.9), 128);
         // The thread is the limit.
-        let mut pace = Pace::new(16, 256, now);
+        let mut pace = ConnectionPace::new(16, 256, now);
         assert_eq!(after(&mut pace, &mut now, 8, link(1e12), 0.05), 16);
         // There is not enough to ask for.
         for _ in 0..8 {
@@ -175,7 +181,7 @@ mod tests {
     #[test]
     fn a_server_that_asks_for_less_gets_less() {
         let mut now = Instant::now();
-        let mut pace = Pace::new(64, 256, now);
+        let mut pace = ConnectionPace::new(64, 256, now);
         for _ in 0..64 {
             pace.slow_down(now);
         }

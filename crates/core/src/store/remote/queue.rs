@@ -6,7 +6,7 @@ use std::time::Instant;
 
 /// See the module's documentation.
 #[derive(Default)]
-pub(super) struct Queue {
+pub(super) struct ReadQueue {
     reads: VecDeque<RangeRead>,
     /// Bytes that they miss.
     bytes: u64,
@@ -14,7 +14,7 @@ pub(super) struct Queue {
     paused: Vec<(Instant, RangeRead)>,
 }
 
-impl Queue {
+impl ReadQueue {
     pub(super) fn add(&mut self, read: RangeRead) {
         self.bytes += read.missing_bytes();
         self.reads.push_back(read);

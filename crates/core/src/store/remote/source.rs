@@ -3,9 +3,10 @@
 use super::answer::Expected;
 use super::counts::Counts;
 use super::fetch::GAP;
-use super::net::{Common, Net, Told};
+use super::net::{Common, Net};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::sockets::Sockets;
+use super::told::Told;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::machine::block_signals;
@@ -28,7 +29,7 @@ pub(super) struct Remote {
 }
 
 pub(super) struct WebSource {
-    lanes: Vec<Lane>,
+    lanes: Vec<NetLane>,
     /// The objects by the number of their file.
     objects: Arc<Vec<Option<Remote>>>,
     depth: usize,
@@ -47,7 +48,7 @@ pub(super) struct WebSource {
 }
 
 /// A thread that has a part of the connections.
-struct Lane {
+struct NetLane {
     shared: Arc<Exchange>,
     thread: Option<JoinHandle<()>>,
     /// Bytes of its reads that did not come back.
@@ -55,14 +56,14 @@ struct Lane {
 }
 
 struct Exchange {
-    state: Mutex<Traffic>,
+    state: Mutex<Exchanged>,
     /// Wakes the thread.
     to_thread: Arc<Wake>,
     to_owner: Arc<Wake>,
 }
 
 #[derive(Default)]
-struct Traffic {
+struct Exchanged {
     commands: Vec<ToNet>,
     events: Vec<Progress>,
     /// Reads that have ended and hold no memory, and whose ends are about to be told.
@@ -81,9 +82,9 @@ enum ToNet {
 // SAFETY: the addresses are only written to while the read is in flight, and what it keeps keeps them valid (invariant 5).
 unsafe impl Send for ToNet {}
 
-impl Lane {
-    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>) -> Result<Lane> {
-        let (state, to_thread) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?));
+impl NetLane {
+    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>) -> Result<NetLane> {
+        let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
@@ -92,7 +93,7 @@ impl Lane {
             theirs.run(&mut net);
         });
         let thread = Some(thread.map_err(|e| Error::io("start a thread", &e))?);
-        Ok(Lane { shared, thread, bytes: 0 })
+        Ok(NetLane { shared, thread, bytes: 0 })
     }
 }
 
@@ -105,7 +106,7 @@ impl WebSource {
     ) -> Result<WebSource> {
         let to_owner = Arc::new(Wake::new()?);
         let (lanes, each) = common.divided();
-        let lane = |_| Lane::new(each.clone(), counts.clone(), to_owner.clone());
+        let lane = |_| NetLane::new(each.clone(), counts.clone(), to_owner.clone());
         // Those that run already end if one cannot start.
         let mut source = WebSource {
             lanes: Vec::new(),
@@ -207,7 +208,7 @@ impl Exchange {
                 _ => None,
             });
             state.ended.extend(done);
-            let Traffic { commands, ended, .. } = &mut *state;
+            let Exchanged { commands, ended, .. } = &mut *state;
             let is_late = |command: &ToNet| matches!(command, ToNet::Land(ticket, ..) if ended.contains(ticket));
             let (late, others) = mem::take(commands).into_iter().partition(is_late);
             *commands = others;
@@ -254,7 +255,7 @@ impl Source for WebSource {
     }
 
     fn flush(&mut self) -> Result<()> {
-        for Lane { shared, .. } in &self.lanes {
+        for NetLane { shared, .. } in &self.lanes {
             if !lock(&shared.state).commands.is_empty() {
                 shared.to_thread.notify();
             }
@@ -265,7 +266,7 @@ impl Source for WebSource {
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.to_owner.clear();
         let from = events.len();
-        for Lane { shared, .. } in &self.lanes {
+        for NetLane { shared, .. } in &self.lanes {
             events.append(&mut lock(&shared.state).events);
         }
         for event in &events[from..] {
@@ -307,7 +308,7 @@ impl Source for WebSource {
 
     fn cancel(&mut self) {
         self.given_up.extend(self.arrived.drain());
-        for Lane { shared, .. } in &self.lanes {
+        for NetLane { shared, .. } in &self.lanes {
             let mut state = lock(&shared.state);
             state.events.retain(|event| matches!(event, Progress::Done(_)));
             state.cancelled = true;
@@ -327,11 +328,11 @@ impl Source for WebSource {
 
 impl Drop for WebSource {
     fn drop(&mut self) {
-        for Lane { shared, .. } in &self.lanes {
+        for NetLane { shared, .. } in &self.lanes {
             lock(&shared.state).closing = true;
             shared.to_thread.notify();
         }
-        for Lane { shared, thread, .. } in &mut self.lanes {
+        for NetLane { shared, thread, .. } in &mut self.lanes {
             // The thread never blocks on a server. It closes the connections, and then nothing writes to any memory.
             let _ended = thread.take().map(JoinHandle::join);
             let commands = mem::take(&mut lock(&shared.state).commands);

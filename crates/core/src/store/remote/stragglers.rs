@@ -4,7 +4,7 @@
 //! closed when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
 //! asked for more.
 
-use super::fetch::Fetch;
+use super::fetch::RangeRequest;
 use super::link::{Link, LinkState};
 use super::net::Net;
 use super::wires::Wires;
@@ -79,7 +79,7 @@ impl<W: Wires> Net<W> {
         }
         let link = self.links.iter_mut().find(|(number, _)| *number == slowest);
         let fetch = link.and_then(|(_, link)| link.fetch.as_mut());
-        let Some(mut part) = fetch.and_then(Fetch::split) else { return false };
+        let Some(mut part) = fetch.and_then(RangeRequest::split) else { return false };
         part.reads.iter_mut().for_each(|read| read.moves += 1);
         self.counts.moved.add(1);
         self.back(Some(part));

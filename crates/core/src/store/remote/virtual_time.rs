@@ -2,11 +2,12 @@
 //! models; what decides about connections, requests and stragglers is the code of every load. No real bytes move.
 
 use super::answer::Expected;
-use super::net::{Common, Net, Told};
+use super::net::{Common, Net};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::request::Unsigned;
 use super::settings::WebSettings;
-use super::wires::{Stream, Watched, Wires};
+use super::told::Told;
+use super::wires::{Watched, WireEnd, Wires};
 use crate::error::Result;
 use crate::extent::{Route, Ticket};
 use crate::store::version::Version;
@@ -162,7 +163,7 @@ impl Drop for VirtualStream {
     }
 }
 
-impl Stream for VirtualStream {
+impl WireEnd for VirtualStream {
     fn is_ready(&mut self) -> io::Result<bool> {
         let mut world = self.world.borrow_mut();
         if world.lines.iter().filter(|line| line.is_open).count() > world.model.most {

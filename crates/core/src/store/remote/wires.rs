@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A connection to a server.
-pub(super) trait Stream {
+pub(super) trait WireEnd {
     /// Whether requests can be sent: it is connected, and TLS has shaken hands.
     fn is_ready(&mut self) -> io::Result<bool>;
 
@@ -43,7 +43,7 @@ pub(super) enum Watched {
 
 /// Where connections come from, and what happens on them.
 pub(super) trait Wires {
-    type Stream: Stream;
+    type Stream: WireEnd;
 
     fn now(&self) -> Instant;
 
