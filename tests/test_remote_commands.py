@@ -308,6 +308,14 @@ def test_verify_of_the_hub_notices_damage_and_what_has_no_digest(capsys, hub, sm
         penstock.open("hf://org/name").verify(progress=False)
 
 
+def test_verify_of_a_server_that_stops_answering_is_a_stall(hub):  # noqa: F811
+    checkpoint = penstock.open("hf://org/name")
+    hub.set(hang="storage")
+    with pytest.raises(penstock.StalledError) as caught:
+        checkpoint.verify(progress=False, stall_timeout=0.5)
+    assert str(caught.value.path).startswith(hub.endpoint)
+
+
 # convert
 
 

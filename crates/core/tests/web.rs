@@ -8,7 +8,9 @@ use penstock::error::{ErrorKind, Result};
 use penstock::extent::{Route, Ticket};
 use penstock::options::{Io, Options};
 use penstock::source::{Destination, Progress, Read, Source};
-use penstock::store::{Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web, WebSettings};
+use penstock::store::{
+    Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Version, Web, WebSettings,
+};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt::Write as _;
@@ -453,6 +455,64 @@ fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
         let e = Bearer::new(address, Secret::new(token)).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Invalid, "{address}");
     }
+}
+
+#[test]
+fn a_look_says_what_asking_takes_and_what_goes_wrong() {
+    let strong = || Some((SIZE as u64, Version::Strong("\"one\"".into())));
+    // Of each: connections, requests that were answered, status, object, what the error says.
+    for (fault, connections, answers, status, object, says) in [
+        (Fault::None, 1, 4, Some(206), strong(), ""),
+        (Fault::Close, 4, 4, Some(206), strong(), ""),
+        (Fault::CloseSilently, 2, 2, Some(206), strong(), ""),
+        (Fault::NoLength, 4, 4, Some(206), strong(), ""),
+        (Fault::Weak("Mon"), 1, 4, Some(206), Some((SIZE as u64, Version::Weak("W/\"one\" Mon".into()))), ""),
+        (Fault::Whole, 0, 1, Some(200), None, "does not support range requests"),
+        (Fault::OtherRange, 0, 1, Some(206), None, "were asked for"),
+        (Fault::Status(403), 0, 1, Some(403), None, "refuses access"),
+        (Fault::Status(503), 0, 1, Some(503), None, "busy or broken"),
+        (Fault::Short(0), 0, 1, Some(206), None, "is lost"),
+        (Fault::ResetAtOnce, 0, 0, None, None, "is lost"),
+        (Fault::Silence, 0, 0, None, None, "is lost"),
+        (Fault::Nonsense, 0, 1, None, None, "does not answer in HTTP"),
+    ] {
+        let told = fault.clone();
+        let server = serving(move |_| told.clone());
+        let look = store_for(&fault).look(&at(&server, "/o.safetensors?secret"), 4).unwrap();
+        let error = look.error.as_ref().map(ToString::to_string).unwrap_or_default();
+        assert!(error.contains(says) && error.is_empty() == says.is_empty(), "{fault:?}: {look:?}");
+        assert!(!format!("{look:?}").contains("secret"), "{fault:?}: {look:?}");
+        let [asked] = &look.servers[..] else { panic!("{fault:?}: {look:?}") };
+        assert_eq!(asked.server, server.url(""), "{fault:?}");
+        assert!(asked.connect.is_some() && asked.lookup.is_none() && asked.tls.is_none(), "{fault:?}: {look:?}");
+        assert_eq!((asked.status, &look.object), (status, &object), "{fault:?}: {look:?}");
+        assert_eq!((look.connections, look.round_trips.len()), (connections, answers), "{fault:?}: {look:?}");
+    }
+}
+
+#[test]
+fn a_look_follows_redirects_and_says_how_far_it_came() {
+    let elsewhere = serving(|_| Fault::None);
+    let to = elsewhere.url("/o.safetensors?sig=1");
+    let server = serving(move |asked| match &*asked.target {
+        "/away" => Fault::Redirect(302, to.clone()),
+        target => Fault::Redirect(301, target.into()),
+    });
+    let look = store().look(&at(&server, "/away"), 2).unwrap();
+    let asked: Vec<_> = look.servers.iter().map(|asked| (asked.server.clone(), asked.status)).collect();
+    assert_eq!(asked, [(server.url(""), Some(302)), (elsewhere.url(""), Some(206))]);
+    assert!(look.error.is_none() && !format!("{look:?}").contains("sig="), "{look:?}");
+    assert_eq!((elsewhere.asked().len(), server.asked().len()), (2, 1), "the last server alone is asked again");
+    let look = store().look(&at(&server, "/loop"), 2).unwrap();
+    assert!(look.error.unwrap().to_string().contains("redirects more than 5 times"));
+    assert_eq!(look.servers.len(), 6);
+    let gone = { serving(|_| Fault::None).address };
+    let look = store().look(&Location::Url(format!("http://{gone}/x")), 2).unwrap();
+    assert!(look.servers[0].connect.is_none() && look.servers[0].addresses == 1, "{look:?}");
+    let look = store().look(&Location::Url("http://no-such-host.invalid/x".into()), 2).unwrap();
+    assert!(look.servers[0].addresses == 0 && look.error.unwrap().to_string().contains("no-such-host.invalid"));
+    let stores = Stores::default();
+    assert!(stores.look("/o.safetensors", 1).unwrap().is_none() && stores.look("x://h/o", 1).unwrap().is_none());
 }
 
 #[test]

@@ -64,17 +64,23 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
 fn again(common: &Common, request: &Get, times: usize, mut kept: Option<Connection>, found: &mut Look) -> Result<()> {
     for _ in 1..times {
         let mut asked = Asked::default();
-        let mut link = match kept.take() {
-            Some(link) => link,
+        let (mut link, reused) = match kept.take() {
+            Some(link) => (link, true),
             None => {
                 found.connections += 1;
-                connect(common, &request.address.server, &mut asked)?
+                (connect(common, &request.address.server, &mut asked)?, false)
             }
         };
-        // A kept connection may have been closed meanwhile, and a server may be busy: what is known is enough.
-        let Ok((Verdict::Body { .. }, keeps)) = exchange(common, &mut link, request, &mut asked) else { break };
-        found.round_trips.extend(asked.first_byte);
-        kept = keeps.then_some(link);
+        match exchange(common, &mut link, request, &mut asked) {
+            Ok((Verdict::Body { .. }, keeps)) => {
+                found.round_trips.extend(asked.first_byte);
+                kept = keeps.then_some(link);
+            }
+            // The server has closed what it had kept.
+            Err(_) if reused => {}
+            // It is busy, or something happened to it: what is known is enough.
+            _ => break,
+        }
     }
     Ok(())
 }
