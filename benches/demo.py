@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench import reference
-from penstock.bench.contestants import State
+from penstock.bench.job import State
 from penstock.bench.page_cache import evict, fill, resident_bytes
 from penstock.bench.verification import tensor_bytes, touch
 from penstock.synthetic import layouts, synth

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -243,6 +244,8 @@ def main() -> int:
     parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
+    # Or the namespace would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     about = machine([arguments.folder], None)
     with Forkserver() as forks:

@@ -39,6 +39,8 @@ pytest_plugins = ["aftermath", "machine", "models", "pairwise"]
 
 #: The tests of serving engines need an environment with those engines: `make engines`.
 collect_ignore_glob = [] if os.environ.get("PENSTOCK_TEST_ENGINES") == "1" else ["engines"]
+#: Those of real servers need these: `make test-servers`.
+collect_ignore_glob += [] if os.environ.get("PENSTOCK_TEST_SERVERS") else ["servers"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt

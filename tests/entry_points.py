@@ -109,8 +109,11 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Options.__new__": Call(None, staging="64MiB", threads=2),
         "Options.__repr__": Call(Options),
         "Options.names": Call(None),
-        "Checkpoint.open": Call(None, [path], 5.0),
+        "Checkpoint.open": Call(
+            None, [path], 5.0, {"connections": 3, "anonymous": True}, ("http://127.0.0.1", "token")
+        ),
         "Checkpoint.from_bytes": Call(None, file.read_bytes()),
+        "Checkpoint.to_open": Call(None, "folder", ["model.safetensors"]),
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),
         "Checkpoint.index": Call(checkpoint, "a"),
@@ -122,7 +125,6 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint.path": Call(checkpoint, 0),
         "Checkpoint.look": Call(checkpoint, 0, 1),
         "Checkpoint.header_bytes": Call(checkpoint, 0),
-        "Checkpoint.to_open": Call(None, "here", ["a.safetensors"]),
         "Checkpoint.data_start": Call(checkpoint, 0),
         "Load.start": Call(
             None,

@@ -121,3 +121,10 @@ def test_a_type_checker_finds_a_mistyped_value(tmp_path):
     )
     wrong = set(re.findall(r"(wrong_\w+|right)\.py:\d+: error", done.stdout))
     assert wrong == {f"wrong_{name}" for name in (*RIGHT, "function")}, done.stdout
+
+
+def test_storage_has_the_settings_that_the_core_takes_and_the_docs_list():
+    names = _core.storage_settings()
+    assert list(penstock.Storage.__annotations__) == names
+    text = (Path(__file__).parent.parent / "docs/api.md").read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []

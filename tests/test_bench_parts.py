@@ -21,8 +21,9 @@ from conftest import FAKEGPU
 from penstock import _ceiling
 from penstock.bench import ceilings, checkpoints, child, contestants, page_cache, predecessor, reference
 from penstock.bench.child import Order, gathered
-from penstock.bench.contestants import CONTESTANTS, Job, named
+from penstock.bench.contestants import CONTESTANTS, named
 from penstock.bench.forkserver import Forkserver
+from penstock.bench.job import Job
 from penstock.bench.memory_limit import MemoryLimit, NoMemoryLimit
 from penstock.bench.neighbour import Neighbour, NeighbourEnded
 from penstock.bench.process import LoadFailed, LoadProcess, Sampled, memory_of

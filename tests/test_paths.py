@@ -80,7 +80,7 @@ def test_the_command_line_writes_the_bytes_of_the_name(odd):
 
 # Schemes
 
-URL = "s3://bucket/x"
+URL = "oss://bucket/x"
 TENSORS = {"a": np.arange(3)}
 
 
@@ -150,7 +150,7 @@ PLACES = {
 def test_a_scheme_is_refused_by_name_and_nothing_is_made(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     argument, call = PLACES[place]
-    with pytest.raises(penstock.InvalidError, match="s3:// is not supported") as e:
+    with pytest.raises(penstock.InvalidError, match="oss:// is not supported") as e:
         call()
     assert str(e.value).startswith(f"{argument}=")
     assert isinstance(e.value, FileNotFoundError)
@@ -180,7 +180,7 @@ def test_a_scheme_is_refused_by_name_and_nothing_is_made(tmp_path, monkeypatch, 
 def test_the_command_line_refuses_a_scheme(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == cli.USAGE
-    assert "s3:// is not supported" in capsys.readouterr().err
+    assert "oss:// is not supported" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,11 +193,11 @@ def test_a_scheme_is_refused_for_a_trace(tmp_path, monkeypatch):
 
 def test_a_folder_with_a_colon_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ordeal.write(tmp_path / "s3:" / "x" / "model.safetensors", 2, 1000)
-    for source in ("s3:/x", "./s3://x", Path("s3:/x"), tmp_path / "s3:" / "x", f"{tmp_path}/s3://x"):
+    ordeal.write(tmp_path / "oss:" / "x" / "model.safetensors", 2, 1000)
+    for source in ("oss:/x", "./oss://x", Path("oss:/x"), tmp_path / "oss:" / "x", f"{tmp_path}/oss://x"):
         assert len(penstock.open(source)) == 2
-    with pytest.raises(penstock.InvalidError, match=r"'\./s3:/x'"):
-        penstock.open("s3://x")
+    with pytest.raises(penstock.InvalidError, match=r"'\./oss:/x'"):
+        penstock.open("oss://x")
 
 
 @pytest.mark.parametrize(

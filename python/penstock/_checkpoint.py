@@ -403,8 +403,8 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
             commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is opened;
             ``hf://`` always means the Hub. Its local cache comes first. What that lacks is read over the network
             (experimental), unless HF_HUB_OFFLINE is set. Files, lists and indexes may also be on a web server
-            (``https://...``, experimental). Either way tensors are received into their memory, and nothing is ever
-            downloaded to a disk.
+            (``https://...``) or in S3 (``s3://bucket/folder/``), both experimental. Either way tensors are received
+            into their memory, and nothing is ever downloaded to a disk.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
@@ -417,7 +417,7 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
         AccessError: (a PermissionError) files may not be read; a repository of the Hub is gated.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
         StalledError: the file system does not answer. It names the file.
-        InvalidError: ``source`` is not a path or a web address. A scheme such as ``s3://`` is a FileNotFoundError too.
+        InvalidError: ``source`` is not a path or such an address. Another scheme is a FileNotFoundError too.
     """
     return open_as("source", source, stall_timeout, storage)
 

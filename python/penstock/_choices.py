@@ -54,6 +54,33 @@ class Storage(TypedDict, total=False):
     ca: str | os.PathLike[str] | None
     """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""
 
+    endpoint: str | None
+    """S3: the server, such as "http://127.0.0.1:9000", instead of AWS."""
+
+    region: str | None
+    """S3: the region of the bucket. A wrong one is corrected if the server names the right one."""
+
+    addressing: Literal["path", "virtual"] | None
+    """S3: where the bucket stands in an address. Default: "virtual" for AWS, "path" for an ``endpoint``."""
+
+    anonymous: bool | None
+    """S3: True sends requests without a signature, for public buckets."""
+
+    requester_pays: bool | None
+    """S3: True says that the requester pays."""
+
+    access_key_id: str | None
+    """S3: the key to sign with, with its secret. Default: what the tools of AWS would take."""
+
+    secret_access_key: str | None
+    """S3: the secret of ``access_key_id``."""
+
+    session_token: str | None
+    """S3: the token of a temporary ``access_key_id``."""
+
+    profile: str | None
+    """S3: a profile of ~/.aws/credentials and ~/.aws/config."""
+
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:
     """Raises InvalidError if ``value`` is none of the values that this argument takes."""

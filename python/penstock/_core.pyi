@@ -105,8 +105,9 @@ class Checkpoint:
         bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
         """
     @staticmethod
-    def to_open(place: str, names: Sequence[str]) -> list[str]:
-        """Which of the names of what lies in one place `open` chooses: one index, or shard files in natural order."""
+    def to_open(place: str, names: Sequence[str]) -> list[int]:
+        """The positions of the names, of what lies in one place, that `open` chooses: of one index, or of shard files in
+        natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """Of a whole file's content: for its header; there is no file to load from."""

@@ -365,7 +365,8 @@ def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
         held = sorted({name.split("/")[0] for name in pinned.names})
         raise NotFoundError(f"{place}: there is no {within}; the repository holds {listed(held)}", path=source)
     try:
-        chosen = _core.Checkpoint.to_open(source, [name for name in names if "/" not in name])
+        here = [name for name in names if "/" not in name]
+        chosen = [here[position] for position in _core.Checkpoint.to_open(source, here)]
     except NotFoundError as error:
         inside = sorted({name.rpartition("/")[0] for name in pinned.names if name.endswith(".safetensors")} - {""})
         more = ""

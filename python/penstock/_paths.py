@@ -12,7 +12,8 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 # What pathlib makes of one: it takes two slashes for one. Schemes of one letter would be drives
 _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 
-_WEB = re.compile(r"https?://", re.IGNORECASE)
+# Addresses that the core has a store for
+_WEB = re.compile(r"(https?|s3)://", re.IGNORECASE)
 # A name and a password before the host; the query or the fragment behind the path
 _SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
 
@@ -20,6 +21,7 @@ _OPENED = "web addresses are understood only where a checkpoint is opened or loa
 _ADVICE = {
     "http": _OPENED,
     "https": _OPENED,
+    "s3": _OPENED,
     "file": "give the path without file://",
     "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }
@@ -28,7 +30,7 @@ _WRITTEN = "upload is not supported: give a path of this machine, and copy the f
 
 
 def is_web(path: object) -> bool:
-    """Whether this is the address of something on a web server."""
+    """Whether this is the address of something on a web server or in an object store."""
     return isinstance(path, str) and _WEB.match(path) is not None
 
 

@@ -105,8 +105,13 @@ class World:
         return found
 
 
-def run_world(world: str, models: dict[str, Path], folder: Path) -> World:
-    """One process for each rank. As soon as one fails, or time is up, all are ended: the others would wait for it."""
+def run_world(
+    world: str, models: dict[str, Path], folder: Path, more: dict[str, list[dict[str, Any]]] | None = None
+) -> World:
+    """One process for each rank. As soon as one fails, or time is up, all are ended: the others would wait for it.
+
+    ``more``: by model, arguments of each rank for its load with Penstock.
+    """
     ranks = ranks_of(world)
     spec = {
         "world": WORLDS[world],
@@ -115,7 +120,11 @@ def run_world(world: str, models: dict[str, Path], folder: Path) -> World:
         "out": str(folder),
         "first": {"model": str(models["qwen3-moe"])},
         "models": {
-            name: {"args": {"model": str(path), **DRAFTS.get(name, {})}, "inverse": str(path.with_suffix(".inverse"))}
+            name: {
+                "args": {"model": str(path), **DRAFTS.get(name, {})},
+                "inverse": str(path.with_suffix(".inverse")),
+                "more": (more or {}).get(name, [{}] * ranks),
+            }
             for name, path in models.items()
         },
     }

@@ -277,7 +277,7 @@ def test_a_configuration_of_another_format_changes_nothing(single: Run):
 def test_unknown_keys_are_refused_and_the_known_ones_listed(single: Run):
     [found] = single.of("parses")
     assert "ValueError" in found["unknown"]["bases"]
-    assert "unknown options bogus; load format penstock takes weights, " in found["unknown"]["text"]
+    assert "unknown options bogus; load format penstock takes weights, storage, " in found["unknown"]["text"]
     assert ", threads, " in found["unknown"]["text"]
     assert "ValueError" in found["not an object"]["bases"]
     assert "give an object of JSON" in found["not an object"]["text"]

@@ -122,12 +122,13 @@ def bytes_of_files(one: torch.nn.Module, other: torch.nn.Module, folder: Path) -
     return round(found)
 
 
-def loaded_twice(args: dict[str, Any], inverse: Path) -> dict[str, Any]:
+def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any]) -> dict[str, Any]:
     """Loads a model with vLLM's own format and with Penstock's. What there is to say about it, as JSON.
 
     Args:
         args: Of vLLM. ``model`` is the checkpoint.
         inverse: The checkpoint with all bits inverted.
+        more: Arguments of vLLM for the load with Penstock.
     """
     config = configured(args)
     loader, theirs = created(config)
@@ -138,7 +139,7 @@ def loaded_twice(args: dict[str, Any], inverse: Path) -> dict[str, Any]:
     load(loader, other, config)
     from_files = bytes_of_files(theirs, other, Path(args["model"]))
     del theirs, other
-    config = configured(args, "penstock")
+    config = configured({**args, **more}, "penstock")
     loader, mine = created(config)
     before = addresses(mine)
     load(loader, mine, config)
@@ -155,7 +156,7 @@ def loaded_twice(args: dict[str, Any], inverse: Path) -> dict[str, Any]:
         "reports": [
             {
                 **{key: report[key] for key in ("loads", "copies", "materialised", "materialised_bytes")},
-                **{key: report[key] for key in ("nbytes", "copied_through", "fallbacks", "gap_bytes")},
+                **{key: report[key] for key in ("nbytes", "copied_through", "fallbacks", "gap_bytes", "network")},
                 "read": sum(way["bytes"] for way in report["routes"].values()),
             }
             for report in loader.reports

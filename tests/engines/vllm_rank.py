@@ -27,7 +27,7 @@ def main() -> None:
     results = {}
     for name, model in spec["models"].items():
         try:
-            results[name] = loaded_twice({**model["args"], **world}, Path(model["inverse"]))
+            results[name] = loaded_twice({**model["args"], **world}, Path(model["inverse"]), model["more"][rank])
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     Path(spec["out"], f"{rank}.json").write_text(json.dumps(results))

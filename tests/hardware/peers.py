@@ -24,8 +24,9 @@ from typing import Any
 
 from penstock import PenstockError
 from penstock.bench import contestants, page_cache, reference
-from penstock.bench.contestants import Contestant, Job
+from penstock.bench.contestants import Contestant
 from penstock.bench.gpu_memory import GpuMemory
+from penstock.bench.job import Job
 from penstock.bench.verification import torch_dtype
 from penstock.synthetic import layouts, synth
 

@@ -300,6 +300,36 @@ fn what_a_silent_connection_misses_is_asked_for_on_another() {
     }
 }
 
+#[test]
+fn several_threads_share_the_connections() {
+    let server = serving(|asked| match asked.number % 5 {
+        2 => Fault::Status(503),
+        3 => Fault::Short(70_000),
+        _ => Fault::None,
+    });
+    let (connections, first_connections, threads, request_bytes) = (32, 32, 4, 200_000);
+    let (pause, tries) = (Duration::from_millis(1), 40);
+    let settings =
+        WebSettings { connections, first_connections, threads, request_bytes, pause, tries, ..WebSettings::default() };
+    let store = Web::new(settings);
+    let object = object(&store, &at(&server, "/o.safetensors"));
+    let objects = store.objects(vec![Some(object)]).unwrap();
+    for _ in 0..3 {
+        assert!(read_all(objects.clone(), SIZE, 50_000).unwrap() == bytes(SIZE));
+    }
+    let traffic = objects.traffic().unwrap();
+    assert!(traffic.requests >= 3 * 15 && traffic.retries > 0, "{traffic:?}");
+    let net = || threads_named("penstock-net");
+    let source = objects.source(Io::Auto, &Arc::default()).unwrap();
+    // A thread has its name when it runs.
+    let until = Instant::now() + Duration::from_secs(20);
+    while net() < 4 {
+        assert!(Instant::now() < until, "{} threads", net());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(source);
+}
+
 /// As many reads as connections wait for the one place that there is.
 #[test]
 fn one_place_is_enough_for_all_connections() {
@@ -409,7 +439,7 @@ fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
     let (server, _) = model(|_| Fault::None);
     let bearer = Bearer::new(&server.url("/"), Secret::new("sesame")).unwrap();
     let web = WebSettings { connections: 1, ..WebSettings::default() };
-    let stores = Stores::with(StorageSettings { bearer: Some(bearer), web });
+    let stores = Stores::with(StorageSettings { bearer: Some(bearer), web, ..StorageSettings::default() });
     let index = [server.url("/m/model.safetensors.index.json")];
     let checkpoint = Checkpoint::open_cancellable(&index, &stores, Duration::from_secs(60), || true).unwrap();
     let opened = server.asked().len();
@@ -549,6 +579,29 @@ fn what_is_given_up_ends_at_once_and_frees_its_memory() {
             assert_eq!(Arc::strong_count(&memory), 1, "{fault:?}");
             assert!(before.elapsed() < Duration::from_secs(30), "{fault:?}: it waited for the server");
         }
+    }
+}
+
+/// Threads of this process that have this name.
+fn threads_named(wanted: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    names.filter(|name| name.trim() == wanted).count()
+}
+
+/// The server never answers: asking on would take more than a minute.
+#[test]
+fn an_open_that_is_given_up_leaves_no_thread_that_asks_on() {
+    let server = serving(|_| Fault::Silence);
+    let until = Instant::now() + Duration::from_secs(40);
+    let stall = Duration::from_secs(300);
+    let go_on = || server.asked().is_empty();
+    let opened = Checkpoint::open_cancellable(&[server.url("/o.safetensors")], &Stores::default(), stall, go_on);
+    assert_eq!(opened.err().unwrap().kind(), ErrorKind::Cancelled);
+    let asking = || threads_named("penstock-ask");
+    while asking() > 0 {
+        assert!(Instant::now() < until, "{} threads ask on", asking());
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

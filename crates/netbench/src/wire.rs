@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 
 /// Bytes that are received in search of a head.
 const HEAD: usize = 4096;
-/// Encrypted bytes that are received at once.
+/// Encrypted bytes that are received at once. 64 KiB cost a tenth more processor time; more than 128 KiB gain nothing.
 const ENCRYPTED: usize = 256 << 10;
 
 pub(crate) struct Wire {

@@ -42,10 +42,15 @@ impl Checkpoint {
         guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
     }
 
-    /// Which of these names, of what lies in one place, `open` would choose: one index, or shard files.
+    /// The numbers of those of these names, of what lies in one place, that `open` would choose: one index, or shard files.
     #[staticmethod]
-    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<OsString>) -> Answer<'py, Vec<OsString>> {
-        answer(py, || penstock::format::to_open(place, names.0).map_err(|e| raise(py, &e)))
+    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<String>) -> Answer<'py, Vec<u32>> {
+        answer(py, || {
+            let all = names.0.iter().map(OsString::from).collect();
+            let found = penstock::format::to_open(place, all).map_err(|e| raise(py, &e))?;
+            let number = |name: OsString| names.0.iter().position(|other| name == *other.as_str());
+            Ok(found.into_iter().filter_map(number).map(|number| number as u32).collect::<Vec<_>>())
+        })
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {

@@ -3,7 +3,7 @@
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
 use crate::options::{repr, value_of};
-use penstock::store::{Bearer, Secret, StorageSettings, Stores, WebSettings};
+use penstock::store::{Addressing, Bearer, Secret, StorageSettings, Stores, WebSettings};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
@@ -15,11 +15,25 @@ use std::path::PathBuf;
 enum Kind {
     Number,
     Path,
+    Flag,
+    Text,
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 3] =
-    [("connections", Kind::Number), ("request_bytes", Kind::Number), ("ca", Kind::Path)];
+const SETTINGS: [(&str, Kind); 12] = [
+    ("connections", Kind::Number),
+    ("request_bytes", Kind::Number),
+    ("ca", Kind::Path),
+    ("endpoint", Kind::Text),
+    ("region", Kind::Text),
+    ("addressing", Kind::Text),
+    ("anonymous", Kind::Flag),
+    ("requester_pays", Kind::Flag),
+    ("access_key_id", Kind::Text),
+    ("secret_access_key", Kind::Text),
+    ("session_token", Kind::Text),
+    ("profile", Kind::Text),
+];
 
 /// Most connections of one load.
 const MOST_CONNECTIONS: usize = 1024;
@@ -110,6 +124,8 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
             value.extract::<i128>().map(|number| number.to_string()).map_err(|_| wrong("a whole number"))
         }
         Kind::Number => Err(wrong("a whole number")),
+        Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
+        Kind::Text => Err(wrong("a string")),
         Kind::Path => {
             let path: PathBuf = value.extract().map_err(|_| wrong("a path"))?;
             path.into_os_string().into_string().map_err(|_| wrong("a path in Unicode"))
@@ -118,7 +134,31 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
 }
 
 fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), String> {
+    let flag = |text: &str| match text.trim().to_ascii_lowercase().as_str() {
+        "1" | "true" | "yes" => Ok(true),
+        "0" | "false" | "no" => Ok(false),
+        _ => Err("must be true or false".to_owned()),
+    };
+    if text.is_empty() {
+        return Err("must not be empty".into());
+    }
+    let s3 = &mut settings.s3;
     match name {
+        "endpoint" => s3.endpoint = Some(text),
+        "region" => s3.region = Some(text),
+        "addressing" => {
+            s3.addressing = Some(match &*text {
+                "path" => Addressing::Path,
+                "virtual" => Addressing::Virtual,
+                _ => return Err("must be \"path\" or \"virtual\"".into()),
+            });
+        }
+        "anonymous" => s3.anonymous = flag(&text)?,
+        "requester_pays" => s3.requester_pays = flag(&text)?,
+        "access_key_id" => s3.access_key_id = Some(text),
+        "secret_access_key" => s3.secret_access_key = Some(Secret::new(text)),
+        "session_token" => s3.session_token = Some(Secret::new(text)),
+        "profile" => s3.profile = Some(text),
         "connections" => {
             let number = text.trim().parse().ok().filter(|number| (1..=MOST_CONNECTIONS).contains(number));
             settings.web.connections =
@@ -129,7 +169,6 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
         }
-        "ca" if text.is_empty() => return Err("must be the path of a file".into()),
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),
         _ => return Err("is not a setting".into()),
     }

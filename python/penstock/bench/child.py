@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from . import reference
-from .contestants import Contestant, Job, State, named
+from .contestants import Contestant, named
+from .job import Job, State
 from .results import Run
 from .verification import CASTABLE, torch_dtype, touch, verify
 

@@ -11,49 +11,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import reference, served
+from . import reference
+from .job import Job, Pairs, State, Tensors
 from .scenarios import COLD
-from .verification import torch_dtype, touch
-
-State = dict[str, Any]
-Pairs = Iterator[tuple[str, Any]]
-Tensors = Mapping[str, Any] | Pairs
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is loaded to where. `files` are the shards; `folder` holds them all, or is `None` if they are spread."""
-
-    files: list[Path]
-    folder: Path | None
-    device: str
-    #: Filled by those that load into tensors that exist.
-    parameters: State = field(default_factory=dict)
-    #: Name of the dtype that floating-point tensors are wanted in, as in a header; `None`: as they are.
-    dtype: str | None = None
-    #: What the contestant tells of its load besides, for the JSON: penstock's report and its seconds for opening.
-    noted: dict[str, Any] = field(default_factory=dict)
-    #: File for penstock's trace of the load.
-    trace: str | None = None
-    #: Where a web server has the files, if one does; the folder with the programs that fetch them.
-    urls: list[str] = field(default_factory=list)
-    tools: Path | None = None
-    #: Waits for what the loader still does in the background after the load, and tells of it.
-    background: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def paths(self) -> list[str]:
-        return [str(path) for path in self.files]
-
-    @property
-    def source(self) -> Path | list[Path]:
-        return self.files if self.folder is None else self.folder
+from .verification import torch_dtype
+from .web_loads import by_boto3, by_go, downloaded, runai_streamer_s3
 
 
 @dataclass(frozen=True)
@@ -332,42 +300,6 @@ def pread_fully(descriptor: int, into: memoryview, at: int) -> None:
         into, at = into[count:], at + count
 
 
-# --- from a web server -----------------------------------------------------------------------------------------------
-
-
-def runai_streamer_s3(job: Job) -> Pairs:
-    from runai_model_streamer import SafetensorsStreamer
-
-    # The server takes the first part of a path for the bucket's name
-    keys = [f"s3://{url.split('/', 3)[3]}" for url in job.urls]
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_files(keys, device=job.device)
-        for name, tensor in streamer.get_tensors():
-            # What it yields is overwritten later
-            yield name, tensor.clone() if job.device == "cpu" else tensor
-
-
-def downloaded(folder: str | None) -> Callable[[Job], Tensors]:
-    """Downloads by Go's client into a new folder, in `folder` or beside the checkpoint; then safetensors, touched."""
-
-    def load(job: Job) -> Tensors:
-        import tempfile
-
-        from safetensors.torch import load_file
-
-        with tempfile.TemporaryDirectory(prefix="penstock-download-", dir=folder or job.files[0].parent) as into:
-            served.download(job.urls, Path(into), job.tools)
-            state: State = {}
-            for url in job.urls:
-                state |= load_file(Path(into) / url.rpartition("/")[2], device=job.device)
-            # What is mapped stays when the files are unlinked
-            if job.device == "cpu":
-                touch(state)
-        return state
-
-    return load
-
-
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 # fastsafetensors reads with O_DIRECT unless told otherwise. Warm, that would be a race against the disk: there it has
@@ -447,8 +379,11 @@ CONTESTANTS: list[Contestant] = [
         "runai streamer s3, 16", "runai_model_streamer_s3", runai_streamer_s3, "served",
         environment={"RUNAI_STREAMER_CONCURRENCY": "16", "RUNAI_STREAMER_OBJ_CONCURRENCY": "16"},
     ),
-    Contestant("download to disk, safetensors", "safetensors", downloaded(None), "served"),
-    Contestant("download to memory, safetensors", "safetensors", downloaded("/dev/shm"), "served"),
+    *(
+        Contestant(f"{tool} to {name}, safetensors", module, downloaded(download, folder), "served")
+        for tool, module, download in (("go", "safetensors", by_go), ("boto3", "boto3", by_boto3))
+        for name, folder in (("disk", None), ("memory", "/dev/shm"))
+    ),
     *(
         Contestant(
             f"fastsafetensors {threads} threads, {megabytes} MB", "fastsafetensors",

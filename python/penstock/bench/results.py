@@ -130,3 +130,37 @@ def seconds_per_byte(run: Run, stage: str) -> float | None:
     if stage == "direct" and "raw_s" in run and run.get("bytes") and run["kind"] != "ceiling":
         return float(run["raw_s"] / run["bytes"])
     return None
+
+
+def left_on_disk(run: Run) -> bool:
+    """Whether touching the tensors still read from the disk: such a load was not over when it returned."""
+    return bool(run.get("touch_absent_bytes", 0) > 0 or run.get("touch_major_faults", 0) > 0)
+
+
+def alone(run: Run) -> float:
+    """Seconds of the load alone, and of the touch only where that still read from the disk."""
+    return float(run["load_s"] + (run["touch_s"] if left_on_disk(run) else 0))
+
+
+def together(runs: list[Run]) -> Run:
+    """What processes that loaded at the same time found, as one: the slowest one's seconds, all of their work."""
+    if len(runs) == 1:
+        return runs[0]
+    slowest = max(runs, key=lambda run: run["load_s"] + run.get("touch_s", 0.0))
+    return slowest | {
+        "cpu_s": sum(run["cpu_s"] for run in runs),
+        "touch_cpu_s": sum(run.get("touch_cpu_s", 0.0) for run in runs),
+        "memory": sum(run["memory"] for run in runs),
+        "verified_bytes": min(run["verified_bytes"] for run in runs),
+        "different": [name for run in runs for name in run["different"]],
+    }
+
+
+def beyond(peaks: dict[str, int], run: Run, nbytes: int) -> Run:
+    """Peaks of memory as they stand in a run; a short load may have ended between two looks."""
+    found: Run = {"memory": max(peaks.get("memory", 0), run["memory"])}
+    if peaks.get("pinned"):
+        found["pinned"] = peaks["pinned"]
+    if "device_memory" in peaks:
+        found["device_memory"] = max(0, peaks["device_memory"] - nbytes)
+    return found

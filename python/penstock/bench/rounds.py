@@ -32,7 +32,7 @@ from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
 from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
 from .process import LoadFailed, LoadProcess, Probe, Sampled, memory_of
-from .results import ALONE, TOUCHED, Run
+from .results import ALONE, TOUCHED, Run, alone, beyond, left_on_disk, together
 from .scenarios import COLD, SCENARIOS, Scenario, accepts
 from .scenarios import ceilings as bounding
 from .served import CLIENTS, NotServed, Served
@@ -463,16 +463,6 @@ class Bench:
             self.traces.append(about | {"trace": json.loads(file.read_text())})
 
 
-def left_on_disk(run: Run) -> bool:
-    """Whether touching the tensors still read from the disk: such a load was not over when it returned."""
-    return bool(run.get("touch_absent_bytes", 0) > 0 or run.get("touch_major_faults", 0) > 0)
-
-
-def alone(run: Run) -> float:
-    """Seconds of the load alone, and of the touch only where that still read from the disk."""
-    return float(run["load_s"] + (run["touch_s"] if left_on_disk(run) else 0))
-
-
 def rotated(turns: list[Turn], number: int) -> list[Turn]:
     """The order of a round: each begins one further on."""
     begin = number % len(turns)
@@ -484,30 +474,6 @@ def neighbour(scenario: Scenario, placed: Placed) -> contextlib.AbstractContextM
     if scenario.neighbour is None:
         return contextlib.nullcontext()
     return Neighbour(scenario.neighbour, placed.files[0])
-
-
-def together(runs: list[Run]) -> Run:
-    """What processes that loaded at the same time found, as one: the slowest one's seconds, all of their work."""
-    if len(runs) == 1:
-        return runs[0]
-    slowest = max(runs, key=lambda run: run["load_s"] + run.get("touch_s", 0.0))
-    return slowest | {
-        "cpu_s": sum(run["cpu_s"] for run in runs),
-        "touch_cpu_s": sum(run.get("touch_cpu_s", 0.0) for run in runs),
-        "memory": sum(run["memory"] for run in runs),
-        "verified_bytes": min(run["verified_bytes"] for run in runs),
-        "different": [name for run in runs for name in run["different"]],
-    }
-
-
-def beyond(peaks: dict[str, int], run: Run, nbytes: int) -> Run:
-    """Peaks of memory as they stand in a run; a short load may have ended between two looks."""
-    found: Run = {"memory": max(peaks.get("memory", 0), run["memory"])}
-    if peaks.get("pinned"):
-        found["pinned"] = peaks["pinned"]
-    if "device_memory" in peaks:
-        found["device_memory"] = max(0, peaks["device_memory"] - nbytes)
-    return found
 
 
 def physical(number: int) -> int:

@@ -5,40 +5,93 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
+from .._choices import Storage
 from .._collector import collector_paused
-from .._core import Options
+from .._core import Options, storage_settings
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
 from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
+from ._remote import RemoteWeights
 
 logger = logging.getLogger("penstock")
 
-WEIGHTS = "weights"
-"""The key that names another place for the weights."""
+WEIGHTS, STORAGE = "weights", "storage"
+"""The keys that name another place for the weights, and say how its server is asked."""
+_SECRET = ("secret_access_key", "session_token")
+"""Settings of servers that engines would log: they log the arguments that they are given."""
 
 
-def settings_of(given: Mapping[str, Any], engine: str) -> tuple[Options, str | None]:
-    """The options of loads and the other place for the weights, in what the user gave the engine for its loader.
+class Settings(NamedTuple):
+    """What the user gave the engine for its loader."""
+
+    options: Options
+    weights: str | None
+    """The other place for the weights."""
+    storage: Storage | None
+
+
+def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
+    """The settings in what the user gave the engine for its loader.
 
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, *Options.names()]
+    known = [WEIGHTS, STORAGE, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
         raise InvalidError(text)
-    weights = given.get(WEIGHTS)
+    weights, storage = given.get(WEIGHTS), given.get(STORAGE)
     if weights is not None and not isinstance(weights, str):
-        raise InvalidError(f"{engine}: {WEIGHTS}={weights!r} is not a path: give a string")
-    return make_options({key: value for key, value in given.items() if key != WEIGHTS}), weights
+        raise InvalidError(f"{engine}: {WEIGHTS}={weights!r} is not a path or an address: give a string")
+    if storage is not None:
+        _check_storage(storage, engine)
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}
+    return Settings(make_options(options), weights, storage)
+
+
+def _check_storage(storage: Any, engine: str) -> None:
+    known = [name for name in storage_settings() if name not in _SECRET]
+    if not isinstance(storage, Mapping):
+        raise InvalidError(f"{engine}: {STORAGE} is no object of settings: give one with {', '.join(known)}")
+    if secret := [name for name in _SECRET if storage.get(name) is not None]:
+        raise InvalidError(
+            f"{engine}: {' and '.join(secret)} in {STORAGE}: {engine} logs its arguments; give credentials in the "
+            "environment (AWS_SECRET_ACCESS_KEY), in a profile, or as the machine's role"
+        )
+    if unknown := sorted(set(storage) - set(known)):
+        raise InvalidError(f"{engine}: unknown settings {', '.join(unknown)} of {STORAGE}; it takes {', '.join(known)}")
+
+
+class Chosen(NamedTuple):
+    """The files that an engine has chosen."""
+
+    files: Sequence[str]
+    remote: RemoteWeights | None = None
+    """What they stand for, if they do."""
+
+    def opened(self, keep: Callable[[str], bool] | None) -> tuple[Checkpoint, Callable[[str], bool] | None]:
+        """The checkpoint, and which of its tensors are meant."""
+        if self.remote is None:
+            return open_checkpoint(list(self.files)), keep
+        within = self.remote.keeping(self.files)
+        if keep is None or within is None:
+            return self.remote.checkpoint, within or keep
+        return self.remote.checkpoint, lambda name: within(name) and keep(name)
+
+    def refuse_fallback(self, why: str) -> None:
+        """Raises UnsupportedError if the engine's own loader cannot read the files."""
+        if self.remote is not None:
+            text = f"{why}; this is for the engine's own loader, which reads from disks: copy the files to one"
+            raise UnsupportedError(text)
 
 
 class Loads:
@@ -53,25 +106,27 @@ class Loads:
         self._mark = mark
 
     def weights(
-        self, files: Sequence[str], keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
+        self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred.
 
         Raises:
             MissingDtypeError: torch has no such dtype. The engine's own way would meet it in the middle of its load.
+            UnsupportedError: they cannot be deferred, and ``otherwise`` cannot read them.
         """
         try:
-            recorder = Recorder(open_checkpoint(list(files)), keep, self._device, self.options)
+            recorder = Recorder(*chosen.opened(keep), self._device, self.options)
             recorder.check()
         except MissingDtypeError:
             raise
         except UnsupportedError as error:
-            return self.fall_back(str(error), otherwise)
+            return self.fall_back(str(error), chosen, otherwise)
         self.recorders.append(recorder)
         return self._marked(recorder)
 
-    def fall_back(self, why: str, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """What the engine's own way gives. The reason goes into the reports."""
+        chosen.refuse_fallback(why)
         self.fallbacks.append(why)
         logger.warning("penstock: loading as the engine does: %s", why)
         return iter(otherwise())
@@ -113,7 +168,7 @@ class Loads:
 
 
 def reloaded(
-    files: Sequence[str],
+    chosen: Chosen,
     keep: Callable[[str], bool] | None,
     device: torch.device,
     options: Options,
@@ -124,11 +179,13 @@ def reloaded(
 
     Raises:
         MissingDtypeError: torch has no such dtype.
+        UnsupportedError: they cannot be given, and ``otherwise`` cannot read them.
     """
     try:
-        return Reloader(open_checkpoint(list(files)), keep, device, options, cuts).weights()
+        return Reloader(*chosen.opened(keep), device, options, cuts).weights()
     except MissingDtypeError:
         raise
     except UnsupportedError as error:
+        chosen.refuse_fallback(str(error))
         logger.warning("penstock: reloading as the engine does: %s", error)
         return iter(otherwise())

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.model_loader import loader as sglang_loader
 
-from .._core import Options
 from .._report import Report
-from ._engine import Loads
+from ._engine import Chosen, Loads, Settings
+from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 
 logger = logging.getLogger("penstock")
@@ -70,21 +71,32 @@ def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[
     return call
 
 
-def _settings(loader: Any) -> tuple[Options, str | None] | None:
+def _settings(loader: Any) -> Settings | None:
     """What a configuration whose format is penstock was marked with."""
-    found: tuple[Options, str | None] | None = getattr(loader.load_config, "penstock", None)
+    found: Settings | None = getattr(loader.load_config, "penstock", None)
     return found
 
 
 def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
     settings = _settings(loader)
-    if settings is not None and settings[1] is not None:
-        if not hasattr(loader, "penstock_model"):
-            loader.penstock_model = model
-        if model == loader.penstock_model:
-            model = settings[1]
+    if settings is not None:
+        if settings.weights is not None:
+            if not hasattr(loader, "penstock_model"):
+                loader.penstock_model = model
+            if model == loader.penstock_model:
+                model = settings.weights
+        if is_remote(model):
+            remote = RemoteWeights(model, settings.storage)
+            _remotes(loader)[remote.folder] = remote
+            model = remote.folder
     return original(loader, model, *args, **kwargs)
+
+
+def _remotes(loader: Any) -> dict[str, RemoteWeights]:
+    """By folder: what has been prepared and is still to be iterated over."""
+    found: dict[str, RemoteWeights] = vars(loader).setdefault("penstock_remotes", {})
+    return found
 
 
 @contextmanager
@@ -114,14 +126,19 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     def make(own: Any) -> Any:
         def iterate(files: Sequence[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
             asked.append(files)
+            remote = _remotes(loader).pop(str(Path(files[0]).parent), None)
+            if remote is not None:
+                remote.close()  # its files have been chosen
+            chosen = Chosen(files, remote)
 
             def later() -> Iterator[tuple[str, torch.Tensor]]:
                 loads = _loads.get()
                 if loads is None:
+                    chosen.refuse_fallback("tensors were asked for outside of a load of weights")
                     yield from own(files, *more, **named)
                 else:
-                    loads.options = settings[0]
-                    yield from loads.weights(files, None, lambda: own(files, *more, **named))
+                    loads.options = settings.options
+                    yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
             return later()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from .._report import Report
-from ._engine import Loads, reloaded, settings_of
+from ._engine import Chosen, Loads, reloaded, settings_of
 from ._reload import Cuts
+from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 
 _ITERATE = "safetensors_weights_iterator"
@@ -53,7 +55,8 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Load format ``penstock``: the default loader's files and tensors, and of these each rank's own bytes."""
 
     def __init__(self, load_config: Any) -> None:
-        self.options, self.other_place = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
+        settings = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
+        self.options, self.other_place, self.storage = settings
         # The default loader refuses formats and keys that it does not know
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
@@ -87,6 +90,11 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
         return super()._prepare_weights(self._place(model_name_or_path), *args, **kwargs)
 
+    def download_model(self, model_config: Any) -> None:
+        """Downloads the files, if they are not to be read from where they are."""
+        if not is_remote(self._place(model_config.model)):
+            super().download_model(model_config)
+
     def _place(self, name: str) -> str:
         """Where the weights of a model are: at ``weights=``, for the one that is served."""
         if self.other_place is None or self._name not in (None, name):
@@ -96,9 +104,23 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return self.other_place if first is None or first.name == name else name
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        place = self._place(source.model_or_path)
+        if not is_remote(place):
+            return self._iterator(source, None)
+        remote = RemoteWeights(place, self.storage)
+        try:
+            # A filter of shards looks into them; tensors that nothing copies are not read anyway
+            unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}
+            return self._iterator(dataclasses.replace(source, model_or_path=remote.folder, **unfiltered), remote)
+        finally:
+            remote.close()
+
+    def _iterator(self, source: Any, remote: RemoteWeights | None) -> Iterator[tuple[str, torch.Tensor]]:
         own = getattr(default_loader, _ITERATE)
 
         def iterate(files: Sequence[str], *args: Any, local_expert_ids: Any = None, **kwargs: Any) -> Any:
+            chosen = Chosen(files, remote)
+
             def keep(name: str) -> bool:
                 return not should_skip_weight(name, local_expert_ids)
 
@@ -107,13 +129,13 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
             if self._loads is not None and self.load_config.safetensors_load_strategy == "torchao":
                 # vLLM makes tensors of torchao's own classes of them
-                return self._loads.fall_back("the checkpoint holds tensors of torchao's classes", otherwise)
+                return self._loads.fall_back("the checkpoint holds tensors of torchao's classes", chosen, otherwise)
             if self._loads is not None:
-                return self._loads.weights(files, keep, otherwise)
+                return self._loads.weights(chosen, keep, otherwise)
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
-            return reloaded(files, keep, device, self.options, first.cuts if first else {}, otherwise)
+            return reloaded(chosen, keep, device, self.options, first.cuts if first else {}, otherwise)
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)

@@ -38,11 +38,12 @@ pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
-pub use remote::{Bearer, Secret, StorageSettings, Web, WebSettings};
+pub use remote::{Addressing, Bearer, S3Settings, Secret, StorageSettings, Web, WebSettings};
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
 pub use stat::identity_of;
 pub(crate) use storage::Storage;
 pub use stores::{register, Stores};
 pub use version::{Identity, Version};
+pub use watch::still_wanted;
 pub(crate) use watch::Watch;

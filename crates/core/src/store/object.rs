@@ -68,7 +68,7 @@ impl std::ops::AddAssign for Traffic {
 }
 
 /// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
-/// left behind. `objects` may not.
+/// left behind. Where they wait for long, they ask [`still_wanted`](super::still_wanted). `objects` may not block.
 pub trait Store: Send + Sync + Debug {
     /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`. Their
     /// addresses begin with the one that was asked for, as it is spelled. Those that are not directly under it are left out

@@ -4,7 +4,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
-use super::remote::{authorities, StorageSettings, Web};
+use super::remote::{authorities, Environment, StorageSettings, Web};
 use crate::error::{Error, ErrorKind, Result};
 use std::path::Path;
 #[cfg(feature = "remote")]
@@ -72,7 +72,10 @@ impl Stores {
     #[cfg(feature = "remote")]
     fn built_in(&self, scheme: &str) -> Option<Arc<dyn Store>> {
         let is = |name: &str| scheme.eq_ignore_ascii_case(name);
-        (is("http") || is("https")).then(|| made(&self.settings))
+        if is("http") || is("https") {
+            return Some(made(Kind::Web, &self.settings));
+        }
+        is("s3").then(|| made(Kind::S3(Environment::of_process()), &self.settings))
     }
 
     #[cfg(not(feature = "remote"))]
@@ -81,20 +84,32 @@ impl Stores {
     }
 }
 
-/// The store of web addresses with these settings. The last few are kept: a program may open the shards of a checkpoint one
+/// A kind of store, and what of the environment it has to know.
+#[cfg(feature = "remote")]
+#[derive(Debug, Clone, PartialEq)]
+enum Kind {
+    Web,
+    S3(Environment),
+}
+
+/// The store with these settings. The last few are kept: a program may open the shards of a checkpoint one
 /// by one, and what is known of servers then need not be found out each time.
 #[cfg(feature = "remote")]
-fn made(settings: &StorageSettings) -> Arc<dyn Store> {
-    static MADE: Mutex<Vec<(StorageSettings, Arc<dyn Store>)>> = Mutex::new(Vec::new());
+fn made(kind: Kind, settings: &StorageSettings) -> Arc<dyn Store> {
+    type Made = (Kind, StorageSettings, Arc<dyn Store>);
+    static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
     const MOST: usize = 4;
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, store)) = made.iter().find(|(known, _)| known == settings) {
+    if let Some((.., store)) = made.iter().find(|(of, known, _)| *of == kind && known == settings) {
         return store.clone();
     }
     if made.len() == MOST {
         made.remove(0);
     }
-    let store: Arc<dyn Store> = Arc::new(Web::new(settings.clone()));
-    made.push((settings.clone(), store.clone()));
+    let store: Arc<dyn Store> = match &kind {
+        Kind::Web => Arc::new(Web::new(settings.clone())),
+        Kind::S3(environment) => Arc::new(Web::s3(settings.clone(), environment.clone())),
+    };
+    made.push((kind, settings.clone(), store.clone()));
     store
 }

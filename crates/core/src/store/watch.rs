@@ -6,11 +6,24 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Mutex};
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
 
 /// Bytes of headers and of an index that the caller's thread parses in one open: about 3 ms.
 const MOST_BYTES_HERE: u64 = 512 * 1024;
+
+thread_local! {
+    /// Whether the caller has given up the question that this thread asks a store.
+    static QUESTION: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+/// Whether somebody still waits for the answer to the question that this thread asks a store. A store that waits for long
+/// asks now and then, and ends with any error if nobody does.
+pub fn still_wanted() -> bool {
+    QUESTION.with_borrow(|question| question.as_ref().is_none_or(|given_up| !given_up.load(Ordering::Relaxed)))
+}
 
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
 #[derive(Debug, Default)]
@@ -18,7 +31,7 @@ pub(crate) struct Watch {
     /// Bytes that the caller's thread may still parse; `None` on threads that can be left behind.
     left: Option<AtomicU64>,
     too_much: AtomicBool,
-    given_up: AtomicBool,
+    given_up: Arc<AtomicBool>,
     asked: Mutex<Question>,
 }
 
@@ -70,6 +83,7 @@ impl Watch {
         let number = asked.next;
         asked.next += 1;
         asked.waiting.push((number, path.to_path_buf()));
+        QUESTION.set(Some(self.given_up.clone()));
         Waiting { watch: self, number }
     }
 
@@ -106,6 +120,7 @@ impl Waiting<'_> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
+        QUESTION.set(None);
         let mut asked = lock(&self.watch.asked);
         asked.answers += 1;
         asked.waiting.retain(|(number, _)| *number != self.number);
@@ -129,6 +144,19 @@ mod tests {
         assert_eq!(watch.asking(), Some((2, "b".into())));
         drop(second);
         assert_eq!(watch.asking(), None);
+    }
+
+    #[test]
+    fn who_asks_a_store_knows_whether_it_is_still_wanted() {
+        let watch = Watch::default();
+        assert!(still_wanted());
+        let asking = watch.ask(Path::new("a"));
+        assert!(still_wanted());
+        watch.give_up();
+        assert!(!still_wanted());
+        assert!(std::thread::spawn(still_wanted).join().unwrap(), "another thread asks something else");
+        drop(asking);
+        assert!(still_wanted());
     }
 
     #[test]

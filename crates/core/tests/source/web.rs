@@ -26,7 +26,9 @@ pub(crate) fn web(files: Arc<Files>) -> Box<dyn Source> {
     let version = Version::Strong(format!("\"{:?}\"", files.identity(0)));
     let location = Location::Url(server.url(files.path(0).to_str().unwrap()));
     let object = Object { location, size: files.size(0), version };
-    let objects = Web::new(WebSettings::default()).objects(vec![Some(object)]).unwrap();
+    // Threads that share the connections; in tests/web.rs it is one.
+    let settings = WebSettings { connections: 24, threads: 3, request_bytes: 64 << 10, ..WebSettings::default() };
+    let objects = Web::new(settings).objects(vec![Some(object)]).unwrap();
     let routing = Arc::new(Routing { depth: 8, requests: 8, ..Routing::default() });
     Box::new(Served { source: objects.source(Io::Auto, &routing).unwrap(), _server: server })
 }

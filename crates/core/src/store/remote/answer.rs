@@ -8,6 +8,8 @@ use std::time::Duration;
 /// The longest head of an answer, in bytes.
 pub(super) const LONGEST_HEAD: usize = 64 << 10;
 const MOST_FIELDS: usize = 128;
+/// The longest body of an error that is received.
+const LONGEST_ERROR: usize = 8 << 10;
 /// The longest pause that a server can ask for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
@@ -29,6 +31,10 @@ pub(super) struct Answer {
     /// What the Hugging Face Hub says instead of a reason, such as `GatedRepo`.
     error_code: Option<String>,
     pause: Option<Duration>,
+    /// The region of the bucket, if the server says it.
+    region: Option<String>,
+    /// What the body of an error says.
+    said: Option<ServerError>,
     /// Whether the connection can be used again.
     pub(super) keeps: bool,
 }
@@ -52,14 +58,71 @@ pub(super) enum Verdict {
     /// It may work later.
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
-    Refused(Error),
+    Refused(Refused),
     /// The server does not have the version that was asked for.
     OtherEtag(Error),
     /// It will not work.
     Failed(Error),
 }
 
+/// Why a server does not give an object.
+#[derive(Debug)]
+pub(super) struct Refused {
+    pub(super) error: Error,
+    /// Whether other credentials could help.
+    pub(super) access: bool,
+    /// The region of the bucket, if the server says it.
+    pub(super) region: Option<String>,
+}
+
+/// What an object store says of an error, in XML.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct ServerError {
+    code: String,
+    message: String,
+    region: Option<String>,
+}
+
+/// Codes with status 400 that other credentials could help with.
+const EXPIRED: [&str; 4] = ["ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"];
+
+impl ServerError {
+    fn of(body: &[u8]) -> Option<ServerError> {
+        let text = String::from_utf8_lossy(body);
+        let of = |name: &str| {
+            let (_, rest) = text.split_once(&format!("<{name}>"))?;
+            let (found, _) = rest.split_once(&format!("</{name}>"))?;
+            let plain = found.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&apos;", "'");
+            Some(shortened(&plain.replace("&amp;", "&")))
+        };
+        let message = of("Message").unwrap_or_default().trim_end_matches('.').to_owned();
+        Some(ServerError { code: of("Code")?, message, region: of("Region") })
+    }
+}
+
 impl Answer {
+    /// An answer that came another way.
+    pub(super) fn of(status: u16, body: &[u8], region: Option<String>) -> Answer {
+        Answer { status, said: ServerError::of(body), region, ..Answer::default() }
+    }
+
+    /// Takes what the body of an error says. Returns whether more of the body is to come that would say it.
+    pub(super) fn learn(&mut self, body: &[u8], ended: bool) -> bool {
+        let says_why = self.status >= 400 || (self.location.is_none() && (300..400).contains(&self.status));
+        if !says_why || self.length == Some(0) {
+            return false;
+        }
+        let all = match self.length {
+            Some(length) => body.len() as u64 >= length,
+            None => body.ends_with(b"\r\n0\r\n\r\n"),
+        };
+        if !all && !ended && body.len() < LONGEST_ERROR {
+            return true;
+        }
+        self.said = ServerError::of(body);
+        false
+    }
+
     /// The answer that begins with these bytes, and the length of its head; `None` if there are more to come.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<(Answer, usize)>, Error> {
         let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
@@ -102,6 +165,7 @@ impl Answer {
                     found.request_id = Some(shortened(&value));
                 }
                 "x-error-code" => found.error_code = Some(shortened(&value)),
+                "x-amz-bucket-region" => found.region = Some(shortened(&value)),
                 "connection" => {
                     let has = |word: &str| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word));
                     found.keeps = !has("close") && (found.keeps || has("keep-alive"));
@@ -123,12 +187,27 @@ impl Answer {
         }
     }
 
-    /// The status, and the number of the request that the server's owner can look up.
+    /// As a message shows it.
+    pub(super) fn shown(&self) -> String {
+        self.named()
+    }
+
+    /// The status, what the server says of it, and the number of the request that its owner can look up.
     fn named(&self) -> String {
-        let mut text = format!("{} {}", self.status, self.reason).trim_end().to_owned();
+        let said = self.said.as_ref().map_or_else(String::new, |said| {
+            let ServerError { code, message, .. } = said;
+            format!(", {code}{}{message}", if message.is_empty() { "" } else { ": " })
+        });
+        let mut text = format!("{} {}", self.status, self.reason).trim_end().to_owned() + &said;
         text.extend(self.error_code.iter().map(|code| format!(", {code}")));
         text.extend(self.request_id.iter().map(|id| format!(", request {id}")));
         text
+    }
+
+    /// The same error, with what else could help.
+    fn refused(&self, error: Error, access: bool) -> Verdict {
+        let region = self.region.clone().or_else(|| self.said.as_ref().and_then(|said| said.region.clone()));
+        Verdict::Refused(Refused { error, access, region })
     }
 
     /// What follows from it. Errors have its status and the name of the request.
@@ -136,7 +215,7 @@ impl Answer {
         let named = |e: Error| e.answered(self.status, self.request_id.clone());
         match self.verdict(expected) {
             Verdict::Again(e, pause) => Verdict::Again(named(e), pause),
-            Verdict::Refused(e) => Verdict::Refused(named(e)),
+            Verdict::Refused(refused) => Verdict::Refused(Refused { error: named(refused.error), ..refused }),
             Verdict::OtherEtag(e) => Verdict::OtherEtag(named(e)),
             Verdict::Failed(e) => Verdict::Failed(named(e)),
             verdict => verdict,
@@ -163,17 +242,26 @@ impl Answer {
             )),
             301 | 302 | 303 | 307 | 308 => match &self.location {
                 Some(to) => Verdict::Moved(to.clone()),
-                None => Verdict::Failed(io(format!("the server redirects ({named}) and does not say where"))),
+                None => self.refused(io(format!("the server redirects ({named}) and does not say where")), false),
             },
-            401 | 403 => Verdict::Refused(Error::new(
-                ErrorKind::Permission,
-                format!("the server refuses access ({named}): is the address right, and if it is signed, is it still valid?"),
-            )),
-            404 | 410 if seen => Verdict::Refused(changed(format!("the server has no such object any more ({named})"))),
-            404 | 410 => Verdict::Refused(Error::new(
-                ErrorKind::NotFound,
-                format!("the server has no such object ({named})"),
-            )),
+            401 | 403 => {
+                let text = format!("the server refuses access ({named})");
+                self.refused(Error::new(ErrorKind::Permission, text), true)
+            }
+            404 | 410 if seen => {
+                self.refused(changed(format!("the server has no such object any more ({named})")), false)
+            }
+            404 | 410 => {
+                let text = format!("the server has no such object ({named})");
+                self.refused(Error::new(ErrorKind::NotFound, text), false)
+            }
+            400 => match &self.said {
+                Some(said) if EXPIRED.contains(&said.code.as_str()) => {
+                    let text = format!("the server refuses access ({named})");
+                    self.refused(Error::new(ErrorKind::Permission, text), true)
+                }
+                _ => self.refused(io(format!("the server answered {named}")), false),
+            },
             412 if seen => Verdict::OtherEtag(changed(format!("the server has another version of it ({named})"))),
             416 if seen => Verdict::Failed(changed(format!("the server has another version of it ({named})"))),
             408 | 425 | 429 | 500 | 502 | 503 | 504 => {
@@ -240,7 +328,7 @@ fn changed(what: String) -> Error {
 
 /// What a server says, for a message: its beginning, without controls.
 fn shortened(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(80).collect()
+    text.chars().filter(|c| !c.is_control()).take(160).collect()
 }
 
 /// `bytes first-last/total`, or `bytes */total`.
@@ -272,8 +360,15 @@ mod tests {
             Verdict::Body { length, size, version } => format!("{length} of {size} {version:?}"),
             Verdict::Moved(to) => format!("moved {to}"),
             Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
-            Verdict::Refused(e) => format!("refused {:?}", e.kind()),
             Verdict::OtherEtag(e) => format!("other etag {:?}", e.kind()),
+            Verdict::Refused(Refused { error, access, region }) => {
+                format!(
+                    "refused {:?}{}{}",
+                    error.kind(),
+                    if access { " access" } else { "" },
+                    region.unwrap_or_default()
+                )
+            }
             Verdict::Failed(e) => format!("failed {:?}", e.kind()),
         }
     }
@@ -306,8 +401,10 @@ mod tests {
             ("HTTP/1.1 416 No\nContent-Range: bytes */0", None, "0 of 0 Weak(\"\")"),
             ("HTTP/1.1 416 No\nContent-Range: bytes */5", known(), "failed Changed"),
             ("HTTP/1.1 302 Found\nLocation: /x", known(), "moved /x"),
-            ("HTTP/1.1 302 Found\nX: /x", known(), "failed Io"),
-            ("HTTP/1.1 403 Forbidden", known(), "refused Permission"),
+            ("HTTP/1.1 302 Found\nX: /x", known(), "refused Io"),
+            ("HTTP/1.1 301 Moved\nx-amz-bucket-region: there", known(), "refused Iothere"),
+            ("HTTP/1.1 400 Bad Request", known(), "refused Io"),
+            ("HTTP/1.1 403 Forbidden", known(), "refused Permission access"),
             ("HTTP/1.1 404 Not Found", None, "refused NotFound"),
             ("HTTP/1.1 404 Not Found", known(), "refused Changed"),
             ("HTTP/1.1 412 Precondition Failed", known(), "other etag Changed"),
@@ -337,8 +434,37 @@ mod tests {
     #[test]
     fn an_error_says_what_the_server_says() {
         let text = "HTTP/1.1 403 Forbidden\nX-Error-Code: GatedRepo\nX-Request-Id: r-1";
-        let Verdict::Refused(e) = answer(text).judge(&Expected { object: None, range: 0..1 }) else { panic!() };
+        let Verdict::Refused(refused) = answer(text).judge(&Expected { object: None, range: 0..1 }) else { panic!() };
+        let e = refused.error;
         assert!(e.to_string().contains("(403 Forbidden, GatedRepo, request r-1)"), "{e}");
+    }
+
+    #[test]
+    fn what_the_body_of_an_error_says() {
+        let body =
+            "<?xml version=\"1.0\"?><Error><Code>AccessDenied</Code><Message>Not &lt;you&gt; &amp;\n it</Message>\
+                    <StringToSign>secret</StringToSign><Region>there</Region></Error>";
+        let length = format!("HTTP/1.1 403 Forbidden\nContent-Length: {}", body.len());
+        for head in [length.as_str(), "HTTP/1.1 403 Forbidden\nTransfer-Encoding: chunked"] {
+            let mut found = answer(head);
+            let body = if head == length { body.to_owned() } else { format!("d9\r\n{body}\r\n0\r\n\r\n") };
+            for cut in 0..body.len() {
+                assert!(found.learn(&body.as_bytes()[..cut], false), "{cut} bytes of {head}");
+            }
+            assert!(!found.learn(body.as_bytes(), false), "{head}");
+            let Verdict::Refused(refusal) = found.judge(&Expected { object: None, range: 0..1 }) else { panic!() };
+            let text = refusal.error.to_string();
+            assert!(text.contains("(403 Forbidden, AccessDenied: Not <you> & it)"), "{text}");
+            assert_eq!((refusal.access, refusal.region.as_deref()), (true, Some("there")));
+        }
+        // No more than a little is waited for, and nothing where nothing is to be learned.
+        let mut found = answer("HTTP/1.1 500 Oh");
+        assert!(found.learn(&[b'x'; 100], false) && !found.learn(&[b'x'; LONGEST_ERROR], false));
+        assert!(!found.learn(b"", true) && !answer("HTTP/1.1 206 Part").learn(b"", false));
+        assert!(!answer("HTTP/1.1 404 No\nContent-Length: 0").learn(b"", false));
+        let expired = Answer::of(400, b"<Error><Code>ExpiredToken</Code></Error>", None);
+        let verdict = expired.judge(&Expected { object: None, range: 0..1 });
+        assert!(matches!(verdict, Verdict::Refused(Refused { access: true, .. })), "{verdict:?}");
     }
 
     #[test]

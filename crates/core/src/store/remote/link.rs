@@ -174,23 +174,27 @@ impl<S: Stream> Link<S> {
         // SAFETY: the place is the end of `head`.
         let got = unsafe { self.stream.receive(&mut [place]) };
         self.head.truncate(had + *got.as_ref().unwrap_or(&0));
-        if got? == 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the server closed the connection before it answered",
-            ));
-        }
+        let ended = got? == 0;
         self.last = now;
         self.answered_at.get_or_insert(now);
-        let (answer, length) = loop {
+        let (mut answer, length) = loop {
             match Answer::parse(&self.head) {
                 Err(e) => return Ok(Some(Advance::Failed(e))),
+                Ok(None) if ended => {
+                    return Err(io::Error::new(
+                        io::ErrorKind::UnexpectedEof,
+                        "the server closed the connection before it answered",
+                    ));
+                }
                 Ok(None) => return Ok(None),
                 // "Continue" and the like: the answer comes behind it.
                 Ok(Some((answer, length))) if (100..200).contains(&answer.status) => drop(self.head.drain(..length)),
                 Ok(Some(found)) => break found,
             }
         };
+        if answer.learn(&self.head[length..], ended) {
+            return Ok(None);
+        }
         let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
         fetch.reads.iter_mut().for_each(|read| read.answered = true);
         match answer.judge(&fetch.expected()) {

@@ -27,8 +27,11 @@ pub(super) fn look(common: &Common, site: &Site, times: usize) -> Look {
 }
 
 fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result<()> {
+    let mut renewed = false;
+    let unknown = || Error::new(ErrorKind::Internal, "there is no request; please report this");
     for _ in 0..=MOST_REDIRECTS {
-        let request = site.request()?;
+        // Credentials are waited for.
+        let request = site.request(None).ok_or_else(unknown)??;
         let server = &request.address.server;
         let mut asked = Asked { server: server.origin(), ..Asked::default() };
         let answer = connect(common, server, &mut asked).and_then(|mut link| {
@@ -45,9 +48,13 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
             (Verdict::Moved(to), _) => {
                 site.moved(request.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?);
             }
-            (Verdict::Again(e, _) | Verdict::Refused(e) | Verdict::OtherEtag(e) | Verdict::Failed(e), _) => {
-                return Err(e)
+            (Verdict::Refused(refusal), _) => {
+                if renewed || !site.renew(&request, &refusal) {
+                    return Err(site.requests.explained(refusal.error));
+                }
+                renewed = true;
             }
+            (Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e), _) => return Err(e),
         }
     }
     Err(Error::new(ErrorKind::Io, format!("the server redirects more than {MOST_REDIRECTS} times")))
@@ -138,9 +145,14 @@ fn exchange(common: &Common, link: &mut Connection, request: &Get, asked: &mut A
         asked.first_byte.get_or_insert_with(|| begun.elapsed());
         received.extend(part);
         while judged.is_none() {
-            let Some((answer, head)) = Answer::parse(&received)? else { break };
+            let Some((mut answer, head)) = Answer::parse(&received)? else { break };
+            let is_last = !(100..200).contains(&answer.status);
+            // What the body of an error says.
+            if is_last && answer.learn(&received[head..], false) {
+                break;
+            }
             received.drain(..head);
-            if !(100..200).contains(&answer.status) {
+            if is_last {
                 asked.status = Some(answer.status);
                 judged = Some((answer.judge(&expected), answer.keeps && answer.has_length()));
             }

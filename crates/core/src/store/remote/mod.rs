@@ -1,15 +1,19 @@
-//! Objects of web servers: `http://` and `https://`.
+//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://`.
 //!
 //! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
 //! Every answer is compared with what was asked for and with the version that was opened (`answer`).
 //!
-//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2, no credentials yet.
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2. What an object store needs besides, its
+//! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
 
 mod address;
 mod answer;
+mod aws;
 mod connection;
+mod control;
 mod counts;
+mod credentials;
 mod fetch;
 mod link;
 mod links;
@@ -20,6 +24,7 @@ mod pace;
 mod queue;
 mod range_read;
 mod request;
+mod s3;
 mod settings;
 mod sockets;
 mod source;
@@ -31,11 +36,13 @@ mod virtual_time;
 mod wires;
 
 use self::answer::Expected;
+pub(super) use self::aws::Environment;
 use self::counts::Counts;
-use self::net::{Common, Net, Told};
+use self::net::{Common, Net, Told, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
-pub use self::settings::{Bearer, Secret, StorageSettings, WebSettings};
+use self::s3::S3;
+pub use self::settings::{Addressing, Bearer, S3Settings, Secret, StorageSettings, WebSettings};
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
@@ -44,6 +51,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
+use super::watch::still_wanted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
@@ -52,7 +60,7 @@ use crate::way::Routing;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Bytes of one read, and so of one slab. A request asks for many neighbouring ones.
@@ -60,7 +68,7 @@ const EXTENT: u64 = MIB;
 /// Reads in flight for each connection: those of its request, and as many that wait for the next.
 const READS: usize = 32;
 
-/// The store of `http://` and `https://` addresses.
+/// The store of `http://` and `https://` addresses, or of others whose objects are asked for in HTTP.
 #[derive(Debug)]
 pub struct Web {
     common: Arc<Common>,
@@ -70,9 +78,18 @@ pub struct Web {
 impl Web {
     /// A store with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
-        let StorageSettings { web, bearer } = settings.into();
+        let StorageSettings { web, bearer, .. } = settings.into();
         let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { common, requests: requests_of(bearer) }
+    }
+
+    /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
+    pub(super) fn s3(settings: StorageSettings, environment: Environment) -> Web {
+        let StorageSettings { mut web, s3, .. } = settings;
+        let bundle = environment.first(&["AWS_CA_BUNDLE"]).map(PathBuf::from);
+        web.authorities = web.authorities.or(bundle);
+        let common = Arc::new(Common { settings: web, ..Common::default() });
+        Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common }
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {
@@ -91,11 +108,15 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let sockets = Sockets::new(common.clone(), None).map_err(located)?;
     let mut net = Net::new(sockets, common.clone(), Arc::default());
+    net.longest_wait = Some(LOOK);
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
+        if !still_wanted() {
+            return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
+        }
         for event in told.drain(..) {
             if let Told::Done { result, object, .. } = event {
                 let got = result? as usize;
@@ -109,15 +130,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
 }
 
 impl Store for Web {
-    /// Web servers list nothing: an address is one object.
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        if at.to_string().ends_with('/') || at.file_name().is_empty() {
-            let text =
-                "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
-                        a list of all files";
-            return Err(Error::new(ErrorKind::NotFound, text).at(at));
-        }
-        Ok(vec![at.clone()])
+        self.requests.list(at)
     }
 
     fn head(&self, at: &Location, first: u64) -> Result<Head> {
@@ -171,12 +185,13 @@ impl Objects for WebObjects {
     }
 
     fn facts(&self, file: u32) -> Result<Facts> {
-        let server = self.remote(file)?.site.request().map(|request| request.address.server);
+        let site = &self.remote(file)?.site;
+        let server = site.request(None).and_then(Result::ok).map(|request| request.address.server);
         let mut hasher = DefaultHasher::new();
-        server.ok().hash(&mut hasher);
+        server.hash(&mut hasher);
         Ok(Facts {
             kind: FsKind::Remote,
-            fs: "http",
+            fs: site.requests.name(),
             storage: hasher.finish(),
             direct_align: None,
             mappable: false,

@@ -10,11 +10,13 @@ use super::names::Names;
 use super::pace::Pace;
 use super::queue::Queue;
 use super::range_read::{BodyPlaces, RangeRead};
+use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
 use super::wires::{Stream, Watched, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
+use crate::machine::cores;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
@@ -35,17 +37,40 @@ const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
 const LEAST_ASKED: u64 = 2 << 20;
 
+/// Threads that share the connections of one load, at most, and the fewest connections for each.
+const MOST_THREADS: usize = 8;
+const LEAST_CONNECTIONS: usize = 8;
 /// How often connections are looked at.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// What all connections to web servers share.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub(super) struct Common {
     pub(super) settings: WebSettings,
     /// Servers that have redirected.
-    pub(super) redirecting: Mutex<HashSet<Server>>,
+    pub(super) redirecting: Arc<Mutex<HashSet<Server>>>,
     pub(super) names: Arc<Names>,
     pub(super) tls: Tls,
+}
+
+impl Common {
+    /// How many threads share the connections of a load, and the same with the part of each.
+    pub(super) fn divided(self: &Arc<Common>) -> (usize, Arc<Common>) {
+        let WebSettings { connections, first_connections, threads, .. } = self.settings;
+        let threads = match threads {
+            // One thread receives some GB/s, and the load needs others.
+            0 => (cores() / 4).clamp(1, MOST_THREADS),
+            threads => threads,
+        };
+        let threads = threads.min(connections / LEAST_CONNECTIONS).max(1);
+        if threads == 1 {
+            return (1, self.clone());
+        }
+        let mut part = Common::clone(self);
+        part.settings.connections = connections / threads;
+        part.settings.first_connections = first_connections.div_ceil(threads);
+        (threads, Arc::new(part))
+    }
 }
 
 /// What happened to a read.
@@ -75,6 +100,8 @@ pub(super) struct Net<W: Wires> {
     pub(super) counts: Arc<Counts>,
     /// When bytes last came, on any connection.
     pub(super) last: Instant,
+    /// A turn waits no longer than this.
+    pub(super) longest_wait: Option<Duration>,
     discard: Vec<u8>,
     numbers: Vec<usize>,
 }
@@ -84,7 +111,19 @@ impl<W: Wires> Net<W> {
         let now = wires.now();
         let pace = Pace::new(common.settings.first_connections, common.settings.connections, now);
         let (links, waiting, discard, numbers) = (Links::default(), Queue::default(), vec![0; DISCARD], Vec::new());
-        Net { wires, common, links, waiting, pace, look_at: now, counts, last: now, discard, numbers }
+        Net {
+            wires,
+            common,
+            links,
+            waiting,
+            pace,
+            look_at: now,
+            counts,
+            last: now,
+            longest_wait: None,
+            discard,
+            numbers,
+        }
     }
 
     pub(super) fn add(&mut self, read: RangeRead) {
@@ -166,8 +205,9 @@ impl<W: Wires> Net<W> {
     fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
-        let due = self.waiting.next_due().into_iter().chain(look).min()?;
-        Some(due.saturating_duration_since(now))
+        let due = self.waiting.next_due().into_iter().chain(look).min();
+        let due = due.map(|due| due.saturating_duration_since(now));
+        due.into_iter().chain(self.longest_wait).min()
     }
 
     /// Closes connections that bring nothing, and asks for the rest of their reads again.
@@ -199,9 +239,14 @@ impl<W: Wires> Net<W> {
             if passed == Some(site) {
                 continue;
             }
-            let request = match read.site.request() {
-                Ok(request) => request,
-                Err(e) => {
+            let request = match read.site.request(self.wires.wake()) {
+                // Its credentials come.
+                None => {
+                    passed = Some(site);
+                    continue;
+                }
+                Some(Ok(request)) => request,
+                Some(Err(e)) => {
                     self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
                     return true;
                 }
@@ -221,7 +266,7 @@ impl<W: Wires> Net<W> {
             let share = self.waiting.bytes() / self.pace.limit() as u64;
             let share = share.max(LEAST_ASKED).min(self.common.settings.request_bytes);
             if let Some(mut fetch) = Fetch::take(&mut self.waiting, at, share) {
-                fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.address.clone()));
+                fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
                 link.ask(fetch, &request, now);
             }
@@ -237,7 +282,9 @@ impl<W: Wires> Net<W> {
 
     /// Whether a read of the same object has asked there, and has no answer yet.
     fn is_asked(&self, read: &RangeRead, at: &Address) -> bool {
-        let asks = |other: &RangeRead| Arc::ptr_eq(&other.site, &read.site) && other.asked.as_ref() == Some(at);
+        let asks = |other: &RangeRead| {
+            Arc::ptr_eq(&other.site, &read.site) && other.asked.as_ref().is_some_and(|asked| asked.address == *at)
+        };
         let first = |link: &Link<_>| link.fetch.as_ref().and_then(|fetch| fetch.reads.front()).is_some_and(asks);
         self.links.iter().any(|(_, link)| link.state == LinkState::Asked && first(link))
     }
@@ -258,9 +305,11 @@ impl<W: Wires> Net<W> {
                 known.2 += bytes;
                 continue;
             }
-            match read.site.request() {
-                Ok(request) => wanted.push((site, request.address.server, bytes)),
-                Err(e) => {
+            match read.site.request(self.wires.wake()) {
+                // Its credentials come.
+                None => {}
+                Some(Ok(request)) => wanted.push((site, request.address.server, bytes)),
+                Some(Err(e)) => {
                     at -= 1;
                     self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
                 }
@@ -318,15 +367,18 @@ impl<W: Wires> Net<W> {
         if self.links.len() < self.pace.limit() {
             return true;
         }
-        let found = match self.is_stuck() {
-            true => self.links.take_where(|link| link.state == LinkState::Parked),
-            false => self.links.take_where(|link| link.state == LinkState::Idle && link.server != *server),
+        let is_stuck = self.is_stuck();
+        let gives_way = |link: &Link<_>| match is_stuck {
+            true => link.state == LinkState::Parked,
+            false => link.state == LinkState::Idle && link.server != *server,
         };
-        let made = found.is_some();
-        self.back(found.and_then(|(_, link)| link.fetch));
-        // What holds a slab goes first, or the new connection would wait as the old one did.
-        self.waiting.advance_holders();
-        made
+        let Some((_, link)) = self.links.take_where(gives_way) else { return false };
+        self.back(link.fetch);
+        if is_stuck {
+            // What holds a slab goes first, or the new connection would wait as the old one did.
+            self.waiting.advance_holders();
+        }
+        true
     }
 
     /// The reads of a request that has ended wait again, before the others.
@@ -418,8 +470,9 @@ impl<W: Wires> Net<W> {
             return self.pace.is_refused(others, now);
         }
         for read in self.waiting.take_due() {
-            let is_theirs = |request: super::request::Get| request.address.server == *server;
-            if !read.site.request().is_ok_and(is_theirs) {
+            let is_theirs = |request: Get| request.address.server == *server;
+            let request = read.site.request(self.wires.wake());
+            if !request.and_then(Result::ok).is_some_and(is_theirs) {
                 self.waiting.add(read);
             } else if is_final {
                 fail(read, e.clone(), told);
@@ -440,7 +493,7 @@ impl<W: Wires> Net<W> {
                     let text = format!("the server redirects more than {MOST_REDIRECTS} times");
                     return fail_all(Some(fetch), &Error::new(ErrorKind::Io, text), told);
                 }
-                let asked = first.asked.as_ref();
+                let asked = first.asked.as_ref().map(|asked| &asked.address);
                 lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
                 match asked.map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
@@ -454,16 +507,19 @@ impl<W: Wires> Net<W> {
                 self.pace.slow_down(now);
                 self.again(fetch, 0, e, pause, told);
             }
-            Verdict::Refused(e) => {
+            Verdict::Refused(refusal) => {
                 // A new location may expire before it is used, but not always.
                 let Some(first) = fetch.reads.front() else { return };
-                let other = first.asked.as_ref().is_some_and(|asked| first.site.renew(asked));
-                if other && first.renewed < MOST_RENEWALS {
+                // With another credential it is asked for once.
+                let most = if first.asked.as_ref().is_some_and(|asked| asked.is_moved) { MOST_RENEWALS } else { 1 };
+                let renews = |asked: &Get| first.renewed < most && first.site.renew(asked, &refusal);
+                if first.asked.as_ref().is_some_and(renews) {
                     for read in &mut fetch.reads {
                         (read.renewed, read.redirects) = (read.renewed + 1, 0);
                     }
                     self.back(Some(fetch));
                 } else {
+                    let e = first.site.requests.explained(refusal.error);
                     fail_all(Some(fetch), &e, told);
                 }
             }

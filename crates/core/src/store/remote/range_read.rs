@@ -1,13 +1,14 @@
 //! One read on its way: what is still to come, where it goes, and what has been tried.
 
 use super::address::Address;
-use super::answer::Expected;
+use super::answer::{Expected, Refused};
 use super::request::{Get, Requests};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::source::Destination;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
+use crate::wake::Wake;
 use std::any::Any;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -37,10 +38,15 @@ impl Site {
 
     /// The request for the object. A place that a redirect names has its signature in its own address, or is of the kind
     /// that gets ours.
-    pub(super) fn request(&self) -> Result<Get> {
-        match &*lock(&self.moved) {
-            Some(address) => Ok(Get { address: address.clone(), fields: self.requests.redirected(address) }),
-            None => self.requests.request(&self.at),
+    /// `None`, and `wake`: as [`Requests::request`].
+    pub(super) fn request(&self, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let moved = lock(&self.moved).clone();
+        match moved {
+            Some(address) => {
+                let fields = self.requests.redirected(&address);
+                Some(Ok(Get { address, fields, generation: 0, is_moved: true }))
+            }
+            None => self.requests.request(&self.at, wake),
         }
     }
 
@@ -53,19 +59,14 @@ impl Site {
         *lock(&self.moved) = Some(to);
     }
 
-    /// The request for `asked` was refused. Whether the next one is another: for where the object was first, for where
-    /// another read has been redirected to since, or with another signature.
-    pub(super) fn renew(&self, asked: &Address) -> bool {
-        let mut moved = lock(&self.moved);
-        match &*moved {
-            Some(address) if address == asked => *moved = None,
-            Some(_) => {}
-            None if self.requests.request(&self.at).is_ok_and(|first| first.address == *asked) => {
-                return self.requests.renew();
-            }
-            // A read that was refused before this one has had the place forgotten.
-            None => {}
+    /// The request `asked` was refused. Whether the next one is another: for where the object was first, for where another
+    /// read has been redirected to since, or with another signature.
+    pub(super) fn renew(&self, asked: &Get, refusal: &Refused) -> bool {
+        if !asked.is_moved {
+            return self.requests.renew(&self.at, asked, refusal);
         }
+        // A read that was refused before this one may have had the place forgotten, or been redirected again.
+        lock(&self.moved).take_if(|address| *address == asked.address);
         true
     }
 }
@@ -152,7 +153,7 @@ pub(super) struct RangeRead {
     /// Whether a server has answered.
     pub(super) answered: bool,
     /// Where it was last asked for.
-    pub(super) asked: Option<Address>,
+    pub(super) asked: Option<Get>,
     pub(super) redirects: u32,
     /// Refusals in a row, after each of which it was asked for in another way.
     pub(super) renewed: u32,
@@ -258,13 +259,16 @@ mod tests {
         let (first, there, next) = ("http://h/a", "http://p/a?1", "http://p/a?2");
         let address = |text: &str| Address::parse(text).unwrap();
         let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
-        let asked = |site: &Site| site.request().unwrap().address;
-        assert!(!site.renew(&address(first)), "nothing would be different");
+        let refusal = || Refused { error: Error::new(ErrorKind::Permission, "no"), access: true, region: None };
+        let asked = |site: &Site| site.request(None).unwrap().unwrap();
+        let renew = |asked: &Get| site.renew(asked, &refusal());
+        assert!(!renew(&asked(&site)), "nothing would be different");
         site.moved(address(there));
-        assert!(site.renew(&address(there)));
-        assert!(site.renew(&address(there)), "the other read has not been redirected yet");
-        assert!(asked(&site) == address(first));
+        let refused = asked(&site);
+        assert!(renew(&refused));
+        assert!(renew(&refused), "the other read has not been redirected yet");
+        assert!(asked(&site).address == address(first));
         site.moved(address(next));
-        assert!(site.renew(&address(there)) && asked(&site) == address(next), "it has been redirected");
+        assert!(renew(&refused) && asked(&site).address == address(next), "it has been redirected");
     }
 }

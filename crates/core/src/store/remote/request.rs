@@ -1,8 +1,11 @@
 //! What is asked for: the part that differs between kinds of servers. The connections know nothing of it.
 
 use super::address::{Address, Server};
+use super::answer::Refused;
 use super::settings::Bearer;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::wake::Wake;
 use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,13 +16,22 @@ pub(super) struct Get {
     pub(super) address: Address,
     /// Further fields, each ended by CR LF: a signature.
     pub(super) fields: String,
+    /// Requests with other credentials, or to another place, have a higher one.
+    pub(super) generation: u64,
+    /// Whether it is for where a redirect has led.
+    pub(super) is_moved: bool,
 }
 
-/// Makes requests for objects: what a signature, or a token, is for one kind of server. May be called from several threads,
-/// and does not block.
+/// Makes requests for objects: what a signature, or a token, is for one kind of server. May be called from several threads.
 pub(super) trait Requests: Send + Sync + Debug {
-    /// The request for the object at this address, as it is valid now.
-    fn request(&self, at: &str) -> Result<Get>;
+    /// What these servers are called in reports.
+    fn name(&self) -> &'static str {
+        "http"
+    }
+
+    /// The request for the object at this address, as it is valid now. If its credentials are not there yet, they are
+    /// fetched, and `wake` is notified when they are there. Without a `wake` the call waits for them.
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>>;
 
     /// The fields of a request for where a redirect has led. Most credentials are not for others.
     fn redirected(&self, to: &Address) -> String {
@@ -27,9 +39,32 @@ pub(super) trait Requests: Send + Sync + Debug {
         String::new()
     }
 
-    /// The server has refused a request (401, 403). Whether the next one will differ.
-    fn renew(&self) -> bool {
+    /// The server has refused the request `asked` for the object at this address. Whether the next one will differ.
+    fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
+        let _ = (at, asked, refusal);
         false
+    }
+
+    /// The error of a refusal, with what its reader can do.
+    fn explained(&self, e: Error) -> Error {
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        e.reworded(|why| format!("{why}: is the address right, and if it is signed, is it still valid?"))
+    }
+
+    /// What is under an address. May block.
+    ///
+    /// # Errors
+    /// `NotFound` where nothing is listed: web servers do not list.
+    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+        if at.to_string().ends_with('/') || at.file_name().is_empty() {
+            let text =
+                "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
+                        a list of all files";
+            return Err(Error::new(ErrorKind::NotFound, text).at(at));
+        }
+        Ok(vec![at.clone()])
     }
 }
 
@@ -38,8 +73,8 @@ pub(super) trait Requests: Send + Sync + Debug {
 pub(super) struct Unsigned;
 
 impl Requests for Unsigned {
-    fn request(&self, at: &str) -> Result<Get> {
-        Ok(Get { address: Address::parse(at)?, fields: String::new() })
+    fn request(&self, at: &str, _wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        Some(Address::parse(at).map(|address| Get { address, fields: String::new(), generation: 0, is_moved: false }))
     }
 }
 
@@ -58,10 +93,13 @@ struct WithToken {
 }
 
 impl Requests for WithToken {
-    fn request(&self, at: &str) -> Result<Get> {
-        let address = Address::parse(at)?;
-        let fields = self.redirected(&address);
-        Ok(Get { address, fields })
+    fn request(&self, at: &str, _wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        Some(Address::parse(at).map(|address| Get {
+            fields: self.redirected(&address),
+            address,
+            generation: 0,
+            is_moved: false,
+        }))
     }
 
     fn redirected(&self, to: &Address) -> String {
@@ -88,7 +126,7 @@ impl Debug for Get {
 impl Get {
     /// The text of the request for `range`, if the object is still the one with this strong ETag.
     pub(super) fn text(&self, range: &Range<u64>, etag: Option<&str>) -> String {
-        let Get { address, fields } = self;
+        let Get { address, fields, .. } = self;
         let (target, host) = (&address.target, address.server.authority());
         let (first, last) = (range.start, range.end - 1);
         let agent = concat!("penstock/", env!("CARGO_PKG_VERSION"));

@@ -13,6 +13,40 @@ pub struct StorageSettings {
     pub web: WebSettings,
     /// A token for a web server.
     pub bearer: Option<Bearer>,
+    /// How S3 is asked.
+    pub s3: S3Settings,
+}
+
+/// How S3, or a server that speaks its protocol, is asked. What is left out is looked for where the tools of AWS do.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct S3Settings {
+    /// `http://` or `https://` and a host, instead of AWS.
+    pub endpoint: Option<String>,
+    /// The region of the buckets. A wrong one is corrected if the server says so.
+    pub region: Option<String>,
+    /// Where a bucket stands in addresses; `None`: virtual for AWS, path for other endpoints.
+    pub addressing: Option<Addressing>,
+    /// Requests are not signed.
+    pub anonymous: bool,
+    /// The requester pays.
+    pub requester_pays: bool,
+    /// The key that requests are signed with, and its secret.
+    pub access_key_id: Option<String>,
+    /// The secret of that key.
+    pub secret_access_key: Option<Secret>,
+    /// The token of a key that is valid for a session.
+    pub session_token: Option<Secret>,
+    /// The profile of AWS's configuration files.
+    pub profile: Option<String>,
+}
+
+/// Where a bucket stands in the addresses of its objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Addressing {
+    /// `https://host/bucket/key`.
+    Path,
+    /// `https://bucket.host/key`.
+    Virtual,
 }
 
 impl From<WebSettings> for StorageSettings {
@@ -29,6 +63,10 @@ impl Secret {
     /// This text.
     pub fn new(text: impl Into<String>) -> Secret {
         Secret(text.into())
+    }
+
+    pub(super) fn shown(&self) -> &str {
+        &self.0
     }
 }
 
@@ -76,6 +114,8 @@ pub struct WebSettings {
     pub connections: usize,
     /// Connections that it begins with. There are more as long as more bring more.
     pub first_connections: usize,
+    /// Threads that share the connections; 0: as many as the machine has cores for.
+    pub threads: usize,
     /// Most bytes of one request: neighbouring reads are asked for together.
     pub request_bytes: u64,
     /// Requests for the same bytes, at most.
@@ -92,7 +132,16 @@ impl Default for WebSettings {
     fn default() -> Self {
         let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
         // Object stores recommend requests of 8 to 16 MiB.
-        let (connections, first_connections, request_bytes) = (256, 16, 16 << 20);
-        WebSettings { connections, first_connections, request_bytes, tries: 8, pause, stall, authorities: None }
+        let (connections, first_connections, threads, request_bytes) = (256, 16, 0, 16 << 20);
+        WebSettings {
+            connections,
+            first_connections,
+            threads,
+            request_bytes,
+            tries: 8,
+            pause,
+            stall,
+            authorities: None,
+        }
     }
 }

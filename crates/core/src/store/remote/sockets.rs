@@ -44,6 +44,10 @@ impl Wires for Sockets {
         Instant::now()
     }
 
+    fn wake(&self) -> Option<&Arc<Wake>> {
+        self.wake.as_ref()
+    }
+
     fn connect(&mut self, server: &Server) -> Result<Option<Connection>> {
         let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
         let addresses = addresses?;

@@ -1,7 +1,8 @@
-//! The source of a load from web servers: one thread that has all connections.
+//! The source of a load from web servers: a thread that has the connections, or several that share them.
 
 use super::answer::Expected;
 use super::counts::Counts;
+use super::fetch::GAP;
 use super::net::{Common, Net, Told};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::sockets::Sockets;
@@ -13,7 +14,7 @@ use crate::store::version::Version;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::wake::Wake;
 use std::any::Any;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::mem;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -27,24 +28,37 @@ pub(super) struct Remote {
 }
 
 pub(super) struct WebSource {
-    shared: Arc<Exchange>,
+    lanes: Vec<Lane>,
     /// The objects by the number of their file.
     objects: Arc<Vec<Option<Remote>>>,
-    thread: Option<JoinHandle<()>>,
     depth: usize,
-    in_flight: usize,
+    /// Reads that were submitted and did not come back: their lane, and their bytes.
+    in_flight: HashMap<Ticket, (usize, u64)>,
+    /// The lane of the last read, the end of that read, and the bytes that its lane got in a row.
+    last: (usize, (u32, u64), u64),
+    /// Bytes of neighbouring reads that go to one lane: those of a request.
+    row: u64,
+    /// Notified when a lane has news.
+    to_owner: Arc<Wake>,
     /// Reads whose arrival was reported, and which have no place yet.
     arrived: HashSet<Ticket>,
     /// Those of them that were given up.
     given_up: HashSet<Ticket>,
 }
 
+/// A thread that has a part of the connections.
+struct Lane {
+    shared: Arc<Exchange>,
+    thread: Option<JoinHandle<()>>,
+    /// Bytes of its reads that did not come back.
+    bytes: u64,
+}
+
 struct Exchange {
     state: Mutex<Traffic>,
     /// Wakes the thread.
     to_thread: Arc<Wake>,
-    /// Wakes the owner.
-    to_owner: Wake,
+    to_owner: Arc<Wake>,
 }
 
 #[derive(Default)]
@@ -67,14 +81,9 @@ enum ToNet {
 // SAFETY: the addresses are only written to while the read is in flight, and what it keeps keeps them valid (invariant 5).
 unsafe impl Send for ToNet {}
 
-impl WebSource {
-    pub(super) fn new(
-        common: Arc<Common>,
-        objects: Arc<Vec<Option<Remote>>>,
-        counts: Arc<Counts>,
-        depth: usize,
-    ) -> Result<WebSource> {
-        let (state, to_thread, to_owner) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?), Wake::new()?);
+impl Lane {
+    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>) -> Result<Lane> {
+        let (state, to_thread) = (Mutex::new(Traffic::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
@@ -83,15 +92,52 @@ impl WebSource {
             theirs.run(&mut net);
         });
         let thread = Some(thread.map_err(|e| Error::io("start a thread", &e))?);
-        Ok(WebSource {
-            shared,
+        Ok(Lane { shared, thread, bytes: 0 })
+    }
+}
+
+impl WebSource {
+    pub(super) fn new(
+        common: Arc<Common>,
+        objects: Arc<Vec<Option<Remote>>>,
+        counts: Arc<Counts>,
+        depth: usize,
+    ) -> Result<WebSource> {
+        let to_owner = Arc::new(Wake::new()?);
+        let (lanes, each) = common.divided();
+        let lane = |_| Lane::new(each.clone(), counts.clone(), to_owner.clone());
+        // Those that run already end if one cannot start.
+        let mut source = WebSource {
+            lanes: Vec::new(),
             objects,
-            thread,
             depth,
-            in_flight: 0,
+            in_flight: HashMap::new(),
+            last: (0, (0, 0), 0),
+            row: common.settings.request_bytes,
+            to_owner: to_owner.clone(),
             arrived: HashSet::new(),
             given_up: HashSet::new(),
-        })
+        };
+        for number in 0..lanes {
+            source.lanes.push(lane(number)?);
+        }
+        Ok(source)
+    }
+
+    /// The lane for a read: that of its neighbour before it, so that both are one request, or the one with the least to do.
+    fn lane_for(&mut self, read: &Read) -> usize {
+        let (lane, end, row) = self.last;
+        let start = (read.file, read.offset);
+        let near = start.0 == end.0 && start.1 >= end.1 && start.1 - end.1 <= GAP;
+        let (lane, row) = match near && row + read.len <= self.row {
+            true => (lane, row + read.len),
+            false => {
+                let idlest = (0..self.lanes.len()).min_by_key(|&number| self.lanes[number].bytes);
+                (idlest.unwrap_or_default(), read.len)
+            }
+        };
+        self.last = (lane, (read.file, read.offset + read.len), row);
+        lane
     }
 
     fn download(&self, read: Read) -> Result<RangeRead, (Read, Error)> {
@@ -186,49 +232,55 @@ impl Exchange {
 
 impl Source for WebSource {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        if self.in_flight >= self.depth {
+        if self.in_flight.len() >= self.depth {
             return Err(read);
         }
-        self.in_flight += 1;
-        match self.download(read) {
-            Ok(download) => lock(&self.shared.state).commands.push(ToNet::Ask(Box::new(download))),
+        let lane = self.lane_for(&read);
+        self.in_flight.insert(read.ticket, (lane, read.len));
+        self.lanes[lane].bytes += read.len;
+        let download = self.download(read);
+        let shared = &self.lanes[lane].shared;
+        match download {
+            Ok(download) => lock(&shared.state).commands.push(ToNet::Ask(Box::new(download))),
             Err((read, e)) => {
                 let (ticket, route) = (read.ticket, read.route);
                 drop(read);
-                lock(&self.shared.state).events.push(Progress::Done(Done {
-                    ticket,
-                    result: Err(e),
-                    route,
-                    written: 0,
-                }));
-                self.shared.to_owner.notify();
+                let done = Done { ticket, result: Err(e), route, written: 0 };
+                lock(&shared.state).events.push(Progress::Done(done));
+                self.to_owner.notify();
             }
         }
         Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
-        if !lock(&self.shared.state).commands.is_empty() {
-            self.shared.to_thread.notify();
+        for Lane { shared, .. } in &self.lanes {
+            if !lock(&shared.state).commands.is_empty() {
+                shared.to_thread.notify();
+            }
         }
         Ok(())
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
-        self.shared.to_owner.clear();
-        let new = mem::take(&mut lock(&self.shared.state).events);
-        for event in &new {
+        self.to_owner.clear();
+        let from = events.len();
+        for Lane { shared, .. } in &self.lanes {
+            events.append(&mut lock(&shared.state).events);
+        }
+        for event in &events[from..] {
             match event {
                 Progress::Arrived(ticket) => drop(self.arrived.insert(*ticket)),
                 Progress::Received(_) => {}
                 Progress::Done(done) => {
                     self.arrived.remove(&done.ticket);
                     self.given_up.remove(&done.ticket);
-                    self.in_flight -= 1;
+                    if let Some((lane, bytes)) = self.in_flight.remove(&done.ticket) {
+                        self.lanes[lane].bytes -= bytes;
+                    }
                 }
             }
         }
-        events.extend(new);
         Ok(())
     }
 
@@ -236,46 +288,54 @@ impl Source for WebSource {
         if self.given_up.remove(&ticket) {
             return Ok(());
         }
-        if !self.arrived.remove(&ticket) {
+        let lane = self.in_flight.get(&ticket).map(|(lane, _)| *lane).filter(|_| self.arrived.remove(&ticket));
+        let Some(lane) = lane else {
             let text = format!("ticket {} was given a place, and has not arrived; please report this", ticket.0);
             return Err(Error::new(ErrorKind::Internal, text));
-        }
+        };
         let none = || Error::new(ErrorKind::Internal, "a read was given no place; please report this");
         let places = BodyPlaces::of(into, u64::MAX)?.ok_or_else(none)?;
-        let mut state = lock(&self.shared.state);
+        let shared = &self.lanes[lane].shared;
+        let mut state = lock(&shared.state);
         let ended = |event: &Progress| matches!(event, Progress::Done(done) if done.ticket == ticket);
         if !state.ended.contains(&ticket) && !state.events.iter().any(ended) {
             state.commands.push(ToNet::Land(ticket, places, keep));
-            self.shared.to_thread.notify();
+            shared.to_thread.notify();
         }
         Ok(())
     }
 
     fn cancel(&mut self) {
         self.given_up.extend(self.arrived.drain());
-        let mut state = lock(&self.shared.state);
-        state.events.retain(|event| matches!(event, Progress::Done(_)));
-        state.cancelled = true;
-        state.commands.push(ToNet::Cancel);
-        self.shared.to_thread.notify();
+        for Lane { shared, .. } in &self.lanes {
+            let mut state = lock(&shared.state);
+            state.events.retain(|event| matches!(event, Progress::Done(_)));
+            state.cancelled = true;
+            state.commands.push(ToNet::Cancel);
+            shared.to_thread.notify();
+        }
     }
 
     fn wake(&self) -> RawFd {
-        self.shared.to_owner.fd()
+        self.to_owner.fd()
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight
+        self.in_flight.len()
     }
 }
 
 impl Drop for WebSource {
     fn drop(&mut self) {
-        lock(&self.shared.state).closing = true;
-        self.shared.to_thread.notify();
-        // The thread never blocks on a server. It closes the connections, and then nothing writes to any memory.
-        let _ended = self.thread.take().map(JoinHandle::join);
-        let commands = mem::take(&mut lock(&self.shared.state).commands);
-        drop(commands);
+        for Lane { shared, .. } in &self.lanes {
+            lock(&shared.state).closing = true;
+            shared.to_thread.notify();
+        }
+        for Lane { shared, thread, .. } in &mut self.lanes {
+            // The thread never blocks on a server. It closes the connections, and then nothing writes to any memory.
+            let _ended = thread.take().map(JoinHandle::join);
+            let commands = mem::take(&mut lock(&shared.state).commands);
+            drop(commands);
+        }
     }
 }

@@ -18,8 +18,8 @@ const SYSTEM: [&str; 5] = [
 ];
 
 /// The settings of TLS, made when they are first needed: reading the authorities takes some milliseconds.
-#[derive(Debug, Default)]
-pub(super) struct Tls(Mutex<Option<Arc<ClientConfig>>>);
+#[derive(Debug, Default, Clone)]
+pub(super) struct Tls(Arc<Mutex<Option<Arc<ClientConfig>>>>);
 
 impl Tls {
     /// Trusts the authorities in the file `given`, else those in the file that `SSL_CERT_FILE` names, else the system's.

@@ -10,6 +10,7 @@ use super::wires::{Stream, Watched, Wires};
 use crate::error::Result;
 use crate::extent::{Route, Ticket};
 use crate::store::version::Version;
+use crate::wake::Wake;
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -230,6 +231,10 @@ impl Wires for VirtualWires {
     fn now(&self) -> Instant {
         let world = self.0.borrow();
         world.begun + world.now
+    }
+
+    fn wake(&self) -> Option<&Arc<Wake>> {
+        None
     }
 
     fn connect(&mut self, _server: &super::address::Server) -> Result<Option<VirtualStream>> {

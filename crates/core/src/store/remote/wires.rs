@@ -3,7 +3,9 @@
 
 use super::address::Server;
 use crate::error::Result;
+use crate::wake::Wake;
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A connection to a server.
@@ -44,6 +46,9 @@ pub(super) trait Wires {
     type Stream: Stream;
 
     fn now(&self) -> Instant;
+
+    /// Notified when something has come that was asked for; none where such things are waited for.
+    fn wake(&self) -> Option<&Arc<Wake>>;
 
     /// Begins to connect to that server; `None` if its addresses are not known yet.
     fn connect(&mut self, server: &Server) -> Result<Option<Self::Stream>>;

@@ -1,0 +1,198 @@
+//! The credential that requests are signed with: fetched on threads that may block, used on those that may not.
+
+use super::aws::{Aws, AwsKey, Provider};
+use super::net::Common;
+use crate::error::{Error, Result};
+use crate::machine::block_signals;
+use crate::sync::{lock, Mutex};
+use crate::wake::Wake;
+use object_store::aws::AwsCredential;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A credential that may expire is asked for again after so long. Its provider gives a new one five minutes before it does.
+const FRESH: Duration = Duration::from_secs(60);
+/// So long it is used meanwhile.
+const USABLE: Duration = Duration::from_secs(240);
+/// How long an error stands for all who wait.
+const NEWS: Duration = Duration::from_secs(1);
+/// A thread that has fetched for so long is lost: a forked child does not have it.
+const LOST: Duration = Duration::from_secs(120);
+
+/// What requests are signed with, and where they go.
+pub(super) struct Session {
+    /// `None`: they are not signed.
+    pub(super) credential: Option<Arc<AwsCredential>>,
+    /// Where the credential comes from, in words.
+    pub(super) origin: String,
+    pub(super) region: String,
+    pub(super) endpoint: Option<String>,
+    fades: bool,
+    renewable: bool,
+    since: Instant,
+    generation: u64,
+}
+
+/// The session of one store.
+pub(super) struct Credentials {
+    aws: Aws,
+    common: Arc<Common>,
+    /// Whoever fetches has it.
+    provider: Mutex<Option<Provider>>,
+    state: Mutex<KeyState>,
+    /// Requests that were made before the last change have a lower number.
+    pub(super) generation: AtomicU64,
+}
+
+#[derive(Default)]
+struct KeyState {
+    session: Option<Arc<Session>>,
+    /// Since when a thread fetches, and who is notified.
+    asked: Option<(Instant, Vec<Arc<Wake>>)>,
+    failed: Option<(Instant, Error)>,
+    /// How often something was fetched.
+    count: u64,
+    /// The provider's last credential was refused.
+    refused: bool,
+}
+
+impl Credentials {
+    pub(super) fn new(aws: Aws, common: Arc<Common>) -> Credentials {
+        let (provider, state, generation) = (Mutex::new(None), Mutex::default(), AtomicU64::new(1));
+        Credentials { aws, common, provider, state, generation }
+    }
+
+    pub(super) fn aws(&self) -> &Aws {
+        &self.aws
+    }
+
+    /// The session, if there is one that is valid. If there is none, one is made, and `wake` is notified when it is there.
+    /// Without a `wake` the call waits for it.
+    pub(super) fn session(self: &Arc<Self>, wake: Option<&Arc<Wake>>) -> Option<Result<Arc<Session>>> {
+        let state = lock(&self.state);
+        if let Some(session) = &state.session {
+            let (age, session) = (session.since.elapsed(), session.clone());
+            if !session.fades || age < USABLE {
+                if session.fades && age >= FRESH {
+                    // Without a thread for it, the next request tries again.
+                    let _ = self.ask(state, None);
+                }
+                return Some(Ok(session));
+            }
+        }
+        if let Some((_, e)) = state.failed.as_ref().filter(|(when, _)| when.elapsed() < NEWS) {
+            return Some(Err(e.clone()));
+        }
+        match wake {
+            Some(wake) => self.ask(state, Some(wake)).err().map(Err),
+            None => {
+                let count = state.count;
+                drop(state);
+                Some(self.fetch(count))
+            }
+        }
+    }
+
+    /// The session, if there is one.
+    pub(super) fn known(&self) -> Option<Arc<Session>> {
+        lock(&self.state).session.clone()
+    }
+
+    /// Has a thread fetch it.
+    fn ask(self: &Arc<Self>, mut state: crate::sync::MutexGuard<'_, KeyState>, wake: Option<&Arc<Wake>>) -> Result<()> {
+        let known = state.asked.take_if(|(since, _)| since.elapsed() < LOST);
+        let runs = known.is_some();
+        let (since, mut waiting) = known.unwrap_or_else(|| (Instant::now(), Vec::new()));
+        if let Some(wake) = wake.filter(|wake| !waiting.iter().any(|other| Arc::ptr_eq(other, wake))) {
+            waiting.push(wake.clone());
+        }
+        state.asked = Some((since, waiting));
+        if runs {
+            return Ok(());
+        }
+        let count = state.count;
+        drop(state);
+        let this = self.clone();
+        let thread = std::thread::Builder::new().name("penstock-keys".into()).spawn(move || {
+            block_signals();
+            let _ = this.fetch(count);
+        });
+        if let Err(e) = thread {
+            lock(&self.state).asked = None;
+            return Err(Error::io("start a thread", &e));
+        }
+        Ok(())
+    }
+
+    /// Fetches it, unless somebody else has since `count` was counted.
+    fn fetch(&self, count: u64) -> Result<Arc<Session>> {
+        let mut provider = lock(&self.provider);
+        {
+            let state = lock(&self.state);
+            if state.count != count {
+                if let Some(session) = &state.session {
+                    return Ok(session.clone());
+                }
+                if let Some((_, e)) = &state.failed {
+                    return Err(e.clone());
+                }
+            }
+            if state.refused {
+                *provider = None;
+            }
+        }
+        let made = self.made(&mut provider);
+        let mut state = lock(&self.state);
+        state.count += 1;
+        state.refused = false;
+        match &made {
+            Ok(session) => (state.session, state.failed) = (Some(session.clone()), None),
+            Err(e) => state.failed = Some((Instant::now(), e.clone())),
+        }
+        for wake in state.asked.take().into_iter().flat_map(|(_, waiting)| waiting) {
+            wake.notify();
+        }
+        made
+    }
+
+    fn made(&self, provider: &mut Option<Provider>) -> Result<Arc<Session>> {
+        let (region, endpoint) = self.aws.place()?;
+        let found = match self.aws.settings.anonymous {
+            true => None,
+            false => Some(self.aws.credential(&self.common, provider)?),
+        };
+        let (fades, renewable) = found.as_ref().map_or((false, false), |found| (found.fades, found.renewable));
+        let (credential, origin) = match found {
+            Some(AwsKey { credential, origin, .. }) => (Some(credential), origin),
+            None => (None, String::new()),
+        };
+        let same =
+            lock(&self.state).session.as_ref().filter(|known| known.credential == credential).map(|s| s.generation);
+        let generation = same.unwrap_or_else(|| self.generation.fetch_add(1, Ordering::Relaxed) + 1);
+        let since = Instant::now();
+        Ok(Arc::new(Session { credential, origin, region, endpoint, fades, renewable, since, generation }))
+    }
+
+    /// A request that was made with this generation was refused. Whether there is, or may be, another credential.
+    pub(super) fn renew(&self, generation: u64) -> bool {
+        let mut state = lock(&self.state);
+        match &state.session {
+            None => true,
+            Some(session) if session.generation > generation => true,
+            Some(session) if !session.renewable => false,
+            Some(_) => {
+                state.session = None;
+                state.refused = true;
+                true
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials").field("aws", &self.aws).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,401 @@
+//! Objects of S3, and of servers that speak its protocol: `s3://bucket/key`. Requests are signed (Signature Version 4) with a
+//! credential that is there already; what has to be asked for is asked for elsewhere (`credentials`).
+
+use super::address::{Address, Server};
+use super::answer::{Expected, Refused, Verdict};
+use super::aws::{retries, Aws, Environment};
+use super::control::{block_on, Control};
+use super::credentials::{Credentials, Session};
+use super::net::Common;
+use super::request::{Get, Requests};
+use super::settings::{Addressing, S3Settings};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::sync::{lock, Mutex};
+use crate::wake::Wake;
+use object_store::aws::{AmazonS3, AmazonS3Builder, AwsAuthorizer, AwsCredential};
+use object_store::client::HttpRequestBody;
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use object_store::{ClientOptions, StaticCredentialProvider};
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A signature is used again for so long. Servers accept it for 15 minutes.
+const SIGNED: Duration = Duration::from_secs(60);
+const MOST_SIGNED: usize = 4096;
+/// How long a page of a listing may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Makes requests for the objects of S3.
+#[derive(Debug)]
+pub(super) struct S3 {
+    common: Arc<Common>,
+    credentials: Arc<Credentials>,
+    /// The regions of buckets that are elsewhere than the settings say.
+    regions: Mutex<HashMap<String, String>>,
+    /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
+    signed: Mutex<HashMap<String, (Instant, Get)>>,
+}
+
+impl S3 {
+    pub(super) fn new(settings: S3Settings, environment: Environment, common: Arc<Common>) -> S3 {
+        let credentials = Arc::new(Credentials::new(Aws { settings, environment }, common.clone()));
+        S3 { common, credentials, regions: Mutex::default(), signed: Mutex::default() }
+    }
+
+    fn settings(&self) -> &S3Settings {
+        &self.credentials.aws().settings
+    }
+
+    fn region(&self, bucket: &str, session: &Session) -> Result<String> {
+        let region = lock(&self.regions).get(bucket).unwrap_or(&session.region).clone();
+        if !is_region(&region) {
+            return Err(invalid("the region has other letters than a-z, digits and '-'"));
+        }
+        Ok(region)
+    }
+
+    /// Where the bucket is: the server, and what stands before the keys.
+    fn place(&self, bucket: &str, region: &str, session: &Session) -> Result<Address> {
+        let Some(endpoint) = &session.endpoint else {
+            let end = if region.starts_with("cn-") { ".cn" } else { "" };
+            // A certificate for *.s3... does not cover a name with dots.
+            let path = self.settings().addressing == Some(Addressing::Path) || bucket.contains('.');
+            let host = format!("s3.{region}.amazonaws.com{end}");
+            let text = if path { format!("https://{host}/{bucket}") } else { format!("https://{bucket}.{host}") };
+            return Address::parse(&text);
+        };
+        let Address { server, target } =
+            Address::parse(endpoint).map_err(|e| e.reworded(|why| format!("the endpoint for S3: {why}")))?;
+        let target = target.trim_end_matches('/');
+        if self.settings().addressing == Some(Addressing::Virtual) {
+            let host = format!("{bucket}.{}", server.host);
+            return Ok(Address { server: Server { host, ..server }, target: target.to_owned() });
+        }
+        Ok(Address { server, target: format!("{target}/{bucket}") })
+    }
+
+    fn made(&self, at: &str, session: &Session, generation: u64) -> Result<Get> {
+        let (bucket, key) = parts(at)?;
+        if key.is_empty() {
+            return Err(invalid("it names a bucket, and no object in it"));
+        }
+        let region = self.region(bucket, session)?;
+        let Address { server, target } = self.place(bucket, &region, session)?;
+        let address = Address { server, target: format!("{}/{}", target.trim_end_matches('/'), escaped(key)) };
+        let fields = match &session.credential {
+            None => String::new(),
+            Some(credential) => signature(&address, credential, &region, self.settings().requester_pays)?,
+        };
+        Ok(Get { address, fields, generation, is_moved: false })
+    }
+
+    /// The names that begin with `prefix` and have no further slash.
+    fn listed(&self, at: &str, bucket: &str, prefix: &str) -> Result<Vec<String>> {
+        let mut renewed = false;
+        loop {
+            let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
+            let session = self.credentials.session(None).unwrap_or_else(none)?;
+            let generation = self.credentials.generation.load(Ordering::Acquire);
+            let region = self.region(bucket, &session)?;
+            let place = self.place(bucket, &region, &session)?;
+            let control = Control::new(&self.common, PATIENCE);
+            let store = self.lister(bucket, &region, &place, &session, control.clone())?;
+            let e = match block_on(names(&store, prefix))? {
+                Ok(names) => return Ok(names),
+                Err(e) => e,
+            };
+            let unclear = |text: String| {
+                Error::new(ErrorKind::Io, "the listing is not understood").caused_by(io::Error::other(text))
+            };
+            let refusal = match control.last() {
+                None => return Err(unclear(e.to_string())),
+                Some(Err(e)) => return Err(e),
+                Some(Ok(answer)) => match answer.judge(&Expected { object: None, range: 0..1 }) {
+                    Verdict::Refused(refusal) => refusal,
+                    Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e) => return Err(e),
+                    Verdict::Moved(_) | Verdict::Body { .. } => return Err(unclear(e.to_string())),
+                },
+            };
+            if renewed || !self.renewed(at, generation, &refusal) {
+                return Err(self.explained(refusal.error));
+            }
+            renewed = true;
+        }
+    }
+
+    fn lister(
+        &self,
+        bucket: &str,
+        region: &str,
+        place: &Address,
+        session: &Session,
+        control: Control,
+    ) -> Result<AmazonS3> {
+        let scheme = if place.server.tls { "https" } else { "http" };
+        let mut builder = AmazonS3Builder::new()
+            .with_bucket_name(bucket)
+            .with_region(region)
+            // It is taken as it is.
+            .with_virtual_hosted_style_request(true)
+            .with_endpoint(format!("{scheme}://{}{}", place.server.authority(), place.target.trim_end_matches('/')))
+            .with_client_options(ClientOptions::new().with_allow_http(true))
+            .with_retry(retries(5))
+            .with_request_payer(self.settings().requester_pays)
+            .with_http_connector(control)
+            .with_skip_signature(session.credential.is_none());
+        if let Some(credential) = &session.credential {
+            let AwsCredential { key_id, secret_key, token } = &**credential;
+            let copy = AwsCredential { key_id: key_id.clone(), secret_key: secret_key.clone(), token: token.clone() };
+            builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(copy)));
+        }
+        builder.build().map_err(|e| invalid(&e.to_string()))
+    }
+
+    fn renewed(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
+        let Ok((bucket, _)) = parts(at) else { return false };
+        if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
+            let mut regions = lock(&self.regions);
+            let Some(session) = self.credentials.known() else { return true };
+            if regions.get(bucket).unwrap_or(&session.region) != region {
+                regions.insert(bucket.to_owned(), region.to_owned());
+                self.credentials.generation.fetch_add(1, Ordering::AcqRel);
+                return true;
+            }
+        }
+        if generation < self.credentials.generation.load(Ordering::Acquire) {
+            return true;
+        }
+        refusal.access && self.credentials.renew(generation)
+    }
+}
+
+impl Requests for S3 {
+    fn name(&self) -> &'static str {
+        "s3"
+    }
+
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        let mut signed = lock(&self.signed);
+        if let Some((when, get)) = signed.get(at) {
+            if when.elapsed() < SIGNED && get.generation == generation {
+                return Some(Ok(get.clone()));
+            }
+        }
+        if signed.len() >= MOST_SIGNED {
+            signed.clear();
+        }
+        let made = self.made(at, &session, generation);
+        if let Ok(get) = &made {
+            signed.insert(at.to_owned(), (Instant::now(), get.clone()));
+        }
+        Some(made)
+    }
+
+    fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
+        self.renewed(at, asked.generation, refusal)
+    }
+
+    fn explained(&self, e: Error) -> Error {
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        let with = match self.credentials.known() {
+            Some(session) if session.credential.is_none() => "the request was not signed".to_owned(),
+            Some(session) => format!("the credentials are from {}", session.origin),
+            None => "the credentials are being renewed".to_owned(),
+        };
+        e.reworded(|why| {
+            let hints = [
+                (
+                    "AccessDenied",
+                    "S3 says so of an object that is not there, too, to those who may not list its bucket",
+                ),
+                ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
+                ("SignatureDoesNotMatch", "is the secret access key right?"),
+                ("RequestTimeTooSkewed", "is the clock of this machine right?"),
+                ("Expired", "they are no longer valid: get new ones"),
+            ];
+            let hint = hints.iter().find(|(code, _)| why.contains(code));
+            format!("{why}; {with}{}", hint.map_or_else(String::new, |(_, hint)| format!("; {hint}")))
+        })
+    }
+
+    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+        let text = at.to_string();
+        let (bucket, key) = parts(&text)?;
+        let is_file = |ending: &str| Path::new(key).extension().is_some_and(|found| found == ending);
+        if is_file("safetensors") || is_file("json") {
+            return Ok(vec![at.clone()]);
+        }
+        let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
+        let names = self.listed(&text, bucket, &format!("{key}{slash}"))?;
+        if names.is_empty() && slash.is_empty() {
+            return Err(Error::new(ErrorKind::NotFound, "the bucket has no object whose key begins with this"));
+        }
+        if names.is_empty() {
+            // An object whose name has another ending.
+            return Ok(vec![at.clone()]);
+        }
+        let folder = text.trim_end_matches('/');
+        Ok(names.iter().map(|name| Location::Url(format!("{folder}/{name}"))).collect())
+    }
+}
+
+async fn names(store: &AmazonS3, prefix: &str) -> object_store::Result<Vec<String>> {
+    let mut names = Vec::new();
+    let mut page_token = None;
+    loop {
+        let options = PaginatedListOptions { delimiter: Some("/".into()), page_token, ..Default::default() };
+        let page = store.list_paginated(Some(prefix), options).await?;
+        let direct = page.result.objects.iter().filter_map(|object| object.location.as_ref().strip_prefix(prefix));
+        names.extend(direct.filter(|name| !name.is_empty() && !name.contains('/')).map(str::to_owned));
+        page_token = page.page_token;
+        if page_token.is_none() {
+            return Ok(names);
+        }
+    }
+}
+
+/// The fields that sign a request for this address.
+fn signature(address: &Address, credential: &AwsCredential, region: &str, payer: bool) -> Result<String> {
+    let failed = || Error::new(ErrorKind::Invalid, "no request can be signed for this address");
+    let Server { tls, .. } = address.server;
+    let scheme = if tls { "https" } else { "http" };
+    let uri = format!("{scheme}://{}{}", address.server.authority(), address.target);
+    let request = http::Request::builder().uri(uri).body(HttpRequestBody::empty());
+    let mut request = request.map_err(|_| failed())?;
+    let authorizer = AwsAuthorizer::new(credential, "s3", region).with_sign_payload(false).with_request_payer(payer);
+    authorizer.try_authorize(&mut request, None).map_err(|_| failed())?;
+    let mut fields = String::new();
+    for (name, value) in request.headers() {
+        let _ = write!(fields, "{name}: {}\r\n", value.to_str().map_err(|_| failed())?);
+    }
+    Ok(fields)
+}
+
+fn is_region(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
+}
+
+/// Bucket and key.
+fn parts(at: &str) -> Result<(&str, &str)> {
+    let rest = at.split_once("://").map_or(at, |(_, rest)| rest);
+    let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
+    if bucket.is_empty() || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
+        return Err(invalid(
+            "the name of the bucket is empty, or has other letters than a-z, digits, '-', '.' and '_'",
+        ));
+    }
+    // Servers, and what signs, take these for steps in a path.
+    if key.split('/').any(|part| part == "." || part == "..") {
+        return Err(invalid("keys with '.' or '..' between slashes are not supported"));
+    }
+    Ok((bucket, key))
+}
+
+/// The key as a path has it.
+fn escaped(key: &str) -> String {
+    let mut text = String::with_capacity(key.len());
+    for b in key.bytes() {
+        match b {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => text.push(b as char),
+            _ => {
+                let _ = write!(text, "%{b:02X}");
+            }
+        }
+    }
+    text
+}
+
+fn invalid(text: &str) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::settings::{Secret, StorageSettings};
+    use super::super::Web;
+    use super::*;
+
+    fn store(s3: S3Settings, environment: &[(&str, &str)]) -> S3 {
+        let common = Common::default();
+        S3::new(s3, Environment::of(environment), Arc::new(common))
+    }
+
+    fn keys() -> S3Settings {
+        let (id, secret) = (Some("AKID".to_owned()), Some(Secret::new("sesame")));
+        S3Settings { access_key_id: id, secret_access_key: secret, ..S3Settings::default() }
+    }
+
+    #[test]
+    fn where_a_bucket_is() {
+        let of = |addressing, endpoint: Option<&str>, region: &str, at: &str| {
+            let s3 =
+                S3Settings { addressing, endpoint: endpoint.map(str::to_owned), region: Some(region.into()), ..keys() };
+            let Get { address, .. } = store(s3, &[]).request(at, None).unwrap().unwrap();
+            format!("{} {}", address.server.authority(), address.target)
+        };
+        let (path, host) = (Some(Addressing::Path), Some(Addressing::Virtual));
+        for (addressing, endpoint, region, at, expected) in [
+            (None, None, "eu-west-1", "s3://b/k", "b.s3.eu-west-1.amazonaws.com /k"),
+            (path, None, "eu-west-1", "s3://b/k", "s3.eu-west-1.amazonaws.com /b/k"),
+            (None, None, "cn-north-1", "s3://b/a/k", "b.s3.cn-north-1.amazonaws.com.cn /a/k"),
+            (None, None, "eu-west-1", "s3://b.c/k", "s3.eu-west-1.amazonaws.com /b.c/k"),
+            (None, Some("http://h:9000"), "r", "s3://b/k x", "h:9000 /b/k%20x"),
+            (None, Some("http://h:9000/s3/"), "r", "s3://b/k", "h:9000 /s3/b/k"),
+            (host, Some("https://h"), "r", "s3://b/k", "b.h /k"),
+        ] {
+            assert_eq!(of(addressing, endpoint, region, at), expected, "{at}");
+        }
+    }
+
+    #[test]
+    fn a_request_is_signed_once_until_something_changes() {
+        let s3 = store(S3Settings { requester_pays: true, ..keys() }, &[("AWS_REGION", "r-1")]);
+        let first = s3.request("s3://b/k", None).unwrap().unwrap();
+        for field in
+            ["authorization: AWS4-HMAC-SHA256 Credential=AKID/", "x-amz-date: ", "x-amz-content-sha256: UNSIGNED"]
+        {
+            assert!(first.fields.contains(field), "{}", first.fields);
+        }
+        assert!(
+            first.fields.contains("x-amz-request-payer: requester") && first.fields.contains("/r-1/s3/aws4_request")
+        );
+        assert_eq!(s3.request("s3://b/k", None).unwrap().unwrap().fields, first.fields);
+        let error = || Error::new(ErrorKind::Io, "elsewhere");
+        let moved = |region: &str| Refused { error: error(), access: false, region: Some(region.into()) };
+        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        // Requests that were on their way meanwhile, and then one that the server sends back to where it came from.
+        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        let second = s3.request("s3://b/k", None).unwrap().unwrap();
+        assert!(second.fields.contains("/r-2/s3/") && second.generation > first.generation);
+        assert!(!s3.renew("s3://b/k", &second, &moved("r-2")) && !s3.renew("s3://b/k", &second, &moved("r 3")));
+        // Keys that were given are not renewed.
+        let refusal = Refused { error: error(), access: true, region: None };
+        assert!(!s3.renew("s3://b/k", &second, &refusal));
+    }
+
+    #[test]
+    fn no_debug_output_has_a_secret() {
+        let environment =
+            [("AWS_SECRET_ACCESS_KEY", "sesame"), ("AWS_SESSION_TOKEN", "sesame"), ("AWS_REGION", "here")];
+        let s3 = S3Settings { session_token: Some(Secret::new("sesame")), ..keys() };
+        let store = store(s3.clone(), &environment);
+        let get = store.request("s3://b/k", None).unwrap().unwrap();
+        let web = Web::s3(StorageSettings { s3, ..StorageSettings::default() }, Environment::of(&environment));
+        let text = format!("{store:?} {get:?} {web:?}");
+        assert!(!text.contains("sesame") && !text.contains("Signature="), "{text}");
+    }
+}
