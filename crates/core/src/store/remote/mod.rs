@@ -10,6 +10,7 @@
 mod address;
 mod answer;
 mod aws;
+mod connecting;
 mod connection;
 mod control;
 mod counts;

@@ -35,7 +35,7 @@ pub(super) const MOST_REDIRECTS: u32 = 5;
 const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
-const LEAST_ASKED: u64 = 2 << 20;
+pub(super) const LEAST_ASKED: u64 = 2 << 20;
 
 /// Threads that share the connections of one load, at most, and the fewest connections for each.
 const MOST_THREADS: usize = 8;
@@ -75,8 +75,8 @@ impl Common {
 
 /// The connections.
 pub(super) struct Net<W: Wires> {
-    wires: W,
-    common: Arc<Common>,
+    pub(super) wires: W,
+    pub(super) common: Arc<Common>,
     pub(super) links: Links<W::Stream>,
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
@@ -261,10 +261,6 @@ impl<W: Wires> Net<W> {
         false
     }
 
-    fn redirects(&self, server: &Server) -> bool {
-        lock(&self.common.redirecting).contains(server)
-    }
-
     /// Whether a read of the same object has asked there, and has no answer yet.
     fn is_asked(&self, read: &RangeRead, at: &Address) -> bool {
         let asks = |other: &RangeRead| {
@@ -274,105 +270,19 @@ impl<W: Wires> Net<W> {
         self.links.iter().any(|(_, link)| link.state == LinkState::Asked && first(link))
     }
 
-    /// Makes connections for what waits, as far as there may be more. Whether it made one.
-    fn connect_more(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
-        if self.waiting.len() == 0 || !self.may_connect() {
-            return false;
-        }
-        let mut made = false;
-        // What waits: for which object, on which server, how many bytes.
-        let mut wanted: Vec<(*const (), Server, u64)> = Vec::new();
-        let mut at = 0;
-        while let Some(read) = self.waiting.get(at) {
-            let (site, bytes) = (Arc::as_ptr(&read.site).cast(), read.missing_bytes());
-            at += 1;
-            if let Some(known) = wanted.iter_mut().find(|known| known.0 == site) {
-                known.2 += bytes;
-                continue;
-            }
-            match read.site.request(self.wires.wake()) {
-                // Its credentials come.
-                None => {}
-                Some(Ok(request)) => wanted.push((site, request.address.server, bytes)),
-                Some(Err(e)) => {
-                    at -= 1;
-                    self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
-                }
-            }
-        }
-        while let Some((_, server, _)) = wanted.first() {
-            let server = server.clone();
-            let (theirs, others): (Vec<_>, _) = wanted.into_iter().partition(|known| known.1 == server);
-            let bytes: u64 = match self.redirects(&server) {
-                true => theirs.len() as u64 * LEAST_ASKED.min(self.common.settings.request_bytes),
-                false => theirs.iter().map(|known| known.2).sum(),
-            };
-            wanted = others;
-            let is_free = |link: &Link<_>| matches!(link.state, LinkState::Connecting | LinkState::Idle);
-            let is_coming = |link: &Link<_>| is_free(link) && link.server == server;
-            let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
-            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room(&server)
-            {
-                match self.wires.connect(&server) {
-                    Ok(Some(stream)) => {
-                        made = true;
-                        self.counts.connections.add(1);
-                        let number = self.links.room();
-                        self.advance(number, Link::new(stream, server.clone(), now), now, told);
-                        coming += 1;
-                    }
-                    // Its addresses come.
-                    Ok(None) => break,
-                    Err(e) => {
-                        let is_final =
-                            matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit);
-                        self.not_connected(&server, e, is_final, now, told);
-                        break;
-                    }
-                }
-            }
-        }
-        made
-    }
-
-    /// Whether there may be one more connection, perhaps in the place of another.
-    fn may_connect(&self) -> bool {
-        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0 || self.is_stuck()
-    }
-
-    /// Whether every connection waits for a slab, while something that holds one waits for a connection.
-    fn is_stuck(&self) -> bool {
-        let all_wait = self.links.count(LinkState::Parked) == self.links.len();
-        all_wait && self.waiting.iter().any(RangeRead::holds_slab)
-    }
-
-    /// Whether one more connection to this server may be made. If there are as many as there may be, one to another server on
-    /// which nothing is asked for gives way, or one that would wait for ever.
-    fn make_room(&mut self, server: &Server) -> bool {
-        if self.links.len() < self.pace.limit() {
-            return true;
-        }
-        let is_stuck = self.is_stuck();
-        let gives_way = |link: &Link<_>| match is_stuck {
-            true => link.state == LinkState::Parked,
-            false => link.state == LinkState::Idle && link.server != *server,
-        };
-        let Some((_, link)) = self.links.take_where(gives_way) else { return false };
-        self.back(link.fetch);
-        if is_stuck {
-            // What holds a slab goes first, or the new connection would wait as the old one did.
-            self.waiting.advance_holders();
-        }
-        true
-    }
-
     /// The reads of a request that has ended wait again, before the others.
     pub(super) fn back(&mut self, fetch: Option<RangeRequest>) {
         self.waiting.put_back(fetch.into_iter().flat_map(|fetch| fetch.reads));
     }
 
     /// Does what can be done on a connection, which has no other owner meanwhile. How many bytes of a body came.
-    fn advance(&mut self, number: usize, mut link: Link<W::Stream>, now: Instant, told: &mut Vec<Told>) -> u64 {
+    pub(super) fn advance(
+        &mut self,
+        number: usize,
+        mut link: Link<W::Stream>,
+        now: Instant,
+        told: &mut Vec<Told>,
+    ) -> u64 {
         let (had, had_gaps) = (link.got, link.gaps);
         let next = link.advance(now, &mut self.discard, told);
         // A request that was sent just now counts from 0.
@@ -447,27 +357,6 @@ impl<W: Wires> Net<W> {
         }
     }
 
-    /// A connection could not be made. `is_final`: nor will another.
-    fn not_connected(&mut self, server: &Server, e: Error, is_final: bool, now: Instant, told: &mut Vec<Told>) {
-        let is_other = |link: &Link<_>| link.server == *server && link.state != LinkState::Connecting;
-        let others = self.links.iter().filter(|(_, link)| is_other(link)).count();
-        if others > 0 {
-            // It takes so many, and no more.
-            return self.pace.is_refused(others, now);
-        }
-        for read in self.waiting.take_due() {
-            let is_theirs = |request: Get| request.address.server == *server;
-            let request = read.site.request(self.wires.wake());
-            if !request.and_then(Result::ok).is_some_and(is_theirs) {
-                self.waiting.add(read);
-            } else if is_final {
-                fail(read, e.clone(), told);
-            } else {
-                self.tried(read, 0, &e, None, told);
-            }
-        }
-    }
-
     /// The server says something else than the bytes.
     fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
         match verdict {
@@ -525,7 +414,14 @@ impl<W: Wires> Net<W> {
     }
 
     /// A read after a request that failed: it waits for a while, or ends.
-    fn tried(&mut self, mut read: RangeRead, got: u64, e: &Error, pause: Option<Duration>, told: &mut Vec<Told>) {
+    pub(super) fn tried(
+        &mut self,
+        mut read: RangeRead,
+        got: u64,
+        e: &Error,
+        pause: Option<Duration>,
+        told: &mut Vec<Told>,
+    ) {
         if got >= MUCH {
             read.tries = 0;
         }
@@ -544,7 +440,7 @@ impl<W: Wires> Net<W> {
     }
 }
 
-fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
+pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
     let e = read.located(e);
     end(read, Err(e), told);
 }

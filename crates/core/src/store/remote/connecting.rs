@@ -1,0 +1,139 @@
+//! How many connections there are, and to which servers: as many as what waits is worth, and as the pace allows.
+
+use super::address::Server;
+use super::link::{Link, LinkState};
+use super::net::{fail, Net, LEAST_ASKED};
+use super::range_read::RangeRead;
+use super::request::Get;
+use super::told::Told;
+use super::wires::Wires;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::sync::Arc;
+use std::time::Instant;
+
+impl<W: Wires> Net<W> {
+    /// Makes connections for what waits, as far as there may be more. Whether it made one.
+    pub(super) fn connect_more(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
+        if self.waiting.len() == 0 || !self.may_connect() {
+            return false;
+        }
+        let mut made = false;
+        // What waits: for which object, on which server, how many bytes.
+        let mut wanted: Vec<(*const (), Server, u64)> = Vec::new();
+        let mut at = 0;
+        while let Some(read) = self.waiting.get(at) {
+            let (site, bytes) = (Arc::as_ptr(&read.site).cast(), read.missing_bytes());
+            at += 1;
+            if let Some(known) = wanted.iter_mut().find(|known| known.0 == site) {
+                known.2 += bytes;
+                continue;
+            }
+            match read.site.request(self.wires.wake()) {
+                // Its credentials come.
+                None => {}
+                Some(Ok(request)) => wanted.push((site, request.address.server, bytes)),
+                Some(Err(e)) => {
+                    at -= 1;
+                    self.waiting.take(at).into_iter().for_each(|read| fail(read, e.clone(), told));
+                }
+            }
+        }
+        while let Some((_, server, _)) = wanted.first() {
+            let server = server.clone();
+            let (theirs, others): (Vec<_>, _) = wanted.into_iter().partition(|known| known.1 == server);
+            let bytes: u64 = match self.redirects(&server) {
+                true => theirs.len() as u64 * LEAST_ASKED.min(self.common.settings.request_bytes),
+                false => theirs.iter().map(|known| known.2).sum(),
+            };
+            wanted = others;
+            let is_free = |link: &Link<_>| matches!(link.state, LinkState::Connecting | LinkState::Idle);
+            let is_coming = |link: &Link<_>| is_free(link) && link.server == server;
+            let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
+            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room(&server)
+            {
+                match self.wires.connect(&server) {
+                    Ok(Some(stream)) => {
+                        made = true;
+                        self.counts.connections.add(1);
+                        let number = self.links.room();
+                        self.advance(number, Link::new(stream, server.clone(), now), now, told);
+                        coming += 1;
+                    }
+                    // Its addresses come.
+                    Ok(None) => break,
+                    Err(e) => {
+                        let is_final =
+                            matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit);
+                        self.not_connected(&server, e, is_final, now, told);
+                        break;
+                    }
+                }
+            }
+        }
+        made
+    }
+
+    /// Whether there may be one more connection, perhaps in the place of another.
+    fn may_connect(&self) -> bool {
+        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0 || self.is_stuck()
+    }
+
+    /// Whether every connection waits for a slab, while something that holds one waits for a connection.
+    fn is_stuck(&self) -> bool {
+        let all_wait = self.links.count(LinkState::Parked) == self.links.len();
+        all_wait && self.waiting.iter().any(RangeRead::holds_slab)
+    }
+
+    /// Whether one more connection to this server may be made. If there are as many as there may be, one to another server on
+    /// which nothing is asked for gives way, or one that would wait for ever.
+    fn make_room(&mut self, server: &Server) -> bool {
+        if self.links.len() < self.pace.limit() {
+            return true;
+        }
+        let is_stuck = self.is_stuck();
+        let gives_way = |link: &Link<_>| match is_stuck {
+            true => link.state == LinkState::Parked,
+            false => link.state == LinkState::Idle && link.server != *server,
+        };
+        let Some((_, link)) = self.links.take_where(gives_way) else { return false };
+        self.back(link.fetch);
+        if is_stuck {
+            // What holds a slab goes first, or the new connection would wait as the old one did.
+            self.waiting.advance_holders();
+        }
+        true
+    }
+
+    /// A connection could not be made. `is_final`: nor will another.
+    pub(super) fn not_connected(
+        &mut self,
+        server: &Server,
+        e: Error,
+        is_final: bool,
+        now: Instant,
+        told: &mut Vec<Told>,
+    ) {
+        let is_other = |link: &Link<_>| link.server == *server && link.state != LinkState::Connecting;
+        let others = self.links.iter().filter(|(_, link)| is_other(link)).count();
+        if others > 0 {
+            // It takes so many, and no more.
+            return self.pace.is_refused(others, now);
+        }
+        for read in self.waiting.take_due() {
+            let is_theirs = |request: Get| request.address.server == *server;
+            let request = read.site.request(self.wires.wake());
+            if !request.and_then(Result::ok).is_some_and(is_theirs) {
+                self.waiting.add(read);
+            } else if is_final {
+                fail(read, e.clone(), told);
+            } else {
+                self.tried(read, 0, &e, None, told);
+            }
+        }
+    }
+
+    pub(super) fn redirects(&self, server: &Server) -> bool {
+        lock(&self.common.redirecting).contains(server)
+    }
+}
