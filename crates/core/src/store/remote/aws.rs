@@ -2,7 +2,7 @@
 //! a machine or a container has.
 
 use super::control::{block_on, Control};
-use super::credentials::{Finder, Found};
+use super::credentials::{Finder, FoundKey};
 use super::environment::Environment;
 use super::net::Common;
 use super::settings::S3Settings;
@@ -52,7 +52,7 @@ pub(super) struct AwsKey {
     pub(super) endpoint: Option<String>,
 }
 
-type FoundCredential = Found<Arc<AwsCredential>>;
+type FoundCredential = FoundKey<Arc<AwsCredential>>;
 
 /// Something that gives credentials.
 pub(super) struct Provider {
@@ -72,14 +72,14 @@ impl Finder for Aws {
     type Key = AwsKey;
     type Provider = Provider;
 
-    fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<Found<AwsKey>> {
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundKey<AwsKey>> {
         let (region, endpoint) = self.place()?;
         if self.settings.anonymous {
             let key = AwsKey { credential: None, region, endpoint };
-            return Ok(Found { key, origin: String::new(), fades: false, renewable: false });
+            return Ok(FoundKey { key, origin: String::new(), fades: false, renewable: false });
         }
-        let Found { key, origin, fades, renewable } = self.credential(common, provider)?;
-        Ok(Found { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
+        let FoundKey { key, origin, fades, renewable } = self.credential(common, provider)?;
+        Ok(FoundKey { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
     }
 }
 
@@ -107,7 +107,7 @@ impl Aws {
         let Some(Provider { provider: gives, control, origin }) = provider else { return Err(self.none()) };
         match block_on(gives.get_credential())? {
             Ok(credential) => {
-                Ok(Found { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
+                Ok(FoundKey { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
             }
             Err(_) => {
                 let why = match control.last() {
@@ -159,7 +159,7 @@ impl Aws {
                 }
             };
         let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
-        Ok(Some(Found { key, origin: origin.to_owned(), fades: false, renewable: false }))
+        Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: false }))
     }
 
     fn provider(
@@ -268,7 +268,7 @@ impl Aws {
             (Some(key_id), Some(secret_key)) => {
                 let token = of("aws_session_token");
                 let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
-                Some(Found { key, origin, fades: false, renewable: true })
+                Some(FoundKey { key, origin, fades: false, renewable: true })
             }
             _ => None,
         };

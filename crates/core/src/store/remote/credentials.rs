@@ -27,11 +27,11 @@ pub(super) trait Finder: Send + Sync + fmt::Debug + 'static {
     type Provider: Send;
 
     /// What there is now. `provider` is kept between calls. Blocks.
-    fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<Found<Self::Key>>;
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<FoundKey<Self::Key>>;
 }
 
 /// What was found.
-pub(super) struct Found<K> {
+pub(super) struct FoundKey<K> {
     pub(super) key: K,
     /// Where it comes from, in words.
     pub(super) origin: String,
@@ -43,7 +43,7 @@ pub(super) struct Found<K> {
 
 /// What was found, and since when it is used.
 pub(super) struct Session<K> {
-    pub(super) found: Found<K>,
+    pub(super) found: FoundKey<K>,
     since: Instant,
     generation: u64,
 }
