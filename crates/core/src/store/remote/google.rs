@@ -54,7 +54,7 @@ pub(super) struct Google {
 }
 
 /// Something that gives tokens, and its last one.
-pub(super) struct GoogleProvider {
+pub(super) struct TokenProvider {
     source: TokenSource,
     origin: String,
     token: Option<(String, Instant)>,
@@ -70,7 +70,7 @@ enum TokenSource {
 
 /// A file with credentials.
 #[derive(Deserialize)]
-struct KeyFile {
+struct FileType {
     #[serde(rename = "type")]
     name: String,
 }
@@ -102,9 +102,9 @@ enum NoToken {
 
 impl Finder for Google {
     type Key = GoogleKey;
-    type Provider = GoogleProvider;
+    type Provider = TokenProvider;
 
-    fn find(&self, common: &Arc<Common>, provider: &mut Option<GoogleProvider>) -> Result<FoundKey<GoogleKey>> {
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<TokenProvider>) -> Result<FoundKey<GoogleKey>> {
         let without = |why: &str, renewable| {
             Ok(FoundKey { key: GoogleKey { token: None }, origin: why.to_owned(), fades: false, renewable })
         };
@@ -151,7 +151,7 @@ impl Google {
         self.environment.get("STORAGE_EMULATOR_HOST")
     }
 
-    fn provider(&self) -> Result<Option<GoogleProvider>> {
+    fn provider(&self) -> Result<Option<TokenProvider>> {
         let of = |name| self.environment.get(name);
         if let Some(file) = of("GOOGLE_APPLICATION_CREDENTIALS") {
             let origin = format!("{file} (GOOGLE_APPLICATION_CREDENTIALS)");
@@ -171,14 +171,14 @@ impl Google {
         }
         let host = self.environment.first(&["GCE_METADATA_HOST", "GCE_METADATA_IP"]).unwrap_or(METADATA);
         let origin = "the service account of this machine".to_owned();
-        Ok(Some(GoogleProvider { source: TokenSource::Machine(host.to_owned()), origin, token: None }))
+        Ok(Some(TokenProvider { source: TokenSource::Machine(host.to_owned()), origin, token: None }))
     }
 }
 
-fn from_file(text: String, origin: String) -> Result<GoogleProvider> {
+fn from_file(text: String, origin: String) -> Result<TokenProvider> {
     // What is wrong with it is not shown: it would quote the file.
     let wrong = || invalid(format!("{origin} is no file with credentials of Google"));
-    let KeyFile { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
+    let FileType { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
     let source = match name.as_str() {
         "service_account" => TokenSource::ServiceAccount(text),
         "authorized_user" => TokenSource::User(serde_json::from_str(&text).map_err(|_| wrong())?),
@@ -191,10 +191,10 @@ fn from_file(text: String, origin: String) -> Result<GoogleProvider> {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
     };
-    Ok(GoogleProvider { source, origin, token: None })
+    Ok(TokenProvider { source, origin, token: None })
 }
 
-impl GoogleProvider {
+impl TokenProvider {
     /// A token that is valid for some minutes.
     fn token(&mut self, common: &Arc<Common>) -> Result<String, NoToken> {
         if let Some((token, until)) = &self.token {
@@ -292,8 +292,8 @@ fn invalid(text: String) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
 
-impl fmt::Debug for GoogleProvider {
+impl fmt::Debug for TokenProvider {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GoogleProvider").field("origin", &self.origin).finish_non_exhaustive()
+        f.debug_struct("TokenProvider").field("origin", &self.origin).finish_non_exhaustive()
     }
 }
