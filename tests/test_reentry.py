@@ -475,10 +475,10 @@ class Slow(dict):
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
         held.wait()
-made = _digest._Hashing([path], {})
+made = _digest._Hashing([path], {}, None, 1.0)
 made._at_work = Slow()
 try:
-    made.run(False, 1.0)
+    made.run(False)
 except penstock.StalledError as error:
     print(error.path == path)
 held.set()
