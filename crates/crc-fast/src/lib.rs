@@ -1,5 +1,5 @@
-//! Stands for the crate `crc-fast`, of which `object_store` uses one checksum, for uploads, which Penstock does not make. That
-//! crate exports functions for C from every library that it is linked into: 27 names and 0.8 MB of tables in the extension.
+//! Stands for the crate `crc-fast`. `object_store` uses one checksum of it, for uploads, which Penstock does not make. That
+//! crate exports functions for C from every library that it is linked into, and brings large tables.
 
 /// A checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -50,7 +50,7 @@ pub struct Traffic {
     pub connections: u64,
     /// Requests that failed and were sent again for what was missing.
     pub retries: u64,
-    /// Requests of which a part was asked for on another connection, because theirs was slower than the others.
+    /// Requests whose last part was asked for on another connection, because theirs was slower than the others.
     pub moved: u64,
     /// Bytes of bodies that were received.
     pub received: u64,

@@ -52,7 +52,7 @@ pub(super) struct Session<K> {
 pub(super) struct Credentials<F: Finder> {
     finder: F,
     common: Arc<Common>,
-    /// Whoever fetches has it.
+    /// The thread that fetches has it locked.
     provider: Mutex<Option<F::Provider>>,
     state: Mutex<KeyState<F::Key>>,
     /// Requests that were made before the last change have a lower number.
@@ -81,7 +81,7 @@ impl<F: Finder> Credentials<F> {
         &self.finder
     }
 
-    /// The session, if there is one that is valid. If there is none, one is made, and `wake` is notified when it is there.
+    /// The session, if it is valid. Otherwise a new one is made, and `wake` is notified when it is there.
     /// Without a `wake` the call waits for it.
     pub(super) fn session(self: &Arc<Self>, wake: Option<&Arc<Wake>>) -> Option<Result<Arc<Session<F::Key>>>> {
         let state = lock(&self.state);

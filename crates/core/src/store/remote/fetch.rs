@@ -61,7 +61,7 @@ impl RangeRequest {
         let Range { start, end } = next.missing();
         let near = start >= self.asked.end && start - self.asked.end <= GAP && end - self.asked.start <= most;
         // A read that holds a slab never comes behind one that waits for one: all slabs could be held so.
-        let no_wait = !next.arrived || last.arrived || last.has_place();
+        let no_wait = !next.holds_slab() || self.reads.iter().all(RangeRead::has_place);
         near && no_wait && next.object().is_some() && Arc::ptr_eq(&next.site, &last.site)
     }
 
@@ -114,5 +114,46 @@ impl RangeRequest {
         let reads = self.reads.split_off(first);
         let asked = reads.front()?.missing().start..reads.back()?.missing().end;
         Some(RangeRequest { at: asked.start, asked, reads, pinned: false })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::range_read::{BodyPlaces, Site};
+    use super::super::request::Unsigned;
+    use super::*;
+    use crate::extent::{Route, Ticket};
+    use crate::store::version::Version;
+
+    /// How many of two or three neighbours one request takes. Of each: whether it has been told to have arrived, and whether it
+    /// has a place.
+    fn taken(reads: &[(bool, bool)]) -> usize {
+        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+        let mut waiting = ReadQueue::default();
+        for (number, (arrived, placed)) in (0..).zip(reads) {
+            let object = Some((100, Version::Strong("\"e\"".into())));
+            let expected = Expected { object, range: number * 10..number * 10 + 10 };
+            let places = placed.then(|| BodyPlaces::one(std::ptr::null_mut(), 10));
+            let mut read = RangeRead::new(Ticket(number), Route::Buffered, site.clone(), expected, places);
+            read.arrived = *arrived;
+            waiting.add(read);
+        }
+        RangeRequest::take(&mut waiting, 0, 1000).unwrap().reads.len()
+    }
+
+    #[test]
+    fn what_holds_a_slab_comes_behind_nothing_that_waits_for_one() {
+        let (new, waits, holds, memory) = ((false, false), (true, false), (true, true), (false, true));
+        for first in [new, waits] {
+            assert_eq!(taken(&[first, holds]), 1);
+            assert_eq!(taken(&[first, memory, holds]), 2, "nor behind two of them");
+            assert_eq!(taken(&[first, new]), 2);
+        }
+        for first in [holds, memory] {
+            assert_eq!(taken(&[first, holds]), 2);
+            assert_eq!(taken(&[first, memory, holds]), 3);
+            assert_eq!(taken(&[first, new, holds]), 2);
+        }
     }
 }

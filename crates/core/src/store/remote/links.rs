@@ -45,7 +45,7 @@ impl<S> Links<S> {
         Some(link)
     }
 
-    /// Takes out the last one of which this is true, and says its number.
+    /// Takes out the last one for which `is_it` holds, and says its number.
     pub(super) fn take_where(&mut self, is_it: impl Fn(&Link<S>) -> bool) -> Option<(usize, Link<S>)> {
         let number = self.slots.iter().rposition(|slot| slot.as_ref().is_some_and(&is_it))?;
         self.take(number).map(|link| (number, link))

@@ -379,7 +379,9 @@ impl<W: Wires> Net<W> {
                 }
             }
             Verdict::Again(e, pause) => {
-                self.pace.slow_down(now);
+                if matches!(e.status(), Some(429 | 503)) {
+                    self.pace.slow_down(now);
+                }
                 self.again(fetch, 0, e, pause, told);
             }
             Verdict::Refused(refusal) => {

@@ -155,7 +155,7 @@ pub(super) struct RangeRead {
     /// Where it was last asked for.
     pub(super) asked: Option<Get>,
     pub(super) redirects: u32,
-    /// Refusals in a row, after each of which it was asked for in another way.
+    /// Refusals in a row. After each one it was asked for in another way.
     pub(super) renewed: u32,
     /// Whether its arrival was reported.
     pub(super) arrived: bool,
