@@ -6,8 +6,8 @@ FOLDER is for the checkpoint, --tools has `netbench` (`make netbench` builds it)
   time by that of the bare loop: at most 1.05.
 - `paced`: a server that gives each of at most 128 connections 8 MB/s, 50 ms after it was asked. The rate from two
   seconds after the start on, by the sum of all connections: at least 0.9.
-- `stalled`: a server that stops 1% of its answers in the middle, and a pace at which a load takes 10 s without. The
-  time by that of the same load without: at most 1.25.
+- `stalled`: a server that stops 1% of its answers in the middle, takes 64 connections, and gives each a pace at which
+  a load takes 10 s without stalls. The time by that of the same load without: at most 1.25.
 
 Loads go into existing tensors, and the bare loop into memory whose pages are in use. They take turns, and every byte
 that Penstock loads is compared. A table has medians. Namespaces are removed at the end, also after an error.
@@ -210,10 +210,9 @@ def paced(bench: Bench) -> None:
 
 def stalled(bench: Bench) -> None:
     """A server that forgets some of its answers."""
-    files = bench.checkpoint(1e9)
+    files = bench.checkpoint(4e9)
     size = sum(file.stat().st_size for file in files)
-    # Penstock's own number of connections, so that a load takes ten seconds
-    model = {"rate-per-connection": f"{size / 10 / 16:g}"}
+    model = {"rate-per-connection": f"{size / 10 / 64:g}", "first-byte": str(FIRST_BYTE), "most-connections": "64"}
     times: dict[str, list[float]] = {"none": [], "1%": []}
     runs = []
     for number in range(bench.rounds):

@@ -29,6 +29,8 @@ struct Encrypted {
     received: Vec<u8>,
     from: usize,
     until: usize,
+    /// Whether rustls may have decrypted bytes that were not taken.
+    unread: bool,
 }
 
 impl Connection {
@@ -42,7 +44,7 @@ impl Connection {
             None => None,
             Some((config, name)) => {
                 let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
-                Some(Box::new(Encrypted { connection, received: vec![0; ENCRYPTED], from: 0, until: 0 }))
+                Some(Box::new(Encrypted { connection, received: vec![0; ENCRYPTED], from: 0, until: 0, unread: false }))
             }
         };
         Ok(Connection { socket, tls, out: Vec::new(), sent: 0 })
@@ -91,6 +93,10 @@ impl WireEnd for Connection {
 
     fn has_to_send(&self) -> bool {
         self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write())
+    }
+
+    fn holds_bytes(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.from < tls.until || tls.unread)
     }
 
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
@@ -173,12 +179,16 @@ impl Encrypted {
                 match self.connection.reader().read(into) {
                     Ok(n) => {
                         got += n;
-                        if n < into.len() {
+                        self.unread = n == into.len();
+                        if !self.unread {
                             break;
                         }
                     }
                     Err(_) if got > 0 => break,
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                        self.unread = false;
+                        break;
+                    }
                     Err(e) => return Err(e),
                 }
             }

@@ -2,7 +2,7 @@
 
 use super::answer::Expected;
 use super::queue::ReadQueue;
-use super::range_read::RangeRead;
+use super::range_read::{RangeRead, MOST_PLACES};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -80,6 +80,25 @@ impl RangeRequest {
         }
     }
 
+    /// Where the next bytes go: what lies between reads to `discard`, and those of reads to their places, up to the first
+    /// read without. Larger receives send fewer acknowledgements: in pieces of 1 MiB they cost a quarter more processor time.
+    pub(super) fn places(&self, discard: &mut [u8], out: &mut Vec<libc::iovec>) {
+        let mut at = self.at;
+        for read in &self.reads {
+            let missing = read.missing();
+            let mut gap = missing.start.saturating_sub(at).min(self.asked.end - at) as usize;
+            while gap > 0 && out.len() < MOST_PLACES {
+                let iov_len = gap.min(discard.len());
+                out.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
+                gap -= iov_len;
+            }
+            match &read.places {
+                Some(places) if gap == 0 && places.next(missing.end - missing.start, discard, out) => at = missing.end,
+                _ => return,
+            }
+        }
+    }
+
     /// The read whose arrival is to be told now: the one whose bytes come, or the next one if they come soon.
     pub(super) fn arriving(&mut self) -> Option<&mut RangeRead> {
         let told = |read: &RangeRead| read.arrived || read.has_place();
@@ -140,6 +159,41 @@ mod tests {
             waiting.add(read);
         }
         RangeRequest::take(&mut waiting, 0, 1000).unwrap().reads.len()
+    }
+
+    #[test]
+    fn one_receive_fills_the_places_of_several_reads() {
+        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+        let memory = [0u8; 100];
+        let read = |from: u64, to: u64, into: Option<*mut u8>| {
+            let object = Some((100, Version::Strong("\"e\"".into())));
+            let places = into.map(|at| BodyPlaces::one(at, (to - from) as usize));
+            let expected = Expected { object, range: from..to };
+            RangeRead::new(Ticket(from), Route::Buffered, site.clone(), expected, places)
+        };
+        let at = |number: usize| Some(memory.as_ptr().wrapping_add(number).cast_mut());
+        let reads =
+            VecDeque::from([read(10, 20, at(0)), read(20, 30, at(50)), read(55, 60, at(10)), read(60, 70, None)]);
+        let mut fetch = RangeRequest { at: 10, asked: 10..70, reads, pinned: false };
+        let places = |fetch: &RangeRequest| {
+            let (mut discard, mut out) = ([0; 10], Vec::new());
+            fetch.places(&mut discard, &mut out);
+            let discarded = discard.as_ptr() as usize;
+            let offset = |base: usize| if base == discarded { -1 } else { (base - memory.as_ptr() as usize) as isize };
+            out.iter().map(|place| (offset(place.iov_base as usize), place.iov_len)).collect::<Vec<_>>()
+        };
+        assert_eq!(places(&fetch), [(0, 10), (50, 10), (-1, 10), (-1, 10), (-1, 5), (10, 5)]);
+        // The first read has three bytes.
+        fetch.reads[0].received(3);
+        fetch.at = 13;
+        assert_eq!(places(&fetch)[..2], [(3, 7), (50, 10)]);
+        // Its place has not come: nothing behind it can be received.
+        fetch.reads[1].places = None;
+        assert_eq!(places(&fetch), [(3, 7)]);
+        // The end of a body may be a gap.
+        fetch.reads = VecDeque::from([read(69, 70, at(0))]);
+        (fetch.at, fetch.asked) = (60, 60..65);
+        assert_eq!(places(&fetch)[0], (-1, 5));
     }
 
     #[test]

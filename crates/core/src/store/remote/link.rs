@@ -3,6 +3,7 @@
 use super::address::Server;
 use super::answer::{Answer, Verdict};
 use super::fetch::{NextBytes, RangeRequest};
+use super::range_read::RangeRead;
 use super::request::Get;
 use super::told::{end, Told};
 use super::wires::{Watched, WireEnd};
@@ -224,25 +225,14 @@ impl<S: WireEnd> Link<S> {
             }
         }
         let mut places = Vec::new();
-        match (next, fetch.reads.front()) {
-            (NextBytes::Nothing, _) | (_, None) => return Ok(Some(self.ended())),
-            (NextBytes::Gap(bytes), _) => {
-                let iov_len = (bytes.min(fetch.left()) as usize).min(discard.len());
-                places.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
+        fetch.places(discard, &mut places);
+        if places.is_empty() {
+            let Some(first) = fetch.reads.front() else { return Ok(Some(self.ended())) };
+            if !first.missing().is_empty() {
+                self.state = LinkState::Parked;
+                return Ok(Some(Advance::Wait));
             }
-            (NextBytes::Read, Some(read)) => {
-                let missing = read.missing();
-                match &read.places {
-                    _ if missing.is_empty() => {}
-                    Some(into) => into.next(missing.end - missing.start, discard, &mut places),
-                    None => {
-                        self.state = LinkState::Parked;
-                        return Ok(Some(Advance::Wait));
-                    }
-                }
-            }
-        }
-        if !places.is_empty() {
+        } else {
             let got = self.receive(&mut places)?;
             if got == 0 {
                 return Err(io::Error::new(
@@ -252,8 +242,14 @@ impl<S: WireEnd> Link<S> {
             }
             self.last = now;
             self.took(got, now, told);
+            // The next connection's bytes have waited longer. Who goes on here takes what just came, in small pieces.
+            let holds = self.used < self.head.len() || self.stream.holds_bytes();
+            let goes_on = |fetch: &RangeRequest| fetch.reads.front().is_some_and(RangeRead::has_place);
+            if !holds && self.fetch.as_ref().is_some_and(goes_on) {
+                return Ok(Some(Advance::Wait));
+            }
         }
-        self.end_first(told);
+        self.end_complete(told);
         Ok(None)
     }
 
@@ -276,27 +272,40 @@ impl<S: WireEnd> Link<S> {
     }
 
     /// So many bytes of the body came.
-    fn took(&mut self, bytes: usize, now: Instant, told: &mut Vec<Told>) {
-        let Some(fetch) = &mut self.fetch else { return };
-        let in_gap = matches!(fetch.next(), NextBytes::Gap(_));
-        fetch.at += bytes as u64;
+    fn took(&mut self, mut bytes: usize, now: Instant, told: &mut Vec<Told>) {
         self.got += bytes as u64;
-        self.gaps += if in_gap { bytes as u64 } else { 0 };
-        let Some(read) = fetch.reads.front_mut() else { return };
-        if !in_gap {
-            read.received(bytes);
+        while bytes > 0 {
+            let Some(fetch) = &mut self.fetch else { return };
+            let part = match fetch.next() {
+                NextBytes::Gap(gap) => {
+                    let part = gap.min(bytes as u64);
+                    self.gaps += part;
+                    part
+                }
+                NextBytes::Read => {
+                    let Some(read) = fetch.reads.front_mut() else { return };
+                    let part = read.missing_bytes().min(bytes as u64);
+                    read.received(part as usize);
+                    part
+                }
+                NextBytes::Nothing => return,
+            };
+            fetch.at += part;
+            bytes -= part as usize;
+            self.end_complete(told);
         }
         // Of a read without a place nobody has been told yet.
-        if now.duration_since(self.told) >= REPORT && read.has_place() {
-            self.told = now;
+        let first = self.fetch.as_ref().and_then(|fetch| fetch.reads.front());
+        if let Some(read) = first.filter(|read| now.duration_since(self.told) >= REPORT && read.has_place()) {
             told.push(Told::Received(read.ticket));
+            self.told = now;
         }
     }
 
-    /// Ends the first read, if all its bytes are there.
-    fn end_first(&mut self, told: &mut Vec<Told>) {
+    /// Ends the reads whose bytes are all there.
+    fn end_complete(&mut self, told: &mut Vec<Told>) {
         let Some(fetch) = &mut self.fetch else { return };
-        if fetch.reads.front().is_some_and(|read| read.missing().is_empty()) {
+        while fetch.reads.front().is_some_and(|read| read.missing().is_empty()) {
             if let Some(read) = fetch.reads.pop_front() {
                 let got = read.got();
                 end(read, Ok(got), told);

@@ -36,6 +36,8 @@ const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
 /// What is there to be asked for is divided among the connections, but not into smaller requests than this.
 pub(super) const LEAST_ASKED: u64 = 2 << 20;
+/// A request brings so many times what comes in the time to a first byte, also at the end of a load.
+const FIRST_BYTES: f64 = 8.0;
 
 /// Threads that share the connections of one load, at most, and the fewest connections for each.
 const MOST_THREADS: usize = 8;
@@ -83,6 +85,8 @@ pub(super) struct Net<W: Wires> {
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
+    /// Requests that were moved because their connection was slow or silent.
+    pub(super) stragglers: u64,
     /// When bytes last came, on any connection.
     pub(super) last: Instant,
     /// A turn waits no longer than this.
@@ -104,6 +108,7 @@ impl<W: Wires> Net<W> {
             pace,
             look_at: now,
             counts,
+            stragglers: 0,
             last: now,
             longest_wait: None,
             discard,
@@ -182,6 +187,7 @@ impl<W: Wires> Net<W> {
             self.drop_stalled(now, told);
             self.mend_stragglers(now);
             self.pace.judge(now);
+            self.leave_queued(now);
         }
         Ok(())
     }
@@ -247,9 +253,11 @@ impl<W: Wires> Net<W> {
                 passed = Some(site);
                 continue;
             };
-            // Less and less towards the end, so that all connections end together.
+            // Less and less towards the end, so that all connections end together. But where a first byte comes late, small
+            // requests cost more than that.
             let share = self.waiting.bytes() / self.pace.limit() as u64;
-            let share = share.max(LEAST_ASKED).min(self.common.settings.request_bytes);
+            let least = self.pace.rate() * self.pace.first_byte().as_secs_f64() * FIRST_BYTES;
+            let share = share.max(LEAST_ASKED).max(least as u64).min(self.common.settings.request_bytes);
             if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
@@ -283,7 +291,7 @@ impl<W: Wires> Net<W> {
         now: Instant,
         told: &mut Vec<Told>,
     ) -> u64 {
-        let (had, had_gaps) = (link.got, link.gaps);
+        let (had, had_gaps, had_answer) = (link.got, link.gaps, link.answered_at);
         let next = link.advance(now, &mut self.discard, told);
         // A request that was sent just now counts from 0.
         let (all, got) = (link.got, link.got.saturating_sub(had));
@@ -292,14 +300,19 @@ impl<W: Wires> Net<W> {
             self.counts.received.add(got);
             self.counts.gaps.add(link.gaps.saturating_sub(had_gaps));
         }
+        if let (None, Some(answered)) = (had_answer, link.answered_at) {
+            self.pace.answered(answered.duration_since(link.asked_at));
+        }
         match next {
             Advance::Wait => self.keep(number, link, told),
             Advance::Ready => {
                 if let Some(answered) = link.answered_at.take() {
-                    let first_byte = answered.duration_since(link.asked_at);
-                    self.pace.served(first_byte, all, now.duration_since(answered));
+                    self.pace.served(all, now.duration_since(answered));
                 }
-                self.keep(number, link, told);
+                // There may be fewer by now.
+                if self.links.len() < self.pace.limit() {
+                    self.keep(number, link, told);
+                }
             }
             Advance::Close => {}
             Advance::Told(verdict) => {

@@ -6,10 +6,14 @@ use std::time::{Duration, Instant};
 const PERIOD: Duration = Duration::from_millis(250);
 /// The same in times to the first byte: what a new connection brings is seen that late.
 const FIRST_BYTES: u32 = 4;
-/// More connections have to bring so much more.
-const GAIN: f64 = 1.1;
-/// How long a number of connections is kept that was not worth more.
+/// Twice as many connections have to bring so much more, and other numbers in proportion.
+const GAIN: f64 = 0.1;
+/// How long a number of connections is kept, after more were too many for the first time.
 const HOLD: Duration = Duration::from_secs(4);
+/// After a server has asked for less, the number grows by one of so many.
+const STEP: usize = 8;
+/// Up to so many times, what came of it doubles the time for which a number is kept, to 32 s.
+const MOST_DOUBLED: u32 = 3;
 /// If the thread waits less than this share of the time, it is the limit, and not the network.
 const LEAST_WAITING: f64 = 0.1;
 /// Fewest connections, whatever a server asks for.
@@ -22,8 +26,11 @@ const WEIGHT: f64 = 0.2;
 pub(super) struct ConnectionPace {
     limit: usize,
     most: usize,
-    /// When this period began, the bytes that came in it, and the time that the thread waited.
+    /// When this period began, and whether its first half is over: what new connections bring is not seen before that.
     since: Instant,
+    settled: bool,
+    /// When its second half began, the bytes that came since, and the time that the thread waited.
+    measured: Instant,
     bytes: u64,
     waited: Duration,
     /// The part of that time in which every connection was busy.
@@ -34,6 +41,10 @@ pub(super) struct ConnectionPace {
     hold: Option<Instant>,
     /// When a server last asked for less.
     slowed: Option<Instant>,
+    /// How often one has.
+    refusals: u32,
+    /// How often more were not worth it.
+    in_vain: u32,
     /// Averages: the time to the first byte, and the rate of one connection in bytes per second.
     first_byte: Duration,
     rate: f64,
@@ -45,8 +56,26 @@ impl ConnectionPace {
         let most = most.max(1);
         let limit = first.clamp(1, most);
         let (bytes, waited, full, before, hold, slowed) = (0, Duration::ZERO, Duration::ZERO, None, None, None);
+        let (refusals, in_vain) = (0, 0);
         let (first_byte, rate) = (Duration::ZERO, 0.0);
-        ConnectionPace { limit, most, since: now, bytes, waited, full, before, hold, slowed, first_byte, rate }
+        let (since, measured, settled) = (now, now, false);
+        ConnectionPace {
+            limit,
+            most,
+            since,
+            settled,
+            measured,
+            bytes,
+            waited,
+            full,
+            before,
+            hold,
+            slowed,
+            refusals,
+            in_vain,
+            first_byte,
+            rate,
+        }
     }
 
     /// Most connections now.
@@ -63,12 +92,16 @@ impl ConnectionPace {
         self.rate
     }
 
-    /// A request brought `bytes`: the first after `first_byte`, the others in `rest`.
-    pub(super) fn served(&mut self, first_byte: Duration, bytes: u64, rest: Duration) {
+    /// The first byte of an answer came after so long.
+    pub(super) fn answered(&mut self, first_byte: Duration) {
         self.first_byte = match self.first_byte {
             Duration::ZERO => first_byte,
             known => known.mul_f64(1.0 - WEIGHT) + first_byte.mul_f64(WEIGHT),
         };
+    }
+
+    /// A request brought `bytes`, in so long after the first.
+    pub(super) fn served(&mut self, bytes: u64, rest: Duration) {
         if !rest.is_zero() {
             let rate = bytes as f64 / rest.as_secs_f64();
             self.rate = if self.rate == 0.0 { rate } else { self.rate * (1.0 - WEIGHT) + rate * WEIGHT };
@@ -87,10 +120,13 @@ impl ConnectionPace {
     pub(super) fn slow_down(&mut self, now: Instant) {
         // Requests that were sent together are refused together: that is said once.
         if self.slowed.is_none_or(|then| now.duration_since(then) >= HOLD / 2) {
-            self.limit = (self.limit / 2).clamp(LEAST.min(self.most), self.most);
+            // If there were just made more, those are too many.
+            let fewer = self.before.map_or(self.limit / 2, |(before, _)| before);
+            self.limit = fewer.clamp(LEAST.min(self.most), self.most);
             self.slowed = Some(now);
+            self.refusals += 1;
         }
-        self.hold = Some(now + HOLD);
+        self.hold = Some(now + held(self.refusals));
         self.begin(now);
         self.before = None;
     }
@@ -106,22 +142,31 @@ impl ConnectionPace {
     /// Judges a period that is over.
     pub(super) fn judge(&mut self, now: Instant) {
         let period = now.duration_since(self.since);
-        if period < PERIOD.max(self.first_byte * FIRST_BYTES) {
+        let whole = PERIOD.max(self.first_byte * FIRST_BYTES);
+        if !self.settled && period >= whole / 2 {
+            self.settled = true;
+            (self.bytes, self.waited, self.full, self.measured) = (0, Duration::ZERO, Duration::ZERO, now);
+        }
+        let measured = now.duration_since(self.measured);
+        if period < whole || measured < whole / 4 {
             return;
         }
-        let rate = self.bytes as f64 / period.as_secs_f64();
+        let rate = self.bytes as f64 / measured.as_secs_f64();
         let is_full = self.full >= self.waited / 2;
-        let is_network = is_full && self.waited.as_secs_f64() >= LEAST_WAITING * period.as_secs_f64();
+        let is_network = is_full && self.waited.as_secs_f64() >= LEAST_WAITING * measured.as_secs_f64();
         if is_network && self.bytes > 0 {
             match self.before {
                 // It was not worth it.
-                Some((fewer, then)) if rate < then * GAIN => {
-                    (self.limit, self.before, self.hold) = (fewer, None, Some(now + HOLD));
+                Some((fewer, then)) if rate < then * (1.0 + GAIN * (self.limit - fewer) as f64 / fewer as f64) => {
+                    self.in_vain += 1;
+                    (self.limit, self.before, self.hold) = (fewer, None, Some(now + held(self.in_vain)));
                 }
                 _ if self.hold.is_some_and(|until| until > now) => {}
                 _ if self.limit < self.most => {
                     self.before = Some((self.limit, rate));
-                    self.limit = (self.limit * 2).min(self.most);
+                    // Beyond a number at which a server has asked for less, in small steps.
+                    let more = if self.refusals == 0 { self.limit } else { self.limit.div_ceil(STEP) };
+                    self.limit = (self.limit + more).min(self.most);
                     self.hold = None;
                 }
                 _ => self.before = None,
@@ -131,8 +176,13 @@ impl ConnectionPace {
     }
 
     fn begin(&mut self, now: Instant) {
-        (self.since, self.bytes, self.waited, self.full) = (now, 0, Duration::ZERO, Duration::ZERO);
+        (self.since, self.settled) = (now, false);
     }
+}
+
+/// How long a number of connections is kept, after more were too many so often.
+fn held(times: u32) -> Duration {
+    HOLD * (1 << times.saturating_sub(1).min(MOST_DOUBLED))
 }
 
 #[cfg(test)]
@@ -147,10 +197,15 @@ mod tests {
         rate: impl Fn(usize) -> f64,
         waits: f64,
     ) -> usize {
+        let half = PERIOD / 2;
         for _ in 0..periods {
-            *now += PERIOD;
-            pace.turned(PERIOD.mul_f64(waits), (rate(pace.limit()) * PERIOD.as_secs_f64()) as u64, true);
-            pace.judge(*now);
+            // What comes in its first half is not counted.
+            for brings in [0.0, 1.0] {
+                *now += half;
+                let bytes = rate(pace.limit()) * brings * half.as_secs_f64();
+                pace.turned(half.mul_f64(waits), bytes as u64, true);
+                pace.judge(*now);
+            }
         }
         pace.limit()
     }
@@ -171,8 +226,8 @@ mod tests {
         assert_eq!(after(&mut pace, &mut now, 8, link(1e12), 0.05), 16);
         // There is not enough to ask for.
         for _ in 0..8 {
-            now += PERIOD;
-            pace.turned(PERIOD, 1 << 30, false);
+            now += PERIOD / 2;
+            pace.turned(PERIOD / 2, 1 << 30, false);
             pace.judge(now);
             assert_eq!(pace.limit(), 16);
         }
@@ -187,8 +242,13 @@ mod tests {
         }
         assert_eq!(pace.limit(), 32, "64 refusals at once are one");
         assert_eq!(after(&mut pace, &mut now, 15, |n| n as f64 * 8e6, 0.9), 32, "it does not grow for a while");
-        assert!(after(&mut pace, &mut now, 10, |n| n as f64 * 8e6, 0.9) > 32);
-        now += HOLD;
+        assert!(after(&mut pace, &mut now, 4, |n| n as f64 * 8e6, 0.9) > 32);
+        let grown = pace.limit();
+        assert!(grown < 64, "in small steps: {grown}");
+        pace.slow_down(now);
+        let before = pace.limit();
+        assert!(before > grown / 2, "back by one step: {before} after {grown}");
+        assert_eq!(after(&mut pace, &mut now, 30, |n| n as f64 * 8e6, 0.9), before, "and kept for longer");
         for _ in 0..20 {
             now += HOLD;
             pace.slow_down(now);

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
 /// Most places that one system call fills.
-const MOST_PLACES: usize = 64;
+pub(super) const MOST_PLACES: usize = 64;
 
 /// One object: where it is, and how it is asked for.
 #[derive(Debug)]
@@ -100,11 +100,13 @@ impl BodyPlaces {
         }
     }
 
-    /// The next places, for `left` bytes at most; what is discarded goes to `discard`.
-    pub(super) fn next(&self, left: u64, discard: &mut [u8], out: &mut Vec<libc::iovec>) {
-        out.clear();
+    /// Appends the next places, for `left` bytes at most; what is discarded goes to `discard`. Whether those are all.
+    pub(super) fn next(&self, left: u64, discard: &mut [u8], out: &mut Vec<libc::iovec>) -> bool {
         let (mut left, mut filled) = (left as usize, self.filled);
-        for (at, len) in self.list[self.place..].iter().take(MOST_PLACES) {
+        for (at, len) in &self.list[self.place..] {
+            if left == 0 || out.len() >= MOST_PLACES {
+                break;
+            }
             let all = (len - filled).min(left);
             let (base, iov_len) = match at.is_null() {
                 true => (discard.as_mut_ptr(), all.min(discard.len())),
@@ -114,10 +116,11 @@ impl BodyPlaces {
             out.push(libc::iovec { iov_base: base.cast(), iov_len });
             left -= iov_len;
             filled = 0;
-            if iov_len < all || left == 0 {
-                return;
+            if iov_len < all {
+                break;
             }
         }
+        left == 0
     }
 
     /// `bytes` more are there.

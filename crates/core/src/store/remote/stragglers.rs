@@ -4,15 +4,18 @@
 //! closed when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
 //! asked for more.
 
+use super::address::Server;
 use super::fetch::RangeRequest;
 use super::link::{Link, LinkState};
 use super::net::Net;
-use super::wires::Wires;
+use super::wires::{WireEnd, Wires};
 use std::time::{Duration, Instant};
 
 /// A connection is silent if nothing came for so long, and for as many times the usual time to the first byte.
 const SILENT: Duration = Duration::from_secs(1);
 const FIRST_BYTES: u32 = 4;
+/// A new connection is one too many if there is no answer on it for so long, and for as many times the usual time.
+const QUEUED: Duration = Duration::from_millis(250);
 /// A part is taken away if it comes so much earlier elsewhere.
 const GAIN: Duration = Duration::from_millis(150);
 /// And if its connection needs so many times as long as the others on average.
@@ -22,6 +25,12 @@ const ONE_OF: u64 = 20;
 const FIRST_FEW: u64 = 8;
 /// How often one read changes its connection for this reason.
 const MOST_MOVES: u32 = 2;
+
+/// Whether the server has never answered on this connection, and should. Some let connections wait that are too many for
+/// them, until others are closed.
+fn is_queued<S: WireEnd>(link: &Link<S>) -> bool {
+    !link.reused && link.is_unanswered()
+}
 
 impl<W: Wires> Net<W> {
     /// Has what stragglers miss asked for elsewhere.
@@ -35,21 +44,38 @@ impl<W: Wires> Net<W> {
         self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0
     }
 
-    fn may_move(&self) -> bool {
-        self.counts.moved.get() < FIRST_FEW + self.counts.requests.get() / ONE_OF
+    /// If there are more connections than there may be, closes new ones that the server does not answer on.
+    pub(super) fn leave_queued(&mut self, now: Instant) {
+        let patience = QUEUED.max(self.pace.first_byte() * FIRST_BYTES);
+        let is_late = |link: &Link<_>| is_queued(link) && now.duration_since(link.asked_at) >= patience;
+        while self.links.len() > self.pace.limit() {
+            let Some((_, link)) = self.links.take_where(is_late) else { return };
+            self.counts.moved.add(1);
+            self.back(link.fetch);
+        }
     }
 
-    /// Closes silent connections while others bring bytes.
+    fn may_move(&self) -> bool {
+        self.stragglers < FIRST_FEW + self.counts.requests.get() / ONE_OF
+    }
+
+    /// Closes silent connections while others bring bytes, or while nothing is asked on one that has been answered on.
     fn leave_silent(&mut self, now: Instant) {
-        let silent = SILENT.max(self.pace.first_byte() * FIRST_BYTES);
+        let [silent, queued] = [SILENT, QUEUED].map(|least| least.max(self.pace.first_byte() * FIRST_BYTES));
         let last = self.last;
-        let is_silent = |link: &Link<_>| {
-            let moves = link.fetch.iter().flat_map(|fetch| &fetch.reads).map(|read| read.moves).max();
-            let is_alone = last < link.last + silent / 2;
-            link.is_busy() && now.duration_since(link.last) >= silent && !is_alone && moves < Some(MOST_MOVES)
-        };
-        while self.may_move() {
+        let idle = self.links.iter().filter(|(_, link)| link.state == LinkState::Idle && link.reused);
+        let answering: Vec<Server> = idle.map(|(_, link)| link.server.clone()).collect();
+        loop {
+            let may_move = self.may_move();
+            let is_silent = |link: &Link<_>| {
+                let moves = link.fetch.iter().flat_map(|fetch| &fetch.reads).map(|read| read.moves).max();
+                let is_alone = last < link.last + silent / 2;
+                let since = now.duration_since(link.last);
+                let is_queued = is_queued(link) && answering.contains(&link.server) && since >= queued;
+                is_queued || (link.is_busy() && since >= silent && may_move && !is_alone && moves < Some(MOST_MOVES))
+            };
             let Some((_, mut link)) = self.links.take_where(is_silent) else { return };
+            self.stragglers += u64::from(!is_queued(&link));
             link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).for_each(|read| read.moves += 1);
             self.counts.moved.add(1);
             self.back(link.fetch);
@@ -81,6 +107,7 @@ impl<W: Wires> Net<W> {
         let fetch = link.and_then(|(_, link)| link.fetch.as_mut());
         let Some(mut part) = fetch.and_then(RangeRequest::split) else { return false };
         part.reads.iter_mut().for_each(|read| read.moves += 1);
+        self.stragglers += 1;
         self.counts.moved.add(1);
         self.back(Some(part));
         true

@@ -200,6 +200,10 @@ impl WireEnd for VirtualStream {
         false
     }
 
+    fn holds_bytes(&self) -> bool {
+        false
+    }
+
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         let mut world = self.world.borrow_mut();
         let line = &mut world.lines[self.number];

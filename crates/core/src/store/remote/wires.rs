@@ -22,6 +22,9 @@ pub(super) trait WireEnd {
     /// Whether something waits to be sent, or for the connection.
     fn has_to_send(&self) -> bool;
 
+    /// Whether bytes were received that `receive` has not given yet: no event tells of them.
+    fn holds_bytes(&self) -> bool;
+
     /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
     /// `WouldBlock` says that nothing is there.
     ///
