@@ -41,7 +41,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
+.PHONY: checks loom asan tsan valgrind miri fuzz nfs netem msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -61,7 +61,7 @@ help:
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS: each is a target too (docs/checks.md)"
+	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS, distant servers, the oldest Rust: each is a target too (docs/checks.md)"
 	@echo "make test-hardware  the suite for a machine with a GPU, into .bench/hardware (docs/checks.md)"
 	@echo "make gpu-kit  that suite, the wheel and those of the peers, into .gpu/, for a machine that can fetch nothing"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
@@ -210,7 +210,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: test-whole loom asan tsan valgrind miri fuzz nfs
+checks: test-whole loom asan tsan valgrind miri fuzz nfs netem msrv
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
@@ -261,6 +261,16 @@ fuzz-%:
 		-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 $(LIMITS)
 
 # Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
+# The machine has a /tmp of its own, without the programs
+netem: develop netbench
+	tools/lab.sh -- env PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR)/tests $(RUN) tests/netem_loads.py $(TARGET)/release
+
+# With the dependencies of Cargo.lock
+MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+msrv:
+	rustup toolchain install $(MSRV) --profile minimal --no-self-update
+	cargo +$(MSRV) check --locked --workspace
+
 NFS_KERNELS ?= 6.1 6.12
 nfs: develop
 	for kernel in $(NFS_KERNELS); do \
