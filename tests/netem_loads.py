@@ -1,4 +1,4 @@
-"""Loads over a network that is far away and loses packets, for the machine that `tools/lab.sh` boots; `make netem` runs it.
+"""Loads over a network that is far away and loses packets; `make netem` runs it, on the machine of `tools/lab.sh`.
 
     python tests/netem_loads.py FOLDER
 
