@@ -43,7 +43,7 @@ const FIRST_BYTES: f64 = 8.0;
 const MOST_THREADS: usize = 8;
 const LEAST_CONNECTIONS: usize = 8;
 /// How often connections are looked at.
-pub(super) const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(40);
 
 /// What all connections to web servers share.
 #[derive(Debug, Default, Clone)]
@@ -253,11 +253,7 @@ impl<W: Wires> Net<W> {
                 passed = Some(site);
                 continue;
             };
-            // Less and less towards the end, so that all connections end together. But where a first byte comes late, small
-            // requests cost more than that.
-            let share = self.waiting.bytes() / self.pace.limit() as u64;
-            let least = self.pace.rate() * self.pace.first_byte().as_secs_f64() * FIRST_BYTES;
-            let share = share.max(LEAST_ASKED).max(least as u64).min(self.common.settings.request_bytes);
+            let share = self.share();
             if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
@@ -267,6 +263,18 @@ impl<W: Wires> Net<W> {
             return true;
         }
         false
+    }
+
+    /// Bytes to ask for in the next request.
+    fn share(&self) -> u64 {
+        let (waiting, limit) = (self.waiting.bytes(), self.pace.limit());
+        // Less and less towards the end, so that all connections end together.
+        let part = waiting / limit as u64;
+        // Where a first byte comes late, small requests cost more than that, unless connections would have nothing to do.
+        let free = self.links.count(LinkState::Idle) + limit.saturating_sub(self.links.len());
+        let worth = self.pace.rate() * self.pace.first_byte().as_secs_f64() * FIRST_BYTES;
+        let worth = (worth as u64).min(waiting / free.max(1) as u64);
+        part.max(worth).max(LEAST_ASKED).min(self.common.settings.request_bytes)
     }
 
     /// Whether a read of the same object has asked there, and has no answer yet.

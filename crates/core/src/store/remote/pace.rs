@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 /// The rate is judged once in so long, at least: bytes come in bursts.
-const PERIOD: Duration = Duration::from_millis(250);
+const PERIOD: Duration = Duration::from_millis(160);
 /// The same in times to the first byte: what a new connection brings is seen that late.
 const FIRST_BYTES: u32 = 4;
 /// Twice as many connections have to bring so much more, and other numbers in proportion.
@@ -236,19 +236,20 @@ mod tests {
     #[test]
     fn a_server_that_asks_for_less_gets_less() {
         let mut now = Instant::now();
+        let held = (HOLD.as_millis() / PERIOD.as_millis()) as u32;
         let mut pace = ConnectionPace::new(64, 256, now);
         for _ in 0..64 {
             pace.slow_down(now);
         }
         assert_eq!(pace.limit(), 32, "64 refusals at once are one");
-        assert_eq!(after(&mut pace, &mut now, 15, |n| n as f64 * 8e6, 0.9), 32, "it does not grow for a while");
+        assert_eq!(after(&mut pace, &mut now, held - 1, |n| n as f64 * 8e6, 0.9), 32, "it does not grow for a while");
         assert!(after(&mut pace, &mut now, 4, |n| n as f64 * 8e6, 0.9) > 32);
         let grown = pace.limit();
         assert!(grown < 64, "in small steps: {grown}");
         pace.slow_down(now);
         let before = pace.limit();
         assert!(before > grown / 2, "back by one step: {before} after {grown}");
-        assert_eq!(after(&mut pace, &mut now, 30, |n| n as f64 * 8e6, 0.9), before, "and kept for longer");
+        assert_eq!(after(&mut pace, &mut now, 2 * held - 1, |n| n as f64 * 8e6, 0.9), before, "and kept for longer");
         for _ in 0..20 {
             now += HOLD;
             pace.slow_down(now);
