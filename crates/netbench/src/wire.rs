@@ -23,7 +23,7 @@ enum Coding {
     Plain,
     /// rustls keeps what it decrypts in buffers of its own.
     Buffered(Box<ClientConnection>, Vec<u8>),
-    /// rustls decrypts in place.
+    /// rustls decrypts by its unbuffered interface.
     Unbuffered(Box<Unbuffered>),
 }
 
