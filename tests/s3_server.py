@@ -146,6 +146,7 @@ class Bucket:
         if path == "/latest/meta-data/iam/security-credentials/":
             return 200, {}, b"role"
         pod = path == "/pod" and fields.get("authorization") == "pod-token"
+        pod = pod or path == "/v2/credentials/task"
         if path == "/latest/meta-data/iam/security-credentials/role":
             pod = fields.get("x-aws-ec2-metadata-token") == "imds-token"
         sts = dict(parse_qsl(urlsplit(target).query)) if path == "/sts" else {}
@@ -164,7 +165,7 @@ class Bucket:
 
 
 @contextmanager
-def serving(bucket: B) -> Iterator[B]:
+def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[B]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -190,7 +191,7 @@ def serving(bucket: B) -> Iterator[B]:
         def handle_error(self, *about: object) -> None:
             """Clients close connections in the middle of an answer."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server(address, Handler) as server:
         bucket.endpoint = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +228,18 @@ def test_where_credentials_come_from(bucket, small, source):
     names = {"variables": "AWS_ACCESS_KEY_ID", "profile": '"work"', "instance": "machine", "pod": "pod"}
     with pytest.raises(penstock.AccessError, match=names.get(source, "AWS_ROLE_ARN")):
         penstock.open(f"{FOLDER}{LAYOUT.files[0]}")
+
+
+@pytest.mark.parametrize("kind", ["container", "instance"])
+def test_services_at_the_addresses_of_amazons_machines(small, kind):
+    network = ["unshare", "--net"]
+    try:
+        subprocess.run([*network, "ip", "link"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network namespaces here")
+    program = str(Path(__file__).with_name("fixed_addresses.py"))
+    done = subprocess.run([*network, sys.executable, program, small, kind], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("source", ["instance", "pod", "web identity"], indirect=True)
