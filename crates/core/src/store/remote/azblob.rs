@@ -74,19 +74,23 @@ impl Requests for AzureBlob {
             Some(session) => format!("the credentials are from {}", session.found.origin),
             None => "the credentials are being renewed".to_owned(),
         };
-        let of_signature = match known.as_ref().map(|session| &session.found.key.credential) {
+        let failed = match known.as_ref().map(|session| &session.found.key.credential) {
             Some(Credential::Key(..)) => "is the account key right, and the clock of this machine?",
             Some(Credential::Signature(_)) => "is the signature complete, and still valid?",
-            _ => "is the identity of this account's tenant?",
+            Some(Credential::None) => "is the container public?",
+            _ => "is the identity one of the account's tenant?",
         };
         e.reworded(|why| {
             let hints = [
-                ("AuthenticationFailed", of_signature),
+                // What Azurite says with another code.
+                ("failed to authenticate", failed),
+                ("AuthenticationFailed", failed),
+                ("InvalidAuthenticationInfo", failed),
                 (
                     "AuthorizationPermissionMismatch",
-                    "it may not read or list: give it the role Storage Blob Data Reader",
+                    "an identity needs the role Storage Blob Data Reader, a signature the permissions r and l",
                 ),
-                ("AuthorizationFailure", "is that allowed, and does the account's firewall let this machine in?"),
+                ("AuthorizationFailure", "does the account's firewall let this machine in?"),
                 ("KeyBasedAuthenticationNotPermitted", "the account takes no keys: use an identity"),
                 ("PublicAccessNotPermitted", "the account has no public containers"),
             ];

@@ -114,7 +114,8 @@ impl Finder for Azure {
             Ok(token) => found(endpoint, Credential::Token(token), &given.origin, true),
             Err(no) if matches!(given.source, AzureIdentity::Machine(..)) && !given.has_given() => {
                 let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
-                let text = format!("{NOTHING}; {}: {}", given.origin, e.full_message());
+                let why = e.full_message();
+                let text = format!("{NOTHING} ({}: {why}). {PUBLIC}", given.origin);
                 Err(Error::new(ErrorKind::Permission, text))
             }
             Err(no) => Err(given.failed(no)),
@@ -122,9 +123,10 @@ impl Finder for Azure {
     }
 }
 
-const NOTHING: &str = "no credentials for Azure were found: neither account_key or sas_token in storage=, nor AZURE_STORAGE_KEY, \
-                       AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, nor an identity. For a public container \
-                       give storage={\"anonymous\": True}";
+const NOTHING: &str =
+    "no credentials for Azure were found: neither account_key or sas_token in storage=, nor AZURE_STORAGE_KEY, \
+                       AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, nor an identity";
+const PUBLIC: &str = "For a public container give storage={\"anonymous\": True}";
 
 impl Azure {
     /// What Azure's DefaultAzureCredential would take, without what people log in with.
