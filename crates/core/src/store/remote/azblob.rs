@@ -23,7 +23,8 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// The version of the service whose terms these are. Without it Azure answers in those of 2009, with other ETags.
+/// The version of the service whose terms these are. Without it Azure may answer in those of 2009, with ETags that are not
+/// quoted.
 const VERSION: &str = "2023-11-03";
 /// A signature is valid for so long. It is made for one request: this is for clocks that differ.
 const SIGNED: Duration = Duration::from_secs(15 * 60);
