@@ -48,7 +48,7 @@ help:
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
-	@echo "make test-servers  load from servers that speak S3 and Google Cloud Storage, which it builds (needs Go)"
+	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
@@ -288,13 +288,15 @@ engines: engines-environment # those that load from a bucket run if `make test-s
 	PENSTOCK_TEST_ENGINES=1 PENSTOCK_TEST_SERVERS=$(if $(wildcard $(CURDIR)/.servers/versitygw),$(CURDIR)/.servers) $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
 
 # An S3 server that keeps objects as files, and a double of Google Cloud Storage, built here: needs Go and six minutes the
-# first time.
+# first time. Azure's emulator: needs Node.
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 FAKE_GCS := github.com/fsouza/fake-gcs-server@v1.56.1
+AZURITE := azurite@3.37.0
 SERVERS := $(CURDIR)/.servers
 test-servers: develop
 	test -x $(SERVERS)/versitygw || GOBIN=$(SERVERS) go install $(VERSITYGW)
 	test -x $(SERVERS)/fake-gcs-server || GOBIN=$(SERVERS) go install $(FAKE_GCS)
+	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
 	PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) -m pytest --durations=5 tests/servers
 
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).

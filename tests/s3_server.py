@@ -72,6 +72,8 @@ class Bucket:
         #: Of the last request that had one
         self.body = b""
         self.page = 2
+        #: Pages of listings
+        self.listings = 0
         self.lock = threading.Lock()
 
     def answer(self, method: str, target: str, fields: Mapping[str, str]) -> Answer:
@@ -118,6 +120,8 @@ class Bucket:
 
     def listing(self, query: Mapping[str, str]) -> Answer:
         prefix, after = query.get("prefix", ""), query.get("continuation-token", "")
+        with self.lock:
+            self.listings += 1
         names = [name for name in sorted(self.objects) if name.startswith(prefix)]
         direct = [name for name in names if "/" not in name.removeprefix(prefix) and name > after]
         folders = {

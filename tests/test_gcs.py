@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-import numpy as np
+import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
@@ -108,45 +108,20 @@ def public(bucket: Google) -> Any:
 
 
 def test_a_folder_is_listed_page_by_page_and_loaded(bucket, small):
-    bucket.objects |= {"m/": b"", "m/other/x.safetensors": b"", "m/README.md": b"", "mm": b""}
-    del bucket.objects["m/model.safetensors.index.json"]
-    for address in (FOLDER, "gs://bucket/m", "GS://bucket/m"):
-        checkpoint = penstock.open(address, storage=public(bucket))
-        assert [Path(file).name for file in checkpoint.files] == LAYOUT.files
-    Oracle(small).same(checkpoint.load(framework="np"))
+    stores.a_folder_is_listed_page_by_page_and_loaded(bucket, small, "gs", public(bucket))
     assert all(token is None for _, token in bucket.asked)
-    assert len([target for target, _ in bucket.asked if "list-type=2" in target]) == 3 * 3
 
 
 def test_an_index_and_files_need_no_listing(bucket, small):
-    index = f"{FOLDER}model.safetensors.index.json"
-    for source in (index, [f"{FOLDER}{name}" for name in LAYOUT.files]):
-        checkpoint = penstock.open(source, storage=public(bucket))
-        Oracle(small).same(checkpoint.load(framework="np"))
-    part = checkpoint.load(slices={"layers.0.attn.weight": np.s_[3:7, 5:]}, names=["layers.0.attn.weight"])
-    whole = np.frombuffer(Oracle(small)["layers.0.attn.weight"], np.float32).reshape(48, 40)
-    assert np.asarray(part["layers.0.attn.weight"]).tobytes() == whole[3:7, 5:].tobytes()
-    assert not any("list-type" in target for target, _ in bucket.asked)
+    stores.an_index_and_files_need_no_listing(bucket, small, "gs", public(bucket))
 
 
 def test_keys_with_odd_letters(bucket, small):
-    name = LAYOUT.files[0]
-    for odd in ("a b", "ä#?&=+%41", "x//y", "$!'()*,;:@|^`{}~"):
-        bucket.objects[f"{odd}/{name}"] = bucket.objects[f"m/{name}"]
-        checkpoint = penstock.open(f"gs://bucket/{odd}/{name}", storage=public(bucket))
-        Oracle(small / name).same(checkpoint.load(framework="np"))
-    for address in ("gs://bucket/a/../b.safetensors", "gs://bu cket/x.safetensors", "gs:///x.safetensors"):
-        with pytest.raises(penstock.InvalidError):
-            penstock.open(address, storage=public(bucket))
+    stores.keys_may_have_odd_letters(bucket, small, "gs", public(bucket))
 
 
 def test_an_object_that_is_replaced_is_changed(bucket):
-    checkpoint = penstock.open(FOLDER, storage=public(bucket))
-    name = f"m/{LAYOUT.files[1]}"
-    bucket.objects[name] = bucket.objects[name][:-1] + b"?"
-    with pytest.raises(penstock.ChangedError) as caught:
-        checkpoint.load(framework="np")
-    assert caught.value.path == f"gs://bucket/{name}"
+    stores.an_object_that_is_replaced_is_changed(bucket, "gs", public(bucket))
 
 
 def test_what_is_not_there_says_so(bucket):
@@ -223,21 +198,9 @@ def test_where_tokens_come_from(bucket, small, source, address):
 
 @pytest.mark.parametrize("source", ["machine", "user"], indirect=True)
 def test_an_expired_token_is_renewed_once_for_all_requests(bucket, big, source):
-    bucket.objects = {"m/model.safetensors": big.read_bytes()}
-    checkpoint = penstock.open(FOLDER, storage={"endpoint": bucket.endpoint})
-    assert bucket.credentials == 1
-    bucket.expired = {"token-1"}
-    options: Any = {"extent": 1 << 20, "staging": 16 << 20}
-    Oracle(big).same(checkpoint.load(framework="np", options=options))
-    assert bucket.credentials == 2
-    assert sum(token == "token-1" for _, token in bucket.asked) <= 2 + 16, "as many as there are connections"
-    # One that stays refused is an error, and not asked for without end
-    bucket.expired = {f"token-{n}" for n in range(100)}
-    before = len(bucket.asked)
-    with pytest.raises(penstock.AccessError, match="AuthenticationRequired"):
-        checkpoint.load(framework="np", options=options)
-    # Each request asks once for another, if it has not seen the newest.
-    assert bucket.credentials <= 2 + 16 and len(bucket.asked) - before <= 3 * 16
+    storage, others = {"endpoint": bucket.endpoint}, {f"token-{n}" for n in range(100)}
+    says = "AuthenticationRequired"
+    stores.an_expired_credential_is_renewed_once(bucket, big, FOLDER, storage, "token-1", others, says)
     # The folder again
     bucket.expired = {f"token-{n}" for n in range(1, bucket.credentials + 1)}
     penstock.open(FOLDER, storage={"endpoint": bucket.endpoint})
@@ -320,6 +283,4 @@ def test_a_token_is_not_sent_where_others_could_read_it(bucket, monkeypatch, tmp
 
 def test_what_works_on_files_only_refuses_addresses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(penstock.InvalidError, match="gs:// is not supported here"):
-        penstock.save_file({"a": np.arange(3)}, "gs://bucket/x.safetensors")
-    assert list(tmp_path.iterdir()) == []
+    stores.what_works_on_files_only_refuses_addresses("gs", tmp_path)

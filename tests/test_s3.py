@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
@@ -59,37 +59,16 @@ def test_the_signatures_of_these_tests_are_those_of_aws():
 
 
 def test_a_folder_is_listed_page_by_page_and_loaded(bucket, small):
-    bucket.objects |= {"m/": b"", "m/other/x.safetensors": b"", "m/README.md": b"", "mm": b""}
-    del bucket.objects["m/model.safetensors.index.json"]
-    for address in (FOLDER, "s3://bucket/m", "S3://bucket/m"):
-        checkpoint = penstock.open(address, storage=settings(bucket))
-        assert [Path(file).name for file in checkpoint.files] == LAYOUT.files
-    Oracle(small).same(checkpoint.load(framework="np"))
+    stores.a_folder_is_listed_page_by_page_and_loaded(bucket, small, "s3", settings(bucket))
     assert all(key == KEY for _, key in bucket.asked)
-    pages = [target for target, _ in bucket.asked if "list-type=2" in target]
-    assert len(pages) == 3 * 3
 
 
 def test_an_index_and_files_need_no_listing(bucket, small):
-    index = f"{FOLDER}model.safetensors.index.json"
-    for source in (index, [f"{FOLDER}{name}" for name in LAYOUT.files]):
-        checkpoint = penstock.open(source, storage=settings(bucket))
-        Oracle(small).same(checkpoint.load(framework="np"))
-    part = checkpoint.load(slices={"layers.0.attn.weight": np.s_[3:7, 5:]}, names=["layers.0.attn.weight"])
-    whole = np.frombuffer(Oracle(small)["layers.0.attn.weight"], np.float32).reshape(48, 40)
-    assert np.asarray(part["layers.0.attn.weight"]).tobytes() == whole[3:7, 5:].tobytes()
-    assert not any("list-type" in target for target, _ in bucket.asked)
+    stores.an_index_and_files_need_no_listing(bucket, small, "s3", settings(bucket))
 
 
 def test_keys_with_odd_letters(bucket, small):
-    name = LAYOUT.files[0]
-    for odd in ("a b", "ä#?&=+%41", "x//y", "$!'()*,;:@|^`{}~"):
-        bucket.objects[f"{odd}/{name}"] = bucket.objects[f"m/{name}"]
-        checkpoint = penstock.open(f"s3://bucket/{odd}/{name}", storage=settings(bucket))
-        Oracle(small / name).same(checkpoint.load(framework="np"))
-    for address in ("s3://bucket/a/../b.safetensors", "s3://bu cket/x.safetensors", "s3:///x.safetensors"):
-        with pytest.raises(penstock.InvalidError):
-            penstock.open(address, storage=settings(bucket))
+    stores.keys_may_have_odd_letters(bucket, small, "s3", settings(bucket))
 
 
 def test_a_bucket_in_the_name_of_the_host(bucket, small):
@@ -157,12 +136,7 @@ def test_what_is_not_there_says_so(bucket):
 
 
 def test_an_object_that_is_replaced_is_changed(bucket):
-    checkpoint = penstock.open(FOLDER, storage=settings(bucket))
-    name = f"m/{LAYOUT.files[1]}"
-    bucket.objects[name] = bucket.objects[name][:-1] + b"?"
-    with pytest.raises(penstock.ChangedError) as caught:
-        checkpoint.load(framework="np")
-    assert caught.value.path == f"s3://bucket/{name}"
+    stores.an_object_that_is_replaced_is_changed(bucket, "s3", settings(bucket))
 
 
 def test_slow_down_is_asked_for_again(bucket, small):
@@ -244,20 +218,8 @@ def test_services_at_the_addresses_of_amazons_machines(small, kind):
 
 @pytest.mark.parametrize("source", ["instance", "pod", "web identity"], indirect=True)
 def test_an_expired_credential_is_renewed_once_for_all_requests(bucket, big, source):
-    bucket.objects = {"m/model.safetensors": big.read_bytes()}
-    checkpoint = penstock.open(FOLDER)
-    assert bucket.credentials == 1
-    bucket.expired = {"AKID0"}
-    Oracle(big).same(checkpoint.load(framework="np", options={"extent": 1 << 20, "staging": 16 << 20}))
-    assert bucket.credentials == 2
-    with_old = sum(key == "AKID0" for _, key in bucket.asked)
-    assert with_old <= 2 + 16, "as many as there are connections"
-    # One that stays refused is an error, and not asked for without end
-    bucket.expired = {f"AKID{n}" for n in range(100)}
-    before = len(bucket.asked)
-    with pytest.raises(penstock.AccessError, match="ExpiredToken"):
-        checkpoint.load(framework="np", options={"extent": 1 << 20, "staging": 16 << 20})
-    assert bucket.credentials <= 2 + 16 and len(bucket.asked) - before <= 3 * 16
+    others = {f"AKID{n}" for n in range(100)}
+    stores.an_expired_credential_is_renewed_once(bucket, big, FOLDER, None, "AKID0", others, "ExpiredToken")
 
 
 @pytest.mark.parametrize("source", ["profile"], indirect=True)
@@ -333,6 +295,4 @@ def test_the_command_line(bucket, capsys, monkeypatch):
 
 def test_what_works_on_files_only_refuses_addresses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(penstock.InvalidError, match="s3:// is not supported here"):
-        penstock.save_file({"a": np.arange(3)}, "s3://bucket/x.safetensors")
-    assert list(tmp_path.iterdir()) == []
+    stores.what_works_on_files_only_refuses_addresses("s3", tmp_path)

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import os
-import socket
-import ssl
-import subprocess
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from real_server import RealServer, program
 from s3_server import signature
 
 KEY, SECRET, REGION = "tests", "a-secret-of-the-tests", "eu-west-3"
 
 
-class Server:
+class Server(RealServer):
     """A server with one bucket, `models`."""
 
     def __init__(self, folder: Path, *certificate: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.authority = certificate[0] if certificate else None
         (folder / "data").mkdir()
-        tls = ["--cert", str(certificate[1]), "--key", str(certificate[2])] if certificate else []
-        program = Path(os.environ["PENSTOCK_TEST_SERVERS"], "versitygw").resolve()
-        environment = {**os.environ, "ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET}
-        self._said = (folder / "said").open("w")
-        self._process = subprocess.Popen(
-            [program, "--port", f"127.0.0.1:{self.port}", "--region", REGION, *tls, "posix", str(folder / "data")],
-            env=environment, cwd=folder, stdout=self._said, stderr=self._said,
+        tls = ["--cert", certificate[1], "--key", certificate[2]] if certificate else []
+        super().__init__(
+            folder,
+            lambda port: [
+                program("versitygw"), "--port", f"127.0.0.1:{port}", "--region", REGION, *tls, "posix", folder / "data"
+            ],
+            certificate,
+            {"ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET},
         )  # fmt: skip
-        self.endpoint = f"https://localhost:{self.port}" if certificate else f"http://127.0.0.1:{self.port}"
-        until = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                break
-            assert self._process.poll() is None and time.monotonic() < until, (folder / "said").read_text()
-            time.sleep(0.05)
         self.put("", b"")
 
     def put(self, key: str, content: bytes) -> None:
@@ -56,20 +40,7 @@ class Server:
         fields["Authorization"] = (
             f"AWS4-HMAC-SHA256 Credential={KEY}/{scope}, SignedHeaders={signed}, Signature={found}"
         )
-        if self.authority:
-            trusted = ssl.create_default_context(cafile=str(self.authority))
-            connection: Any = http.client.HTTPSConnection("localhost", self.port, context=trusted)
-        else:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        with contextlib.closing(connection):
-            connection.request("PUT", target, content, fields)
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._said.close()
+        self.send("PUT", target, content, fields, 200)
 
     def storage(self, **more: Any) -> Any:
         trusted = {"ca": self.authority} if self.authority else {}

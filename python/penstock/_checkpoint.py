@@ -403,8 +403,9 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
             commit hash), ``hf://org/name@revision/folder``. If a path on disk has such a name, the path is opened;
             ``hf://`` always means the Hub. Its local cache comes first. What that lacks is read over the network
             (experimental), unless HF_HUB_OFFLINE is set. Files, lists and indexes may also be on a web server
-            (``https://...``), in S3 (``s3://bucket/folder/``) or in Google Cloud Storage (``gs://bucket/folder/``), all
-            experimental. Either way tensors are received into their memory, and nothing is ever downloaded to a disk.
+            (``https://...``), in S3 (``s3://bucket/folder/``), Google Cloud Storage (``gs://bucket/folder/``) or Azure
+            Blob Storage (``az://container/folder/``), all experimental. Either way tensors are received into their
+            memory, and nothing is ever downloaded to a disk.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.

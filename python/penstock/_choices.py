@@ -55,7 +55,7 @@ class Storage(TypedDict, total=False):
     """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""
 
     endpoint: str | None
-    """S3, Google Cloud Storage: the server, such as "http://127.0.0.1:9000", instead of AWS or Google."""
+    """The server, such as "http://127.0.0.1:9000", instead of AWS, Google or Azure."""
 
     region: str | None
     """S3: the region of the bucket. A wrong one is corrected if the server names the right one."""
@@ -64,7 +64,7 @@ class Storage(TypedDict, total=False):
     """S3: where the bucket stands in an address. Default: "virtual" for AWS, "path" for an ``endpoint``."""
 
     anonymous: bool | None
-    """S3, Google Cloud Storage: True sends requests without a signature or token, for public buckets."""
+    """S3, Google Cloud Storage, Azure: True sends requests without a signature or token, for public buckets."""
 
     requester_pays: bool | None
     """S3: True says that the requester pays."""
@@ -80,6 +80,15 @@ class Storage(TypedDict, total=False):
 
     profile: str | None
     """S3: a profile of ~/.aws/credentials and ~/.aws/config."""
+
+    account_name: str | None
+    """Azure: the storage account. Default: what the tools of Azure would take."""
+
+    account_key: str | None
+    """Azure: a key of the account, to sign with."""
+
+    sas_token: str | None
+    """Azure: a shared access signature, instead of a key."""
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

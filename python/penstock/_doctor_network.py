@@ -41,6 +41,7 @@ _VARIABLES = "PENSTOCK_|SSL_CERT_FILE$|(https?|all|no)_proxy$"
 _MORE_VARIABLES = {
     "hf": "HF_|HUGGING_FACE_",
     "s3": "AWS_",
+    "az": "AZURE_|IDENTITY_(ENDPOINT|HEADER)$",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS|GCE_|CLOUDSDK_|STORAGE_EMULATOR_HOST|NO_GCE_CHECK",
 }
 """And for the servers of one scheme."""

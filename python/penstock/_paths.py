@@ -13,7 +13,7 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 
 # Addresses that the core has a store for
-_WEB = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
+_WEB = re.compile(r"(https?|s3|gs|az)://", re.IGNORECASE)
 # A name and a password before the host; the query or the fragment behind the path
 _SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
 
@@ -23,6 +23,7 @@ _ADVICE = {
     "https": _OPENED,
     "s3": _OPENED,
     "gs": _OPENED,
+    "az": _OPENED,
     "file": "give the path without file://",
     "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }

@@ -206,6 +206,7 @@ def test_tensors_of_torchao_are_left_to_vllm(model: Path, monkeypatch: pytest.Mo
     [
         ({"storage": {"secret_access_key": "hunter2"}}, "vLLM logs its arguments.*AWS_SECRET_ACCESS_KEY"),
         ({"storage": {"session_token": "hunter2"}}, "session_token in storage"),
+        ({"storage": {"account_key": "hunter2", "sas_token": "hunter2"}}, "account_key and sas_token in storage"),
         ({"storage": {"bogus": "hunter2"}}, "unknown settings bogus of storage; it takes connections, "),
         ({"storage": "hunter2"}, "storage is no object of settings"),
     ],

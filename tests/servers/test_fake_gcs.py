@@ -5,13 +5,7 @@ PENSTOCK_TEST_SERVERS names the folder with its binary. It asks for no token, an
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import os
 import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,49 +15,34 @@ import numpy as np
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
+from real_server import RealServer, program
 
 torch = pytest.importorskip("torch")
 
 INDEX = "model.safetensors.index.json"
-PROGRAM = Path(os.environ["PENSTOCK_TEST_SERVERS"], "fake-gcs-server").resolve()
+PROGRAM = program("fake-gcs-server")
 if not PROGRAM.exists():
     pytest.skip("fake-gcs-server was not built: it needs Go", allow_module_level=True)
 
 
-class Server:
+class Server(RealServer):
     """A server with one bucket, `models`, whose objects are the files of `folder`/data/models when it starts."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        host = ["-host", "127.0.0.1", "-port", str(self.port), "-public-host", f"127.0.0.1:{self.port}"]
-        data = ["-backend", "memory", "-data", str(folder / "data")]
-        self._said = (folder / "said").open("w")
-        self._process = subprocess.Popen(
-            [PROGRAM, "-scheme", "http", *host, *data], stdout=self._said, stderr=self._said
-        )
-        until = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                break
-            assert self._process.poll() is None and time.monotonic() < until, (folder / "said").read_text()
-            time.sleep(0.05)
+        rest = ["-scheme", "http", "-backend", "memory", "-data", folder / "data"]
+        super().__init__(
+            folder,
+            lambda port: [
+                PROGRAM, "-host", "127.0.0.1", "-port", str(port), "-public-host", f"127.0.0.1:{port}", *rest
+            ],
+        )  # fmt: skip
 
     def put(self, key: str, content: bytes) -> None:
         target = f"/upload/storage/v1/b/models/o?uploadType=media&name={quote(key, safe='')}"
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
-            connection.request("POST", target, content)
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._said.close()
+        self.send("POST", target, content, {}, 200)
 
     def storage(self) -> Any:
-        return {"endpoint": f"http://127.0.0.1:{self.port}", "anonymous": True}
+        return {"endpoint": self.endpoint, "anonymous": True}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 12] = [
+const SETTINGS: [(&str, Kind); 15] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -33,6 +33,9 @@ const SETTINGS: [(&str, Kind); 12] = [
     ("secret_access_key", Kind::Text),
     ("session_token", Kind::Text),
     ("profile", Kind::Text),
+    ("account_name", Kind::Text),
+    ("account_key", Kind::Text),
+    ("sas_token", Kind::Text),
 ];
 
 /// Most connections of one load.
@@ -142,10 +145,10 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
     if text.is_empty() {
         return Err("must not be empty".into());
     }
-    let s3 = &mut settings.s3;
+    let StorageSettings { s3, gcs, azure, .. } = settings;
     match name {
         "endpoint" => {
-            settings.gcs.endpoint = Some(text.clone());
+            (gcs.endpoint, azure.endpoint) = (Some(text.clone()), Some(text.clone()));
             s3.endpoint = Some(text);
         }
         "region" => s3.region = Some(text),
@@ -158,13 +161,16 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
         }
         "anonymous" => {
             s3.anonymous = flag(&text)?;
-            settings.gcs.anonymous = s3.anonymous;
+            (gcs.anonymous, azure.anonymous) = (s3.anonymous, s3.anonymous);
         }
         "requester_pays" => s3.requester_pays = flag(&text)?,
         "access_key_id" => s3.access_key_id = Some(text),
         "secret_access_key" => s3.secret_access_key = Some(Secret::new(text)),
         "session_token" => s3.session_token = Some(Secret::new(text)),
         "profile" => s3.profile = Some(text),
+        "account_name" => azure.account_name = Some(text),
+        "account_key" => azure.account_key = Some(Secret::new(text)),
+        "sas_token" => azure.sas_token = Some(Secret::new(text)),
         "connections" => {
             let number = text.trim().parse().ok().filter(|number| (1..=MOST_CONNECTIONS).contains(number));
             settings.web.connections =

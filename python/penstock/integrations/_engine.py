@@ -25,7 +25,7 @@ logger = logging.getLogger("penstock")
 
 WEIGHTS, STORAGE = "weights", "storage"
 """The keys that name another place for the weights, and say how its server is asked."""
-_SECRET = ("secret_access_key", "session_token")
+_SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
 """Settings of servers that engines would log: they log the arguments that they are given."""
 
 
@@ -65,7 +65,7 @@ def _check_storage(storage: Any, engine: str) -> None:
     if secret := [name for name in _SECRET if storage.get(name) is not None]:
         raise InvalidError(
             f"{engine}: {' and '.join(secret)} in {STORAGE}: {engine} logs its arguments; give credentials in the "
-            "environment (AWS_SECRET_ACCESS_KEY), in a profile, or as the machine's role"
+            "environment (AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_KEY), in a profile, or as the machine's role"
         )
     if unknown := sorted(set(storage) - set(known)):
         raise InvalidError(f"{engine}: unknown settings {', '.join(unknown)} of {STORAGE}; it takes {', '.join(known)}")

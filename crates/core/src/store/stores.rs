@@ -78,6 +78,9 @@ impl Stores {
         if is("s3") {
             return Some(made(Kind::S3(Web::environment("s3")), &self.settings));
         }
+        if is("az") {
+            return Some(made(Kind::Azure(Web::environment("az")), &self.settings));
+        }
         is("gs").then(|| made(Kind::Gcs(Web::environment("gs")), &self.settings))
     }
 
@@ -94,6 +97,7 @@ enum Kind {
     Web,
     S3(Environment),
     Gcs(Environment),
+    Azure(Environment),
 }
 
 /// The store with these settings. The last few are kept: a program may open the shards of a checkpoint one
@@ -114,6 +118,7 @@ fn made(kind: Kind, settings: &StorageSettings) -> Arc<dyn Store> {
         Kind::Web => Arc::new(Web::new(settings.clone())),
         Kind::S3(environment) => Arc::new(Web::s3(settings.clone(), environment.clone())),
         Kind::Gcs(environment) => Arc::new(Web::gcs(settings.clone(), environment.clone())),
+        Kind::Azure(environment) => Arc::new(Web::azure(settings.clone(), environment.clone())),
     };
     made.push((kind, settings.clone(), store.clone()));
     store

@@ -46,6 +46,11 @@ impl Server {
         format!("{}://{}", self.scheme(), self.authority())
     }
 
+    /// Whether what is sent there stays secret: by TLS, or because it is this machine.
+    pub(super) fn keeps_secrets(&self) -> bool {
+        self.tls || self.host == "localhost" || self.ip().is_some_and(|ip| ip.is_loopback())
+    }
+
     pub(super) fn ip(&self) -> Option<IpAddr> {
         self.host.parse().ok()
     }

@@ -1,5 +1,6 @@
 //! The head of an answer: what it says, and whether that is what was asked for.
 
+use super::server_error::{shortened, ServerError};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::version::Version;
 use std::ops::Range;
@@ -73,32 +74,6 @@ pub(super) struct Refused {
     pub(super) access: bool,
     /// The region of the bucket, if the server says it.
     pub(super) region: Option<String>,
-}
-
-/// What an object store says of an error, in XML.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
-struct ServerError {
-    code: String,
-    message: String,
-    region: Option<String>,
-}
-
-/// Codes with status 400 that other credentials could help with.
-const EXPIRED: [&str; 4] = ["ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"];
-
-impl ServerError {
-    fn of(body: &[u8]) -> Option<ServerError> {
-        let text = String::from_utf8_lossy(body);
-        let of = |name: &str| {
-            let (_, rest) = text.split_once(&format!("<{name}>"))?;
-            let (found, _) = rest.split_once(&format!("</{name}>"))?;
-            let plain = found.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&apos;", "'");
-            Some(shortened(&plain.replace("&amp;", "&")))
-        };
-        // Google's message says no more than its code.
-        let message = of("Details").or_else(|| of("Message")).unwrap_or_default().trim_end_matches('.').to_owned();
-        Some(ServerError { code: of("Code")?, message, region: of("Region") })
-    }
 }
 
 impl Answer {
@@ -199,7 +174,11 @@ impl Answer {
             let ServerError { code, message, .. } = said;
             format!(", {code}{}{message}", if message.is_empty() { "" } else { ": " })
         });
-        let mut text = format!("{} {}", self.status, self.reason).trim_end().to_owned() + &said;
+        // Azure's reason is its message.
+        let is_said =
+            self.said.as_ref().is_some_and(|said| said.message.starts_with(self.reason.trim_end_matches('.')));
+        let reason = if is_said { "" } else { &*self.reason };
+        let mut text = format!("{} {reason}", self.status).trim_end().to_owned() + &said;
         text.extend(self.error_code.iter().map(|code| format!(", {code}")));
         text.extend(self.request_id.iter().map(|id| format!(", request {id}")));
         text
@@ -256,8 +235,8 @@ impl Answer {
                 let text = format!("the server has no such object ({named})");
                 self.refused(Error::new(ErrorKind::NotFound, text), false)
             }
-            400 => match &self.said {
-                Some(said) if EXPIRED.contains(&said.code.as_str()) => {
+            400 | 409 => match &self.said {
+                Some(said) if said.is_of_access() => {
                     let text = format!("the server refuses access ({named})");
                     self.refused(Error::new(ErrorKind::Permission, text), true)
                 }
@@ -325,11 +304,6 @@ fn io(text: String) -> Error {
 fn changed(what: String) -> Error {
     let text = format!("the object changed after the checkpoint was opened: {what}; open the checkpoint again");
     Error::new(ErrorKind::Changed, text)
-}
-
-/// What a server says, for a message: its beginning, without controls.
-fn shortened(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(160).collect()
 }
 
 /// `bytes first-last/total`, or `bytes */total`.

@@ -1,5 +1,6 @@
 //! The credential that requests carry, or are signed with: fetched on threads that may block, used on those that may not.
 
+use super::answer::Refused;
 use super::net::Common;
 use crate::error::{Error, Result};
 use crate::machine::block_signals;
@@ -51,7 +52,7 @@ pub(super) struct Session<K> {
 /// The session of one store.
 pub(super) struct Credentials<F: Finder> {
     finder: F,
-    common: Arc<Common>,
+    pub(super) common: Arc<Common>,
     /// The thread that fetches has it locked.
     provider: Mutex<Option<F::Provider>>,
     state: Mutex<KeyState<F::Key>>,
@@ -182,8 +183,13 @@ impl<F: Finder> Credentials<F> {
         Ok(Arc::new(Session { found, since: Instant::now(), generation }))
     }
 
-    /// A request that was made with this generation was refused. Whether there is, or may be, another credential.
-    pub(super) fn renew(&self, generation: u64) -> bool {
+    /// A request that was made with this generation was refused. Whether the next one will have another credential.
+    pub(super) fn renewed(&self, generation: u64, refusal: &Refused) -> bool {
+        generation < self.generation.load(Ordering::Acquire) || (refusal.access && self.renew(generation))
+    }
+
+    /// Whether there is, or may be, another credential than that of this generation.
+    fn renew(&self, generation: u64) -> bool {
         let mut state = lock(&self.state);
         match &state.session {
             None => true,

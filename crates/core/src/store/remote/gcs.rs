@@ -7,8 +7,8 @@ use super::aws::retries;
 use super::control::Control;
 use super::credentials::Credentials;
 use super::environment::Environment;
-use super::google::{keeps_secrets, Google};
-use super::listing::{escaped, list, names, parts};
+use super::google::{Google, GoogleKey};
+use super::listing::{escaped, list, listed, parts};
 use super::net::Common;
 use super::request::{Get, Requests};
 use super::settings::GcsSettings;
@@ -19,27 +19,22 @@ use object_store::gcp::{GcpCredential, GoogleCloudStorage, GoogleCloudStorageBui
 use object_store::StaticCredentialProvider;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// How long a page of a listing may take.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Makes requests for the objects of Google Cloud Storage.
 #[derive(Debug)]
 pub(super) struct Gcs {
-    common: Arc<Common>,
     credentials: Arc<Credentials<Google>>,
 }
 
 impl Gcs {
     pub(super) fn new(settings: GcsSettings, environment: Environment, common: Arc<Common>) -> Gcs {
-        Gcs { credentials: Arc::new(Credentials::new(Google { settings, environment }, common.clone())), common }
+        Gcs { credentials: Arc::new(Credentials::new(Google { settings, environment }, common)) }
     }
 
     /// Where requests go that carry this token.
     fn endpoint(&self, token: Option<&str>) -> Result<Address> {
         let endpoint = self.credentials.finder().endpoint()?;
-        if token.is_some() && !keeps_secrets(&endpoint.server) {
+        if token.is_some() && !endpoint.server.keeps_secrets() {
             return Err(invalid(
                 "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
@@ -59,26 +54,6 @@ impl Gcs {
         Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
     }
 
-    /// The names that begin with `prefix` and have no further slash.
-    fn listed(&self, bucket: &str, prefix: &str) -> Result<Vec<String>> {
-        let mut renewed = false;
-        loop {
-            let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
-            let session = self.credentials.session(None).unwrap_or_else(none)?;
-            let generation = self.credentials.generation.load(Ordering::Acquire);
-            let control = Control::new(&self.common, PATIENCE);
-            let store = self.lister(bucket, session.found.key.token.as_deref(), control.clone())?;
-            let refusal = match names(&store, &control, prefix)? {
-                Ok(names) => return Ok(names),
-                Err(refusal) => refusal,
-            };
-            if renewed || !self.renewed(generation, &refusal) {
-                return Err(self.explained(refusal.error));
-            }
-            renewed = true;
-        }
-    }
-
     fn lister(&self, bucket: &str, token: Option<&str>, control: Control) -> Result<GoogleCloudStorage> {
         let Address { server, target } = self.endpoint(token)?;
         let scheme = if server.tls { "https" } else { "http" };
@@ -92,11 +67,6 @@ impl Gcs {
             .with_credentials(Arc::new(StaticCredentialProvider::new(GcpCredential { bearer })))
             .with_skip_signature(token.is_none());
         builder.build().map_err(|_| invalid("object_store takes no such bucket or endpoint"))
-    }
-
-    fn renewed(&self, generation: u64, refusal: &Refused) -> bool {
-        generation < self.credentials.generation.load(Ordering::Acquire)
-            || (refusal.access && self.credentials.renew(generation))
     }
 }
 
@@ -115,7 +85,7 @@ impl Requests for Gcs {
     }
 
     fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.renewed(asked.generation, refusal)
+        self.credentials.renewed(asked.generation, refusal)
     }
 
     fn explained(&self, e: Error) -> Error {
@@ -137,7 +107,13 @@ impl Requests for Gcs {
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        list(at, |bucket, prefix| self.listed(bucket, prefix))
+        let names = |bucket: &str, prefix: &str| {
+            let store = |key: &GoogleKey, control| self.lister(bucket, key.token.as_deref(), control);
+            listed(&self.credentials, prefix, store, |generation, refusal| {
+                self.credentials.renewed(generation, refusal)
+            })
+        };
+        list(at, names, |e| self.explained(e))
     }
 }
 

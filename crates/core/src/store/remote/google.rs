@@ -1,33 +1,20 @@
 //! Where the tools of Google Cloud look for credentials: a file, and the metadata server of a machine there.
 
-use super::address::{Address, Server};
+use super::address::Address;
 use super::control::{block_on, Control};
 use super::credentials::{Finder, FoundKey};
 use super::environment::Environment;
 use super::net::Common;
 use super::settings::GcsSettings;
+use super::tokens::{asked, posted, NoToken, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK, USUAL};
 use crate::error::{Error, ErrorKind, Result};
 use object_store::client::HttpRequestBody;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use serde::Deserialize;
-use std::fmt;
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-/// For the metadata server of this machine, by its address: elsewhere nobody answers, and no name server knows it.
-const QUICK: Duration = Duration::from_secs(2);
-const METADATA: &str = "169.254.169.254";
-const PATIENCE: Duration = Duration::from_secs(20);
-/// How often a server that gives tokens is asked, and the pause before it is asked again.
-const TRIES: u32 = 3;
-const PAUSE: Duration = Duration::from_millis(200);
 const TOKENS: &str = "https://oauth2.googleapis.com/token";
-/// A token is replaced so long before it expires: longer than it may be used without being asked for again (`credentials`).
-const MARGIN: Duration = Duration::from_secs(300);
-/// How long a token that a service account signs is valid.
-const SIGNED: u64 = 3600;
 
 pub(super) const VARIABLES: [&str; 7] = [
     "GOOGLE_APPLICATION_CREDENTIALS",
@@ -53,14 +40,8 @@ pub(super) struct Google {
     pub(super) environment: Environment,
 }
 
-/// Something that gives tokens, and its last one.
-pub(super) struct TokenProvider {
-    source: TokenSource,
-    origin: String,
-    token: Option<(String, Instant)>,
-}
-
-enum TokenSource {
+/// What gives Google's tokens.
+pub(super) enum GoogleSource {
     /// The text of its file.
     ServiceAccount(String),
     User(User),
@@ -77,34 +58,22 @@ struct FileType {
 
 /// What `gcloud auth application-default login` leaves.
 #[derive(Deserialize)]
-struct User {
+pub(super) struct User {
     client_id: String,
     client_secret: String,
     refresh_token: String,
     token_uri: Option<String>,
 }
 
-/// What servers answer who give tokens.
-#[derive(Deserialize, Default)]
-struct TokenAnswer {
-    access_token: Option<String>,
-    expires_in: Option<u64>,
-    error: Option<String>,
-    error_description: Option<String>,
-}
-
-/// Why there is no token.
-enum NoToken {
-    /// Nobody answers.
-    Silence(Error),
-    Refused(Error),
-}
-
 impl Finder for Google {
     type Key = GoogleKey;
-    type Provider = TokenProvider;
+    type Provider = TokenProvider<GoogleSource>;
 
-    fn find(&self, common: &Arc<Common>, provider: &mut Option<TokenProvider>) -> Result<FoundKey<GoogleKey>> {
+    fn find(
+        &self,
+        common: &Arc<Common>,
+        provider: &mut Option<TokenProvider<GoogleSource>>,
+    ) -> Result<FoundKey<GoogleKey>> {
         let without = |why: &str, renewable| {
             Ok(FoundKey { key: GoogleKey { token: None }, origin: why.to_owned(), fades: false, renewable })
         };
@@ -123,13 +92,11 @@ impl Finder for Google {
                 let origin = given.origin.clone();
                 Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin, fades: true, renewable: true })
             }
-            Err(NoToken::Silence(_)) if matches!(given.source, TokenSource::Machine(_)) && given.token.is_none() => {
+            Err(NoToken::Silence(_)) if matches!(given.source, GoogleSource::Machine(_)) && !given.has_given() => {
                 *provider = None;
                 without(NOTHING, true)
             }
-            Err(NoToken::Silence(e) | NoToken::Refused(e)) => {
-                Err(e.reworded(|why| format!("no token; the credentials are from {}: {why}", given.origin)))
-            }
+            Err(no) => Err(given.failed(no)),
         }
     }
 }
@@ -151,7 +118,7 @@ impl Google {
         self.environment.get("STORAGE_EMULATOR_HOST")
     }
 
-    fn provider(&self) -> Result<Option<TokenProvider>> {
+    fn provider(&self) -> Result<Option<TokenProvider<GoogleSource>>> {
         let of = |name| self.environment.get(name);
         if let Some(file) = of("GOOGLE_APPLICATION_CREDENTIALS") {
             let origin = format!("{file} (GOOGLE_APPLICATION_CREDENTIALS)");
@@ -171,17 +138,17 @@ impl Google {
         }
         let host = self.environment.first(&["GCE_METADATA_HOST", "GCE_METADATA_IP"]).unwrap_or(METADATA);
         let origin = "the service account of this machine".to_owned();
-        Ok(Some(TokenProvider { source: TokenSource::Machine(host.to_owned()), origin, token: None }))
+        Ok(Some(TokenProvider::new(GoogleSource::Machine(host.to_owned()), origin)))
     }
 }
 
-fn from_file(text: String, origin: String) -> Result<TokenProvider> {
+fn from_file(text: String, origin: String) -> Result<TokenProvider<GoogleSource>> {
     // What is wrong with it is not shown: it would quote the file.
     let wrong = || invalid(format!("{origin} is no file with credentials of Google"));
     let FileType { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
     let source = match name.as_str() {
-        "service_account" => TokenSource::ServiceAccount(text),
-        "authorized_user" => TokenSource::User(serde_json::from_str(&text).map_err(|_| wrong())?),
+        "service_account" => GoogleSource::ServiceAccount(text),
+        "authorized_user" => GoogleSource::User(serde_json::from_str(&text).map_err(|_| wrong())?),
         other => {
             let other: String = other.chars().filter(|c| !c.is_control()).take(60).collect();
             let text = format!(
@@ -191,34 +158,21 @@ fn from_file(text: String, origin: String) -> Result<TokenProvider> {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
     };
-    Ok(TokenProvider { source, origin, token: None })
+    Ok(TokenProvider::new(source, origin))
 }
 
-impl TokenProvider {
-    /// A token that is valid for some minutes.
-    fn token(&mut self, common: &Arc<Common>) -> Result<String, NoToken> {
-        if let Some((token, until)) = &self.token {
-            if Instant::now() < *until {
-                return Ok(token.clone());
-            }
-        }
-        let (token, seconds) = match &self.source {
-            TokenSource::ServiceAccount(text) => (signed(common, text).map_err(NoToken::Refused)?, SIGNED),
-            TokenSource::User(user) => user.token(common)?,
-            TokenSource::Machine(host) => {
+impl TokenSource for GoogleSource {
+    fn fetch(&self, common: &Arc<Common>, again: bool) -> Result<(String, u64), NoToken> {
+        match self {
+            GoogleSource::ServiceAccount(text) => Ok((signed(common, text).map_err(NoToken::Refused)?, USUAL)),
+            GoogleSource::User(user) => user.token(common),
+            GoogleSource::Machine(host) => {
                 let path = "computeMetadata/v1/instance/service-accounts/default/token";
                 let request = http::Request::get(format!("http://{host}/{path}")).header("Metadata-Flavor", "Google");
                 // Where there was a token before, there is a server.
-                let once = self.token.is_none();
-                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), once)?
+                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), !again)
             }
-        };
-        if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
-            return Err(NoToken::Refused(invalid("it is empty, or has spaces or controls in it".into())));
         }
-        let valid = Duration::from_secs(seconds).saturating_sub(MARGIN);
-        self.token = Some((token.clone(), Instant::now() + valid));
-        Ok(token)
     }
 }
 
@@ -226,49 +180,16 @@ impl User {
     fn token(&self, common: &Arc<Common>) -> Result<(String, u64), NoToken> {
         let User { client_id, client_secret, refresh_token, token_uri } = self;
         let at = token_uri.as_deref().unwrap_or(TOKENS);
-        let safe = Address::parse(at).is_ok_and(|address| keeps_secrets(&address.server));
-        if !safe {
+        if !Address::parse(at).is_ok_and(|address| address.server.keeps_secrets()) {
             return Err(NoToken::Refused(invalid("its token_uri is no https:// address".into())));
         }
-        let mut body = String::from("grant_type=refresh_token");
-        for (name, value) in
-            [("client_id", client_id), ("client_secret", client_secret), ("refresh_token", refresh_token)]
-        {
-            body += &format!("&{name}={}", super::listing::escaped(value).replace('/', "%2F"));
-        }
-        let request = http::Request::post(at).header("content-type", "application/x-www-form-urlencoded");
-        asked(&Control::new(common, PATIENCE), request, body.into(), false)
-    }
-}
-
-/// A token, and for how many seconds it is valid. Servers that do not answer are asked once or several times.
-fn asked(
-    control: &Control,
-    request: http::request::Builder,
-    body: HttpRequestBody,
-    once: bool,
-) -> Result<(String, u64), NoToken> {
-    let request = request.body(body).map_err(|_| NoToken::Refused(invalid("it names no server".into())))?;
-    let mut tries = TRIES;
-    let (status, body) = loop {
-        tries -= 1;
-        match control.ask(&request) {
-            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => std::thread::sleep(PAUSE),
-            Err(_) if tries > 0 && !once => std::thread::sleep(PAUSE),
-            answer => break answer.map_err(NoToken::Silence)?,
-        }
-    };
-    let answer: TokenAnswer = serde_json::from_slice(&body).unwrap_or_default();
-    match answer {
-        TokenAnswer { access_token: Some(token), expires_in, .. } if status == 200 => {
-            Ok((token, expires_in.unwrap_or(SIGNED)))
-        }
-        TokenAnswer { error, error_description, .. } => {
-            let said = [error, error_description].into_iter().flatten().collect::<Vec<_>>().join(": ");
-            let said: String = said.chars().filter(|c| !c.is_control()).take(160).collect();
-            let text = format!("the server that gives tokens answers {status} {said}");
-            Err(NoToken::Refused(Error::new(ErrorKind::Permission, text.trim_end())))
-        }
+        let fields = [
+            ("grant_type", "refresh_token"),
+            ("client_id", client_id),
+            ("client_secret", client_secret),
+            ("refresh_token", refresh_token),
+        ];
+        posted(common, at, &fields)
     }
 }
 
@@ -283,17 +204,6 @@ fn signed(common: &Arc<Common>, text: &str) -> Result<String> {
     Ok(block_on(credentials.get_credential())?.map_err(wrong)?.bearer.clone())
 }
 
-/// Whether what is sent there stays secret: by TLS, or because it is this machine.
-pub(super) fn keeps_secrets(server: &Server) -> bool {
-    server.tls || server.host == "localhost" || server.ip().is_some_and(|ip: IpAddr| ip.is_loopback())
-}
-
 fn invalid(text: String) -> Error {
     Error::new(ErrorKind::Invalid, text)
-}
-
-impl fmt::Debug for TokenProvider {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TokenProvider").field("origin", &self.origin).finish_non_exhaustive()
-    }
 }

@@ -1,4 +1,4 @@
-//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://` and `gs://`.
+//! Objects of web servers, `http://` and `https://`, and of object stores, `s3://`, `gs://` and `az://`.
 //!
 //! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
@@ -7,9 +7,12 @@
 //! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2. What an object store needs besides, its
 //! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
 
+mod account;
 mod address;
 mod answer;
 mod aws;
+mod azblob;
+mod azure;
 mod connecting;
 mod connection;
 mod control;
@@ -30,11 +33,13 @@ mod queue;
 mod range_read;
 mod request;
 mod s3;
+mod server_error;
 mod settings;
 mod sockets;
 mod source;
 mod stragglers;
 mod tls;
+mod tokens;
 mod told;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -42,6 +47,7 @@ mod virtual_time;
 mod wires;
 
 use self::answer::Expected;
+use self::azblob::AzureBlob;
 use self::counts::Counts;
 pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
@@ -49,7 +55,9 @@ use self::net::{Common, Net, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
-pub use self::settings::{Addressing, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, WebSettings};
+pub use self::settings::{
+    Addressing, AzureSettings, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, WebSettings,
+};
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
@@ -107,9 +115,20 @@ impl Web {
         Web { requests: Arc::new(Gcs::new(gcs, environment, common.clone())), common }
     }
 
+    /// The store of `az://` addresses. What the settings leave out is looked for in the environment.
+    pub(super) fn azure(settings: StorageSettings, environment: Environment) -> Web {
+        let StorageSettings { web, azure, .. } = settings;
+        let common = Arc::new(Common { settings: web, ..Common::default() });
+        Web { requests: Arc::new(AzureBlob::new(azure, environment, common.clone())), common }
+    }
+
     /// What of this process's environment the store of a scheme looks at.
     pub(super) fn environment(scheme: &str) -> Environment {
-        Environment::of_process(if scheme == "s3" { &aws::VARIABLES } else { &google::VARIABLES })
+        Environment::of_process(match scheme {
+            "s3" => &aws::VARIABLES,
+            "az" => &azure::VARIABLES,
+            _ => &google::VARIABLES,
+        })
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {

@@ -7,7 +7,7 @@ use super::aws::{retries, Aws, AwsKey};
 use super::control::Control;
 use super::credentials::Credentials;
 use super::environment::Environment;
-use super::listing::{escaped, list, names, parts};
+use super::listing::{escaped, list, listed, parts};
 use super::net::Common;
 use super::request::{Get, Requests};
 use super::settings::{Addressing, S3Settings};
@@ -27,13 +27,10 @@ use std::time::{Duration, Instant};
 /// A signature is used again for so long. Servers accept it for 15 minutes.
 const SIGNED: Duration = Duration::from_secs(60);
 const MOST_SIGNED: usize = 4096;
-/// How long a page of a listing may take.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Makes requests for the objects of S3.
 #[derive(Debug)]
 pub(super) struct S3 {
-    common: Arc<Common>,
     credentials: Arc<Credentials<Aws>>,
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
@@ -43,8 +40,8 @@ pub(super) struct S3 {
 
 impl S3 {
     pub(super) fn new(settings: S3Settings, environment: Environment, common: Arc<Common>) -> S3 {
-        let credentials = Arc::new(Credentials::new(Aws { settings, environment }, common.clone()));
-        S3 { common, credentials, regions: Mutex::default(), signed: Mutex::default() }
+        let credentials = Arc::new(Credentials::new(Aws { settings, environment }, common));
+        S3 { credentials, regions: Mutex::default(), signed: Mutex::default() }
     }
 
     fn settings(&self) -> &S3Settings {
@@ -94,29 +91,6 @@ impl S3 {
         Ok(Get { address, fields, generation, is_moved: false })
     }
 
-    /// The names that begin with `prefix` and have no further slash.
-    fn listed(&self, at: &str, bucket: &str, prefix: &str) -> Result<Vec<String>> {
-        let mut renewed = false;
-        loop {
-            let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
-            let session = self.credentials.session(None).unwrap_or_else(none)?;
-            let generation = self.credentials.generation.load(Ordering::Acquire);
-            let key = &session.found.key;
-            let region = self.region(bucket, key)?;
-            let place = self.place(bucket, &region, key)?;
-            let control = Control::new(&self.common, PATIENCE);
-            let store = self.lister(bucket, &region, &place, key, control.clone())?;
-            let refusal = match names(&store, &control, prefix)? {
-                Ok(names) => return Ok(names),
-                Err(refusal) => refusal,
-            };
-            if renewed || !self.renewed(at, generation, &refusal) {
-                return Err(self.explained(refusal.error));
-            }
-            renewed = true;
-        }
-    }
-
     fn lister(&self, bucket: &str, region: &str, place: &Address, key: &AwsKey, control: Control) -> Result<AmazonS3> {
         let scheme = if place.server.tls { "https" } else { "http" };
         let mut builder = AmazonS3Builder::new()
@@ -149,10 +123,7 @@ impl S3 {
                 return true;
             }
         }
-        if generation < self.credentials.generation.load(Ordering::Acquire) {
-            return true;
-        }
-        refusal.access && self.credentials.renew(generation)
+        self.credentials.renewed(generation, refusal)
     }
 }
 
@@ -213,7 +184,15 @@ impl Requests for S3 {
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        list(at, |bucket, prefix| self.listed(&at.to_string(), bucket, prefix))
+        let names = |bucket: &str, prefix: &str| {
+            let store = |key: &AwsKey, control| {
+                let region = self.region(bucket, key)?;
+                self.lister(bucket, &region, &self.place(bucket, &region, key)?, key, control)
+            };
+            let text = at.to_string();
+            listed(&self.credentials, prefix, store, |generation, refusal| self.renewed(&text, generation, refusal))
+        };
+        list(at, names, |e| self.explained(e))
     }
 }
 

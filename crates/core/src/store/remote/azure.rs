@@ -1,0 +1,225 @@
+//! Where the tools of Azure look for an account and for what opens it: keys, signatures, and identities.
+
+use super::account::Account;
+use super::address::Address;
+use super::control::Control;
+use super::credentials::{Finder, FoundKey};
+use super::environment::Environment;
+use super::net::Common;
+use super::settings::AzureSettings;
+use super::tokens::{asked, form, posted, NoToken, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK};
+use crate::error::{Error, ErrorKind, Result};
+use object_store::azure::split_sas;
+use object_store::client::HttpRequestBody;
+use std::sync::Arc;
+
+pub(super) const VARIABLES: [&str; 16] = [
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_ACCOUNT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCESS_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "AZURE_TENANT_ID",
+    "AZURE_CLIENT_ID",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_CLIENT_CERTIFICATE_PATH",
+    "AZURE_AUTHORITY_HOST",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "AZURE_POD_IDENTITY_AUTHORITY_HOST",
+    "IDENTITY_ENDPOINT",
+    "IDENTITY_HEADER",
+];
+/// What tokens are for, in every cloud of Azure.
+const RESOURCE: &str = "https://storage.azure.com";
+
+/// What requests carry, and where they go.
+#[derive(PartialEq)]
+pub(super) struct AzureKey {
+    pub(super) credential: Credential,
+    /// Where the containers of the account are.
+    pub(super) endpoint: Address,
+}
+
+/// What requests carry.
+#[derive(PartialEq)]
+pub(super) enum Credential {
+    None,
+    /// Requests are signed with the key of this account.
+    Key(String, Vec<u8>),
+    /// A shared access signature that somebody has made.
+    Signature(Vec<(String, String)>),
+    Token(String),
+}
+
+/// The settings of one store, and the environment that completes them.
+#[derive(Debug)]
+pub(super) struct Azure {
+    pub(super) settings: AzureSettings,
+    pub(super) environment: Environment,
+}
+
+/// What gives tokens. A client is a tenant and the identity of a program in it.
+pub(super) enum AzureIdentity {
+    /// The address, the program, its secret.
+    Secret(String, String, String),
+    /// The same with a file, which somebody else keeps up to date.
+    Workload(String, String, String),
+    /// The address of App Service, and its secret; the program if there are several.
+    Service(String, String, Option<String>),
+    /// The metadata server, and the program.
+    Machine(String, Option<String>),
+}
+
+impl Finder for Azure {
+    type Key = AzureKey;
+    type Provider = TokenProvider<AzureIdentity>;
+
+    fn find(
+        &self,
+        common: &Arc<Common>,
+        provider: &mut Option<TokenProvider<AzureIdentity>>,
+    ) -> Result<FoundKey<AzureKey>> {
+        let account = Account::of(&self.settings, &self.environment)?;
+        let endpoint = account.address()?;
+        let found = |endpoint, credential, origin: &str, fades| {
+            Ok(FoundKey { key: AzureKey { credential, endpoint }, origin: origin.to_owned(), fades, renewable: fades })
+        };
+        if self.settings.anonymous {
+            return found(endpoint, Credential::None, "anonymous=True", false);
+        }
+        if !endpoint.server.keeps_secrets() {
+            return Err(invalid(
+                "the endpoint for Azure is http://, and what opens the account would be readable on the way: give an https:// \
+                 address, or storage={\"anonymous\": True}",
+            ));
+        }
+        if let Some((key, origin)) = &account.key {
+            let name = account.name.clone().ok_or_else(|| {
+                invalid(
+                    "an account key signs with the name of its account, and none is given: account_name in storage=",
+                )
+            })?;
+            return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, false);
+        }
+        if let Some((text, origin)) = &account.signature {
+            return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, false);
+        }
+        let given = match provider {
+            Some(given) => given,
+            none => none.insert(self.identity()?),
+        };
+        match given.token(common) {
+            Ok(token) => found(endpoint, Credential::Token(token), &given.origin, true),
+            Err(no) if matches!(given.source, AzureIdentity::Machine(..)) && !given.has_given() => {
+                let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
+                let why = e.full_message();
+                let text = format!("{NOTHING} ({}: {why}). {PUBLIC}", given.origin);
+                Err(Error::new(ErrorKind::Permission, text))
+            }
+            Err(no) => Err(given.failed(no)),
+        }
+    }
+}
+
+const NOTHING: &str =
+    "no credentials for Azure were found: neither account_key or sas_token in storage=, nor AZURE_STORAGE_KEY, \
+                       AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, nor an identity";
+const PUBLIC: &str = "For a public container give storage={\"anonymous\": True}";
+
+impl Azure {
+    /// What Azure's DefaultAzureCredential would take, without what people log in with.
+    fn identity(&self) -> Result<TokenProvider<AzureIdentity>> {
+        let of = |name: &str| self.environment.get(name).map(str::to_owned);
+        let program = of("AZURE_CLIENT_ID");
+        if let (Some(tenant), Some(program)) = (of("AZURE_TENANT_ID"), program.clone()) {
+            let at = || {
+                let host = of("AZURE_AUTHORITY_HOST").unwrap_or_else(|| "login.microsoftonline.com".into());
+                let scheme = if host.contains("://") { "" } else { "https://" };
+                let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
+                match Address::parse(&at) {
+                    Ok(address) if address.server.keeps_secrets() => Ok(at),
+                    _ => Err(invalid("AZURE_AUTHORITY_HOST is no https:// address")),
+                }
+            };
+            if let Some(secret) = of("AZURE_CLIENT_SECRET") {
+                let origin = "the variable AZURE_CLIENT_SECRET".to_owned();
+                return Ok(TokenProvider::new(AzureIdentity::Secret(at()?, program, secret), origin));
+            }
+            if of("AZURE_CLIENT_CERTIFICATE_PATH").is_some() {
+                let text =
+                    "AZURE_CLIENT_CERTIFICATE_PATH: certificates are not supported; give AZURE_CLIENT_SECRET instead";
+                return Err(Error::new(ErrorKind::Unsupported, text));
+            }
+            if let Some(file) = of("AZURE_FEDERATED_TOKEN_FILE") {
+                let origin = format!("{file} (AZURE_FEDERATED_TOKEN_FILE)");
+                return Ok(TokenProvider::new(AzureIdentity::Workload(at()?, program, file), origin));
+            }
+        }
+        if let (Some(at), Some(secret)) = (of("IDENTITY_ENDPOINT"), of("IDENTITY_HEADER")) {
+            let origin = "the managed identity of this service".to_owned();
+            return Ok(TokenProvider::new(AzureIdentity::Service(at, secret, program), origin));
+        }
+        let host = of("AZURE_POD_IDENTITY_AUTHORITY_HOST").unwrap_or_else(|| format!("http://{METADATA}"));
+        let origin = "the managed identity of this machine".to_owned();
+        Ok(TokenProvider::new(AzureIdentity::Machine(host, program), origin))
+    }
+}
+
+impl TokenSource for AzureIdentity {
+    fn fetch(&self, common: &Arc<Common>, again: bool) -> Result<(String, u64), NoToken> {
+        let scope = format!("{RESOURCE}/.default");
+        let client = |at: &str, program: &str, proof: &[(&str, &str)]| {
+            let fields = [("grant_type", "client_credentials"), ("client_id", program), ("scope", &*scope)];
+            posted(common, at, &[&fields, proof].concat())
+        };
+        let managed = |at: &str, version: &str, program: &Option<String>| {
+            let mut fields = vec![("api-version", version), ("resource", RESOURCE)];
+            fields.extend(program.iter().map(|program| ("client_id", &**program)));
+            http::Request::get(format!("{at}?{}", form(&fields)))
+        };
+        match self {
+            AzureIdentity::Secret(at, program, secret) => client(at, program, &[("client_secret", secret)]),
+            AzureIdentity::Workload(at, program, file) => {
+                let read = std::fs::read_to_string(file).map_err(|e| NoToken::Refused(Error::io("read it", &e)))?;
+                let kind = "urn:ietf:params:oauth:client-assertion-type:jwt-bearer";
+                client(at, program, &[("client_assertion_type", kind), ("client_assertion", read.trim())])
+            }
+            AzureIdentity::Service(at, secret, program) => {
+                let request = managed(at, "2019-08-01", program).header("X-IDENTITY-HEADER", secret);
+                asked(&Control::new(common, PATIENCE), request, HttpRequestBody::empty(), false)
+            }
+            AzureIdentity::Machine(host, program) => {
+                let at = format!("{}/metadata/identity/oauth2/token", host.trim_end_matches('/'));
+                let request = managed(&at, "2018-02-01", program).header("Metadata", "true");
+                // Where there was a token before, there is a server.
+                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), !again)
+            }
+        }
+    }
+}
+
+/// The bytes of an account key.
+fn key_of(text: &str, origin: &str) -> Result<Vec<u8>> {
+    use base64::Engine;
+    let read = base64::prelude::BASE64_STANDARD.decode(text.trim());
+    read.ok()
+        .filter(|key| !key.is_empty())
+        .ok_or_else(|| invalid(&format!("the account key from {origin} is no base64")))
+}
+
+/// The names and values of a shared access signature.
+fn pairs_of(text: &str, origin: &str) -> Result<Vec<(String, String)>> {
+    let pairs = split_sas(text.trim()).unwrap_or_default();
+    let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic() || b == b' ');
+    if !pairs.iter().any(|(name, _)| name == "sig") || !pairs.iter().all(|(k, v)| plain(k) && plain(v)) {
+        let text = format!("what {origin} has is no shared access signature: it is a query, with sv=, se= and sig=");
+        return Err(invalid(&text));
+    }
+    Ok(pairs)
+}
+
+fn invalid(text: &str) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
