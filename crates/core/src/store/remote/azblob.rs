@@ -64,7 +64,7 @@ impl Requests for AzureBlob {
         let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
         if is_anonymous && e.kind() == ErrorKind::NotFound {
             return e.reworded(|why| {
-                format!("{why}; Azure says so of private containers, too, to who gives no credentials")
+                format!("{why}; Azure says so of private containers, too, to those who give no credentials")
             });
         }
         if e.kind() != ErrorKind::Permission {
