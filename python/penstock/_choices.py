@@ -4,6 +4,7 @@ Each list stands once in Python, here. `tests/test_api_types.py` compares them w
 """
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Literal, TypedDict, get_args
 
 from ._errors import InvalidError
@@ -80,6 +81,12 @@ class Storage(TypedDict, total=False):
 
     profile: str | None
     """S3: a profile of ~/.aws/credentials and ~/.aws/config."""
+
+    credentials: Callable[[], Mapping[str, object]] | None
+    """A callable that gives the credentials: for S3 ``access_key_id``, ``secret_access_key`` and perhaps
+    ``session_token``, for Google Cloud Storage and ``https://`` servers ``token``. ``expires_at`` (seconds since the
+    epoch, or a datetime with a time zone) says when they become invalid. It is called when they are needed, again
+    before they expire, and when a server refuses them, on a thread of its own."""
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

@@ -15,11 +15,11 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from . import _core
@@ -340,6 +340,8 @@ def open_commit(
     where = endpoint()
     addresses = [_base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
     bearer = None if sent is None else (_name(where), sent.text)
+    if isinstance(storage, Mapping):  # credentials are for other servers: the Hub has its own token
+        storage = cast("Storage", {**storage, "credentials": None})
     try:
         return _core.Checkpoint.open(addresses, stall_timeout, storage, bearer)
     except AccessError as error:

@@ -7,6 +7,7 @@
 
 mod ceiling;
 mod checkpoint;
+mod credentials;
 mod dlpack;
 mod errors;
 mod fill;
@@ -15,6 +16,7 @@ mod load;
 mod look;
 mod machine;
 mod options;
+mod raised;
 mod save;
 mod storage;
 mod waiting;

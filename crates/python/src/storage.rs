@@ -1,9 +1,10 @@
 //! `storage=`: how one open asks servers. Strictly validated, with environment overrides.
 
+use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
 use crate::options::{repr, value_of};
-use penstock::store::{Addressing, Bearer, Secret, StorageSettings, Stores, WebSettings};
+use penstock::store::{Addressing, Bearer, ProfileSource, Secret, StorageSettings, Stores, WebSettings};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
@@ -17,10 +18,12 @@ enum Kind {
     Path,
     Flag,
     Text,
+    /// It has no text: neither a variable nor a command can give it.
+    Callable,
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 12] = [
+const SETTINGS: [(&str, Kind); 13] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -33,6 +36,7 @@ const SETTINGS: [(&str, Kind); 12] = [
     ("secret_access_key", Kind::Text),
     ("session_token", Kind::Text),
     ("profile", Kind::Text),
+    ("credentials", Kind::Callable),
 ];
 
 /// Most connections of one load.
@@ -77,6 +81,7 @@ pub(crate) fn stores_of(
     bearer: Option<(String, String)>,
 ) -> PyResult<Stores> {
     let mut settings = StorageSettings::default();
+    settings.s3.profiles = Some(ProfileSource(of_profile));
     for (name, _) in SETTINGS {
         let variable = format!("PENSTOCK_STORAGE_{}", name.to_uppercase());
         if let Some(text) = value_of(&variable)? {
@@ -102,7 +107,9 @@ pub(crate) fn stores_of(
             let known = names().join(", ");
             return Err(invalid(format!("there is no storage setting {}; there are: {known}", repr(&name))));
         };
-        if !value.is_none() {
+        if *kind == Kind::Callable && value.is_callable() {
+            settings.web.credentials = Some(of_callable(&value));
+        } else if !value.is_none() {
             let text = text_of(name, *kind, &value)?;
             set(&mut settings, name, text).map_err(|why| invalid(format!("storage {name}: {why}")))?;
         }
@@ -126,6 +133,7 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
         Kind::Number => Err(wrong("a whole number")),
         Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
         Kind::Text => Err(wrong("a string")),
+        Kind::Callable => Err(wrong("a callable without arguments that gives a mapping")),
         Kind::Path => {
             let path: PathBuf = value.extract().map_err(|_| wrong("a path"))?;
             path.into_os_string().into_string().map_err(|_| wrong("a path in Unicode"))
@@ -175,6 +183,7 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
         }
+        "credentials" => return Err("is a callable, which a text cannot give: set it in code, in storage=".into()),
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),
         _ => return Err("is not a setting".into()),
     }

@@ -38,7 +38,10 @@ pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
-pub use remote::{Addressing, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, Web, WebSettings};
+pub use remote::{
+    Addressing, Bearer, CredentialSource, GcsSettings, GivenCredentials, GivesCredentials, ProfileSource, S3Settings,
+    Secret, StorageSettings, Web, WebSettings,
+};
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
 pub use stat::identity_of;

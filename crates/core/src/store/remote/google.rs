@@ -2,8 +2,9 @@
 
 use super::address::{Address, Server};
 use super::control::{block_on, Control};
-use super::credentials::{Finder, FoundKey};
+use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
+use super::given::{CredentialSource, Giver, CALLABLE};
 use super::net::Common;
 use super::settings::GcsSettings;
 use crate::error::{Error, ErrorKind, Result};
@@ -66,6 +67,8 @@ enum TokenSource {
     User(User),
     /// The address of the metadata server.
     Machine(String),
+    /// The program.
+    Giver(Giver),
 }
 
 /// A file with credentials.
@@ -115,21 +118,33 @@ impl Finder for Google {
             return without("STORAGE_EMULATOR_HOST is set", false);
         }
         if provider.is_none() {
-            *provider = self.provider()?;
+            *provider = match &common.settings.credentials {
+                Some(source) => Some(TokenProvider::of(source)),
+                None => self.provider()?,
+            };
         }
         let Some(given) = provider else { return without(NOTHING, true) };
         match given.token(common) {
             Ok(token) => {
                 let origin = given.origin.clone();
-                Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin, fades: true, renewable: true })
+                let fades = !matches!(&given.source, TokenSource::Giver(giver) if giver.left().is_none());
+                Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin, fades, renewable: true })
             }
             Err(NoToken::Silence(_)) if matches!(given.source, TokenSource::Machine(_)) && given.token.is_none() => {
                 *provider = None;
                 without(NOTHING, true)
             }
+            Err(NoToken::Refused(e)) if matches!(given.source, TokenSource::Giver(_)) => Err(e),
             Err(NoToken::Silence(e) | NoToken::Refused(e)) => {
                 Err(e.reworded(|why| format!("no token; the credentials are from {}: {why}", given.origin)))
             }
+        }
+    }
+
+    fn left(&self, provider: &Option<TokenProvider>) -> Duration {
+        match provider {
+            Some(TokenProvider { source: TokenSource::Giver(giver), .. }) => giver.left().unwrap_or(USABLE),
+            _ => USABLE,
         }
     }
 }
@@ -195,6 +210,11 @@ fn from_file(text: String, origin: String) -> Result<TokenProvider> {
 }
 
 impl TokenProvider {
+    fn of(source: &CredentialSource) -> TokenProvider {
+        let giver = Giver::new(source.clone(), CALLABLE);
+        TokenProvider { source: TokenSource::Giver(giver), origin: CALLABLE.to_owned(), token: None }
+    }
+
     /// A token that is valid for some minutes.
     fn token(&mut self, common: &Arc<Common>) -> Result<String, NoToken> {
         if let Some((token, until)) = &self.token {
@@ -202,9 +222,10 @@ impl TokenProvider {
                 return Ok(token.clone());
             }
         }
-        let (token, seconds) = match &self.source {
+        let (token, seconds) = match &mut self.source {
             TokenSource::ServiceAccount(text) => (signed(common, text).map_err(NoToken::Refused)?, SIGNED),
             TokenSource::User(user) => user.token(common)?,
+            TokenSource::Giver(giver) => return giver.token().map_err(NoToken::Refused),
             TokenSource::Machine(host) => {
                 let path = "computeMetadata/v1/instance/service-accounts/default/token";
                 let request = http::Request::get(format!("http://{host}/{path}")).header("Metadata-Flavor", "Google");

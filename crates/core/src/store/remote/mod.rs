@@ -18,6 +18,7 @@ mod credentials;
 mod environment;
 mod fetch;
 mod gcs;
+mod given;
 mod google;
 mod link;
 mod links;
@@ -30,11 +31,13 @@ mod queue;
 mod range_read;
 mod request;
 mod s3;
+mod secret;
 mod settings;
 mod sockets;
 mod source;
 mod stragglers;
 mod tls;
+mod tokens;
 mod told;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -45,14 +48,18 @@ use self::answer::Expected;
 use self::counts::Counts;
 pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
+pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
 use self::net::{Common, Net, LOOK};
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
-pub use self::settings::{Addressing, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, WebSettings};
+pub use self::settings::{
+    Addressing, Bearer, GcsSettings, ProfileSource, S3Settings, Secret, StorageSettings, WebSettings,
+};
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
+use self::tokens::WithGivenToken;
 use self::told::Told;
 use super::facts::{Facts, FsKind};
 use super::location::Location;
@@ -88,7 +95,11 @@ impl Web {
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
         let StorageSettings { web, bearer, .. } = settings.into();
         let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { common, requests: requests_of(bearer) }
+        let requests = match (&bearer, &common.settings.credentials) {
+            (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
+            _ => requests_of(bearer),
+        };
+        Web { common, requests }
     }
 
     /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
