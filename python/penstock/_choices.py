@@ -88,6 +88,10 @@ class Storage(TypedDict, total=False):
     epoch, or a datetime with a time zone) says when they become invalid. It is called when they are needed, again
     before they expire, and when a server refuses them, on a thread of its own."""
 
+    proxy: str | None
+    """"http://host:port", perhaps with "user:password@" before the host: all servers are reached through it. "" is for
+    none. Default: what HTTPS_PROXY, http_proxy, ALL_PROXY and NO_PROXY say; never for this machine."""
+
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:
     """Raises InvalidError if ``value`` is none of the values that this argument takes."""

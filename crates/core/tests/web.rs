@@ -9,7 +9,7 @@ use penstock::extent::{Route, Ticket};
 use penstock::options::{Io, Options};
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::store::{
-    Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Version, Web, WebSettings,
+    Bearer, Location, Object, Objects, Proxies, Secret, StorageSettings, Store, Stores, Version, Web, WebSettings,
 };
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
 use std::collections::{BTreeSet, VecDeque};
@@ -716,4 +716,22 @@ fn a_shard_that_is_missing_or_another_one_ends_it_with_an_error() {
     assert!(e.to_string().contains("model-1.safetensors"), "{e}");
     let e = Checkpoint::open(&[server.url("/m/")]).unwrap_err();
     assert!(e.to_string().contains("web servers list no files"), "{e}");
+}
+
+/// It takes connections, and answers none.
+#[test]
+fn a_proxy_that_says_nothing_is_named() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = format!("http://{}", silent.local_addr().unwrap());
+    let (stall, pause, tries) = (Duration::from_millis(300), Duration::from_millis(1), 2);
+    let proxies = Some(Proxies::given(&proxy.replace("//", "//me:sesame@")).unwrap());
+    let web = Web::new(WebSettings { stall, pause, tries, proxies, ..WebSettings::default() });
+    // Without authorities there is no TLS.
+    let has_tls = Stores::default().authorities().is_ok();
+    for url in ["http://models.invalid/o", "https://models.invalid/o"].into_iter().take(if has_tls { 2 } else { 1 }) {
+        let e = web.head(&Location::Url(url.into()), 8).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        assert!(e.to_string().contains(&format!("models.invalid through the proxy {proxy}")), "{e}");
+        assert!(!e.to_string().contains("sesame"), "{e}");
+    }
 }

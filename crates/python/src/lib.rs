@@ -42,7 +42,7 @@ mod _core {
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]
-    use crate::storage::{authorities, storage_defaults, storage_settings};
+    use crate::storage::{authorities, proxy, storage_defaults, storage_settings};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

@@ -4,7 +4,7 @@ use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
 use crate::options::{repr, value_of};
-use penstock::store::{Addressing, Bearer, ProfileSource, Secret, StorageSettings, Stores, WebSettings};
+use penstock::store::{Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
@@ -23,7 +23,7 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 13] = [
+const SETTINGS: [(&str, Kind); 14] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -37,6 +37,7 @@ const SETTINGS: [(&str, Kind); 13] = [
     ("session_token", Kind::Text),
     ("profile", Kind::Text),
     ("credentials", Kind::Callable),
+    ("proxy", Kind::Text),
 ];
 
 /// Most connections of one load.
@@ -71,6 +72,20 @@ pub(crate) fn authorities<'py>(py: Python<'py>, storage: Option<&Bound<'py, PyAn
     answer(py, || {
         let stores = stores_of(py, storage, None)?;
         detached(py, || stores.authorities())
+    })
+}
+
+/// Host and port of the proxy for an address, and the value of `Proxy-Authorization`; None: it is reached without one.
+#[pyfunction]
+#[pyo3(signature = (address, storage = None))]
+pub(crate) fn proxy<'py>(
+    py: Python<'py>,
+    address: &str,
+    storage: Option<&Bound<'py, PyAny>>,
+) -> Answer<'py, Option<(String, Option<String>)>> {
+    answer(py, || {
+        let stores = stores_of(py, storage, None)?;
+        stores.proxy(address).map_err(|e| raise(py, &e))
     })
 }
 
@@ -147,7 +162,7 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
         "0" | "false" | "no" => Ok(false),
         _ => Err("must be true or false".to_owned()),
     };
-    if text.is_empty() {
+    if text.is_empty() && name != "proxy" {
         return Err("must not be empty".into());
     }
     let s3 = &mut settings.s3;
@@ -183,6 +198,7 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
         }
+        "proxy" => settings.web.proxies = Some(Proxies::given(&text).map_err(|e| e.message().to_owned())?),
         "credentials" => return Err("is a callable, which a text cannot give: set it in code, in storage=".into()),
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),
         _ => return Err("is not a setting".into()),

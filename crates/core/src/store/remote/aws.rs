@@ -186,6 +186,7 @@ impl Aws {
         settings: &[(AmazonS3ConfigKey, &str)],
     ) -> Result<Option<Provider>> {
         let control = Control::new(common, patience);
+        let control = if patience == QUICK { control.direct() } else { control };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name("none")
             .with_region(self.settings.region.as_deref().or(self.region_of_environment()).unwrap_or(REGION))

@@ -231,7 +231,7 @@ impl TokenProvider {
                 let request = http::Request::get(format!("http://{host}/{path}")).header("Metadata-Flavor", "Google");
                 // Where there was a token before, there is a server.
                 let once = self.token.is_none();
-                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), once)?
+                asked(&Control::new(common, QUICK).direct(), request, HttpRequestBody::empty(), once)?
             }
         };
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {

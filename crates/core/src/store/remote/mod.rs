@@ -4,7 +4,7 @@
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
 //! Every answer is compared with what was asked for and with the version that was opened (`answer`).
 //!
-//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2. What an object store needs besides, its
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. What an object store needs besides, its
 //! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
 
 mod address;
@@ -27,6 +27,8 @@ mod look;
 mod names;
 mod net;
 mod pace;
+mod proxied;
+mod proxy;
 mod queue;
 mod range_read;
 mod request;
@@ -39,6 +41,7 @@ mod stragglers;
 mod tls;
 mod tokens;
 mod told;
+mod tunnel;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod virtual_time;
@@ -50,6 +53,7 @@ pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
 pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
 use self::net::{Common, Net, LOOK};
+pub use self::proxy::Proxies;
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
@@ -121,6 +125,11 @@ impl Web {
     /// What of this process's environment the store of a scheme looks at.
     pub(super) fn environment(scheme: &str) -> Environment {
         Environment::of_process(if scheme == "s3" { &aws::VARIABLES } else { &google::VARIABLES })
+    }
+
+    /// The proxies that this process's environment names.
+    pub(super) fn proxies() -> Proxies {
+        Proxies::of_environment(&Environment::of_process(&proxy::VARIABLES))
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {

@@ -14,6 +14,7 @@ use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
 use super::told::{end, Told};
+use super::tunnel;
 use super::wires::{Watched, WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
@@ -203,7 +204,8 @@ impl<W: Wires> Net<W> {
             waits && now.duration_since(link.last) >= stall
         };
         while let Some((_, link)) = self.links.take_where(is_stalled) {
-            let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
+            let silent = self.common.named(&link.server);
+            let text = format!("the server has sent nothing for {:.1} s ({silent})", stall.as_secs_f64());
             let e = Error::new(ErrorKind::Timeout, text);
             match link.fetch {
                 Some(fetch) => self.again(fetch, link.got, e, None, told),
@@ -321,8 +323,8 @@ impl<W: Wires> Net<W> {
 
     /// A connection is lost.
     fn lost(&mut self, link: Link<W::Stream>, e: io::Error, now: Instant, told: &mut Vec<Told>) {
-        let (refused, is_expired) = (refused_by_tls(&e), link.reused && link.is_unanswered());
-        let server = link.server.authority();
+        let (refused, is_expired) = (refused(&e), link.reused && link.is_unanswered());
+        let server = self.common.named(&link.server);
         match (link.fetch, refused) {
             (None, refused) if link.state == LinkState::Connecting => {
                 let is_final = refused.is_some();
@@ -344,7 +346,6 @@ impl<W: Wires> Net<W> {
     fn keep(&mut self, number: usize, mut link: Link<W::Stream>, told: &mut Vec<Told>) {
         let wanted = match link.state {
             LinkState::Parked => Watched::Nothing,
-            LinkState::Connecting => Watched::Both,
             _ if link.stream.has_to_send() => Watched::Both,
             _ => Watched::Bytes,
         };
@@ -359,6 +360,7 @@ impl<W: Wires> Net<W> {
 
     /// The server says something else than the bytes.
     fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
+        let verdict = self.of_proxy(&fetch, verdict);
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
@@ -449,6 +451,11 @@ pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
 
 fn fail_all(fetch: Option<RangeRequest>, e: &Error, told: &mut Vec<Told>) {
     fetch.into_iter().flat_map(|fetch| fetch.reads).for_each(|read| fail(read, e.clone(), told));
+}
+
+/// The error if a connection is refused for good, by TLS or by a proxy.
+pub(super) fn refused(e: &io::Error) -> Option<Error> {
+    refused_by_tls(e).or_else(|| tunnel::refused(e))
 }
 
 /// The error if it is TLS that does not trust the server: no further attempt changes that.

@@ -2,6 +2,7 @@
 
 use super::address::{Address, Server};
 use super::given::{CredentialSource, GivesCredentials};
+use super::proxy::Proxies;
 pub use super::secret::Secret;
 use crate::error::{Error, ErrorKind, Result};
 use std::path::PathBuf;
@@ -132,6 +133,9 @@ pub struct WebSettings {
     pub authorities: Option<PathBuf>,
     /// What is asked for credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
+    /// Which servers are reached through which proxy. `None`: none, or what the environment says where
+    /// [`Stores`](crate::store::Stores) makes the store.
+    pub proxies: Option<Proxies>,
 }
 
 impl Default for WebSettings {
@@ -149,6 +153,7 @@ impl Default for WebSettings {
             stall,
             authorities: None,
             credentials: None,
+            proxies: None,
         }
     }
 }

@@ -49,12 +49,19 @@ impl Wires for Sockets {
     }
 
     fn connect(&mut self, server: &Server) -> Result<Option<Connection>> {
-        let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
-        let addresses = addresses?;
+        let proxy = self.common.proxy(server)?;
+        let to = proxy.map_or(server, |proxy| &proxy.server);
+        let Some(addresses) = self.common.names.addresses(to, self.wake.as_ref()) else { return Ok(None) };
+        let no_proxy = |e: Error| match proxy {
+            Some(proxy) => e.reworded(|why| format!("the proxy {}: {why}", proxy.name())),
+            None => e,
+        };
+        let addresses = addresses.map_err(no_proxy)?;
         self.made += 1;
         let authorities = self.common.settings.authorities.as_deref();
         let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
-        let connection = Connection::connect(&addresses[self.made % addresses.len()], tls);
+        let via = proxy.map(|proxy| proxy.via(server));
+        let connection = Connection::connect(&addresses[self.made % addresses.len()], via, tls);
         connection.map(Some).map_err(|e| Error::io("connect", &e))
     }
 
