@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,10 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
         ({"connections": 1.5}, TypeError, "a whole number"),
         ({"ca": 3}, TypeError, "a path"),
         ({"ca": ""}, penstock.InvalidError, "must not be empty"),
+        ({"bandwidth": 65_535}, penstock.InvalidError, r"65536 \(64 KiB\) or more"),
+        ({"bandwidth": -1}, penstock.InvalidError, "must be bytes"),
+        ({"bandwidth": "1 MB/s"}, penstock.InvalidError, "MiB or GiB"),
+        ({"bandwidth": True}, TypeError, "a whole number or a size"),
         ("connections", penstock.InvalidError, "give a dict of settings"),
     ],
 )
@@ -300,6 +305,21 @@ def test_settings_that_are_none_are_refused_before_anything_is_asked_for(web, st
     with pytest.raises(error, match=says):
         penstock.open(web(INDEX), storage=storage)
     assert web.close() == []
+
+
+def test_a_limit_on_the_rate_is_kept(web, small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STORAGE_BANDWIDTH", "65536")
+    checkpoint = penstock.open(web(INDEX), storage={"bandwidth": "100MB"})
+    Oracle(small).same(checkpoint.load(framework="dlpack"))
+    assert checkpoint.last_report is not None
+    fast = checkpoint.last_report["network"]["received_bytes"]
+    begun = time.perf_counter()
+    checkpoint = penstock.open(web(INDEX))
+    Oracle(small).same(checkpoint.load(framework="dlpack"))
+    # Each of the opens, and each load, may receive 64 KiB at once
+    assert time.perf_counter() - begun >= (fast - 65_536) / 65_536
+    assert checkpoint.last_report is not None
+    assert checkpoint.last_report["network"]["retries"] == 0
 
 
 def test_an_environment_variable_is_a_default_that_code_wins_over(web, monkeypatch, capsys):

@@ -92,6 +92,10 @@ class Storage(TypedDict, total=False):
     """"http://host:port", perhaps with "user:password@" before the host: all servers are reached through it. "" is for
     none. Default: what HTTPS_PROXY, http_proxy, ALL_PROXY and NO_PROXY say; never for this machine."""
 
+    bandwidth: int | str | None
+    """The most bytes that one load receives in a second, over all its connections: a number, or a size such as "500MB";
+    65,536 (64 KiB) or more. Default: no limit."""
+
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:
     """Raises InvalidError if ``value`` is none of the values that this argument takes."""

@@ -735,3 +735,26 @@ fn a_proxy_that_says_nothing_is_named() {
         assert!(!e.to_string().contains("sesame"), "{e}");
     }
 }
+
+/// The time that it takes is at least what the limit says. Nothing is asked for twice because of it.
+#[test]
+fn a_limit_on_the_rate_holds_for_all_connections_and_threads() {
+    let server = serving(|_| Fault::None);
+    let location = at(&server, "/o.safetensors");
+    for (threads, bandwidth) in [(1, 3_000_000), (2, 4_000_000)] {
+        let (connections, first_connections, request_bytes) = (16, 16, 100_000);
+        let stall = Duration::from_secs(30);
+        let settings = WebSettings { connections, first_connections, request_bytes, threads, ..WebSettings::default() };
+        let store = Web::new(WebSettings { bandwidth: Some(bandwidth), stall, ..settings });
+        let object = object(&Web::new(WebSettings::default()), &location);
+        let objects = store.objects(vec![Some(object)]).unwrap();
+        let begun = Instant::now();
+        assert!(read_all(objects.clone(), SIZE, 50_000).unwrap() == bytes(SIZE));
+        // A bucket may hold 64 KiB, or what comes in 50 ms, for each thread.
+        let at_once = (bandwidth / 20).max(threads as u64 * (64 << 10));
+        let least = (SIZE as u64 - at_once) as f64 / bandwidth as f64;
+        assert!(begun.elapsed().as_secs_f64() >= least, "{:?}, and {least} s at least", begun.elapsed());
+        let traffic = objects.traffic().unwrap();
+        assert!(traffic.received >= SIZE as u64 && traffic.retries == 0, "{traffic:?}");
+    }
+}

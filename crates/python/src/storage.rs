@@ -3,7 +3,7 @@
 use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
-use crate::options::{repr, value_of};
+use crate::options::{repr, size, value_of};
 use penstock::store::{Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -15,6 +15,8 @@ use std::path::PathBuf;
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Number,
+    /// Bytes, or a size such as "500MB".
+    Size,
     Path,
     Flag,
     Text,
@@ -23,7 +25,7 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 14] = [
+const SETTINGS: [(&str, Kind); 15] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -38,6 +40,7 @@ const SETTINGS: [(&str, Kind); 14] = [
     ("profile", Kind::Text),
     ("credentials", Kind::Callable),
     ("proxy", Kind::Text),
+    ("bandwidth", Kind::Size),
 ];
 
 /// Most connections of one load.
@@ -45,6 +48,9 @@ const MOST_CONNECTIONS: usize = 1024;
 
 /// Bytes that one request may ask for at most.
 const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
+
+/// Bytes per second. With less, a load would seem to have stalled.
+const LEAST_BANDWIDTH: u64 = 64 << 10;
 
 /// Names of the settings of `storage=`.
 #[pyfunction]
@@ -142,10 +148,11 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
         return Ok(text);
     }
     match kind {
-        Kind::Number if !value.is_instance_of::<PyBool>() => {
-            value.extract::<i128>().map(|number| number.to_string()).map_err(|_| wrong("a whole number"))
+        Kind::Number | Kind::Size => {
+            let what = if kind == Kind::Size { "a whole number or a size such as \"500MB\"" } else { "a whole number" };
+            let number = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<i128>().ok()).flatten();
+            number.map(|number| number.to_string()).ok_or_else(|| wrong(what))
         }
-        Kind::Number => Err(wrong("a whole number")),
         Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
         Kind::Text => Err(wrong("a string")),
         Kind::Callable => Err(wrong("a callable without arguments that gives a mapping")),
@@ -197,6 +204,10 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             let number = text.trim().parse().ok().filter(|number| REQUEST_BYTES.contains(number));
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
+        }
+        "bandwidth" => {
+            let bytes = size(&text).map(|bytes| (bytes >= LEAST_BANDWIDTH).then_some(bytes));
+            settings.web.bandwidth = Some(bytes?.ok_or("must be bytes per second, 65536 (64 KiB) or more")?);
         }
         "proxy" => settings.web.proxies = Some(Proxies::given(&text).map_err(|e| e.message().to_owned())?),
         "credentials" => return Err("is a callable, which a text cannot give: set it in code, in storage=".into()),

@@ -46,6 +46,8 @@ pub(super) enum Advance {
     Lost(io::Error),
     /// The server does not speak HTTP.
     Failed(Error),
+    /// No more may be received now.
+    Held,
     /// Nobody wants it any more.
     Close,
 }
@@ -75,6 +77,8 @@ pub(super) struct Link<S> {
     /// When it was last reported that bytes come.
     told: Instant,
     pub(super) watched: Watched,
+    /// It waits until more may be received.
+    pub(super) is_held: bool,
 }
 
 impl<S: WireEnd> Link<S> {
@@ -98,6 +102,7 @@ impl<S: WireEnd> Link<S> {
             gaps,
             told,
             watched,
+            is_held: false,
         }
     }
 
@@ -129,8 +134,14 @@ impl<S: WireEnd> Link<S> {
         }
     }
 
-    /// Does what can be done without waiting.
-    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> Advance {
+    /// Does what can be done without waiting, and without receiving more of a body than is `allowed`.
+    pub(super) fn advance(
+        &mut self,
+        now: Instant,
+        allowed: &mut u64,
+        discard: &mut [u8],
+        told: &mut Vec<Told>,
+    ) -> Advance {
         loop {
             let sent = match self.state {
                 LinkState::Connecting => Ok(()),
@@ -141,7 +152,7 @@ impl<S: WireEnd> Link<S> {
                 LinkState::Idle => self.idle(discard),
                 LinkState::Parked => Ok(Some(Advance::Wait)),
                 LinkState::Asked => self.answer(now),
-                LinkState::Body => self.body(now, discard, told),
+                LinkState::Body => self.body(now, allowed, discard, told),
             });
             match next {
                 Ok(None) => {}
@@ -214,7 +225,13 @@ impl<S: WireEnd> Link<S> {
         }
     }
 
-    fn body(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> io::Result<Option<Advance>> {
+    fn body(
+        &mut self,
+        now: Instant,
+        allowed: &mut u64,
+        discard: &mut [u8],
+        told: &mut Vec<Told>,
+    ) -> io::Result<Option<Advance>> {
         let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
         let next = fetch.next();
         if matches!(next, NextBytes::Read) && fetch.left() > 0 {
@@ -227,14 +244,14 @@ impl<S: WireEnd> Link<S> {
         match (next, fetch.reads.front()) {
             (NextBytes::Nothing, _) | (_, None) => return Ok(Some(self.ended())),
             (NextBytes::Gap(bytes), _) => {
-                let iov_len = (bytes.min(fetch.left()) as usize).min(discard.len());
+                let iov_len = (bytes.min(fetch.left()).min(*allowed) as usize).min(discard.len());
                 places.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
             }
             (NextBytes::Read, Some(read)) => {
                 let missing = read.missing();
                 match &read.places {
                     _ if missing.is_empty() => {}
-                    Some(into) => into.next(missing.end - missing.start, discard, &mut places),
+                    Some(into) => into.next((missing.end - missing.start).min(*allowed), discard, &mut places),
                     None => {
                         self.state = LinkState::Parked;
                         return Ok(Some(Advance::Wait));
@@ -243,6 +260,10 @@ impl<S: WireEnd> Link<S> {
             }
         }
         if !places.is_empty() {
+            if *allowed == 0 {
+                self.is_held = true;
+                return Ok(Some(Advance::Held));
+            }
             let got = self.receive(&mut places)?;
             if got == 0 {
                 return Err(io::Error::new(
@@ -251,6 +272,7 @@ impl<S: WireEnd> Link<S> {
                 ));
             }
             self.last = now;
+            *allowed -= got as u64;
             self.took(got, now, told);
         }
         self.end_first(told);

@@ -10,11 +10,12 @@ use super::names::Names;
 use super::pace::ConnectionPace;
 use super::queue::ReadQueue;
 use super::range_read::{BodyPlaces, RangeRead};
+use super::rate_limit::RateLimit;
+use super::refusal::refused;
 use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
 use super::told::{end, Told};
-use super::tunnel;
 use super::wires::{Watched, WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
@@ -57,7 +58,7 @@ pub(super) struct Common {
 impl Common {
     /// How many threads share the connections of a load, and the same with the part of each.
     pub(super) fn divided(self: &Arc<Common>) -> (usize, Arc<Common>) {
-        let WebSettings { connections, first_connections, threads, .. } = self.settings;
+        let WebSettings { connections, first_connections, threads, bandwidth, .. } = self.settings;
         let threads = match threads {
             // One thread receives some GB/s, and the load needs others.
             0 => (cores() / 4).clamp(1, MOST_THREADS),
@@ -69,6 +70,7 @@ impl Common {
         }
         let mut part = Common::clone(self);
         part.settings.connections = connections / threads;
+        part.settings.bandwidth = bandwidth.map(|bytes| bytes / threads as u64);
         part.settings.first_connections = first_connections.div_ceil(threads);
         (threads, Arc::new(part))
     }
@@ -81,6 +83,7 @@ pub(super) struct Net<W: Wires> {
     pub(super) links: Links<W::Stream>,
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
+    pub(super) rate_limit: RateLimit,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
@@ -96,6 +99,7 @@ impl<W: Wires> Net<W> {
     pub(super) fn new(wires: W, common: Arc<Common>, counts: Arc<Counts>) -> Net<W> {
         let now = wires.now();
         let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
+        let rate_limit = RateLimit::new(common.settings.bandwidth, now);
         let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
         Net {
             wires,
@@ -103,6 +107,7 @@ impl<W: Wires> Net<W> {
             links,
             waiting,
             pace,
+            rate_limit,
             look_at: now,
             counts,
             last: now,
@@ -159,6 +164,7 @@ impl<W: Wires> Net<W> {
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
         let before = self.wires.now();
         self.waiting.resume(before);
+        self.release(before, told);
         // A connection may be there at once, and lost at once.
         while self.ask_next(before, told) || self.connect_more(before, told) {}
         if !told.is_empty() {
@@ -176,12 +182,15 @@ impl<W: Wires> Net<W> {
         }
         self.numbers = numbers;
         let busy = self.links.count(LinkState::Asked) + self.links.count(LinkState::Body);
-        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit());
+        let is_limited = self.rate_limit.is_limit(now);
+        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit() && !is_limited);
         // What has come and was not looked at yet is no silence.
         if all && now >= self.look_at {
             self.look_at = now + LOOK.min(self.common.settings.stall / 4);
             self.drop_stalled(now, told);
-            self.mend_stragglers(now);
+            if !is_limited {
+                self.mend_stragglers(now);
+            }
             self.pace.judge(now);
         }
         Ok(())
@@ -191,7 +200,7 @@ impl<W: Wires> Net<W> {
     fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
-        let due = self.waiting.next_due().into_iter().chain(look).min();
+        let due = self.waiting.next_due().into_iter().chain(look).chain(self.rate_limit.due()).min();
         let due = due.map(|due| due.saturating_duration_since(now));
         due.into_iter().chain(self.longest_wait).min()
     }
@@ -201,7 +210,7 @@ impl<W: Wires> Net<W> {
         let stall = self.common.settings.stall;
         let is_stalled = |link: &Link<_>| {
             let waits = link.is_busy() || link.state == LinkState::Connecting;
-            waits && now.duration_since(link.last) >= stall
+            waits && !link.is_held && now.duration_since(link.last) >= stall
         };
         while let Some((_, link)) = self.links.take_where(is_stalled) {
             let silent = self.common.named(&link.server);
@@ -286,7 +295,10 @@ impl<W: Wires> Net<W> {
         told: &mut Vec<Told>,
     ) -> u64 {
         let (had, had_gaps) = (link.got, link.gaps);
-        let next = link.advance(now, &mut self.discard, told);
+        let most = self.rate_limit.allowed(now);
+        let mut allowed = most;
+        let next = link.advance(now, &mut allowed, &mut self.discard, told);
+        self.rate_limit.took(most - allowed);
         // A request that was sent just now counts from 0.
         let (all, got) = (link.got, link.got.saturating_sub(had));
         if got > 0 {
@@ -296,6 +308,10 @@ impl<W: Wires> Net<W> {
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
+            Advance::Held => {
+                self.rate_limit.hold(number);
+                self.keep(number, link, told);
+            }
             Advance::Ready => {
                 if let Some(answered) = link.answered_at.take() {
                     let first_byte = answered.duration_since(link.asked_at);
@@ -346,6 +362,7 @@ impl<W: Wires> Net<W> {
     fn keep(&mut self, number: usize, mut link: Link<W::Stream>, told: &mut Vec<Told>) {
         let wanted = match link.state {
             LinkState::Parked => Watched::Nothing,
+            _ if link.is_held => Watched::Nothing,
             _ if link.stream.has_to_send() => Watched::Both,
             _ => Watched::Bytes,
         };
@@ -451,22 +468,4 @@ pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
 
 fn fail_all(fetch: Option<RangeRequest>, e: &Error, told: &mut Vec<Told>) {
     fetch.into_iter().flat_map(|fetch| fetch.reads).for_each(|read| fail(read, e.clone(), told));
-}
-
-/// The error if a connection is refused for good, by TLS or by a proxy.
-pub(super) fn refused(e: &io::Error) -> Option<Error> {
-    refused_by_tls(e).or_else(|| tunnel::refused(e))
-}
-
-/// The error if it is TLS that does not trust the server: no further attempt changes that.
-pub(super) fn refused_by_tls(e: &io::Error) -> Option<Error> {
-    let cause = e.get_ref()?.downcast_ref::<rustls::Error>()?;
-    let text = match cause {
-        rustls::Error::InvalidCertificate(_) => {
-            "the server's certificate is not trusted; if an authority of your own has signed it, name the file with its \
-             certificate in SSL_CERT_FILE"
-        }
-        _ => "TLS with the server failed",
-    };
-    Some(Error::new(ErrorKind::Io, text).caused_by(cause.clone()))
 }

@@ -133,6 +133,8 @@ pub struct WebSettings {
     pub authorities: Option<PathBuf>,
     /// What is asked for credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
+    /// Most bytes that one load receives in a second, over all its connections.
+    pub bandwidth: Option<u64>,
     /// Which servers are reached through which proxy. `None`: none, or what the environment says where
     /// [`Stores`](crate::store::Stores) makes the store.
     pub proxies: Option<Proxies>,
@@ -153,6 +155,7 @@ impl Default for WebSettings {
             stall,
             authorities: None,
             credentials: None,
+            bandwidth: None,
             proxies: None,
         }
     }
