@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -294,6 +295,10 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
         ({"connections": 1.5}, TypeError, "a whole number"),
         ({"ca": 3}, TypeError, "a path"),
         ({"ca": ""}, penstock.InvalidError, "must not be empty"),
+        ({"interfaces": ["lo", "eth77"]}, penstock.InvalidError, r'no network interface "eth77"; there are: .*\blo\b'),
+        ({"interfaces": []}, penstock.InvalidError, "must not be empty"),
+        ({"interfaces": "lo,"}, penstock.InvalidError, 'no network interface ""'),
+        ({"interfaces": [3]}, TypeError, "a list of strings"),
         ({"bandwidth": 65_535}, penstock.InvalidError, r"65536 \(64 KiB\) or more"),
         ({"bandwidth": -1}, penstock.InvalidError, "must be bytes"),
         ({"bandwidth": "1 MB/s"}, penstock.InvalidError, "MiB or GiB"),
@@ -305,6 +310,19 @@ def test_settings_that_are_none_are_refused_before_anything_is_asked_for(web, st
     with pytest.raises(error, match=says):
         penstock.open(web(INDEX), storage=storage)
     assert web.close() == []
+
+
+def test_connections_are_bound_to_interfaces(web, small):
+    for given in (["lo"], "lo", ("lo", "lo")):
+        storage: Any = {"interfaces": given}
+        Oracle(small).same(penstock.open(web(INDEX), storage=storage).load(framework="dlpack"))
+    assert command_line.main(["inspect", web(INDEX), "--storage", "interfaces=lo"]) == 0
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if not others:
+        pytest.skip("this machine has no other interface than lo, from which loopback cannot be reached")
+    bound: Any = {"interfaces": others[:1]}
+    with pytest.raises((penstock.ReadError, penstock.StalledError)):
+        penstock.open(web(INDEX), storage=bound, stall_timeout=5)
 
 
 def test_a_limit_on_the_rate_is_kept(web, small, monkeypatch):

@@ -4,7 +4,7 @@ Each list stands once in Python, here. `tests/test_api_types.py` compares them w
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict, get_args
 
 from ._errors import InvalidError
@@ -95,6 +95,9 @@ class Storage(TypedDict, total=False):
     bandwidth: int | str | None
     """The most bytes that one load receives in a second, over all its connections: a number, or a size such as "500MB";
     65,536 (64 KiB) or more. Default: no limit."""
+
+    interfaces: Sequence[str] | str | None
+    """Network interfaces, such as ["eth0", "eth1"]: the connections that receive tensors are bound to them in turn."""
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

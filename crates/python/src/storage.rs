@@ -2,9 +2,11 @@
 
 use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
-use crate::guard::{answer, Answer};
+use crate::guard::{answer, Answer, Listed};
 use crate::options::{repr, size, value_of};
-use penstock::store::{Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings};
+use penstock::store::{
+    check_interfaces, Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
@@ -20,12 +22,14 @@ enum Kind {
     Path,
     Flag,
     Text,
+    /// A list of strings, or a string with commas.
+    Names,
     /// It has no text: neither a variable nor a command can give it.
     Callable,
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 15] = [
+const SETTINGS: [(&str, Kind); 16] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -41,6 +45,7 @@ const SETTINGS: [(&str, Kind); 15] = [
     ("credentials", Kind::Callable),
     ("proxy", Kind::Text),
     ("bandwidth", Kind::Size),
+    ("interfaces", Kind::Names),
 ];
 
 /// Most connections of one load.
@@ -155,6 +160,10 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
         }
         Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
         Kind::Text => Err(wrong("a string")),
+        Kind::Names => {
+            let names = value.extract::<Listed<String>>().map_err(|_| wrong("a list of strings"))?;
+            Ok(names.0.join(","))
+        }
         Kind::Callable => Err(wrong("a callable without arguments that gives a mapping")),
         Kind::Path => {
             let path: PathBuf = value.extract().map_err(|_| wrong("a path"))?;
@@ -204,6 +213,11 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             let number = text.trim().parse().ok().filter(|number| REQUEST_BYTES.contains(number));
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
+        }
+        "interfaces" => {
+            let names: Vec<_> = text.split(',').map(|name| name.trim().to_owned()).collect();
+            check_interfaces(&names).map_err(|e| e.message().to_owned())?;
+            settings.web.interfaces = names;
         }
         "bandwidth" => {
             let bytes = size(&text).map(|bytes| (bytes >= LEAST_BANDWIDTH).then_some(bytes));

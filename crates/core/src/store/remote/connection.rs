@@ -38,13 +38,14 @@ struct Encrypted {
 }
 
 impl Connection {
-    /// Begins to connect, to the server or to the proxy for it. What is sent waits until the connection is there.
+    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. What is sent waits until the connection is there.
     pub(super) fn connect(
         to: &SocketAddr,
+        interface: Option<&str>,
         via: Option<Via>,
         tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     ) -> io::Result<Connection> {
-        let socket = Socket::connect(to)?;
+        let socket = Socket::connect(to, interface)?;
         let tls = match tls {
             None => None,
             Some((config, name)) => {
@@ -217,7 +218,7 @@ impl Encrypted {
 }
 
 impl Socket {
-    fn connect(to: &SocketAddr) -> io::Result<Socket> {
+    fn connect(to: &SocketAddr, interface: Option<&str>) -> io::Result<Socket> {
         let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
         // SAFETY: a plain system call.
         let fd = unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) };
@@ -231,6 +232,9 @@ impl Socket {
         // Requests are single small segments. If the kernel refuses, they only leave later.
         // SAFETY: the option is four bytes.
         unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, (&raw const one).cast(), size) };
+        if let Some(name) = interface {
+            socket.bind(name)?;
+        }
         let outcome = match to {
             SocketAddr::V4(v4) => {
                 let name = libc::sockaddr_in {
@@ -260,6 +264,16 @@ impl Socket {
                 e if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(socket),
                 e => Err(e),
             },
+        }
+    }
+
+    /// Has it sent over this interface only. Linux lets every process do so since 5.7.
+    fn bind(&self, interface: &str) -> io::Result<()> {
+        let (fd, name, size) = (self.0.as_raw_fd(), interface.as_ptr().cast(), interface.len() as libc::socklen_t);
+        // SAFETY: a text of that length.
+        match unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, name, size) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 

@@ -100,6 +100,7 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
         let text = format!("there is no connection to {}", common.named(server));
         refused(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))
     };
+    let interface = common.settings.interfaces.first().map(String::as_str);
     let mut last = None;
     for address in addresses.iter() {
         let tls = match server.tls {
@@ -109,7 +110,7 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
         let begun = Instant::now();
         let until = begun + common.settings.stall;
         let shake = |asked: &mut Asked| {
-            let mut link = Connection::connect(address, proxy.map(|proxy| proxy.via(server)), tls)?;
+            let mut link = Connection::connect(address, interface, proxy.map(|proxy| proxy.via(server)), tls)?;
             await_socket(&link, libc::POLLOUT, until)?;
             asked.connect = Some(begun.elapsed());
             let begun = Instant::now();

@@ -133,6 +133,8 @@ pub struct WebSettings {
     pub authorities: Option<PathBuf>,
     /// What is asked for credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
+    /// The network interfaces that connections of loads are bound to, in turn. None: as the system routes them.
+    pub interfaces: Vec<String>,
     /// Most bytes that one load receives in a second, over all its connections.
     pub bandwidth: Option<u64>,
     /// Which servers are reached through which proxy. `None`: none, or what the environment says where
@@ -155,6 +157,7 @@ impl Default for WebSettings {
             stall,
             authorities: None,
             credentials: None,
+            interfaces: Vec::new(),
             bandwidth: None,
             proxies: None,
         }

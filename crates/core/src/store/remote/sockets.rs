@@ -61,8 +61,12 @@ impl Wires for Sockets {
         let authorities = self.common.settings.authorities.as_deref();
         let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
         let via = proxy.map(|proxy| proxy.via(server));
-        let connection = Connection::connect(&addresses[self.made % addresses.len()], via, tls);
-        connection.map(Some).map_err(|e| Error::io("connect", &e))
+        let interfaces = &self.common.settings.interfaces;
+        let interface = interfaces.get(self.made % interfaces.len().max(1)).map(String::as_str);
+        // Each interface comes to each address.
+        let to = &addresses[self.made / interfaces.len().max(1) % addresses.len()];
+        let doing = interface.map_or_else(|| "connect".to_owned(), |name| format!("connect over the interface {name}"));
+        Connection::connect(to, interface, via, tls).map(Some).map_err(|e| Error::io(&doing, &e))
     }
 
     fn watch(&mut self, stream: &Connection, number: usize, before: Watched, wanted: Watched) -> Result<()> {
