@@ -247,6 +247,26 @@ def test_services_of_the_machine_are_asked_without_it(proxy, small, monkeypatch)
         assert len(proxy.asked) == len(bucket.asked)
 
 
+def test_the_hub_with_tls_is_asked_through_a_tunnel(proxy, small, tmp_path, monkeypatch, authority):  # noqa: F811
+    folder, *certificate = authority
+    hub = Hub(tmp_path / "hub", *certificate)
+    try:
+        hub.add("org/model", small)
+        proxy.closed = True
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        storage: Any = {"proxy": proxy.with_password(), "ca": folder}
+        Oracle(small).same(penstock.open("hf://org/model", storage=storage).load(framework="np"))
+        assert set(proxy.asked) == {f"CONNECT localhost:{port_of(at)}" for at in (hub.endpoint, hub.storage)}
+        with pytest.raises(penstock.PenstockError, match="407"):
+            penstock.open("hf://org/model", storage={**storage, "proxy": proxy.address})
+    finally:
+        hub.process.kill()
+        hub.process.wait()
+
+
 def test_the_hub_is_asked_through_it(proxy, small, tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
     try:
@@ -276,7 +296,7 @@ def test_the_hub_is_asked_through_it(proxy, small, tmp_path, monkeypatch):
         (407, penstock.AccessError, "a user's name and a password", 1),
         (403, penstock.AccessError, "does it let through", 1),
         (502, penstock.ReadError, "asked for 3 times", 3),
-        (200, penstock.ReadError, "TLS", 3),
+        (200, penstock.ReadError, "TLS", 1),  # and does not pass on what follows
     ],
 )
 def test_a_tunnel_that_is_refused_names_the_proxy(proxy, status, kind, says, times):
@@ -336,6 +356,15 @@ def test_a_variable_that_cannot_be_is_an_error_where_it_would_be_used(monkeypatc
     with pytest.raises(penstock.UnsupportedError, match=r"the proxy in ALL_PROXY: .*socks5") as caught:
         penstock.open(f"http://models.invalid/{INDEX}")
     assert "sesame" not in repr(caught.value)
+
+
+def test_engines_which_log_their_arguments_refuse_its_password():
+    from penstock.integrations import _engine
+
+    with pytest.raises(penstock.InvalidError, match="logs its arguments") as caught:
+        _engine.settings_of({"storage": {"proxy": "http://me:sesame@h:1"}}, "vllm")
+    assert "sesame" not in str(caught.value)
+    assert _engine.settings_of({"storage": {"proxy": "http://h:1"}}, "vllm").storage == {"proxy": "http://h:1"}
 
 
 def test_commands_take_it_and_doctor_does_not_show_it(proxy, web, capsys):  # noqa: F811
