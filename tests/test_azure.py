@@ -276,6 +276,22 @@ def test_an_expired_token_is_renewed_once_for_all_requests(bucket, big, source):
     penstock.open(FOLDER, storage=storage)
 
 
+def test_a_token_that_the_program_gives(bucket, small, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+    calls = []
+
+    def call() -> dict[str, str]:
+        calls.append(None)
+        return {"token": f"token-{len(calls)}"}
+
+    checkpoint = penstock.open(FOLDER, storage={"endpoint": bucket.endpoint, "credentials": call})
+    Oracle(small).same(checkpoint.load(framework="np"))
+    assert {token for _, token in bucket.asked} == {"token-1"}
+    bucket.expired = {"token-1"}
+    Oracle(small).same(checkpoint.load(framework="np"))
+    assert len(calls) == 2 and bucket.credentials == 0
+
+
 @pytest.mark.parametrize("source", IDENTITIES, indirect=True)
 def test_who_gives_tokens_is_asked_again(bucket, small, source):
     bucket.no_token, bucket.until = (503, {}, b"later"), 2

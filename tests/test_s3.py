@@ -257,13 +257,6 @@ def test_no_credentials_are_an_error_that_says_where_they_were_looked_for(bucket
     assert bucket.asked == []
 
 
-def test_a_profile_whose_credentials_need_more_says_what_to_do(bucket, tmp_path):
-    (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws/config").write_text("[profile people]\nsso_session = x\nregion = eu-west-1\n")
-    with pytest.raises(penstock.UnsupportedError, match=r"sso_session.*aws configure export-credentials"):
-        penstock.open(FOLDER, storage={"endpoint": bucket.endpoint, "profile": "people"})
-
-
 @pytest.mark.parametrize(
     ("storage", "error", "says"),
     [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,14 @@ def test_an_authority_that_storage_names(authority, small, tmp_path):
         ({"connections": 1.5}, TypeError, "a whole number"),
         ({"ca": 3}, TypeError, "a path"),
         ({"ca": ""}, penstock.InvalidError, "must not be empty"),
+        ({"interfaces": ["lo", "eth77"]}, penstock.InvalidError, r'no network interface "eth77"; there are: .*\blo\b'),
+        ({"interfaces": []}, penstock.InvalidError, "must not be empty"),
+        ({"interfaces": "lo,"}, penstock.InvalidError, 'no network interface ""'),
+        ({"interfaces": [3]}, TypeError, "a list of strings"),
+        ({"bandwidth": 65_535}, penstock.InvalidError, r"65536 \(64 KiB\) or more"),
+        ({"bandwidth": -1}, penstock.InvalidError, "must be bytes"),
+        ({"bandwidth": "1 MB/s"}, penstock.InvalidError, "MiB or GiB"),
+        ({"bandwidth": True}, TypeError, "a whole number or a size"),
         ("connections", penstock.InvalidError, "give a dict of settings"),
     ],
 )
@@ -300,6 +310,34 @@ def test_settings_that_are_none_are_refused_before_anything_is_asked_for(web, st
     with pytest.raises(error, match=says):
         penstock.open(web(INDEX), storage=storage)
     assert web.close() == []
+
+
+def test_connections_are_bound_to_interfaces(web, small):
+    for given in (["lo"], "lo", ("lo", "lo")):
+        storage: Any = {"interfaces": given}
+        Oracle(small).same(penstock.open(web(INDEX), storage=storage).load(framework="dlpack"))
+    assert command_line.main(["inspect", web(INDEX), "--storage", "interfaces=lo"]) == 0
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if not others:
+        pytest.skip("this machine has no other interface than lo, from which loopback cannot be reached")
+    bound: Any = {"interfaces": others[:1]}
+    with pytest.raises((penstock.ReadError, penstock.StalledError)):
+        penstock.open(web(INDEX), storage=bound, stall_timeout=5)
+
+
+def test_a_limit_on_the_rate_is_kept(web, small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STORAGE_BANDWIDTH", "65536")
+    checkpoint = penstock.open(web(INDEX), storage={"bandwidth": "100MB"})
+    Oracle(small).same(checkpoint.load(framework="dlpack"))
+    assert checkpoint.last_report is not None
+    fast = checkpoint.last_report["network"]["received_bytes"]
+    begun = time.perf_counter()
+    checkpoint = penstock.open(web(INDEX))
+    Oracle(small).same(checkpoint.load(framework="dlpack"))
+    # Each of the opens, and each load, may receive 64 KiB at once
+    assert time.perf_counter() - begun >= (fast - 65_536) / 65_536
+    assert checkpoint.last_report is not None
+    assert checkpoint.last_report["network"]["retries"] == 0
 
 
 def test_an_environment_variable_is_a_default_that_code_wins_over(web, monkeypatch, capsys):

@@ -4,6 +4,7 @@ Each list stands once in Python, here. `tests/test_api_types.py` compares them w
 """
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict, get_args
 
 from ._errors import InvalidError
@@ -89,6 +90,22 @@ class Storage(TypedDict, total=False):
 
     sas_token: str | None
     """Azure: a shared access signature, instead of a key."""
+    credentials: Callable[[], Mapping[str, object]] | None
+    """A callable that gives the credentials: for S3 ``access_key_id``, ``secret_access_key`` and perhaps
+    ``session_token``, for Google Cloud Storage, Azure and ``https://`` servers ``token``. ``expires_at`` (seconds since the
+    epoch, or a datetime with a time zone) says when they become invalid. It is called when they are needed, again
+    before they expire, and when a server refuses them, on a thread of its own."""
+
+    proxy: str | None
+    """"http://host:port", perhaps with "user:password@" before the host: all servers are reached through it. "" is for
+    none. Default: what HTTPS_PROXY, http_proxy, ALL_PROXY and NO_PROXY say; never for this machine."""
+
+    bandwidth: int | str | None
+    """The most bytes that one load receives in a second, over all its connections: a number, or a size such as "500MB";
+    65,536 (64 KiB) or more. Default: no limit."""
+
+    interfaces: Sequence[str] | str | None
+    """Network interfaces, such as ["eth0", "eth1"]: the connections that receive tensors are bound to them in turn."""
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "head",
     "look",
     "probe",
+    "proxy",
     "release_staging",
     "residency",
     "stall_timeout",
@@ -166,6 +167,9 @@ def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[s
     "size" and "validator" ("strong ETag", "weak ETag", "date", "size") of the object. "error": an exception, or None.
     Blocks.
     """
+
+def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None] | None:
+    """Host and port of the proxy for an address, and the value of Proxy-Authorization."""
 
 def storage_defaults() -> dict[str, int]:
     """Values of the settings of `penstock.Storage` that have a default."""

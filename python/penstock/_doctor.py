@@ -336,7 +336,7 @@ def examine(path: str, *, measure: bool = True) -> dict[str, Any]:
 
 
 #: Names of variables and settings whose values nobody is shown.
-_SECRET = re.compile("secret|token|key|password|proxy|connection_string|identity_header", re.IGNORECASE)
+_SECRET = re.compile("secret|token|key|password|proxy|credential|connection_string|identity_header", re.IGNORECASE)
 
 
 def shown(name: str, value: object) -> str:

@@ -71,6 +71,7 @@ def examine(
         "error": None,
         "checkpoint": None,
         "asked": None,
+        "proxy": None,
         "rates": {},
         "environment": environment(re.compile("|".join([_VARIABLES, *more]), re.IGNORECASE)),
     }
@@ -100,6 +101,9 @@ def examine(
         if found["asked"] is None and is_web(source):
             looked_at = patiently(lambda: _core.look(source, 1, storage), stall_timeout, without_secrets(source))
             found["asked"] = looked_at and _plain(looked_at, without_secrets(source))
+    if found["asked"] is not None and found["asked"]["servers"]:
+        proxy = _core.proxy(found["asked"]["servers"][-1]["server"], storage)
+        found["proxy"] = None if proxy is None else proxy[0]
     found["therefore"] = _advice(found)
     return found
 
@@ -217,9 +221,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
         if median(asked["round_trips"]) >= _LONG:
             said.append("a request waits long for its answer: slices in many small pieces take longer than their bytes")
         said += _of_rates(found)
-    proxies = [name for name in found["environment"] if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]
-    if proxies:
-        said.append(f"penstock reads files without a proxy; {', '.join(proxies)} is for other programs")
+    if found["proxy"] is not None:
+        said.append(f"the server is reached through the proxy {found['proxy']}")
     return said
 
 

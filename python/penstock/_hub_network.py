@@ -15,11 +15,11 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from . import _core
@@ -153,12 +153,33 @@ def _name(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+class _Proxied(urllib.request.BaseHandler):
+    """Has requests go through the proxy that the core would take."""
+
+    handler_order = 900  # when they know their host
+
+    def __init__(self, storage: Storage | None) -> None:
+        self._storage = storage
+
+    def http_request(self, request: urllib.request.Request) -> urllib.request.Request:
+        found = _core.proxy(request.full_url, self._storage)
+        if found is not None:
+            where, authorization = found
+            request.set_proxy(where, "http")
+            if authorization is not None:
+                request.add_unredirected_header("Proxy-Authorization", authorization)
+        return request
+
+    https_request = http_request
+
+
 def _opener(url: str, storage: Storage | None) -> urllib.request.OpenerDirector:
+    proxied = (urllib.request.ProxyHandler({}), _Proxied(storage))
     if not url.startswith("https:"):
-        return urllib.request.build_opener(_Redirects)
+        return urllib.request.build_opener(_Redirects, *proxied)
     # The authorities are those that the core trusts, wherever this Python keeps its own
     https = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=_core.authorities(storage)))
-    return urllib.request.build_opener(_Redirects, https)
+    return urllib.request.build_opener(_Redirects, *proxied, https)
 
 
 def _ask(url: str, sent: Token | None, storage: Storage | None) -> Any:
@@ -340,18 +361,14 @@ def open_commit(
     where = endpoint()
     addresses = [_base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
     bearer = None if sent is None else (_name(where), sent.text)
+    if isinstance(storage, Mapping):  # credentials are for other servers: the Hub has its own token
+        storage = cast("Storage", {**storage, "credentials": None})
     try:
         return _core.Checkpoint.open(addresses, stall_timeout, storage, bearer)
     except AccessError as error:
         if "GatedRepo" in error.message:
             raise gated(source, pinned.repository, sent, f"({error})") from None
         raise
-    except ReadError as error:
-        parts = urlsplit(where)
-        if urllib.request.getproxies().get(parts.scheme) is None or urllib.request.proxy_bypass(parts.hostname or ""):
-            raise
-        message = f"{error.message} (the Hub was asked through the environment's proxy; files are read without one)"
-        raise ReadError(message, path=error.path, range=error.range, errno=error.errno) from None
 
 
 def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:

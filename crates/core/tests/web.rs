@@ -9,7 +9,7 @@ use penstock::extent::{Route, Ticket};
 use penstock::options::{Io, Options};
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::store::{
-    Bearer, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Version, Web, WebSettings,
+    Bearer, Location, Object, Objects, Proxies, Secret, StorageSettings, Store, Stores, Version, Web, WebSettings,
 };
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
 use std::collections::{BTreeSet, VecDeque};
@@ -716,4 +716,45 @@ fn a_shard_that_is_missing_or_another_one_ends_it_with_an_error() {
     assert!(e.to_string().contains("model-1.safetensors"), "{e}");
     let e = Checkpoint::open(&[server.url("/m/")]).unwrap_err();
     assert!(e.to_string().contains("web servers list no files"), "{e}");
+}
+
+/// It takes connections, and answers none.
+#[test]
+fn a_proxy_that_says_nothing_is_named() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = format!("http://{}", silent.local_addr().unwrap());
+    let (stall, pause, tries) = (Duration::from_millis(300), Duration::from_millis(1), 2);
+    let proxies = Some(Proxies::given(&proxy.replace("//", "//me:sesame@")).unwrap());
+    let web = Web::new(WebSettings { stall, pause, tries, proxies, ..WebSettings::default() });
+    // Without authorities there is no TLS.
+    let has_tls = Stores::default().authorities().is_ok();
+    for url in ["http://models.invalid/o", "https://models.invalid/o"].into_iter().take(if has_tls { 2 } else { 1 }) {
+        let e = web.head(&Location::Url(url.into()), 8).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        assert!(e.to_string().contains(&format!("models.invalid through the proxy {proxy}")), "{e}");
+        assert!(!e.to_string().contains("sesame"), "{e}");
+    }
+}
+
+/// The time that it takes is at least what the limit says. Nothing is asked for twice because of it.
+#[test]
+fn a_limit_on_the_rate_holds_for_all_connections_and_threads() {
+    let server = serving(|_| Fault::None);
+    let location = at(&server, "/o.safetensors");
+    for (threads, bandwidth) in [(1, 3_000_000), (2, 4_000_000)] {
+        let (connections, first_connections, request_bytes) = (16, 16, 100_000);
+        let stall = Duration::from_secs(30);
+        let settings = WebSettings { connections, first_connections, request_bytes, threads, ..WebSettings::default() };
+        let store = Web::new(WebSettings { bandwidth: Some(bandwidth), stall, ..settings });
+        let object = object(&Web::new(WebSettings::default()), &location);
+        let objects = store.objects(vec![Some(object)]).unwrap();
+        let begun = Instant::now();
+        assert!(read_all(objects.clone(), SIZE, 50_000).unwrap() == bytes(SIZE));
+        // A bucket may hold 64 KiB, or what comes in 50 ms, for each thread.
+        let at_once = (bandwidth / 20).max(threads as u64 * (64 << 10));
+        let least = (SIZE as u64 - at_once) as f64 / bandwidth as f64;
+        assert!(begun.elapsed().as_secs_f64() >= least, "{:?}, and {least} s at least", begun.elapsed());
+        let traffic = objects.traffic().unwrap();
+        assert!(traffic.received >= SIZE as u64 && traffic.retries == 0, "{traffic:?}");
+    }
 }

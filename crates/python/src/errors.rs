@@ -1,5 +1,6 @@
 //! Core errors to Python exceptions.
 
+use crate::raised::Raised;
 use penstock::error::{Error, ErrorKind, Value};
 use pyo3::prelude::*;
 use pyo3::IntoPyObjectExt;
@@ -24,9 +25,27 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         )
     });
     match made {
-        Ok(exception) => PyErr::from_value(exception),
+        Ok(exception) => {
+            let exception = PyErr::from_value(exception);
+            if let Some(cause) = cause_of(py, error) {
+                exception.set_cause(py, Some(cause));
+            }
+            exception
+        }
         Err(e) => e,
     }
+}
+
+/// The exception that led to it, if one did.
+fn cause_of(py: Python<'_>, error: &Error) -> Option<PyErr> {
+    let mut cause = std::error::Error::source(error);
+    while let Some(e) = cause {
+        if let Some(raised) = e.downcast_ref::<Raised>() {
+            return Some(PyErr::from_value(raised.exception.bind(py).clone()));
+        }
+        cause = e.source();
+    }
+    None
 }
 
 /// An `InvalidError`, which is a `ValueError`.

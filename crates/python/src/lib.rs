@@ -7,6 +7,7 @@
 
 mod ceiling;
 mod checkpoint;
+mod credentials;
 mod dlpack;
 mod errors;
 mod fill;
@@ -15,6 +16,7 @@ mod load;
 mod look;
 mod machine;
 mod options;
+mod raised;
 mod save;
 mod storage;
 mod waiting;
@@ -40,7 +42,7 @@ mod _core {
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]
-    use crate::storage::{authorities, storage_defaults, storage_settings};
+    use crate::storage::{authorities, proxy, storage_defaults, storage_settings};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

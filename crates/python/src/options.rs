@@ -234,7 +234,7 @@ fn parse<T: Copy>(spellings: Spellings<T>, text: &str) -> Result<T, String> {
 }
 
 /// Bytes from "64MiB", "1.5 GB" or "4096".
-fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

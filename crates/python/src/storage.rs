@@ -1,9 +1,12 @@
 //! `storage=`: how one open asks servers. Strictly validated, with environment overrides.
 
+use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
-use crate::guard::{answer, Answer};
-use crate::options::{repr, value_of};
-use penstock::store::{Addressing, Bearer, Secret, StorageSettings, Stores, WebSettings};
+use crate::guard::{answer, Answer, Listed};
+use crate::options::{repr, size, value_of};
+use penstock::store::{
+    check_interfaces, Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyMapping};
@@ -14,13 +17,19 @@ use std::path::PathBuf;
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Number,
+    /// Bytes, or a size such as "500MB".
+    Size,
     Path,
     Flag,
     Text,
+    /// A list of strings, or a string with commas.
+    Names,
+    /// It has no text: neither a variable nor a command can give it.
+    Callable,
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 15] = [
+const SETTINGS: [(&str, Kind); 19] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -36,6 +45,10 @@ const SETTINGS: [(&str, Kind); 15] = [
     ("account_name", Kind::Text),
     ("account_key", Kind::Text),
     ("sas_token", Kind::Text),
+    ("credentials", Kind::Callable),
+    ("proxy", Kind::Text),
+    ("bandwidth", Kind::Size),
+    ("interfaces", Kind::Names),
 ];
 
 /// Most connections of one load.
@@ -43,6 +56,9 @@ const MOST_CONNECTIONS: usize = 1024;
 
 /// Bytes that one request may ask for at most.
 const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
+
+/// Bytes per second. With less, a load would seem to have stalled.
+const LEAST_BANDWIDTH: u64 = 64 << 10;
 
 /// Names of the settings of `storage=`.
 #[pyfunction]
@@ -73,6 +89,20 @@ pub(crate) fn authorities<'py>(py: Python<'py>, storage: Option<&Bound<'py, PyAn
     })
 }
 
+/// Host and port of the proxy for an address, and the value of `Proxy-Authorization`; None: it is reached without one.
+#[pyfunction]
+#[pyo3(signature = (address, storage = None))]
+pub(crate) fn proxy<'py>(
+    py: Python<'py>,
+    address: &str,
+    storage: Option<&Bound<'py, PyAny>>,
+) -> Answer<'py, Option<(String, Option<String>)>> {
+    answer(py, || {
+        let stores = stores_of(py, storage, None)?;
+        stores.proxy(address).map_err(|e| raise(py, &e))
+    })
+}
+
 /// The stores of an open with these settings. `bearer` is a server and the token for it.
 pub(crate) fn stores_of(
     py: Python<'_>,
@@ -80,6 +110,7 @@ pub(crate) fn stores_of(
     bearer: Option<(String, String)>,
 ) -> PyResult<Stores> {
     let mut settings = StorageSettings::default();
+    settings.s3.profiles = Some(ProfileSource(of_profile));
     for (name, _) in SETTINGS {
         let variable = format!("PENSTOCK_STORAGE_{}", name.to_uppercase());
         if let Some(text) = value_of(&variable)? {
@@ -105,7 +136,9 @@ pub(crate) fn stores_of(
             let known = names().join(", ");
             return Err(invalid(format!("there is no storage setting {}; there are: {known}", repr(&name))));
         };
-        if !value.is_none() {
+        if *kind == Kind::Callable && value.is_callable() {
+            settings.web.credentials = Some(of_callable(&value));
+        } else if !value.is_none() {
             let text = text_of(name, *kind, &value)?;
             set(&mut settings, name, text).map_err(|why| invalid(format!("storage {name}: {why}")))?;
         }
@@ -123,12 +156,18 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
         return Ok(text);
     }
     match kind {
-        Kind::Number if !value.is_instance_of::<PyBool>() => {
-            value.extract::<i128>().map(|number| number.to_string()).map_err(|_| wrong("a whole number"))
+        Kind::Number | Kind::Size => {
+            let what = if kind == Kind::Size { "a whole number or a size such as \"500MB\"" } else { "a whole number" };
+            let number = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<i128>().ok()).flatten();
+            number.map(|number| number.to_string()).ok_or_else(|| wrong(what))
         }
-        Kind::Number => Err(wrong("a whole number")),
         Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
         Kind::Text => Err(wrong("a string")),
+        Kind::Names => {
+            let names = value.extract::<Listed<String>>().map_err(|_| wrong("a list of strings"))?;
+            Ok(names.0.join(","))
+        }
+        Kind::Callable => Err(wrong("a callable without arguments that gives a mapping")),
         Kind::Path => {
             let path: PathBuf = value.extract().map_err(|_| wrong("a path"))?;
             path.into_os_string().into_string().map_err(|_| wrong("a path in Unicode"))
@@ -142,7 +181,7 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
         "0" | "false" | "no" => Ok(false),
         _ => Err("must be true or false".to_owned()),
     };
-    if text.is_empty() {
+    if text.is_empty() && name != "proxy" {
         return Err("must not be empty".into());
     }
     let StorageSettings { s3, gcs, azure, .. } = settings;
@@ -181,6 +220,17 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
         }
+        "interfaces" => {
+            let names: Vec<_> = text.split(',').map(|name| name.trim().to_owned()).collect();
+            check_interfaces(&names).map_err(|e| e.message().to_owned())?;
+            settings.web.interfaces = names;
+        }
+        "bandwidth" => {
+            let bytes = size(&text).map(|bytes| (bytes >= LEAST_BANDWIDTH).then_some(bytes));
+            settings.web.bandwidth = Some(bytes?.ok_or("must be bytes per second, 65536 (64 KiB) or more")?);
+        }
+        "proxy" => settings.web.proxies = Some(Proxies::given(&text).map_err(|e| e.message().to_owned())?),
+        "credentials" => return Err("is a callable, which a text cannot give: set it in code, in storage=".into()),
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),
         _ => return Err("is not a setting".into()),
     }

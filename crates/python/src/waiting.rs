@@ -4,7 +4,7 @@ use crate::errors::detached;
 use crate::guard::guarded;
 use penstock::ErrorKind;
 use pyo3::prelude::*;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Waits are cut into pieces of this length. Between them Python runs its signal handlers.
@@ -16,16 +16,42 @@ const AT_EXIT: Duration = Duration::from_secs(2);
 /// The thread that ends the interpreter, when it has begun to do so.
 static EXITING: AtomicI32 = AtomicI32::new(0);
 
+/// Threads that are not Python's and have the GIL, or wait for it.
+static ATTACHED: AtomicUsize = AtomicUsize::new(0);
+
 /// Records that the calling thread ends the interpreter. It then ends all loads; only daemon threads can still wait for
 /// one.
 #[pyfunction]
 pub(crate) fn exiting(py: Python<'_>) -> PyResult<()> {
     guarded(py, || {
-        EXITING.store(this_thread(), Ordering::Relaxed);
+        EXITING.store(this_thread(), Ordering::SeqCst);
+        // The interpreter stops threads that want the GIL in the middle of what they do, which no thread of ours survives.
+        let begun = Instant::now();
+        py.detach(|| {
+            while ATTACHED.load(Ordering::SeqCst) > 0 && begun.elapsed() < AT_EXIT {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
         // While a driver is shut down it must not be called.
         py.detach(penstock::device::gpu::stop_pinning);
         Ok(())
     })
+}
+
+/// Runs `f` with the GIL on a thread that is not Python's; `None` if the interpreter ends. `f` is short.
+pub(crate) fn attached<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+    struct Counted;
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            ATTACHED.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    ATTACHED.fetch_add(1, Ordering::SeqCst);
+    let _counted = Counted;
+    if EXITING.load(Ordering::SeqCst) != 0 {
+        return None;
+    }
+    Python::try_attach(f)
 }
 
 fn this_thread() -> i32 {

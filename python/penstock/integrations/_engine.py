@@ -67,6 +67,8 @@ def _check_storage(storage: Any, engine: str) -> None:
             f"{engine}: {' and '.join(secret)} in {STORAGE}: {engine} logs its arguments; give credentials in the "
             "environment (AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_KEY), in a profile, or as the machine's role"
         )
+    if "@" in str(storage.get("proxy")):
+        raise InvalidError(f"{engine}: a password in proxy of {STORAGE}: {engine} logs its arguments; set HTTPS_PROXY")
     if unknown := sorted(set(storage) - set(known)):
         raise InvalidError(f"{engine}: unknown settings {', '.join(unknown)} of {STORAGE}; it takes {', '.join(known)}")
 

@@ -69,19 +69,37 @@ impl Stores {
         found.or_else(|| self.built_in(scheme))
     }
 
+    /// The settings, with what the environment says where they say nothing.
+    #[cfg(feature = "remote")]
+    fn completed(&self) -> StorageSettings {
+        let mut settings = self.settings.clone();
+        settings.web.proxies.get_or_insert_with(Web::proxies);
+        settings
+    }
+
+    /// How a server is reached: host and port of the proxy for an address, and the value of `Proxy-Authorization`.
+    ///
+    /// # Errors
+    /// `Invalid` for what is no address, `Unsupported` for a proxy that cannot be used.
+    #[cfg(feature = "remote")]
+    pub fn proxy(&self, address: &str) -> Result<Option<(String, Option<String>)>> {
+        self.completed().web.proxies.unwrap_or_default().named(address)
+    }
+
     #[cfg(feature = "remote")]
     fn built_in(&self, scheme: &str) -> Option<Arc<dyn Store>> {
         let is = |name: &str| scheme.eq_ignore_ascii_case(name);
+        let settings = self.completed();
         if is("http") || is("https") {
-            return Some(made(Kind::Web, &self.settings));
+            return Some(made(Kind::Web, &settings));
         }
         if is("s3") {
-            return Some(made(Kind::S3(Web::environment("s3")), &self.settings));
+            return Some(made(Kind::S3(Web::environment("s3")), &settings));
         }
         if is("az") {
-            return Some(made(Kind::Azure(Web::environment("az")), &self.settings));
+            return Some(made(Kind::Azure(Web::environment("az")), &settings));
         }
-        is("gs").then(|| made(Kind::Gcs(Web::environment("gs")), &self.settings))
+        is("gs").then(|| made(Kind::Gcs(Web::environment("gs")), &settings))
     }
 
     #[cfg(not(feature = "remote"))]

@@ -2,8 +2,9 @@
 //! a machine or a container has.
 
 use super::control::{block_on, Control};
-use super::credentials::{Finder, FoundKey};
+use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
+use super::given::{CredentialSource, Giver, CALLABLE};
 use super::net::Common;
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
@@ -55,10 +56,11 @@ pub(super) struct AwsKey {
 type FoundCredential = FoundKey<Arc<AwsCredential>>;
 
 /// Something that gives credentials.
-pub(super) struct Provider {
-    provider: AwsCredentialProvider,
-    control: Control,
-    origin: String,
+pub(super) enum Provider {
+    /// A service of this machine, or STS.
+    Service { provider: AwsCredentialProvider, control: Control, origin: String },
+    /// The program, or a library.
+    Giver(Giver),
 }
 
 /// The settings of one store, and the environment that completes them.
@@ -81,30 +83,44 @@ impl Finder for Aws {
         let FoundKey { key, origin, fades, renewable } = self.credential(common, provider)?;
         Ok(FoundKey { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
     }
+
+    fn left(&self, provider: &Option<Provider>) -> Duration {
+        match provider {
+            Some(Provider::Giver(giver)) => giver.left().unwrap_or(USABLE),
+            _ => USABLE,
+        }
+    }
 }
 
 impl Aws {
     fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundCredential> {
-        if let Some(found) = self.given()? {
+        if let Some(source) = &common.settings.credentials {
+            let giver = || Provider::Giver(Giver::new(source.clone(), CALLABLE));
+            provider.get_or_insert_with(giver);
+        } else if let Some(found) = self.given()? {
             return Ok(found);
         }
         if provider.is_none() {
             *provider = self.web_identity(common)?;
         }
         if provider.is_none() {
-            let Profile { credential, unsupported, .. } = self.profile()?;
+            let Profile { name, credential, needs, .. } = self.profile()?;
             if let Some(found) = credential {
                 return Ok(found);
             }
-            if let Some(why) = unsupported {
-                return Err(Error::new(ErrorKind::Unsupported, why));
-            }
-            *provider = match self.container(common)? {
-                Some(found) => Some(found),
-                None => self.instance(common)?,
+            *provider = match needs {
+                Some(key) => Some(Provider::Giver(self.giver(&name, key)?)),
+                None => match self.container(common)? {
+                    Some(found) => Some(found),
+                    None => self.instance(common)?,
+                },
             };
         }
-        let Some(Provider { provider: gives, control, origin }) = provider else { return Err(self.none()) };
+        let (gives, control, origin) = match provider {
+            Some(Provider::Service { provider, control, origin }) => (provider, control, origin),
+            Some(Provider::Giver(giver)) => return from_giver(giver, common.settings.credentials.is_none()),
+            None => return Err(self.none()),
+        };
         match block_on(gives.get_credential())? {
             Ok(credential) => {
                 Ok(FoundKey { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
@@ -170,6 +186,7 @@ impl Aws {
         settings: &[(AmazonS3ConfigKey, &str)],
     ) -> Result<Option<Provider>> {
         let control = Control::new(common, patience);
+        let control = if patience == QUICK { control.direct() } else { control };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name("none")
             .with_region(self.settings.region.as_deref().or(self.region_of_environment()).unwrap_or(REGION))
@@ -180,7 +197,8 @@ impl Aws {
         }
         let store =
             builder.build().map_err(|_| invalid("the settings of AWS for credentials contradict each other"))?;
-        Ok(Some(Provider { provider: store.credentials().clone(), control, origin: origin.to_owned() }))
+        let provider = store.credentials().clone();
+        Ok(Some(Provider::Service { provider, control, origin: origin.to_owned() }))
     }
 
     fn web_identity(&self, common: &Arc<Common>) -> Result<Option<Provider>> {
@@ -217,6 +235,17 @@ impl Aws {
         let endpoint = self.environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT").map(|url| url.trim_end_matches('/'));
         let settings: Vec<_> = endpoint.map(|url| (AmazonS3ConfigKey::MetadataEndpoint, url)).into_iter().collect();
         self.provider(common, QUICK, INSTANCE, &settings)
+    }
+
+    /// What gives the credentials of a profile that takes them from `key`.
+    fn giver(&self, profile: &str, key: &str) -> Result<Giver> {
+        let Some(profiles) = self.settings.profiles else {
+            let text =
+                format!("the AWS profile {profile:?} takes its credentials from {key}, which is not supported here");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        };
+        let origin = format!("the AWS profile {profile:?} ({key}, by botocore)");
+        Ok(Giver::new(CredentialSource((profiles.0)(profile)), origin))
     }
 
     fn region_of_environment(&self) -> Option<&str> {
@@ -272,27 +301,36 @@ impl Aws {
             }
             _ => None,
         };
-        let other = ["sso_session", "sso_start_url", "credential_process", "role_arn"]
-            .into_iter()
-            .find(|key| of(key).is_some());
-        let unsupported = other.filter(|_| credential.is_none()).map(|key| {
-            format!(
-                "the AWS profile {name:?} takes its credentials from {key}, which is not supported: `aws configure \
-                 export-credentials --profile {name} --format env` gives some that are"
-            )
-        });
-        Ok(Profile { credential, region: of("region"), endpoint: of("endpoint_url"), unsupported })
+        // The tools of AWS take a role or SSO rather than keys of the same profile, and keys rather than a process.
+        let has = |keys: &[&'static str]| keys.iter().find(|key| of(key).is_some()).copied();
+        let first = has(&["role_arn", "sso_session", "sso_start_url"]);
+        let credential = credential.filter(|_| first.is_none());
+        let needs = first.or(has(&["credential_process"])).filter(|_| credential.is_none());
+        Ok(Profile { name: name.to_owned(), credential, region: of("region"), endpoint: of("endpoint_url"), needs })
     }
 }
 
 const INSTANCE: &str = "the role of this machine";
 
 struct Profile {
+    name: String,
     credential: Option<FoundCredential>,
     region: Option<String>,
     endpoint: Option<String>,
-    /// Why it has no credential that can be used.
-    unsupported: Option<String>,
+    /// The key in it that says where others give its credentials.
+    needs: Option<&'static str>,
+}
+
+/// `fades`: it may give others before anybody knows that those are no longer valid.
+fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
+    let given = giver.credentials()?;
+    let (Some(key_id), Some(secret)) = (given.access_key_id, given.secret_access_key) else {
+        let text = format!("{} gave no access_key_id and secret_access_key, which S3 needs", giver.origin);
+        return Err(invalid(&text));
+    };
+    let token = given.session_token.map(|token| token.shown().to_owned());
+    let key = checked(Arc::new(AwsCredential { key_id, secret_key: secret.shown().to_owned(), token }), &giver.origin)?;
+    Ok(FoundKey { key, origin: giver.origin.clone(), fades: fades || giver.left().is_some(), renewable: true })
 }
 
 /// The keys of a profile in a configuration file; `None` if the file does not have it.

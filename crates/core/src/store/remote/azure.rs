@@ -3,15 +3,16 @@
 use super::account::Account;
 use super::address::Address;
 use super::control::Control;
-use super::credentials::{Finder, FoundKey};
+use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
 use super::net::Common;
 use super::settings::AzureSettings;
-use super::tokens::{asked, form, posted, NoToken, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK};
+use super::tokens::{asked, form, posted, NoToken, TokenGiver, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK};
 use crate::error::{Error, ErrorKind, Result};
 use object_store::azure::split_sas;
 use object_store::client::HttpRequestBody;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub(super) const VARIABLES: [&str; 16] = [
     "AZURE_STORAGE_CONNECTION_STRING",
@@ -74,12 +75,12 @@ pub(super) enum AzureIdentity {
 
 impl Finder for Azure {
     type Key = AzureKey;
-    type Provider = TokenProvider<AzureIdentity>;
+    type Provider = TokenGiver<AzureIdentity>;
 
     fn find(
         &self,
         common: &Arc<Common>,
-        provider: &mut Option<TokenProvider<AzureIdentity>>,
+        provider: &mut Option<TokenGiver<AzureIdentity>>,
     ) -> Result<FoundKey<AzureKey>> {
         let account = Account::of(&self.settings, &self.environment)?;
         let endpoint = account.address()?;
@@ -95,6 +96,15 @@ impl Finder for Azure {
                  address, or storage={\"anonymous\": True}",
             ));
         }
+        if provider.is_none() {
+            *provider = TokenGiver::program(common);
+        }
+        if let Some(TokenGiver::Program(giver)) = provider {
+            let token = giver.token()?;
+            let (origin, fades) = (giver.origin.clone(), giver.left().is_some());
+            let key = AzureKey { credential: Credential::Token(token), endpoint };
+            return Ok(FoundKey { key, origin, fades, renewable: true });
+        }
         if let Some((key, origin)) = &account.key {
             let name = account.name.clone().ok_or_else(|| {
                 invalid(
@@ -106,9 +116,11 @@ impl Finder for Azure {
         if let Some((text, origin)) = &account.signature {
             return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, false);
         }
-        let given = match provider {
-            Some(given) => given,
-            none => none.insert(self.identity()?),
+        if provider.is_none() {
+            *provider = Some(TokenGiver::Server(self.identity()?));
+        }
+        let Some(TokenGiver::Server(given)) = provider else {
+            return Err(Error::new(ErrorKind::Internal, "nothing gives tokens; please report this"));
         };
         match given.token(common) {
             Ok(token) => found(endpoint, Credential::Token(token), &given.origin, true),
@@ -120,6 +132,10 @@ impl Finder for Azure {
             }
             Err(no) => Err(given.failed(no)),
         }
+    }
+
+    fn left(&self, provider: &Option<TokenGiver<AzureIdentity>>) -> Duration {
+        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 
@@ -188,13 +204,13 @@ impl TokenSource for AzureIdentity {
             }
             AzureIdentity::Service(at, secret, program) => {
                 let request = managed(at, "2019-08-01", program).header("X-IDENTITY-HEADER", secret);
-                asked(&Control::new(common, PATIENCE), request, HttpRequestBody::empty(), false)
+                asked(&Control::new(common, PATIENCE).direct(), request, HttpRequestBody::empty(), false)
             }
             AzureIdentity::Machine(host, program) => {
                 let at = format!("{}/metadata/identity/oauth2/token", host.trim_end_matches('/'));
                 let request = managed(&at, "2018-02-01", program).header("Metadata", "true");
                 // Where there was a token before, there is a server.
-                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), !again)
+                asked(&Control::new(common, QUICK).direct(), request, HttpRequestBody::empty(), !again)
             }
         }
     }

@@ -1,5 +1,7 @@
 //! One connection: a socket that never blocks, with or without TLS. Bytes are received where they belong.
 
+use super::proxy::Via;
+use super::tunnel::Tunnel;
 use super::wires::WireEnd;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
@@ -14,6 +16,10 @@ const ENCRYPTED: usize = 68 << 10;
 /// A connection.
 pub(super) struct Connection {
     socket: Socket,
+    is_connected: bool,
+    via: Option<Via>,
+    /// What the proxy is asked before the server.
+    tunnel: Option<Tunnel>,
     tls: Option<Box<Encrypted>>,
     /// What is to be sent, and how much of it has been.
     out: Vec<u8>,
@@ -34,12 +40,14 @@ struct Encrypted {
 }
 
 impl Connection {
-    /// Begins to connect. What is sent waits until the connection is there.
+    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. What is sent waits until the connection is there.
     pub(super) fn connect(
         to: &SocketAddr,
+        interface: Option<&str>,
+        via: Option<Via>,
         tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     ) -> io::Result<Connection> {
-        let socket = Socket::connect(to)?;
+        let socket = Socket::connect(to, interface)?;
         let tls = match tls {
             None => None,
             Some((config, name)) => {
@@ -47,7 +55,8 @@ impl Connection {
                 Some(Box::new(Encrypted { connection, received: vec![0; ENCRYPTED], from: 0, until: 0, unread: false }))
             }
         };
-        Ok(Connection { socket, tls, out: Vec::new(), sent: 0 })
+        let tunnel = via.as_ref().and_then(Via::tunnel);
+        Ok(Connection { socket, is_connected: false, via, tunnel, tls, out: Vec::new(), sent: 0 })
     }
 
     pub(super) fn fd(&self) -> RawFd {
@@ -57,9 +66,17 @@ impl Connection {
 
 impl WireEnd for Connection {
     fn is_ready(&mut self) -> io::Result<bool> {
-        let Connection { socket, tls, .. } = self;
-        if !socket.is_connected()? {
+        let Connection { socket, is_connected, tunnel, tls, .. } = self;
+        if !*is_connected && !socket.is_connected()? {
             return Ok(false);
+        }
+        *is_connected = true;
+        if let Some(asked) = tunnel {
+            match asked.open(socket) {
+                Ok(()) => *tunnel = None,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(e),
+            }
         }
         match tls {
             None => Ok(true),
@@ -68,12 +85,16 @@ impl WireEnd for Connection {
     }
 
     fn say(&mut self, text: String) {
-        self.out = text.into_bytes();
+        let text = text.into_bytes();
+        self.out = match &self.via {
+            Some(via) => via.worded(text),
+            None => text,
+        };
         self.sent = 0;
     }
 
     fn send(&mut self) -> io::Result<()> {
-        let Connection { socket, tls, out, sent } = self;
+        let Connection { socket, tls, out, sent, .. } = self;
         if let Some(tls) = tls {
             if *sent < out.len() {
                 tls.connection.writer().write_all(&out[*sent..])?;
@@ -92,7 +113,11 @@ impl WireEnd for Connection {
     }
 
     fn has_to_send(&self) -> bool {
-        self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write())
+        match &self.tunnel {
+            _ if !self.is_connected => true,
+            Some(tunnel) => tunnel.has_to_send(),
+            None => self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write()),
+        }
     }
 
     fn holds_bytes(&self) -> bool {
@@ -203,7 +228,7 @@ impl Encrypted {
 }
 
 impl Socket {
-    fn connect(to: &SocketAddr) -> io::Result<Socket> {
+    fn connect(to: &SocketAddr, interface: Option<&str>) -> io::Result<Socket> {
         let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
         // SAFETY: a plain system call.
         let fd = unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) };
@@ -217,6 +242,9 @@ impl Socket {
         // Requests are single small segments. If the kernel refuses, they only leave later.
         // SAFETY: the option is four bytes.
         unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, (&raw const one).cast(), size) };
+        if let Some(name) = interface {
+            socket.bind(name)?;
+        }
         let outcome = match to {
             SocketAddr::V4(v4) => {
                 let name = libc::sockaddr_in {
@@ -246,6 +274,16 @@ impl Socket {
                 e if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(socket),
                 e => Err(e),
             },
+        }
+    }
+
+    /// Has it sent over this interface only. Linux lets every process do so since 5.7.
+    fn bind(&self, interface: &str) -> io::Result<()> {
+        let (fd, name, size) = (self.0.as_raw_fd(), interface.as_ptr().cast(), interface.len() as libc::socklen_t);
+        // SAFETY: a text of that length.
+        match unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, name, size) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 
@@ -286,6 +324,14 @@ impl Socket {
                 return Err(e);
             }
         }
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let place = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+        // SAFETY: the place is `into`.
+        unsafe { self.receive(&mut [place]) }
     }
 }
 

@@ -4,6 +4,8 @@
 use super::address::Address;
 use super::answer::Answer;
 use super::net::Common;
+use super::proxy::Via;
+use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Mutex};
 use object_store::client::{
@@ -35,11 +37,18 @@ pub(super) struct Control {
     /// How long a server may take to answer a request completely.
     patience: Duration,
     last: Arc<Mutex<Option<Result<Answer>>>>,
+    /// It asks a service of this machine, which no proxy reaches.
+    is_direct: bool,
 }
 
 impl Control {
     pub(super) fn new(common: &Arc<Common>, patience: Duration) -> Control {
-        Control { common: common.clone(), patience, last: Arc::default() }
+        Control { common: common.clone(), patience, last: Arc::default(), is_direct: false }
+    }
+
+    /// For a service of this machine, which is asked without a proxy.
+    pub(super) fn direct(self) -> Control {
+        Control { is_direct: true, ..self }
     }
 
     /// The last answer that was an error, or what kept it from coming. What `object_store` makes of it is not shown: it
@@ -74,13 +83,16 @@ impl HttpService for Control {
             }
             Err(e) => {
                 let seen = Error::new(ErrorKind::Io, format!("{}: no answer", server_of(&request)));
+                let refused = tunnel::refused(&e);
                 let kind = match e.kind() {
+                    _ if refused.is_some() => HttpErrorKind::Decode,
                     io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => HttpErrorKind::Timeout,
                     io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => HttpErrorKind::Decode,
                     _ => HttpErrorKind::Connect,
                 };
                 let text = e.to_string();
-                (Err(HttpError::new(kind, e)), Some(Err(seen.caused_by(io::Error::other(text)))))
+                let seen = refused.unwrap_or_else(|| seen.caused_by(io::Error::other(text)));
+                (Err(HttpError::new(kind, e)), Some(Err(seen)))
             }
         };
         *lock(&self.last) = seen;
@@ -105,7 +117,8 @@ impl<T: Read + Write> Wire for T {}
 impl Control {
     /// Status and body of the answer.
     pub(super) fn ask(&self, request: &HttpRequest) -> Result<(u16, Vec<u8>)> {
-        let silent = |e| Error::new(ErrorKind::Io, format!("{}: no answer", server_of(request))).caused_by(e);
+        let none = || Error::new(ErrorKind::Io, format!("{}: no answer", server_of(request)));
+        let silent = |e| tunnel::refused(&e).unwrap_or_else(|| none().caused_by(e));
         self.exchange(request).map(|(status, _, body)| (status, body)).map_err(silent)
     }
 
@@ -114,7 +127,9 @@ impl Control {
         let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());
         let Address { server, target } = Address::parse(&request.uri().to_string()).map_err(|e| refuse(&e))?;
         let common = &self.common;
-        let found = common.names.addresses(&server, None).unwrap_or_else(|| Ok(Arc::default()));
+        let proxy = if self.is_direct { None } else { common.proxy(&server).map_err(|e| refuse(&e))? };
+        let to = proxy.map_or(&server, |proxy| &proxy.server);
+        let found = common.names.addresses(to, None).unwrap_or_else(|| Ok(Arc::default()));
         let mut socket = Err(invalid("the host has no address"));
         for address in found.map_err(|e| io::Error::other(e.message().to_owned()))?.iter() {
             socket = TcpStream::connect_timeout(address, left(until)?.min(self.patience / 2));
@@ -122,10 +137,21 @@ impl Control {
                 break;
             }
         }
-        let socket = socket?;
+        let mut socket = socket.map_err(|e| match proxy {
+            Some(proxy) => io::Error::new(e.kind(), format!("the proxy {}: {e}", proxy.name())),
+            None => e,
+        })?;
         socket.set_nodelay(true)?;
         let timed = socket.try_clone()?;
         timed.set_write_timeout(Some(left(until)?))?;
+        let via = proxy.map(|proxy| proxy.via(&server));
+        if let Some(mut tunnel) = via.as_ref().and_then(Via::tunnel) {
+            timed.set_read_timeout(Some(left(until)?))?;
+            tunnel.open(&mut socket).map_err(|e| match e.kind() {
+                io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, tunnel.silent()),
+                _ => e,
+            })?;
+        }
         let mut stream: Box<dyn Wire> = if server.tls {
             let config = common.tls.config(common.settings.authorities.as_deref()).map_err(|e| refuse(&e))?;
             let name = ServerName::try_from(server.host.clone()).map_err(|e| invalid(e.to_string()))?;
@@ -135,14 +161,21 @@ impl Control {
         } else {
             Box::new(socket)
         };
-        stream.write_all(&head_of(request, &target, &server.authority()))?;
+        let head = head_of(request, &target, &server.authority());
+        stream.write_all(&match &via {
+            Some(via) => via.worded(head),
+            None => head,
+        })?;
         stream.write_all(request.body().as_bytes().map_or(&[], |body| body))?;
         stream.flush()?;
         let mut received = Vec::new();
         let mut part = vec![0; 64 << 10];
         loop {
             if let Some(parts) = parsed(&received, false)? {
-                return Ok(parts);
+                return match proxy.filter(|_| parts.0 == 407) {
+                    Some(proxy) => Err(tunnel::closed(proxy.name(), server.authority())),
+                    None => Ok(parts),
+                };
             }
             timed.set_read_timeout(Some(left(until)?))?;
             match stream.read(&mut part) {

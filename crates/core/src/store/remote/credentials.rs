@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// A credential that may expire is asked for again after so long. Its provider gives a new one five minutes before it does.
 const FRESH: Duration = Duration::from_secs(60);
 /// So long it is used meanwhile.
-const USABLE: Duration = Duration::from_secs(240);
+pub(super) const USABLE: Duration = Duration::from_secs(240);
 /// How long an error stands for all who wait.
 const NEWS: Duration = Duration::from_secs(1);
 /// A thread that has fetched for so long is lost: a forked child does not have it.
@@ -29,6 +29,12 @@ pub(super) trait Finder: Send + Sync + fmt::Debug + 'static {
 
     /// What there is now. `provider` is kept between calls. Blocks.
     fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<FoundKey<Self::Key>>;
+
+    /// How long what was found just now may be used, if it fades.
+    fn left(&self, provider: &Option<Self::Provider>) -> Duration {
+        let _ = provider;
+        USABLE
+    }
 }
 
 /// What was found.
@@ -46,6 +52,7 @@ pub(super) struct FoundKey<K> {
 pub(super) struct Session<K> {
     pub(super) found: FoundKey<K>,
     since: Instant,
+    usable: Duration,
     generation: u64,
 }
 
@@ -88,8 +95,8 @@ impl<F: Finder> Credentials<F> {
         let state = lock(&self.state);
         if let Some(session) = &state.session {
             let (age, session) = (session.since.elapsed(), session.clone());
-            if !session.found.fades || age < USABLE {
-                if session.found.fades && age >= FRESH {
+            if !session.found.fades || age < session.usable {
+                if session.found.fades && age >= FRESH.min(session.usable / 4) {
                     // Without a thread for it, the next request tries again.
                     let _ = self.ask(state, None);
                 }
@@ -177,10 +184,11 @@ impl<F: Finder> Credentials<F> {
 
     fn made(&self, provider: &mut Option<F::Provider>) -> Result<Arc<Session<F::Key>>> {
         let found = self.finder.find(&self.common, provider)?;
+        let usable = self.finder.left(provider).min(USABLE);
         let same =
             lock(&self.state).session.as_ref().filter(|known| known.found.key == found.key).map(|s| s.generation);
         let generation = same.unwrap_or_else(|| self.generation.fetch_add(1, Ordering::Relaxed) + 1);
-        Ok(Arc::new(Session { found, since: Instant::now(), generation }))
+        Ok(Arc::new(Session { found, since: Instant::now(), usable, generation }))
     }
 
     /// A request that was made with this generation was refused. Whether the next one will have another credential.

@@ -2,17 +2,18 @@
 
 use super::address::Address;
 use super::control::{block_on, Control};
-use super::credentials::{Finder, FoundKey};
+use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
 use super::net::Common;
 use super::settings::GcsSettings;
-use super::tokens::{asked, posted, NoToken, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK, USUAL};
+use super::tokens::{asked, posted, NoToken, TokenGiver, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK, USUAL};
 use crate::error::{Error, ErrorKind, Result};
 use object_store::client::HttpRequestBody;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 const TOKENS: &str = "https://oauth2.googleapis.com/token";
 
@@ -67,12 +68,12 @@ pub(super) struct User {
 
 impl Finder for Google {
     type Key = GoogleKey;
-    type Provider = TokenProvider<GoogleSource>;
+    type Provider = TokenGiver<GoogleSource>;
 
     fn find(
         &self,
         common: &Arc<Common>,
-        provider: &mut Option<TokenProvider<GoogleSource>>,
+        provider: &mut Option<TokenGiver<GoogleSource>>,
     ) -> Result<FoundKey<GoogleKey>> {
         let without = |why: &str, renewable| {
             Ok(FoundKey { key: GoogleKey { token: None }, origin: why.to_owned(), fades: false, renewable })
@@ -84,20 +85,34 @@ impl Finder for Google {
             return without("STORAGE_EMULATOR_HOST is set", false);
         }
         if provider.is_none() {
-            *provider = self.provider()?;
+            *provider = match TokenGiver::program(common) {
+                None => self.provider()?.map(TokenGiver::Server),
+                program => program,
+            };
         }
-        let Some(given) = provider else { return without(NOTHING, true) };
-        match given.token(common) {
-            Ok(token) => {
-                let origin = given.origin.clone();
-                Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin, fades: true, renewable: true })
+        let found = |token: String, origin: &str, fades| {
+            Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin: origin.to_owned(), fades, renewable: true })
+        };
+        let given = match provider {
+            None => return without(NOTHING, true),
+            Some(TokenGiver::Program(giver)) => {
+                let token = giver.token()?;
+                return found(token, &giver.origin, giver.left().is_some());
             }
+            Some(TokenGiver::Server(given)) => given,
+        };
+        match given.token(common) {
+            Ok(token) => found(token, &given.origin, true),
             Err(NoToken::Silence(_)) if matches!(given.source, GoogleSource::Machine(_)) && !given.has_given() => {
                 *provider = None;
                 without(NOTHING, true)
             }
             Err(no) => Err(given.failed(no)),
         }
+    }
+
+    fn left(&self, provider: &Option<TokenGiver<GoogleSource>>) -> Duration {
+        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 
@@ -170,7 +185,7 @@ impl TokenSource for GoogleSource {
                 let path = "computeMetadata/v1/instance/service-accounts/default/token";
                 let request = http::Request::get(format!("http://{host}/{path}")).header("Metadata-Flavor", "Google");
                 // Where there was a token before, there is a server.
-                asked(&Control::new(common, QUICK), request, HttpRequestBody::empty(), !again)
+                asked(&Control::new(common, QUICK).direct(), request, HttpRequestBody::empty(), !again)
             }
         }
     }

@@ -47,6 +47,8 @@ pub(super) enum Advance {
     Lost(io::Error),
     /// The server does not speak HTTP.
     Failed(Error),
+    /// No more may be received now.
+    Held,
     /// Nobody wants it any more.
     Close,
 }
@@ -76,6 +78,8 @@ pub(super) struct Link<S> {
     /// When it was last reported that bytes come.
     told: Instant,
     pub(super) watched: Watched,
+    /// It waits until more may be received.
+    pub(super) is_held: bool,
 }
 
 impl<S: WireEnd> Link<S> {
@@ -99,6 +103,7 @@ impl<S: WireEnd> Link<S> {
             gaps,
             told,
             watched,
+            is_held: false,
         }
     }
 
@@ -130,8 +135,14 @@ impl<S: WireEnd> Link<S> {
         }
     }
 
-    /// Does what can be done without waiting.
-    pub(super) fn advance(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> Advance {
+    /// Does what can be done without waiting, and without receiving more of a body than is `allowed`.
+    pub(super) fn advance(
+        &mut self,
+        now: Instant,
+        allowed: &mut u64,
+        discard: &mut [u8],
+        told: &mut Vec<Told>,
+    ) -> Advance {
         loop {
             let sent = match self.state {
                 LinkState::Connecting => Ok(()),
@@ -142,7 +153,7 @@ impl<S: WireEnd> Link<S> {
                 LinkState::Idle => self.idle(discard),
                 LinkState::Parked => Ok(Some(Advance::Wait)),
                 LinkState::Asked => self.answer(now),
-                LinkState::Body => self.body(now, discard, told),
+                LinkState::Body => self.body(now, allowed, discard, told),
             });
             match next {
                 Ok(None) => {}
@@ -215,7 +226,13 @@ impl<S: WireEnd> Link<S> {
         }
     }
 
-    fn body(&mut self, now: Instant, discard: &mut [u8], told: &mut Vec<Told>) -> io::Result<Option<Advance>> {
+    fn body(
+        &mut self,
+        now: Instant,
+        allowed: &mut u64,
+        discard: &mut [u8],
+        told: &mut Vec<Told>,
+    ) -> io::Result<Option<Advance>> {
         let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
         let next = fetch.next();
         if matches!(next, NextBytes::Read) && fetch.left() > 0 {
@@ -233,6 +250,15 @@ impl<S: WireEnd> Link<S> {
                 return Ok(Some(Advance::Wait));
             }
         } else {
+            if *allowed == 0 {
+                self.is_held = true;
+                return Ok(Some(Advance::Held));
+            }
+            let mut room = usize::try_from(*allowed).unwrap_or(usize::MAX);
+            for place in &mut places {
+                place.iov_len = place.iov_len.min(room);
+                room -= place.iov_len;
+            }
             let got = self.receive(&mut places)?;
             if got == 0 {
                 return Err(io::Error::new(
@@ -241,6 +267,7 @@ impl<S: WireEnd> Link<S> {
                 ));
             }
             self.last = now;
+            *allowed -= got as u64;
             self.took(got, now, told);
             // The next connection's bytes have waited longer. Who goes on here takes what just came, in small pieces.
             let holds = self.used < self.head.len() || self.stream.holds_bytes();

@@ -45,6 +45,12 @@ impl<S> Links<S> {
         Some(link)
     }
 
+    /// Takes it out if there is one, and `is_it` holds for it.
+    pub(super) fn take_if(&mut self, number: usize, is_it: impl Fn(&Link<S>) -> bool) -> Option<Link<S>> {
+        self.slots.get(number)?.as_ref().filter(|link| is_it(link))?;
+        self.take(number)
+    }
+
     /// Takes out the last one for which `is_it` holds, and says its number.
     pub(super) fn take_where(&mut self, is_it: impl Fn(&Link<S>) -> bool) -> Option<(usize, Link<S>)> {
         let number = self.slots.iter().rposition(|slot| slot.as_ref().is_some_and(&is_it))?;

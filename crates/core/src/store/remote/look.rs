@@ -4,8 +4,9 @@ use super::address::Server;
 use super::answer::{Answer, Expected, Verdict};
 use super::connection::Connection;
 use super::names::Names;
-use super::net::{refused_by_tls, Common, MOST_REDIRECTS};
+use super::net::{Common, MOST_REDIRECTS};
 use super::range_read::Site;
+use super::refusal::{refused, refused_by_tls};
 use super::request::Get;
 use super::wires::WireEnd;
 use crate::error::{Error, ErrorKind, Result};
@@ -89,14 +90,17 @@ fn again(common: &Common, request: &Get, times: usize, mut kept: Option<Connecti
 fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connection> {
     let begun = Instant::now();
     // Nothing is known beforehand, so that the look-up takes its time.
-    let resolved = Arc::new(Names::default()).addresses(server, None);
+    let proxy = common.proxy(server)?;
+    let to = proxy.map_or(server, |proxy| &proxy.server);
+    let resolved = Arc::new(Names::default()).addresses(to, None);
     let addresses = resolved.unwrap_or_else(|| Err(Error::new(ErrorKind::Internal, "nobody was asked")))?;
-    asked.lookup = server.ip().is_none().then(|| begun.elapsed());
+    asked.lookup = to.ip().is_none().then(|| begun.elapsed());
     asked.addresses = addresses.len();
     let no = |e: io::Error| {
-        let text = format!("there is no connection to {}", server.authority());
-        refused_by_tls(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))
+        let text = format!("there is no connection to {}", common.named(server));
+        refused(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))
     };
+    let interface = common.settings.interfaces.first().map(String::as_str);
     let mut last = None;
     for address in addresses.iter() {
         let tls = match server.tls {
@@ -106,7 +110,7 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
         let begun = Instant::now();
         let until = begun + common.settings.stall;
         let shake = |asked: &mut Asked| {
-            let mut link = Connection::connect(address, tls)?;
+            let mut link = Connection::connect(address, interface, proxy.map(|proxy| proxy.via(server)), tls)?;
             await_socket(&link, libc::POLLOUT, until)?;
             asked.connect = Some(begun.elapsed());
             let begun = Instant::now();
@@ -132,8 +136,8 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
 fn exchange(common: &Common, link: &mut Connection, request: &Get, asked: &mut Asked) -> Result<(Verdict, bool)> {
     let expected = Expected { object: None, range: 0..1 };
     let lost = |e: io::Error| {
-        let text = format!("the connection to {} is lost", request.address.server.authority());
-        refused_by_tls(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))
+        let text = format!("the connection to {} is lost", common.named(&request.address.server));
+        refused(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))
     };
     let begun = Instant::now();
     let until = begun + common.settings.stall;

@@ -4,7 +4,7 @@
 //! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
 //! Every answer is compared with what was asked for and with the version that was opened (`answer`).
 //!
-//! HTTP/1.1, one connection per request in flight, TLS by rustls. No proxy, no HTTP/2. What an object store needs besides, its
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. What an object store needs besides, its
 //! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
 
 mod account;
@@ -21,7 +21,11 @@ mod credentials;
 mod environment;
 mod fetch;
 mod gcs;
+mod given;
+mod given_tokens;
 mod google;
+mod held;
+mod interfaces;
 mod link;
 mod links;
 mod listing;
@@ -29,10 +33,15 @@ mod look;
 mod names;
 mod net;
 mod pace;
+mod proxied;
+mod proxy;
 mod queue;
 mod range_read;
+mod rate_limit;
+mod refusal;
 mod request;
 mod s3;
+mod secret;
 mod server_error;
 mod settings;
 mod sockets;
@@ -41,6 +50,7 @@ mod stragglers;
 mod tls;
 mod tokens;
 mod told;
+mod tunnel;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod virtual_time;
@@ -51,12 +61,16 @@ use self::azblob::AzureBlob;
 use self::counts::Counts;
 pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
+pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
+use self::given_tokens::WithGivenToken;
+pub use self::interfaces::check_interfaces;
 use self::net::{Common, Net, LOOK};
+pub use self::proxy::Proxies;
 use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
 pub use self::settings::{
-    Addressing, AzureSettings, Bearer, GcsSettings, S3Settings, Secret, StorageSettings, WebSettings,
+    Addressing, AzureSettings, Bearer, GcsSettings, ProfileSource, S3Settings, Secret, StorageSettings, WebSettings,
 };
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
@@ -96,7 +110,11 @@ impl Web {
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
         let StorageSettings { web, bearer, .. } = settings.into();
         let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { common, requests: requests_of(bearer) }
+        let requests = match (&bearer, &common.settings.credentials) {
+            (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
+            _ => requests_of(bearer),
+        };
+        Web { common, requests }
     }
 
     /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
@@ -129,6 +147,11 @@ impl Web {
             "az" => &azure::VARIABLES,
             _ => &google::VARIABLES,
         })
+    }
+
+    /// The proxies that this process's environment names.
+    pub(super) fn proxies() -> Proxies {
+        Proxies::of_environment(&Environment::of_process(&proxy::VARIABLES))
     }
 
     fn site(&self, at: &Location) -> Arc<Site> {

@@ -10,6 +10,8 @@ use super::names::Names;
 use super::pace::ConnectionPace;
 use super::queue::ReadQueue;
 use super::range_read::{BodyPlaces, RangeRead};
+use super::rate_limit::RateLimit;
+use super::refusal::refused;
 use super::request::Get;
 use super::settings::WebSettings;
 use super::tls::Tls;
@@ -58,7 +60,7 @@ pub(super) struct Common {
 impl Common {
     /// How many threads share the connections of a load, and the same with the part of each.
     pub(super) fn divided(self: &Arc<Common>) -> (usize, Arc<Common>) {
-        let WebSettings { connections, first_connections, threads, .. } = self.settings;
+        let WebSettings { connections, first_connections, threads, bandwidth, .. } = self.settings;
         let threads = match threads {
             // One thread receives some GB/s, and the load needs others.
             0 => (cores() / 4).clamp(1, MOST_THREADS),
@@ -70,6 +72,7 @@ impl Common {
         }
         let mut part = Common::clone(self);
         part.settings.connections = connections / threads;
+        part.settings.bandwidth = bandwidth.map(|bytes| bytes / threads as u64);
         part.settings.first_connections = first_connections.div_ceil(threads);
         (threads, Arc::new(part))
     }
@@ -82,6 +85,7 @@ pub(super) struct Net<W: Wires> {
     pub(super) links: Links<W::Stream>,
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
+    pub(super) rate_limit: RateLimit,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
@@ -99,6 +103,7 @@ impl<W: Wires> Net<W> {
     pub(super) fn new(wires: W, common: Arc<Common>, counts: Arc<Counts>) -> Net<W> {
         let now = wires.now();
         let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
+        let rate_limit = RateLimit::new(common.settings.bandwidth, now);
         let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
         Net {
             wires,
@@ -106,6 +111,7 @@ impl<W: Wires> Net<W> {
             links,
             waiting,
             pace,
+            rate_limit,
             look_at: now,
             counts,
             stragglers: 0,
@@ -163,6 +169,7 @@ impl<W: Wires> Net<W> {
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
         let before = self.wires.now();
         self.waiting.resume(before);
+        self.release(before, told);
         // A connection may be there at once, and lost at once.
         while self.ask_next(before, told) || self.connect_more(before, told) {}
         if !told.is_empty() {
@@ -180,12 +187,15 @@ impl<W: Wires> Net<W> {
         }
         self.numbers = numbers;
         let busy = self.links.count(LinkState::Asked) + self.links.count(LinkState::Body);
-        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit());
+        let is_limited = self.rate_limit.is_limit(now);
+        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit() && !is_limited);
         // What has come and was not looked at yet is no silence.
         if all && now >= self.look_at {
             self.look_at = now + LOOK.min(self.common.settings.stall / 4);
             self.drop_stalled(now, told);
-            self.mend_stragglers(now);
+            if !is_limited {
+                self.mend_stragglers(now);
+            }
             self.pace.judge(now);
             self.leave_queued(now);
         }
@@ -196,7 +206,7 @@ impl<W: Wires> Net<W> {
     fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
-        let due = self.waiting.next_due().into_iter().chain(look).min();
+        let due = self.waiting.next_due().into_iter().chain(look).chain(self.rate_limit.due()).min();
         let due = due.map(|due| due.saturating_duration_since(now));
         due.into_iter().chain(self.longest_wait).min()
     }
@@ -206,10 +216,11 @@ impl<W: Wires> Net<W> {
         let stall = self.common.settings.stall;
         let is_stalled = |link: &Link<_>| {
             let waits = link.is_busy() || link.state == LinkState::Connecting;
-            waits && now.duration_since(link.last) >= stall
+            waits && !link.is_held && now.duration_since(link.last) >= stall
         };
         while let Some((_, link)) = self.links.take_where(is_stalled) {
-            let text = format!("the server has sent nothing for {:.1} s", stall.as_secs_f64());
+            let silent = self.common.named(&link.server);
+            let text = format!("the server has sent nothing for {:.1} s ({silent})", stall.as_secs_f64());
             let e = Error::new(ErrorKind::Timeout, text);
             match link.fetch {
                 Some(fetch) => self.again(fetch, link.got, e, None, told),
@@ -300,7 +311,10 @@ impl<W: Wires> Net<W> {
         told: &mut Vec<Told>,
     ) -> u64 {
         let (had, had_gaps, had_answer) = (link.got, link.gaps, link.answered_at);
-        let next = link.advance(now, &mut self.discard, told);
+        let most = self.rate_limit.allowed(now);
+        let mut allowed = most;
+        let next = link.advance(now, &mut allowed, &mut self.discard, told);
+        self.rate_limit.took(most - allowed);
         // A request that was sent just now counts from 0.
         let (all, got) = (link.got, link.got.saturating_sub(had));
         if got > 0 {
@@ -313,6 +327,10 @@ impl<W: Wires> Net<W> {
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
+            Advance::Held => {
+                self.rate_limit.hold(number);
+                self.keep(number, link, told);
+            }
             Advance::Ready => {
                 if let Some(answered) = link.answered_at.take() {
                     self.pace.served(all, now.duration_since(answered));
@@ -342,8 +360,8 @@ impl<W: Wires> Net<W> {
 
     /// A connection is lost.
     fn lost(&mut self, link: Link<W::Stream>, e: io::Error, now: Instant, told: &mut Vec<Told>) {
-        let (refused, is_expired) = (refused_by_tls(&e), link.reused && link.is_unanswered());
-        let server = link.server.authority();
+        let (refused, is_expired) = (refused(&e), link.reused && link.is_unanswered());
+        let server = self.common.named(&link.server);
         match (link.fetch, refused) {
             (None, refused) if link.state == LinkState::Connecting => {
                 let is_final = refused.is_some();
@@ -365,7 +383,7 @@ impl<W: Wires> Net<W> {
     fn keep(&mut self, number: usize, mut link: Link<W::Stream>, told: &mut Vec<Told>) {
         let wanted = match link.state {
             LinkState::Parked => Watched::Nothing,
-            LinkState::Connecting => Watched::Both,
+            _ if link.is_held => Watched::Nothing,
             _ if link.stream.has_to_send() => Watched::Both,
             _ => Watched::Bytes,
         };
@@ -380,6 +398,7 @@ impl<W: Wires> Net<W> {
 
     /// The server says something else than the bytes.
     fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
+        let verdict = self.of_proxy(&fetch, verdict);
         match verdict {
             Verdict::Body { .. } => {}
             Verdict::Moved(to) => {
@@ -470,17 +489,4 @@ pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {
 
 fn fail_all(fetch: Option<RangeRequest>, e: &Error, told: &mut Vec<Told>) {
     fetch.into_iter().flat_map(|fetch| fetch.reads).for_each(|read| fail(read, e.clone(), told));
-}
-
-/// The error if it is TLS that does not trust the server: no further attempt changes that.
-pub(super) fn refused_by_tls(e: &io::Error) -> Option<Error> {
-    let cause = e.get_ref()?.downcast_ref::<rustls::Error>()?;
-    let text = match cause {
-        rustls::Error::InvalidCertificate(_) => {
-            "the server's certificate is not trusted; if an authority of your own has signed it, name the file with its \
-             certificate in SSL_CERT_FILE"
-        }
-        _ => "TLS with the server failed",
-    };
-    Some(Error::new(ErrorKind::Io, text).caused_by(cause.clone()))
 }

@@ -1,9 +1,12 @@
 //! The settings of the stores.
 
 use super::address::{Address, Server};
+use super::given::{CredentialSource, GivesCredentials};
+use super::proxy::Proxies;
+pub use super::secret::Secret;
 use crate::error::{Error, ErrorKind, Result};
-use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How one open asks stores.
@@ -66,6 +69,18 @@ pub struct S3Settings {
     pub session_token: Option<Secret>,
     /// The profile of AWS's configuration files.
     pub profile: Option<String>,
+    /// What gives the credentials of profiles that have more to them than keys.
+    pub profiles: Option<ProfileSource>,
+}
+
+/// Makes what gives the credentials of the AWS profile with a name.
+#[derive(Debug, Clone, Copy)]
+pub struct ProfileSource(pub fn(&str) -> Arc<dyn GivesCredentials>);
+
+impl PartialEq for ProfileSource {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::fn_addr_eq(self.0, other.0)
+    }
 }
 
 /// Where a bucket stands in the addresses of its objects.
@@ -80,27 +95,6 @@ pub enum Addressing {
 impl From<WebSettings> for StorageSettings {
     fn from(web: WebSettings) -> Self {
         StorageSettings { web, ..StorageSettings::default() }
-    }
-}
-
-/// A text that no message and no debug output shows.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(String);
-
-impl Secret {
-    /// This text.
-    pub fn new(text: impl Into<String>) -> Secret {
-        Secret(text.into())
-    }
-
-    pub(super) fn shown(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("(a secret)")
     }
 }
 
@@ -123,7 +117,7 @@ impl Bearer {
         if address.target != "/" {
             return Err(invalid("a token is for a server: give its address without a path"));
         }
-        if token.0.is_empty() || !token.0.bytes().all(|b| b.is_ascii_graphic()) {
+        if token.shown().is_empty() || !token.shown().bytes().all(|b| b.is_ascii_graphic()) {
             return Err(invalid("the token is empty, or has other letters than visible ones of ASCII"));
         }
         Ok(Bearer { server: address.server, token })
@@ -131,7 +125,7 @@ impl Bearer {
 
     /// The field that carries it.
     pub(super) fn field(&self) -> String {
-        format!("Authorization: Bearer {}\r\n", self.token.0)
+        format!("Authorization: Bearer {}\r\n", self.token.shown())
     }
 }
 
@@ -154,6 +148,15 @@ pub struct WebSettings {
     pub stall: Duration,
     /// A file with the certificates (PEM) of the authorities to trust, instead of the system's.
     pub authorities: Option<PathBuf>,
+    /// What is asked for credentials, instead of the places where the tools of a provider look.
+    pub credentials: Option<CredentialSource>,
+    /// The network interfaces that connections of loads are bound to, in turn. None: as the system routes them.
+    pub interfaces: Vec<String>,
+    /// Most bytes that one load receives in a second, over all its connections.
+    pub bandwidth: Option<u64>,
+    /// Which servers are reached through which proxy. `None`: none, or what the environment says where
+    /// [`Stores`](crate::store::Stores) makes the store.
+    pub proxies: Option<Proxies>,
 }
 
 impl Default for WebSettings {
@@ -170,6 +173,10 @@ impl Default for WebSettings {
             pause,
             stall,
             authorities: None,
+            credentials: None,
+            interfaces: Vec::new(),
+            bandwidth: None,
+            proxies: None,
         }
     }
 }

@@ -49,13 +49,24 @@ impl Wires for Sockets {
     }
 
     fn connect(&mut self, server: &Server) -> Result<Option<Connection>> {
-        let Some(addresses) = self.common.names.addresses(server, self.wake.as_ref()) else { return Ok(None) };
-        let addresses = addresses?;
+        let proxy = self.common.proxy(server)?;
+        let to = proxy.map_or(server, |proxy| &proxy.server);
+        let Some(addresses) = self.common.names.addresses(to, self.wake.as_ref()) else { return Ok(None) };
+        let no_proxy = |e: Error| match proxy {
+            Some(proxy) => e.reworded(|why| format!("the proxy {}: {why}", proxy.name())),
+            None => e,
+        };
+        let addresses = addresses.map_err(no_proxy)?;
         self.made += 1;
         let authorities = self.common.settings.authorities.as_deref();
         let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
-        let connection = Connection::connect(&addresses[self.made % addresses.len()], tls);
-        connection.map(Some).map_err(|e| Error::io("connect", &e))
+        let via = proxy.map(|proxy| proxy.via(server));
+        let interfaces = &self.common.settings.interfaces;
+        let interface = interfaces.get(self.made % interfaces.len().max(1)).map(String::as_str);
+        // Each interface comes to each address.
+        let to = &addresses[self.made / interfaces.len().max(1) % addresses.len()];
+        let doing = interface.map_or_else(|| "connect".to_owned(), |name| format!("connect over the interface {name}"));
+        Connection::connect(to, interface, via, tls).map(Some).map_err(|e| Error::io(&doing, &e))
     }
 
     fn watch(&mut self, stream: &Connection, number: usize, before: Watched, wanted: Watched) -> Result<()> {

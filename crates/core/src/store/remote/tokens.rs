@@ -1,6 +1,9 @@
-//! Tokens that a server gives for other credentials: asked for when they are needed, and again before they expire.
+//! Tokens that a server gives for other credentials, or the program: asked for when they are needed, and again before they
+//! expire.
 
 use super::control::Control;
+use super::credentials::USABLE;
+use super::given::{Giver, CALLABLE};
 use super::listing::escaped;
 use super::net::Common;
 use crate::error::{Error, ErrorKind, Result};
@@ -76,6 +79,28 @@ impl<S: TokenSource> TokenProvider<S> {
     pub(super) fn failed(&self, no: NoToken) -> Error {
         let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
         e.reworded(|why| format!("no token; the credentials are from {}: {why}", self.origin))
+    }
+}
+
+/// What gives tokens: a server for other credentials, or the program.
+pub(super) enum TokenGiver<S> {
+    Server(TokenProvider<S>),
+    Program(Giver),
+}
+
+impl<S> TokenGiver<S> {
+    /// The program, if it gives credentials.
+    pub(super) fn program(common: &Common) -> Option<TokenGiver<S>> {
+        let source = common.settings.credentials.clone()?;
+        Some(TokenGiver::Program(Giver::new(source, CALLABLE)))
+    }
+
+    /// How long what it gave last may be used.
+    pub(super) fn left(&self) -> Duration {
+        match self {
+            TokenGiver::Program(giver) => giver.left().unwrap_or(USABLE),
+            TokenGiver::Server(_) => USABLE,
+        }
     }
 }
 

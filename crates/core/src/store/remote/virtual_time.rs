@@ -310,12 +310,18 @@ struct Outcome {
     slabs: usize,
     connections: usize,
     refused: u64,
-    /// Bytes that were asked for, and requests.
+    /// Requests.
     asked: u64,
+    moved: u64,
 }
 
 /// Loads `bytes` with `staging` slabs onto a device that copies 50 GB/s.
 fn load(model: Model, bytes: u64, slabs: usize, connections: usize) -> Outcome {
+    load_with(model, bytes, slabs, WebSettings { connections, ..WebSettings::default() })
+}
+
+fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> Outcome {
+    let connections = settings.connections;
     let world = Rc::new(RefCell::new(World {
         model,
         begun: Instant::now(),
@@ -330,7 +336,6 @@ fn load(model: Model, bytes: u64, slabs: usize, connections: usize) -> Outcome {
         changed: Vec::new(),
         queued: VecDeque::new(),
     }));
-    let settings = WebSettings { connections, ..WebSettings::default() };
     let common = Common { settings, ..Common::default() };
     let mut net = Net::new(VirtualWires(world.clone()), Arc::new(common), Arc::default());
     let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(Unsigned)));
@@ -376,7 +381,16 @@ fn load(model: Model, bytes: u64, slabs: usize, connections: usize) -> Outcome {
     }
     let world = world.borrow();
     let seconds = world.now.as_secs_f64();
-    Outcome { arrived, seconds, slabs: used_most, connections: peak, refused: world.refused, asked: world.answers }
+    let moved = net.counts.moved.get();
+    Outcome {
+        arrived,
+        seconds,
+        slabs: used_most,
+        connections: peak,
+        refused: world.refused,
+        asked: world.answers,
+        moved,
+    }
 }
 
 /// Bytes per second between these two moments.
@@ -464,5 +478,34 @@ fn no_load_hangs_for_want_of_slabs() {
             let outcome = load(model, 300 * MIB, slabs, 32);
             assert!(outcome.seconds < 3600.0 && outcome.slabs <= slabs, "{slabs} slabs: {:.1} s", outcome.seconds);
         }
+    }
+}
+
+/// Whatever the network gives: no second brings more, connections do not grow for it, and nobody is taken for a straggler.
+#[test]
+fn a_limit_on_the_rate_is_kept_and_used() {
+    for (model, bandwidth, slabs) in [
+        (cloud(1e12), 400_000_000, 256),
+        (cloud(1e12), 65_536, 16),
+        // Less than a connection brings, and few slabs.
+        (cloud(1e12), 10_000_000, 2),
+        // It stops for good now and then: that is seen, though nothing is read for a while.
+        (Model { stalls: 20, ..cloud(1e12) }, 400_000_000, 256),
+    ] {
+        let bytes = (bandwidth * 8).max(4 * MIB) / MIB * MIB;
+        let settings = WebSettings { bandwidth: Some(bandwidth), ..WebSettings::default() };
+        let outcome = load_with(model, bytes, slabs, settings);
+        let share = bytes as f64 / outcome.seconds / bandwidth as f64;
+        let seen = format!(
+            "{bandwidth} bytes/s: {share:.3} of it, {} connections, {} requests, {} moved",
+            outcome.connections, outcome.asked, outcome.moved
+        );
+        println!("{seen}");
+        // What comes at once in the beginning is the bucket.
+        assert!((0.85..1.02).contains(&share), "{seen}");
+        let most = outcome.arrived.iter().map(|bytes| *bytes as f64).fold(0.0, f64::max);
+        assert!(most <= 0.1 * bandwidth as f64 + 16.0 * READ as f64, "{seen}: {most} bytes in a tenth of a second");
+        assert!(outcome.connections <= WebSettings::default().first_connections, "{seen}");
+        assert!(model.stalls > 0 || outcome.moved == 0, "{seen}");
     }
 }
