@@ -92,8 +92,8 @@ class Storage(TypedDict, total=False):
     """Azure: a shared access signature, instead of a key."""
     credentials: Callable[[], Mapping[str, object]] | None
     """A callable that gives the credentials: for S3 ``access_key_id``, ``secret_access_key`` and perhaps
-    ``session_token``, for Google Cloud Storage, Azure and ``https://`` servers ``token``. ``expires_at`` (seconds since the
-    epoch, or a datetime with a time zone) says when they become invalid. It is called when they are needed, again
+    ``session_token``, for Google Cloud Storage, Azure and ``https://`` servers ``token``. ``expires_at`` (seconds since
+    the epoch, or a datetime with a time zone) says when they become invalid. It is called when they are needed, again
     before they expire, and when a server refuses them, on a thread of its own."""
 
     proxy: str | None

@@ -15,16 +15,16 @@ const EMULATOR: &str =
                         BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1";
 
 /// A text that opens something, and where it comes from, in words.
-type Given = Option<(String, &'static str)>;
+type Opener = Option<(String, &'static str)>;
 
 /// An account: its name, and the rest as far as it is given.
 #[derive(Default)]
 pub(super) struct Account {
     pub(super) name: Option<String>,
     endpoint: Option<String>,
-    pub(super) key: Given,
+    pub(super) key: Opener,
     /// A shared access signature.
-    pub(super) signature: Given,
+    pub(super) signature: Opener,
 }
 
 impl Account {
@@ -126,7 +126,7 @@ mod tests {
 
     fn text(account: &Account) -> String {
         let Address { server, target } = account.address().unwrap();
-        let said = |given: &Given| given.as_ref().map_or("none", |(text, _)| text).to_owned();
+        let said = |given: &Opener| given.as_ref().map_or("none", |(text, _)| text).to_owned();
         let name = account.name.as_deref().unwrap_or("none");
         format!("{name} {}{target} {} {}", server.origin(), said(&account.key), said(&account.signature))
     }
