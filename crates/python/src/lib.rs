@@ -16,6 +16,7 @@ mod look;
 mod machine;
 mod options;
 mod save;
+mod small_files;
 mod storage;
 mod waiting;
 
@@ -39,6 +40,8 @@ mod _core {
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::small_files::{contents, names_in};
     #[pymodule_export]
     use crate::storage::{authorities, storage_defaults, storage_settings};
     #[pymodule_export]

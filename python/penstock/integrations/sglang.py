@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-FORMAT = "penstock"
+from ._format import FORMAT
 
 _logger = logging.getLogger("penstock")
 _CONFIG = "sglang.srt.configs.load_config.LoadConfig"
@@ -37,6 +37,14 @@ def register() -> None:
         return
     HookRegistry.register(f"{_CONFIG}.{_VERIFY}", _verified, HookType.AROUND)
     add_load_format_choices([FORMAT])
+    from ._sglang_arguments import STEP, resolve
+
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register_resolution_hook(STEP)(resolve)
+    except (ImportError, ValueError) as error:
+        _say_once(f"penstock: this SGLang takes no addresses of models, because its interface differs: {error}")
 
 
 def _verified(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
