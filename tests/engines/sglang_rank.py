@@ -28,7 +28,7 @@ from typing import Any
 os.environ["SGLANG_NCCL_SO_PATH"] = "/there/is/none"
 
 import torch
-from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups import choices, resolution_hooks
 from sglang.srt.configs import load_config as config_module
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
@@ -442,6 +442,7 @@ def _other_arguments() -> None:
 
 DRIFTS: dict[str, Callable[[], None]] = {
     "choices": lambda: _rename(choices, "add_load_format_choices", []),
+    "steps": lambda: _rename(resolution_hooks, "register_resolution_hook", []),
     "verify": lambda: _rename(LoadConfig, "_verify_load_format", [LoadConfig.__post_init__]),
     "class": lambda: _rename(config_module, "LoadConfig", []),
     "prepare": lambda: _rename(
@@ -474,6 +475,9 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
     if known:
         for _ in range(2):
             found["different"] = different(expected, digests(rank.load(config, "penstock")))
+    if kind == "steps":
+        args = ServerArgs(model_path="s3://bucket/model", load_format="penstock", device="cpu")
+        found["address"] = _caught(args.resolve_once)
     return found | {"said": rank.lines.of_penstock(), "errors": rank.lines.errors()}
 
 

@@ -28,6 +28,7 @@ from penstock.integrations._engine import Chosen
 from penstock.integrations._fetched import remove_all
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._remote import RemoteWeights
+from penstock.integrations._start_report import report
 from test_sglang import Run
 from versitygw import KEY, REGION, SECRET, Server
 
@@ -329,6 +330,27 @@ def test_what_an_engine_learns_of_the_headers_of_weights(
     assert load(*vllm_model.created(config), config) == expected
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_report_of_a_start(server: Server, temporary: Path, monkeypatch: pytest.MonkeyPatch, engine: str):
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    found = report("s3://models/qwen3-moe/", engine=engine, extra_config=asked(server.port), device="cpu")
+    (rank,) = found["ranks"]
+    assert rank["load"]["loads"] == 1 and rank["load"]["fallbacks"] == []
+
+
+def test_a_vllm_whose_interface_differs_refuses_addresses(alone: None, monkeypatch: pytest.MonkeyPatch):
+    from penstock.integrations._vllm_arguments import install
+    from vllm.engine.arg_utils import EngineArgs
+
+    class Other(EngineArgs):  # type: ignore[misc]
+        create_engine_config = None
+
+    install(Other)
+    with pytest.raises(penstock.UnsupportedError, match=r"lacks create_engine_config.*give a folder"):
+        Other(model="s3://models/whole", load_format="penstock")
+    assert Other(model="s3://models/whole", load_format="runai_streamer").model == "s3://models/whole"
+
+
 def test_a_model_that_is_not_there(server: Server, alone: None, temporary: Path):
     import vllm_model
 
@@ -375,17 +397,28 @@ def test_a_web_server(expected: dict[str, str], checkpoint: Any, without_weights
 
 
 def test_the_hub(
-    expected: dict[str, str], checkpoint: Any, without_weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: dict[str, str],
+    checkpoint: Any,
+    without_weights: Any,
+    temporary: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    import vllm_model
+
     hub, commit = tmp_path / "hub", "0123456789abcdef" * 2 + "01234567"
     shutil.copytree(checkpoint("qwen3-moe"), hub / "org/name" / commit)
     (hub / "state.json").write_text(json.dumps({"repositories": {"org/name": {"refs": {"main": commit}}}}))
     given = created(without_weights("qwen3-moe"), weights="hf://org/name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # vLLM looks at this
     with program("hub_server.py", hub) as (port, _):
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
         assert load(*given) == expected
+        config = vllm_model.configured({"model": "hf://org/name"}, "penstock")
+        assert list(config.load_config.model_loader_extra_config["weights"].values()) == [f"hf://org/name@{commit}"]
+        assert load(*vllm_model.created(config), config) == expected
     assert not (tmp_path / "home").exists(), "nothing is kept"
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import InvalidError
-from ._fetched import fetch, no_revision, with_weights
+from .._errors import InvalidError, UnsupportedError
+from .._paths import without_secrets
+from ._fetched import ADVICE, fetch, no_revision, with_weights
 from ._format import FORMAT
 from ._remote import is_remote
 
@@ -29,6 +30,13 @@ def resolve(args: Any, previous: Callable[[Any], None]) -> None:
     if said.load_format == FORMAT and is_remote(said.model_path):
         declare_resolution(args, FORMAT, **_resolved(said))
     previous(args)
+
+
+def refuse(args: Any) -> None:
+    """In an SGLang that has no such step: raises UnsupportedError for arguments with the address of a model."""
+    if args.load_format == FORMAT and is_remote(args.model_path):
+        place = without_secrets(args.model_path)
+        raise UnsupportedError(f"{place}: this SGLang is not one that Penstock knows (it lacks {STEP}): {ADVICE}")
 
 
 def _resolved(said: Any) -> dict[str, Any]:
