@@ -147,6 +147,12 @@ def test_modules_of_a_model_of_sentences(bucket, temporary):
     assert {name for name in held(folder) if "/" in name} == {"1_Pooling/config.json"}
 
 
+def test_a_tokenizer_needs_no_weights(bucket, temporary):
+    bucket.objects["t/tokenizer.json"] = b"{}"
+    folder, _ = _fetched.fetch("s3://bucket/t", settings(bucket), weights=False)
+    assert held(folder) == {"tokenizer.json": b"{}"}
+
+
 def test_it_has_one_path_in_every_run_and_is_what_the_bucket_has_now(bucket, temporary):
     first, _ = _fetched.fetch(FOLDER, settings(bucket))
     Path(first, "stale.json").touch()
@@ -327,15 +333,16 @@ def extra(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_arguments_get_a_folder_and_the_address_of_the_weights(arguments, bucket, extra, temporary):
     bucket.objects |= {f"d/{name.removeprefix('m/')}": content for name, content in bucket.objects.items()}
+    bucket.objects["t/tokenizer.json"] = b"{}"
     draft = {"model": "s3://bucket/d", "num_speculative_tokens": 2}
-    given = arguments(FOLDER, tokenizer=FOLDER, speculative_config=draft, model_loader_extra_config=extra)
+    given = arguments(FOLDER, tokenizer="s3://bucket/t", speculative_config=draft, model_loader_extra_config=extra)
     made = given.create_engine_config()
-    folder, other = made["model"], made["speculative_config"]["model"]
-    assert set(map(str, temporary.iterdir())) == {folder, other}
+    folder, other, tokenizer = made["model"], made["speculative_config"]["model"], made["tokenizer"]
+    assert set(map(str, temporary.iterdir())) == {folder, other, tokenizer} and tokenizer != folder
     weights = {folder: FOLDER, other: "s3://bucket/d"}
     assert made == {
         **vars(arguments(folder)),
-        "tokenizer": folder,
+        "tokenizer": tokenizer,
         "served_model_name": FOLDER,
         "speculative_config": {**draft, "model": other},
         "model_loader_extra_config": {**extra, "weights": weights},

@@ -63,11 +63,11 @@ class _Place(NamedTuple):
 
 
 _filling = threading.Lock()
-#: By path: a descriptor of the folder, which has the lock, and the process that has claimed it.
+#: By path: a descriptor of the folder, which has the lock (-1: its name is nobody else's), and the process that has it.
 _held: dict[str, tuple[int, int]] = {}
 
 
-def fetch(place: str, storage: Storage | None, *, code: bool = False) -> Fetched:
+def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: bool = True) -> Fetched:
     """Fetches what an engine wants of the model at ``place`` besides its weights.
 
     Of the weights the folder has the headers: engines look for names and dtypes there. Nothing can be loaded from it.
@@ -76,6 +76,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False) -> Fetched
         place: A folder in an object store or on the Hub, or an index or a shard file in one.
         storage: How servers are asked.
         code: Whether to fetch Python files too. An engine runs them if it is told to trust them.
+        weights: Whether it has weights and a configuration; a tokenizer alone needs neither.
 
     Raises:
         InvalidError: a web server, which lists nothing.
@@ -85,11 +86,12 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False) -> Fetched
     """
     found = _place(place, storage)
     files = _small_files(found, code)
-    if not any(name in files for name in _CONFIGURATIONS):
+    if weights and not any(name in files for name in _CONFIGURATIONS):
         held = ", ".join(sorted(found.names(""))[:8])
         text = f"there is no {' or '.join(_CONFIGURATIONS)} beside the weights, only {held}: {ADVICE}"
         raise NotFoundError(text, path=without_secrets(place))
-    files |= _headers(open_checkpoint(found.weights, storage=storage))
+    if weights:
+        files |= _headers(open_checkpoint(found.weights, storage=storage))
     endpoint = str((storage or {}).get("endpoint", ""))
     digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
     last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]
@@ -171,7 +173,7 @@ def _claimed(name: str) -> str:
         Path(path).mkdir(0o700)
     if not _locked(path):
         path = tempfile.mkdtemp(prefix="penstock-")
-        _locked(path)
+        _held[path] = -1, os.getpid()
     return path
 
 
@@ -217,7 +219,8 @@ def remove_all() -> None:
     for path, (descriptor, process) in list(_held.items()):
         if process == os.getpid():
             shutil.rmtree(path, ignore_errors=True)
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             del _held[path]
 
 

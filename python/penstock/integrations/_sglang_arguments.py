@@ -8,13 +8,14 @@ from typing import Any
 
 from .._errors import InvalidError, UnsupportedError
 from .._paths import without_secrets
-from ._fetched import ADVICE, fetch, no_revision, with_weights
+from ._fetched import ADVICE, Fetched, fetch, no_revision, with_weights
 from ._format import FORMAT
 from ._remote import is_remote
 
 #: The step of SGLang's that resolves paths. A plugin may put itself around it.
 STEP = "handle_model_source_paths"
-_PATHS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
+_MODELS = ("model_path", "speculative_draft_model_path")
+_TOKENIZER = "tokenizer_path"
 
 
 def resolve(args: Any, previous: Callable[[Any], None]) -> None:
@@ -53,13 +54,12 @@ def _resolved(said: Any) -> dict[str, Any]:
     storage = settings_of(given, "SGLang").storage
     if said.revision is not None:
         raise no_revision(said.model_path, said.revision)
-    places = {name: getattr(said, name) for name in _PATHS}
-    found = {
-        place: fetch(place, storage, code=bool(said.trust_remote_code))
-        for place in dict.fromkeys(places.values())
-        if isinstance(place, str) and is_remote(place)
-    }
-    models = [found[place] for name, place in places.items() if name != "tokenizer_path" and place in found]
+    places = {name: getattr(said, name) for name in (*_MODELS, _TOKENIZER)}
+    found: dict[str, Fetched] = {}
+    for name, place in places.items():
+        if isinstance(place, str) and is_remote(place) and place not in found:
+            found[place] = fetch(place, storage, code=bool(said.trust_remote_code), weights=name in _MODELS)
+    models = [found[places[name]] for name in _MODELS if places[name] in found]
     return {
         **{name: found[place].folder for name, place in places.items() if place in found},
         "model_loader_extra_config": json.dumps(with_weights(given, models)),

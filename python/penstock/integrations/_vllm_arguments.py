@@ -84,11 +84,11 @@ def _resolve(args: Any) -> None:
         raise no_revision(args.model, args.revision)
     found: dict[str, Fetched] = {}
 
-    def folder(place: Any) -> Any:
+    def folder(place: Any, weights: bool = True) -> Any:
         if not isinstance(place, str) or not is_remote(place):
             return place
         if place not in found:
-            found[place] = fetch(place, storage, code=bool(args.trust_remote_code))
+            found[place] = fetch(place, storage, code=bool(args.trust_remote_code), weights=weights)
         return found[place].folder
 
     model = folder(args.model)
@@ -96,7 +96,7 @@ def _resolve(args: Any) -> None:
     if isinstance(draft, Mapping) and "model" in draft:
         draft = {**draft, "model": folder(draft["model"])}
     weights = with_weights(given, list(found.values()))
-    tokenizer, configuration = folder(args.tokenizer), folder(args.hf_config_path)
+    tokenizer, configuration = folder(args.tokenizer, False), folder(args.hf_config_path, False)
     if not args.served_model_name:
         args.served_model_name = args.model
     args.model, args.tokenizer, args.hf_config_path = model, tokenizer, configuration
