@@ -23,7 +23,7 @@ from typing import Any
 import certificates
 import penstock
 import pytest
-from conftest import HERE, WORLDS, World, ranks_of, run_world
+from conftest import DRAFTS, HERE, WORLDS, World, ranks_of, run_world
 from penstock.integrations._engine import Chosen
 from penstock.integrations._fetched import remove_all
 from penstock.integrations._recorder import Recorder
@@ -328,6 +328,20 @@ def test_what_an_engine_learns_of_the_headers_of_weights(
     about = get_safetensors_params_metadata(config.model_config.model)
     assert about == get_safetensors_params_metadata(str(folder)) != {}
     assert load(*vllm_model.created(config), config) == expected
+
+
+def test_a_draft_of_the_same_checkpoint(server: Server, alone: None, checkpoint: Any, temporary: Path):
+    import vllm_model
+
+    def loaded(model: str, load_format: str, **more: Any) -> dict[str, str]:
+        config = vllm_model.configured({"model": model, **DRAFTS["deepseek-mtp"], **more}, load_format)
+        return load(*vllm_model.created(config), config)
+
+    folder = checkpoint("deepseek-mtp")
+    for path in folder.iterdir():
+        server.put(f"draft/{path.name}", path.read_bytes())
+    expected = loaded(str(folder), "safetensors")
+    assert loaded("s3://models/draft/", "penstock", model_loader_extra_config=asked(server.port)) == expected
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
