@@ -19,6 +19,7 @@ from penstock import _core
 from penstock.integrations import _fetched
 from penstock.integrations._vllm_arguments import install
 from s3_server import KEYS, Bucket, serving
+from test_gcs import Google
 from test_hub_network import COMMIT, Hub, home, hub  # noqa: F401
 from test_s3 import nothing_in_the_environment  # noqa: F401
 
@@ -127,6 +128,15 @@ def test_a_folder_has_what_an_engine_wants_besides_weights(bucket, small, tempor
         length = 8 + int.from_bytes(whole[:8], "little")
         assert len(header) == 8 + int.from_bytes(header[:8], "little")
         assert json.loads(header[8:]) == json.loads(whole[8:length])
+
+
+def test_a_bucket_of_google(small, temporary):
+    weights = {f"m/{path.name}": path.read_bytes() for path in small.glob("[!.]*")}
+    with serving(Google({**weights, **{f"m/{name}": content for name, content in SMALL.items()}})) as bucket:
+        storage: Any = {"endpoint": bucket.endpoint, "anonymous": True}
+        folder, place = _fetched.fetch("gs://bucket/m", storage)
+    assert place == "gs://bucket/m"
+    assert held(folder).keys() == {*SMALL, INDEX, *LAYOUT.files}
 
 
 def test_nothing_can_be_loaded_from_it(bucket, temporary):

@@ -217,11 +217,10 @@ def _fill(folder: str, files: Mapping[str, bytes]) -> None:
 def remove_all() -> None:
     """Removes the folders of this process. Its forked children have none of their own."""
     for path, (descriptor, process) in list(_held.items()):
-        if process == os.getpid():
+        if process == os.getpid() and _held.pop(path, None) is not None:
             shutil.rmtree(path, ignore_errors=True)
             if descriptor >= 0:
                 os.close(descriptor)
-            del _held[path]
 
 
 def with_weights(given: Mapping[str, Any], fetched: Sequence[Fetched]) -> dict[str, Any]:
