@@ -92,11 +92,13 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     table = {
         "authorities": Call(None, {"ca": path}),
         "ceiling": Call(None, "copy", [path], **measured),
+        "contents": Call(None, [path], 1 << 20, 5.0, {"connections": 3}, ("http://127.0.0.1", "token")),
         "evict": Call(None, path),
         "exiting": Call(None),
         "gpus": Call(None),
         "head": Call(None, [("a", "U8", [4])], {"key": "value"}, **arranged),
         "look": Call(None, path, 1, {"connections": 1}),
+        "names_in": Call(None, str(folder), 5.0, {"connections": 3}),
         "probe": Call(None, path),
         "proxy": Call(None, "https://127.0.0.1/x", {"proxy": "http://user@127.0.0.1:1"}),
         "residency": Call(None, path),

@@ -21,11 +21,13 @@ __all__ = [
     "__version__",
     "authorities",
     "ceiling",
+    "contents",
     "evict",
     "exiting",
     "gpus",
     "head",
     "look",
+    "names_in",
     "probe",
     "proxy",
     "release_staging",
@@ -166,6 +168,21 @@ def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[s
     or there is none). "round_trips": seconds from each request to its answer, of the last server. "connections" to it.
     "size" and "validator" ("strong ETag", "weak ETag", "date", "size") of the object. "error": an exception, or None.
     Blocks.
+    """
+
+def names_in(place: str, stall_timeout: float | None = None, storage: Storage | None = None) -> list[str]:
+    """The names of what lies directly in a folder, or under an address. InvalidError: it is a file."""
+
+def contents(
+    files: Sequence[str],
+    most: int,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+    bearer: tuple[str, str] | None = None,
+) -> list[bytes]:
+    """All bytes of each of these files or objects, several at a time. UnsupportedError: one has more than `most`.
+
+    bearer: as in `Checkpoint.open`.
     """
 
 def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None] | None:

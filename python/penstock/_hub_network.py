@@ -44,7 +44,7 @@ from ._hub import (
 )
 from ._late_imports import importing
 from ._paths import without_secrets
-from ._patience import asking, patiently, pause
+from ._patience import T, asking, patiently, pause
 
 TRIES = 5
 """Most requests for one thing, as long as the Hub answers at all."""
@@ -280,7 +280,7 @@ def digests_of(source: str, pinned: Pinned, storage: Storage | None, files: Sequ
         listed = {}
     found = {}
     for file in files:
-        about = listed.get(unquote(file.removeprefix(_base(pinned))), {})
+        about = listed.get(unquote(file.removeprefix(base(pinned))), {})
         lfs = about.get("lfs")
         digest = lfs.get("sha256") if isinstance(lfs, dict) else about.get("blobId")
         if isinstance(digest, str) and (expected := expected_of(digest, "Hub")) is not None:
@@ -288,7 +288,7 @@ def digests_of(source: str, pinned: Pinned, storage: Storage | None, files: Sequ
     return found
 
 
-def _base(pinned: Pinned) -> str:
+def base(pinned: Pinned) -> str:
     """How the addresses of the files of a commit begin."""
     return f"{endpoint()}/{pinned.repository}/resolve/{pinned.commit}/"
 
@@ -358,13 +358,23 @@ def open_commit(
         NotFoundError: there is none.
         AccessError: the Hub does not let us read its files.
     """
+    addresses = [base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
+    asked = without_credentials(storage)
+    return explained(
+        source, pinned, sent, lambda bearer: _core.Checkpoint.open(addresses, stall_timeout, asked, bearer)
+    )
+
+
+def without_credentials(storage: Storage | None) -> Storage | None:
+    """Settings for the Hub, which has its own token: a callable is for other servers."""
+    return cast("Storage", {**storage, "credentials": None}) if isinstance(storage, Mapping) else storage
+
+
+def explained(source: str, pinned: Pinned, sent: Token | None, read: Callable[[tuple[str, str] | None], T]) -> T:
+    """What ``read`` gives, which asks the Hub with this token for files; its errors say what of the Hub they mean."""
     where = endpoint()
-    addresses = [_base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
-    bearer = None if sent is None else (_name(where), sent.text)
-    if isinstance(storage, Mapping):  # credentials are for other servers: the Hub has its own token
-        storage = cast("Storage", {**storage, "credentials": None})
     try:
-        return _core.Checkpoint.open(addresses, stall_timeout, storage, bearer)
+        return read(None if sent is None else (_name(where), sent.text))
     except AccessError as error:
         if "GatedRepo" in error.message:
             raise gated(source, pinned.repository, sent, f"({error})") from None

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from typing import Any
 os.environ["SGLANG_NCCL_SO_PATH"] = "/there/is/none"
 
 import torch
-from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups import choices, resolution_hooks
 from sglang.srt.configs import load_config as config_module
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
@@ -38,7 +39,7 @@ from sglang.srt.model_loader import loader as loader_module
 from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 from sglang.srt.models import registry  # noqa: F401 - imports every model, which takes seconds
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
+from sglang.srt.runtime_context import SpawnRanks, get_model, get_parallel, get_serving, publish, reset_context
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 #: What memory holds before a load: another byte for each of the two that are compared.
@@ -245,6 +246,32 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
     }
 
 
+def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], temporary: str) -> Any:
+    """Loads the model at an address, by each rank's ``extra``: the same as lies in ``weights``."""
+    load_plugins()
+    tempfile.tempdir = temporary
+    expected = digests(rank.load(rank.join(weights), "safetensors"))
+    config = rank.join(place, load_format="penstock", model_loader_extra_config=json.dumps(extra[rank.rank]))
+    folder = Path(config.model_path)
+    mine = rank.load(config, get_model().load_format, model_loader_extra_config=get_model().model_loader_extra_config)
+    from penstock.integrations import _fetched, _sglang_loader
+
+    names = {path.name: path.stat().st_size for path in folder.iterdir()}
+    _fetched.remove_all()  # this process is a fork, and ends without what Python does at exit
+    return {
+        "different": different(expected, digests(mine)),
+        "parameters": len(list(mine.parameters())),
+        "left": left(mine),
+        "reports": reports(),
+        "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "path": str(folder),
+        "tokenizer": get_serving().tokenizer_path,
+        "served": get_serving().served_model_name,
+        "names": names,
+        "kept": [path.name for path in [folder] if path.exists()],
+    }
+
+
 def updater(model: torch.nn.Module, config: ModelConfig) -> WeightUpdater:
     """SGLang's own, without the runner that it is part of."""
     return WeightUpdater(
@@ -415,6 +442,7 @@ def _other_arguments() -> None:
 
 DRIFTS: dict[str, Callable[[], None]] = {
     "choices": lambda: _rename(choices, "add_load_format_choices", []),
+    "steps": lambda: _rename(resolution_hooks, "register_resolution_hook", []),
     "verify": lambda: _rename(LoadConfig, "_verify_load_format", [LoadConfig.__post_init__]),
     "class": lambda: _rename(config_module, "LoadConfig", []),
     "prepare": lambda: _rename(
@@ -447,11 +475,14 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
     if known:
         for _ in range(2):
             found["different"] = different(expected, digests(rank.load(config, "penstock")))
+    if kind == "steps":
+        args = ServerArgs(model_path="s3://bucket/model", load_format="penstock", device="cpu")
+        found["address"] = _caught(args.resolve_once)
     return found | {"said": rank.lines.of_penstock(), "errors": rank.lines.errors()}
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (compare, fallback, outside, elsewhere, updates, failures, parses, drift)
+    one.__name__: one for one in (compare, fallback, outside, elsewhere, address, updates, failures, parses, drift)
 }
 
 

@@ -23,10 +23,12 @@ from typing import Any
 import certificates
 import penstock
 import pytest
-from conftest import HERE, WORLDS, World, ranks_of, run_world
+from conftest import DRAFTS, HERE, WORLDS, World, ranks_of, run_world
 from penstock.integrations._engine import Chosen
+from penstock.integrations._fetched import remove_all
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._remote import RemoteWeights
+from penstock.integrations._start_report import report
 from test_sglang import Run
 from versitygw import KEY, REGION, SECRET, Server
 
@@ -35,12 +37,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODELS = ("qwen3-moe", "long-llama")
+#: What a model is called where the engine is given its address alone.
+ALONE = "address of "
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 def models_of(world: str) -> list[str]:
     """vLLM refuses expert parallel ranks for a model without experts."""
-    return [model for model in MODELS if model == "qwen3-moe" or not WORLDS[world].get("enable_expert_parallel")]
+    models = [model for model in MODELS if model == "qwen3-moe" or not WORLDS[world].get("enable_expert_parallel")]
+    return [*models, *(f"{ALONE}{model}" for model in models if world.startswith("tp"))]
 
 
 class Counted:
@@ -80,11 +85,11 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the weights of the models. The ranks' environment has credentials for it."""
+    """With the models. The ranks' environment has credentials for it."""
     server = Server(tmp_path_factory.mktemp("versitygw"))
     try:
         for model in MODELS:
-            for path in checkpoint(model).glob("*.safetensors*"):
+            for path in checkpoint(model).iterdir():
                 server.put(f"{model}/{path.name}", path.read_bytes())
         with pytest.MonkeyPatch.context() as patch:
             for name, value in CREDENTIALS.items():
@@ -110,10 +115,14 @@ def without_weights(
     return find
 
 
+def asked(port: int) -> dict[str, Any]:
+    """What the user says of the server."""
+    return {"storage": {"endpoint": f"http://127.0.0.1:{port}", "region": REGION}}
+
+
 def extra(model: str, port: int) -> dict[str, Any]:
-    """What the user says."""
-    storage = {"endpoint": f"http://127.0.0.1:{port}", "region": REGION}
-    return {"weights": f"s3://models/{model}/", "storage": storage}
+    """What the user says where the model is a folder."""
+    return {"weights": f"s3://models/{model}/", **asked(port)}
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +142,16 @@ def loaded(
                 ports = {(model, rank): Counted(server.port) for model in models for rank in ranks}
                 for port in ports.values():
                     stack.callback(port.close)
-                more = {
-                    model: [
-                        {
-                            "model": str(without_weights(model)),
-                            "model_loader_extra_config": extra(model, ports[model, rank].port),
-                        }
-                        for rank in ranks
-                    ]
-                    for model in models
-                }
-                folders = {model: checkpoint(model) for model in models}
+
+                def given(model: str, rank: int) -> dict[str, Any]:
+                    name, port = model.removeprefix(ALONE), ports[model, rank].port
+                    if name != model:
+                        return {"model": f"s3://models/{name}/", "model_loader_extra_config": asked(port)}
+                    folder = str(without_weights(name))
+                    return {"model": folder, "model_loader_extra_config": extra(name, port)}
+
+                more = {model: [given(model, rank) for rank in ranks] for model in models}
+                folders = {model: checkpoint(model.removeprefix(ALONE)) for model in models}
                 ran[name] = run_world(name, folders, tmp_path_factory.mktemp(name), more), ports
             return ran[name]
 
@@ -182,13 +190,15 @@ def test_a_rank_receives_its_own_bytes_and_gaps_of_at_most_a_mebibyte(case: tupl
     (report,) = result["reports"]
     wanted, received = result["with_gaps"], report["network"]["received_bytes"]
     assert report["nbytes"] + report["gap_bytes"] <= received <= wanted * 1.01
-    if model == "long-llama":  # with what was read to open it, and with all that HTTP adds
+    if model.endswith("long-llama"):  # with what was read to open it, and with all that HTTP adds
         assert received < ports[model, rank].served <= wanted * 1.01 + underway(report["network"])
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["folder", "address"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sglang(
     ranks: int,
+    alone: bool,
     server: Server,
     checkpoint: Callable[[str], Path],
     without_weights: Callable[[str], Path],
@@ -197,7 +207,12 @@ def test_sglang(
     ports = {(model, rank): Counted(server.port) for model in MODELS for rank in range(ranks)}
 
     def task(model: str) -> dict[str, Any]:
-        given = [extra(model, ports[model, rank].port) for rank in range(ranks)]
+        told = [ports[model, rank].port for rank in range(ranks)]
+        if alone:
+            place, given = f"s3://models/{model}/", [asked(port) for port in told]
+            more = {"place": place, "weights": str(checkpoint(model)), "extra": given, "temporary": str(tmp_path)}
+            return {"name": model, "do": "address", "with": more}
+        given = [extra(model, port) for port in told]
         folders = {"folder": str(without_weights(model)), "weights": str(checkpoint(model))}
         return {"name": model, "do": "elsewhere", "with": {**folders, "extra": given}}
 
@@ -207,6 +222,11 @@ def test_sglang(
             for rank, found in enumerate(run.of(model)):
                 assert found["parameters"] > 0
                 assert (found["different"], found["left"]) == ([], [])
+                if alone:
+                    folder = Path(found["path"])
+                    assert (folder.parent, found["tokenizer"]) == (tmp_path, str(folder))
+                    assert (found["served"], found["kept"]) == (f"s3://models/{model}/", [])
+                    assert "config.json" in found["names"] and all(size < 100_000 for size in found["names"].values())
                 (report,), (more,) = found["reports"], found["network"]
                 assert (report["loads"], report["copied_through"], report["fallbacks"]) == (1, [], [])
                 received = more["network"]["received_bytes"]
@@ -247,13 +267,123 @@ def expected(alone: None, checkpoint: Callable[[str], Path]) -> dict[str, str]:
     return load(*created(checkpoint("qwen3-moe")))
 
 
+# The address alone
+
+
+def test_vllms_configuration_of_an_address(server: Server, alone: None, checkpoint: Any, temporary: Path):
+    """As its command line and its Python interface make it, with a tokenizer that vLLM then takes from the folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.tokenizers import get_tokenizer
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for path in checkpoint("qwen3-moe").iterdir():
+        server.put(f"whole/{path.name}", path.read_bytes())
+    words = Tokenizer(WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    server.put("whole/tokenizer.json", words.to_str().encode())
+    server.put("whole/tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}')
+    server.put("whole/chat_template.jinja", b"{{ messages[0].content }}")
+    server.put("whole/modeling.py", b"raise SystemExit")
+    place, more = "s3://models/whole", asked(server.port)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    words_of_user = ["--load-format", "penstock", "--model-loader-extra-config", json.dumps(more), "--enforce-eager"]
+    parsed = parser.parse_args([place, *words_of_user])
+    parsed.model = parsed.model_tag  # as `vllm serve` does
+    given = {"model": place, "load_format": "penstock", "model_loader_extra_config": more, "enforce_eager": True}
+    paths = set()
+    for arguments in (AsyncEngineArgs.from_cli_args(parsed), EngineArgs(**given)):
+        config = arguments.create_engine_config()
+        model, folder = config.model_config, Path(config.model_config.model)
+        assert (model.served_model_name, model.tokenizer) == (place, str(folder))
+        assert config.load_config.load_format == "penstock"
+        assert config.load_config.model_loader_extra_config == {**more, "weights": {str(folder): place}}
+        assert get_tokenizer(model.tokenizer).encode("two one", add_special_tokens=False) == [1, 0]
+        assert model.hf_config.architectures == ["Qwen3MoeForCausalLM"]
+        names = {path.name for path in folder.iterdir()}
+        assert {"config.json", "tokenizer.json", "chat_template.jinja"} < names and "modeling.py" not in names
+        paths.add(folder)
+    assert paths == set(temporary.iterdir()) and len(paths) == 1
+    hashes = {EngineArgs(**given).create_engine_config().model_config.compute_hash() for _ in range(2)}
+    assert len(hashes) == 1, "what vLLM compiles is found again"
+
+
+def test_what_an_engine_learns_of_the_headers_of_weights(
+    server: Server, alone: None, checkpoint: Any, temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With GPTQ vLLM takes from them which layers are quantised."""
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    folder = checkpoint("llama.gptq")
+    for path in folder.iterdir():
+        server.put(f"gptq/{path.name}", path.read_bytes())
+    expected = load(*created(folder))
+    import vllm_model
+
+    args = {"model": "s3://models/gptq/", "model_loader_extra_config": asked(server.port)}
+    config = vllm_model.configured(args, "penstock")
+    about = get_safetensors_params_metadata(config.model_config.model)
+    assert about == get_safetensors_params_metadata(str(folder)) != {}
+    assert load(*vllm_model.created(config), config) == expected
+
+
+def test_a_draft_of_the_same_checkpoint(server: Server, alone: None, checkpoint: Any, temporary: Path):
+    import vllm_model
+
+    def loaded(model: str, load_format: str, **more: Any) -> dict[str, str]:
+        config = vllm_model.configured({"model": model, **DRAFTS["deepseek-mtp"], **more}, load_format)
+        return load(*vllm_model.created(config), config)
+
+    folder = checkpoint("deepseek-mtp")
+    for path in folder.iterdir():
+        server.put(f"draft/{path.name}", path.read_bytes())
+    expected = loaded(str(folder), "safetensors")
+    assert loaded("s3://models/draft/", "penstock", model_loader_extra_config=asked(server.port)) == expected
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_report_of_a_start(server: Server, temporary: Path, monkeypatch: pytest.MonkeyPatch, engine: str):
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    found = report("s3://models/qwen3-moe/", engine=engine, extra_config=asked(server.port), device="cpu")
+    (rank,) = found["ranks"]
+    assert rank["load"]["loads"] == 1 and rank["load"]["fallbacks"] == []
+
+
+def test_a_vllm_whose_interface_differs_refuses_addresses(alone: None, monkeypatch: pytest.MonkeyPatch):
+    from penstock.integrations._vllm_arguments import install
+    from vllm.engine.arg_utils import EngineArgs
+
+    class Other(EngineArgs):  # type: ignore[misc]
+        create_engine_config = None
+
+    install(Other)
+    with pytest.raises(penstock.UnsupportedError, match=r"lacks create_engine_config.*give a folder"):
+        Other(model="s3://models/whole", load_format="penstock")
+    assert Other(model="s3://models/whole", load_format="runai_streamer").model == "s3://models/whole"
+
+
+def test_a_model_that_is_not_there(server: Server, alone: None, temporary: Path):
+    import vllm_model
+
+    args = {"model": "s3://models/none", "model_loader_extra_config": asked(server.port)}
+    with pytest.raises(penstock.NotFoundError, match="no object whose key begins with this") as caught:
+        vllm_model.configured(args, "penstock")
+    assert caught.value.path == "s3://models/none/"
+    assert list(temporary.iterdir()) == []
+
+
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary folders are made."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    yield folder
+    remove_all()
+    assert list(folder.iterdir()) == []
 
 
 @contextmanager
@@ -281,17 +411,28 @@ def test_a_web_server(expected: dict[str, str], checkpoint: Any, without_weights
 
 
 def test_the_hub(
-    expected: dict[str, str], checkpoint: Any, without_weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: dict[str, str],
+    checkpoint: Any,
+    without_weights: Any,
+    temporary: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    import vllm_model
+
     hub, commit = tmp_path / "hub", "0123456789abcdef" * 2 + "01234567"
     shutil.copytree(checkpoint("qwen3-moe"), hub / "org/name" / commit)
     (hub / "state.json").write_text(json.dumps({"repositories": {"org/name": {"refs": {"main": commit}}}}))
     given = created(without_weights("qwen3-moe"), weights="hf://org/name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # vLLM looks at this
     with program("hub_server.py", hub) as (port, _):
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
         assert load(*given) == expected
+        config = vllm_model.configured({"model": "hf://org/name"}, "penstock")
+        assert list(config.load_config.model_loader_extra_config["weights"].values()) == [f"hf://org/name@{commit}"]
+        assert load(*vllm_model.created(config), config) == expected
     assert not (tmp_path / "home").exists(), "nothing is kept"
 
 

@@ -49,6 +49,7 @@ MADE = {
 MIB = 1 << 20
 DRIFTS = {
     "choices": "cannot import name 'add_load_format_choices'",
+    "steps": "cannot import name 'register_resolution_hook'",
     "verify": "no attribute '_verify_load_format'",
     "class": "cannot import name 'LoadConfig'",
     "prepare": "no attribute '_prepare_weights'",
@@ -367,3 +368,6 @@ def test_an_sglang_with_other_names_loads_its_own_way_and_one_line_says_why(sing
     assert found["errors"] == []
     assert found["known"] == (kind not in ("choices", "verify", "class"))
     assert found["different"] == ([] if found["known"] else None)
+    if kind == "steps":
+        assert found["address"]["type"] == "UnsupportedError"
+        assert "give a folder" in found["address"]["text"]

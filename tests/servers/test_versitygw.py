@@ -10,6 +10,7 @@ import numpy as np
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
+from penstock import _core
 from versitygw import SECRET, Server
 
 torch = pytest.importorskip("torch")
@@ -129,3 +130,13 @@ def test_only_an_authority_that_is_named_is_trusted(server):
         penstock.open("s3://models/big.safetensors", storage=server.storage(ca=None))
     with pytest.raises(penstock.ReadError, match="no answer"):
         penstock.open("s3://models/small/", storage=server.storage(ca=None))
+
+
+def test_small_files(server):
+    server.put("small files/config.json", b"{}")
+    server.put("small files/empty.txt", b"")
+    server.put("small files/folder/other.json", b"[]")
+    folder, storage = "s3://models/small files/", server.storage()
+    names = _core.names_in(folder, None, storage)
+    assert sorted(names) == ["config.json", "empty.txt"]
+    assert _core.contents([folder + name for name in sorted(names)], 2, None, storage) == [b"{}", b""]

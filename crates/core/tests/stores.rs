@@ -7,6 +7,7 @@ mod toy_store;
 
 use penstock::error::ErrorKind;
 use penstock::extent::TakesSlab;
+use penstock::format::{contents, names_in};
 use penstock::options::{Cache, Options};
 use penstock::store::{register, Stores};
 use penstock::{Checkpoint, Load, Memory, Next, Request, Want, Where};
@@ -343,6 +344,24 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
     assert!(begun.elapsed() < Duration::from_secs(40));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn small_files_of_a_registered_store_are_read_whole() {
+    let model = Model::new(|_| {});
+    let (stores, stall) = (Stores::default(), Duration::from_secs(20));
+    let names = names_in(model.address("").as_ref(), &stores, stall, || true).unwrap();
+    assert_eq!(names, ["README.md", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]);
+    let files = [model.address("/README.md"), model.address("/model.safetensors.index.json")];
+    let found = contents(&files, 64 * KIB, &stores, stall, || true).unwrap();
+    let expected =
+        ["README.md", "model.safetensors.index.json"].map(|name| std::fs::read(model.folder.path().join(name)));
+    assert_eq!(found, expected.map(Result::unwrap));
+    let error = contents(&files, 9, &stores, stall, || true).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(error.path(), Some(std::path::Path::new(&files[1])));
+    let error = names_in(files[0].as_ref(), &stores, stall, || true).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod machine;
 mod options;
 mod raised;
 mod save;
+mod small_files;
 mod storage;
 mod waiting;
 
@@ -41,6 +42,8 @@ mod _core {
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::small_files::{contents, names_in};
     #[pymodule_export]
     use crate::storage::{authorities, proxy, storage_defaults, storage_settings};
     #[pymodule_export]

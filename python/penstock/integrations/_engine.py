@@ -33,9 +33,15 @@ class Settings(NamedTuple):
     """What the user gave the engine for its loader."""
 
     options: Options
-    weights: str | None
-    """The other place for the weights."""
+    weights: str | Mapping[str, str] | None
+    """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
+
+    def place_of(self, model: str) -> str:
+        """Where the weights of a model are that the engine knows by this path."""
+        if self.weights is None or isinstance(self.weights, str):
+            return self.weights or model
+        return self.weights.get(model, model)
 
 
 def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
@@ -50,8 +56,10 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
         raise InvalidError(text)
     weights, storage = given.get(WEIGHTS), given.get(STORAGE)
-    if weights is not None and not isinstance(weights, str):
-        raise InvalidError(f"{engine}: {WEIGHTS}={weights!r} is not a path or an address: give a string")
+    places = weights.values() if isinstance(weights, Mapping) else [weights]
+    if weights is not None and not all(isinstance(place, str) for place in places):
+        text = f"{engine}: {WEIGHTS}={weights!r} is not a path or an address: give a string, or strings by model"
+        raise InvalidError(text)
     if storage is not None:
         _check_storage(storage, engine)
     options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}

@@ -19,6 +19,11 @@ def is_remote(place: str) -> bool:
     return is_web(place) or place.startswith("hf://")
 
 
+def file_name(address: str) -> str:
+    """The name of the file at an address."""
+    return re.split(r"[?#]", address)[0].rpartition("/")[2]
+
+
 class RemoteWeights:
     """The checkpoint at an address, and a folder with an empty file in place of each of its files.
 
@@ -32,7 +37,7 @@ class RemoteWeights:
 
     def __init__(self, place: str, storage: Storage | None) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(place, storage=storage)
-        self._by_name = {re.split(r"[?#]", path)[0].rpartition("/")[2]: path for path in self.checkpoint.files}
+        self._by_name = {file_name(path): path for path in self.checkpoint.files}
         if len(self._by_name) < len(self.checkpoint.files):
             raise UnsupportedError(f"{without_secrets(place)}: two of its files have one name, in different folders")
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")

@@ -81,11 +81,9 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
     """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
     settings = _settings(loader)
     if settings is not None:
-        if settings.weights is not None:
-            if not hasattr(loader, "penstock_model"):
-                loader.penstock_model = model
-            if model == loader.penstock_model:
-                model = settings.weights
+        first = vars(loader).setdefault("penstock_model", model)
+        if model == first or not isinstance(settings.weights, str):
+            model = settings.place_of(model)
         if is_remote(model):
             remote = RemoteWeights(model, settings.storage)
             _remotes(loader)[remote.folder] = remote

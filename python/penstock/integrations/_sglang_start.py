@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -29,13 +30,15 @@ def start(specification: dict[str, Any], rank: int, phases: Phases) -> dict[str,
             "skip_tokenizer_init": True,
             "model_path": specification["model"],
             "load_format": specification["load_format"],
+            "model_loader_extra_config": json.dumps(specification["extra_config"]),
             "device": "cpu",
             "tp_size": size,
             **specification["engine_args"],
         }
         args = ServerArgs(**given)
-        extra = json.dumps(specification["extra_config"])
-        load_config = LoadConfig(load_format=specification["load_format"], model_loader_extra_config=extra)
+        args.resolve_once()
+        said = resolving_view(args)
+        load_config = LoadConfig(load_format=said.load_format, model_loader_extra_config=said.model_loader_extra_config)
     _watch(phases)
     meeting = f"file://{specification['folder']}/meeting"
     parallel_state.init_distributed_environment(size, rank, meeting, rank, "gloo")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ._fetched import remove_all
 from ._startup import Phases, failed_in, measure
 
 
@@ -42,6 +43,7 @@ def main() -> None:
     partial = folder / f"{rank}.partial"
     partial.write_text(json.dumps(found))
     partial.rename(folder / f"{rank}.json")
+    remove_all()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # not by way of what an engine does at exit: other ranks may be waited for there
@@ -63,6 +65,7 @@ def end_with_parent(folder: Path) -> None:
     """Waits for the end of the process that started this one, and leaves nothing behind that it would have removed."""
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
+    remove_all()
     # Python's process that removes shared memory outlives SIGTERM, and does so when the others have ended. What else
     # outlives it is killed from another session.
     kill = f"sleep 1; kill -KILL -- -{os.getpgrp()}"

@@ -55,8 +55,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Load format ``penstock``: the default loader's files and tensors, and of these each rank's own bytes."""
 
     def __init__(self, load_config: Any) -> None:
-        settings = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
-        self.options, self.other_place, self.storage = settings
+        self.settings = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
         # The default loader refuses formats and keys that it does not know
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
@@ -71,7 +70,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
-        self._loads = loads = Loads(_device_of(model), self.options)
+        self._loads = loads = Loads(_device_of(model), self.settings.options)
         self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():
@@ -97,17 +96,19 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _place(self, name: str) -> str:
         """Where the weights of a model are: at ``weights=``, for the one that is served."""
-        if self.other_place is None or self._name not in (None, name):
+        if not isinstance(self.settings.weights, str):
+            return self.settings.place_of(name)
+        if self._name not in (None, name):
             return name
         first = None if self._model is None else _first_loads.get(self._model)
         # A reload may name another model: that one is meant then
-        return self.other_place if first is None or first.name == name else name
+        return self.settings.weights if first is None or first.name == name else name
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         place = self._place(source.model_or_path)
         if not is_remote(place):
             return self._iterator(source, None)
-        remote = RemoteWeights(place, self.storage)
+        remote = RemoteWeights(place, self.settings.storage)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}
@@ -135,7 +136,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
-            return reloaded(chosen, keep, device, self.options, first.cuts if first else {}, otherwise)
+            return reloaded(chosen, keep, device, self.settings.options, first.cuts if first else {}, otherwise)
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)

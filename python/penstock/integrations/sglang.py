@@ -12,11 +12,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-FORMAT = "penstock"
+from ._format import FORMAT
 
 _logger = logging.getLogger("penstock")
 _CONFIG = "sglang.srt.configs.load_config.LoadConfig"
 _VERIFY = "_verify_load_format"
+_RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
 
 
 def register() -> None:
@@ -37,6 +38,15 @@ def register() -> None:
         return
     HookRegistry.register(f"{_CONFIG}.{_VERIFY}", _verified, HookType.AROUND)
     add_load_format_choices([FORMAT])
+    from ._sglang_arguments import STEP, refuse, resolve
+
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register_resolution_hook(STEP)(resolve)
+    except (ImportError, ValueError) as error:
+        _say_once(f"penstock: this SGLang takes no addresses of models, because its interface differs: {error}")
+        HookRegistry.register(_RESOLVE, refuse, HookType.BEFORE)
 
 
 def _verified(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:

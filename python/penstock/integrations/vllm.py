@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-FORMAT = "penstock"
+from ._format import FORMAT
 
 _logger = logging.getLogger("penstock")
 
@@ -30,9 +30,19 @@ def register() -> None:
     known = _LOAD_FORMAT_TO_MODEL_LOADER.get(FORMAT)
     if known is not None and known.__module__.startswith("penstock."):
         return
+    unknown = None
     try:
         from ._vllm_loader import PenstockModelLoader as loader
     except Exception as error:  # an interface that has changed fails in ways of its own
-        _logger.warning("penstock: this vLLM is not one that it knows (%r); loading as safetensors does", error)
+        unknown = repr(error)
+        _logger.warning("penstock: this vLLM is not one that it knows (%s); loading as safetensors does", unknown)
         from ._vllm_fallback import FallbackModelLoader as loader
     register_model_loader(FORMAT)(loader)
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        _logger.warning("penstock: this vLLM takes no addresses of models, because its interface differs: %s", error)
+        return
+    from ._vllm_arguments import install
+
+    install(EngineArgs, unknown)

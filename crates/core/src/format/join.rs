@@ -21,13 +21,13 @@ const IN_FLIGHT: usize = 8;
 /// Names listed in one message.
 const SHOWN: usize = 12;
 
-/// Reads every header: on the caller's thread one after the other, otherwise several at a time. If reads fail, the
-/// error is that of the first file (in order) that failed.
-pub(super) fn read_all(
+/// Reads something of every file: on the caller's thread one after the other, otherwise several at a time. If reads fail,
+/// the error is that of the first file (in order) that failed.
+pub(super) fn read_all<T: Send>(
     files: &[Origin],
     watch: &Watch,
-    read: impl Fn(&Origin) -> Result<Shard> + Sync,
-) -> Result<Vec<Shard>> {
+    read: impl Fn(&Origin) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     if watch.is_here() || files.len() == 1 {
         return files.iter().map(read).collect();
     }
@@ -41,11 +41,11 @@ pub(super) fn read_all(
         while !stop.load(Ordering::Relaxed) && !watch.is_given_up() {
             let i = next.fetch_add(1, Ordering::Relaxed);
             let Some(file) = files.get(i) else { break };
-            let shard = read(file);
-            if shard.is_err() {
+            let found = read(file);
+            if found.is_err() {
                 stop.store(true, Ordering::Relaxed);
             }
-            done.push((i, shard));
+            done.push((i, found));
         }
         done
     };

@@ -11,6 +11,7 @@ mod index;
 mod join;
 mod open;
 mod shard;
+mod small_files;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
@@ -20,3 +21,4 @@ pub(crate) use header::quoted;
 pub use header::{MAX_HEADER, MAX_RANK};
 #[cfg(any(test, feature = "testing"))]
 pub use index::index_files;
+pub use small_files::{contents, names_in};

@@ -70,7 +70,7 @@ impl Checkpoint {
     }
 }
 
-fn origins<P: AsRef<OsStr>>(sources: &[P], stores: &Stores) -> Vec<Origin> {
+pub(super) fn origins<P: AsRef<OsStr>>(sources: &[P], stores: &Stores) -> Vec<Origin> {
     sources.iter().map(|source| Origin::of(source.as_ref(), stores)).collect()
 }
 
@@ -135,11 +135,11 @@ fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
 }
 
 /// On a thread that is left behind if the file system hangs, or if the caller is told to stop.
-fn open_detached(
-    open: impl FnOnce(&Watch) -> Result<Checkpoint> + Send + 'static,
+pub(super) fn open_detached<T: Send + 'static>(
+    open: impl FnOnce(&Watch) -> Result<T> + Send + 'static,
     stall: Duration,
     go_on: impl FnMut() -> bool,
-) -> Result<Checkpoint> {
+) -> Result<T> {
     let watch = Arc::new(Watch::default());
     let at_work = watch.clone();
     let mut busy = 0;

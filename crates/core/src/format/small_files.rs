@@ -1,0 +1,57 @@
+//! The small files beside the weights of a model, such as its configuration and its tokenizer: their names, and all bytes of
+//! each. They come from the same stores as a checkpoint, in the same way.
+
+use super::join::read_all;
+use super::open::{open_detached, origins};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::{Origin, Stores};
+use std::ffi::{OsStr, OsString};
+use std::time::Duration;
+
+/// Bytes of a local file that are read before its size is looked at.
+const FIRST_READ: u64 = 64 * 1024;
+
+/// The names of what lies directly in the folder, or under the address, `place`. `stall` and `go_on` as in
+/// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
+///
+/// # Errors
+/// `Invalid` for a file; `NotFound` also for what is on a server that lists nothing; `Permission`, `Io`, `Cancelled`,
+/// `Timeout`.
+pub fn names_in(place: &OsStr, stores: &Stores, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Vec<OsString>> {
+    let origin = Origin::of(place, stores);
+    let names = move |watch: &_| {
+        let file = || Error::new(ErrorKind::Invalid, "this is a file, not a folder");
+        origin.names(watch).and_then(|names| names.ok_or_else(file)).map_err(|e| e.at(origin.location()))
+    };
+    open_detached(names, stall, go_on)
+}
+
+/// All bytes of each of these files, several at a time. A file has `most` bytes at most. `stall` and `go_on` as in
+/// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
+///
+/// # Errors
+/// `Unsupported` for a longer file, before more than the bytes of one request have been read; `NotFound`, `Permission`,
+/// `Io`, `Truncated`, `Changed`, `Cancelled`, `Timeout`.
+pub fn contents<P: AsRef<OsStr>>(
+    files: &[P],
+    most: u64,
+    stores: &Stores,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Vec<Vec<u8>>> {
+    let files = origins(files, stores);
+    let check = move |size| {
+        if size <= most {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("it has {size} bytes, and {most} are read of such a file at most"),
+        ))
+    };
+    let all = move |watch: &_| {
+        let content = |file: &Origin| file.content(FIRST_READ, most, watch, check).map_err(|e| e.at(file.location()));
+        read_all(&files, watch, content)
+    };
+    open_detached(all, stall, go_on)
+}

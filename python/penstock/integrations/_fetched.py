@@ -1,0 +1,241 @@
+"""A model at an address, for engines that want a folder: its small files are fetched into one, before any weights.
+
+For one address the folder has the same path in every run, because engines keep what they compile by the path of the
+model. It is this process's alone, which a lock says, and is removed when the process ends. What a killed process has
+left, the next one takes over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import _core
+from .._checkpoint import Checkpoint
+from .._checkpoint import open as open_checkpoint
+from .._choices import Storage
+from .._errors import InvalidError, NotFoundError
+from .._paths import without_secrets
+from ._remote import file_name
+
+MOST = 64 << 20
+"""Bytes of a small file. The largest tokenizers have half of that."""
+_ENDINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab")
+_CODE = ".py"
+#: One of these is what an engine cannot do without.
+_CONFIGURATIONS = ("config.json", "params.json")
+#: Names further folders with configurations, of models of sentences.
+_MODULES = "modules.json"
+ADVICE = (
+    "give a folder with the configuration and the tokenizer for the model, and the address of its weights in "
+    '--model-loader-extra-config: {"weights": "..."}'
+)
+
+Read = Callable[[Sequence[str]], list[bytes]]
+
+
+class Fetched(NamedTuple):
+    """A model that the engine finds in a folder, and its weights elsewhere."""
+
+    folder: str
+    weights: str
+
+
+class _Place(NamedTuple):
+    """Where a model is."""
+
+    weights: str
+    """What to open. On the Hub it names a commit, which is then the same for all ranks."""
+    names: Callable[[str], list[str]]
+    """The names of the files in a folder of it, or in itself ("")."""
+    read: Read
+
+
+_filling = threading.Lock()
+#: By path: a descriptor of the folder, which has the lock (-1: its name is nobody else's), and the process that has it.
+_held: dict[str, tuple[int, int]] = {}
+
+
+def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: bool = True) -> Fetched:
+    """Fetches what an engine wants of the model at ``place`` besides its weights.
+
+    Of the weights the folder has the headers: engines look for names and dtypes there. Nothing can be loaded from it.
+
+    Args:
+        place: A folder in an object store or on the Hub, or an index or a shard file in one.
+        storage: How servers are asked.
+        code: Whether to fetch Python files too. An engine runs them if it is told to trust them.
+        weights: Whether it has weights and a configuration; a tokenizer alone needs neither.
+
+    Raises:
+        InvalidError: a web server, which lists nothing.
+        NotFoundError: there is no such folder, or no configuration or no checkpoint in it.
+        UnsupportedError: one of the files is too long.
+        PenstockError: as `penstock.open`.
+    """
+    found = _place(place, storage)
+    files = _small_files(found, code)
+    if weights and not any(name in files for name in _CONFIGURATIONS):
+        held = ", ".join(sorted(found.names(""))[:8])
+        text = f"there is no {' or '.join(_CONFIGURATIONS)} beside the weights, only {held}: {ADVICE}"
+        raise NotFoundError(text, path=without_secrets(place))
+    if weights:
+        files |= _headers(open_checkpoint(found.weights, storage=storage))
+    endpoint = str((storage or {}).get("endpoint", ""))
+    digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
+    last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]
+    with _filling:
+        folder = _claimed(f"{last}-{digest}")
+        _fill(folder, files)
+    return Fetched(folder, found.weights)
+
+
+def _place(place: str, storage: Storage | None) -> _Place:
+    if place.startswith("hf://"):
+        from .._hub_folder import HubFolder
+
+        on_hub = HubFolder(place, MOST, storage)
+        return _Place(on_hub.at, on_hub.names, on_hub.read)
+    if place.lower().startswith(("http://", "https://")):
+        text = f"a web server does not say which files it has: {ADVICE}"
+        raise InvalidError(f"{without_secrets(place)}: {text}")
+    # As `penstock.open`: what ends like a file is one
+    folder = place.rpartition("/")[0] if place.endswith((".safetensors", ".json")) else place.rstrip("/")
+
+    def names(within: str) -> list[str]:
+        return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage)
+
+    def read(files: Sequence[str]) -> list[bytes]:
+        return _core.contents([f"{folder}/{name}" for name in files], MOST, None, storage)
+
+    return _Place(place, names, read)
+
+
+def _small_files(place: _Place, code: bool) -> dict[str, bytes]:
+    """What an engine may want, by the path in the folder."""
+    endings = (*_ENDINGS, _CODE) if code else _ENDINGS
+
+    def fetched(within: str) -> dict[str, bytes]:
+        names = [name for name in place.names(within) if name.endswith(endings) or name.startswith("tokenizer.")]
+        paths = [f"{within}/{name}" if within else name for name in names if ".bin.index." not in name]
+        return dict(zip(paths, place.read(paths), strict=True))
+
+    files = fetched("")
+    for folder in _folders(files.get(_MODULES, b"[]")):
+        with suppress(NotFoundError):  # a module that has nothing to configure
+            files |= fetched(folder)
+    return files
+
+
+def _folders(modules: bytes) -> list[str]:
+    """The folders of the modules that a model of sentences has besides the first."""
+    try:
+        paths = [str(module["path"]) for module in json.loads(modules)]
+    except (ValueError, TypeError, KeyError):
+        return []  # the engine will say what is wrong with it
+    return [path for path in paths if re.fullmatch(r"\w[\w.-]*", path)]
+
+
+def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Shard files without tensors, by name. Whatever reads a tensor from such a file fails, because it ends there."""
+    core = checkpoint._core
+    files: dict[str, bytes] = {}
+    for number, path in enumerate(checkpoint.files):
+        start, tensors = core.data_start(number), range(*core.file_tensors(number))
+        header: dict[str, Any] = {}
+        if metadata := core.file_metadata(number):
+            header["__metadata__"] = metadata
+        for index in tensors:
+            name, dtype, shape, _, begin, end = core.info(index)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin - start, end - start)}
+        text = json.dumps(header).encode()
+        files[file_name(path)] = len(text).to_bytes(8, "little") + text
+    return files
+
+
+def _claimed(name: str) -> str:
+    """A folder of this process: one that is called so, or, if another process has that, one of any name."""
+    path = str(Path(tempfile.gettempdir(), f"penstock-{os.getuid()}-{name}"))
+    if _held.get(path, (0, 0))[1] == os.getpid():
+        return path
+    with suppress(OSError):  # it may be there
+        Path(path).mkdir(0o700)
+    if not _locked(path):
+        path = tempfile.mkdtemp(prefix="penstock-")
+        _held[path] = -1, os.getpid()
+    return path
+
+
+def _locked(path: str) -> bool:
+    """Whether this folder is private, and has become this process's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        about = os.fstat(descriptor)
+        private = about.st_uid == os.getuid() and not about.st_mode & 0o077
+        if private and os.path.samestat(about, os.lstat(path)):
+            _held[path] = descriptor, os.getpid()
+            descriptor = -1
+            return True
+    except OSError:  # another process has it, or has just removed it
+        pass
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return False
+
+
+def _fill(folder: str, files: Mapping[str, bytes]) -> None:
+    """Has the folder hold these files and no others. Each is there whole or not at all."""
+    root = Path(folder)
+    for name, content in files.items():
+        to = root / name
+        to.parent.mkdir(exist_ok=True)
+        new = to.with_name(f".{to.name}.new")
+        new.write_bytes(content)
+        new.replace(to)
+    for path in root.rglob("*"):
+        if path.is_file() and str(path.relative_to(root)) not in files:
+            path.unlink()
+
+
+@atexit.register
+def remove_all() -> None:
+    """Removes the folders of this process. Its forked children have none of their own."""
+    for path, (descriptor, process) in list(_held.items()):
+        if process == os.getpid() and _held.pop(path, None) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def with_weights(given: Mapping[str, Any], fetched: Sequence[Fetched]) -> dict[str, Any]:
+    """What the user gave the engine for its loader, and where the weights of these models are.
+
+    Raises:
+        InvalidError: that names another place for the weights.
+    """
+    others = given.get("weights") or {}
+    if not isinstance(others, Mapping):
+        raise InvalidError(f"the model is an address, and weights={others!r} is another one: {ADVICE}")
+    return {**given, "weights": {**others, **{one.folder: one.weights for one in fetched}}}
+
+
+def no_revision(place: str, revision: str) -> InvalidError:
+    """The error for a revision beside the address of a model."""
+    text = f"revision={revision!r}: the model is an address, which has none, except hf://org/name@revision"
+    return InvalidError(f"{without_secrets(place)}: {text}")

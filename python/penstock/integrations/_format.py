@@ -1,0 +1,3 @@
+"""The name of the load format, in every engine."""
+
+FORMAT = "penstock"

@@ -1,0 +1,68 @@
+"""SGLang's arguments: a model at an address becomes a folder with its small files, and weights elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import InvalidError, UnsupportedError
+from .._paths import without_secrets
+from ._fetched import ADVICE, Fetched, fetch, no_revision, with_weights
+from ._format import FORMAT
+from ._remote import is_remote
+
+#: The step of SGLang's that resolves paths. A plugin may put itself around it.
+STEP = "handle_model_source_paths"
+_MODELS = ("model_path", "speculative_draft_model_path")
+_TOKENIZER = "tokenizer_path"
+
+
+def resolve(args: Any, previous: Callable[[Any], None]) -> None:
+    """Fetches the small files of the models that are at addresses, and declares their folders instead.
+
+    Raises:
+        PenstockError: as `fetch`.
+        InvalidError: there is a ``revision``, which an address has in itself; the loader's configuration is no JSON.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    said = resolving_view(args)
+    if said.load_format == FORMAT and is_remote(said.model_path):
+        declare_resolution(args, FORMAT, **_resolved(said))
+    previous(args)
+
+
+def refuse(args: Any) -> None:
+    """In an SGLang that has no such step: raises UnsupportedError for arguments with the address of a model."""
+    if args.load_format == FORMAT and is_remote(args.model_path):
+        place = without_secrets(args.model_path)
+        raise UnsupportedError(f"{place}: this SGLang is not one that Penstock knows (it lacks {STEP}): {ADVICE}")
+
+
+def _resolved(said: Any) -> dict[str, Any]:
+    from ._engine import settings_of
+
+    try:
+        given = json.loads(said.model_loader_extra_config or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidError(
+            f"SGLang: --model-loader-extra-config is {said.model_loader_extra_config!r}: give an object of JSON"
+        )
+    storage = settings_of(given, "SGLang").storage
+    if said.revision is not None:
+        raise no_revision(said.model_path, said.revision)
+    places = {name: getattr(said, name) for name in (*_MODELS, _TOKENIZER)}
+    found: dict[str, Fetched] = {}
+    for name, place in places.items():
+        if isinstance(place, str) and is_remote(place) and place not in found:
+            found[place] = fetch(place, storage, code=bool(said.trust_remote_code), weights=name in _MODELS)
+    models = [found[places[name]] for name in _MODELS if places[name] in found]
+    return {
+        **{name: found[place].folder for name, place in places.items() if place in found},
+        "model_loader_extra_config": json.dumps(with_weights(given, models)),
+        # SGLang takes no colon in a name, except in the address of a bucket
+        "served_model_name": said.served_model_name or said.model_path.removeprefix("hf://"),
+    }

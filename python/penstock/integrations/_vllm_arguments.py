@@ -1,0 +1,103 @@
+"""vLLM's arguments: a model at an address becomes a folder with its small files, and weights elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .._errors import InvalidError, UnsupportedError
+from .._paths import without_secrets
+from ._fetched import ADVICE, Fetched, fetch, no_revision, with_weights
+from ._format import FORMAT
+from ._remote import is_remote
+
+#: What makes vLLM's configuration of its arguments. The second alone is called by servers that only prepare requests.
+_MAKE = ("create_engine_config", "create_model_config")
+#: Arguments that this reads or changes.
+_FIELDS = ("model", "tokenizer", "hf_config_path", "revision", "trust_remote_code", "served_model_name", "load_format")
+_MORE = ("model_loader_extra_config", "speculative_config")
+
+
+def install(arguments: Any, why: str | None = None) -> None:
+    """Has the class of vLLM's arguments take addresses for models, where the load format is penstock's.
+
+    Args:
+        arguments: The class. If its interface has changed, it refuses such addresses.
+        why: Refuses them for this reason.
+    """
+    known = getattr(arguments, "__dataclass_fields__", {})
+    lacking = [name for name in _MAKE if not callable(getattr(arguments, name, None))]
+    lacking += [name for name in (*_FIELDS, *_MORE) if name not in known]
+    if lacking and why is None:
+        why = f"{arguments.__name__} lacks {', '.join(lacking)}"
+    if why is not None:
+        arguments.__init__ = _refusing(arguments.__init__, why)
+        return
+    for name in _MAKE:
+        setattr(arguments, name, _fetching(getattr(arguments, name)))
+
+
+def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(args: Any, *more: Any, **named: Any) -> Any:
+        if is_ours(args):
+            _resolve(args)
+        return original(args, *more, **named)
+
+    return make
+
+
+def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """What makes arguments, in a vLLM that is not known."""
+
+    @functools.wraps(original)
+    def init(args: Any, *more: Any, **named: Any) -> None:
+        original(args, *more, **named)
+        if is_ours(args):
+            place = without_secrets(args.model)
+            raise UnsupportedError(f"{place}: this vLLM is not one that Penstock knows ({why}): {ADVICE}")
+
+    return init
+
+
+def is_ours(args: Any) -> bool:
+    """Whether these are arguments for a model at an address, and for Penstock."""
+    form, model = getattr(args, "load_format", None), getattr(args, "model", None)
+    return isinstance(form, str) and form.lower() == FORMAT and isinstance(model, str) and is_remote(model)
+
+
+def _resolve(args: Any) -> None:
+    """Fetches the small files of the models that are at addresses, and names their folders instead.
+
+    Raises:
+        PenstockError: as `fetch`.
+        InvalidError: there is a ``revision``, which an address has in itself.
+    """
+    from ._engine import settings_of  # with torch, which is there when a configuration is made
+
+    given = args.model_loader_extra_config or {}
+    if not isinstance(given, Mapping):
+        raise InvalidError(f"vLLM: --model-loader-extra-config is {given!r}: give an object of JSON")
+    storage = settings_of(given, "vLLM").storage
+    if args.revision is not None:
+        raise no_revision(args.model, args.revision)
+    found: dict[str, Fetched] = {}
+
+    def folder(place: Any, weights: bool = True) -> Any:
+        if not isinstance(place, str) or not is_remote(place):
+            return place
+        if place not in found:
+            found[place] = fetch(place, storage, code=bool(args.trust_remote_code), weights=weights)
+        return found[place].folder
+
+    model = folder(args.model)
+    draft = args.speculative_config
+    if isinstance(draft, Mapping) and "model" in draft:
+        draft = {**draft, "model": folder(draft["model"])}
+    weights = with_weights(given, list(found.values()))
+    tokenizer, configuration = folder(args.tokenizer, False), folder(args.hf_config_path, False)
+    if not args.served_model_name:
+        args.served_model_name = args.model
+    args.model, args.tokenizer, args.hf_config_path = model, tokenizer, configuration
+    args.speculative_config, args.model_loader_extra_config = draft, weights
