@@ -17,6 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 /// Least number of headers that are read at once. On a cold disk or a network file system the wait for the first bytes
 /// of each file is longer than the parse, so there are more threads than cores. Each holds one header in memory.
 const IN_FLIGHT: usize = 8;
+/// The same of objects in stores: a distant server answers each after two or three round trips.
+const ASKED_AT_ONCE: usize = 64;
 
 /// Names listed in one message.
 const SHOWN: usize = 12;
@@ -33,7 +35,11 @@ pub(super) fn read_all<T: Send>(
     }
     let left = files.len();
     // Learning the number of cores takes twenty system calls.
-    let threads = if left > IN_FLIGHT { left.min(machine::cores().max(IN_FLIGHT)) } else { left };
+    let threads = match files.iter().any(|file| file.store().is_some()) {
+        true => left.min(ASKED_AT_ONCE),
+        false if left > IN_FLIGHT => left.min(machine::cores().max(IN_FLIGHT)),
+        false => left,
+    };
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     let work = || {
