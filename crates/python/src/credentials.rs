@@ -75,7 +75,8 @@ impl Giver {
         let heard = move |arguments: &Bound<'_, PyTuple>, _: Option<&Bound<'_, pyo3::types::PyDict>>| -> PyResult<()> {
             guarded(arguments.py(), || {
                 // Nobody may wait for it any more.
-                let _unheard = tell.try_send(read(arguments)?);
+                let py = arguments.py();
+                let _unheard = tell.try_send(read(arguments).unwrap_or_else(|e| Err(failed(py, &e))));
                 Ok(())
             })
         };

@@ -267,7 +267,8 @@ fn seconds(value: f64) -> Result<Duration, String> {
 /// The value of an environment variable, where it is set.
 pub(crate) fn value_of(variable: &str) -> PyResult<Option<String>> {
     let Some(value) = std::env::var_os(variable) else { return Ok(None) };
-    let refuse = |value| invalid(format!("{variable}={value:?}: must be UTF-8"));
+    // The value may be a secret.
+    let refuse = |_| invalid(format!("{variable}: must be UTF-8"));
     value.into_string().map(Some).map_err(refuse)
 }
 

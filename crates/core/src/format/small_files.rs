@@ -15,7 +15,7 @@ const FIRST_READ: u64 = 64 * 1024;
 /// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
 ///
 /// # Errors
-/// `Invalid` for a file; `NotFound` also for what is on a server that lists nothing; `Permission`, `Io`, `Cancelled`,
+/// `Invalid` for a file, and for an address on a server that lists nothing; `NotFound`, `Permission`, `Io`, `Cancelled`,
 /// `Timeout`.
 pub fn names_in(place: &OsStr, stores: &Stores, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Vec<OsString>> {
     let origin = Origin::of(place, stores);

@@ -90,7 +90,7 @@ impl Finder for Azure {
         if self.settings.anonymous {
             return found(endpoint, Credential::None, "anonymous=True", false);
         }
-        if !endpoint.server.keeps_secrets() {
+        if !common.keeps_secrets(&endpoint.server) {
             return Err(invalid(
                 "the endpoint for Azure is http://, and what opens the account would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
@@ -117,7 +117,7 @@ impl Finder for Azure {
             return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, false);
         }
         if provider.is_none() {
-            *provider = Some(TokenGiver::Server(self.identity()?));
+            *provider = Some(TokenGiver::Server(self.identity(common)?));
         }
         let Some(TokenGiver::Server(given)) = provider else {
             return Err(Error::new(ErrorKind::Internal, "nothing gives tokens; please report this"));
@@ -146,7 +146,7 @@ const PUBLIC: &str = "For a public container give storage={\"anonymous\": True}"
 
 impl Azure {
     /// What Azure's DefaultAzureCredential would take, without what people log in with.
-    fn identity(&self) -> Result<TokenProvider<AzureIdentity>> {
+    fn identity(&self, common: &Common) -> Result<TokenProvider<AzureIdentity>> {
         let of = |name: &str| self.environment.get(name).map(str::to_owned);
         let program = of("AZURE_CLIENT_ID");
         if let (Some(tenant), Some(program)) = (of("AZURE_TENANT_ID"), program.clone()) {
@@ -155,7 +155,7 @@ impl Azure {
                 let scheme = if host.contains("://") { "" } else { "https://" };
                 let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
                 match Address::parse(&at) {
-                    Ok(address) if address.server.keeps_secrets() => Ok(at),
+                    Ok(address) if common.keeps_secrets(&address.server) => Ok(at),
                     _ => Err(invalid("AZURE_AUTHORITY_HOST is no https:// address")),
                 }
             };

@@ -117,8 +117,10 @@ impl<W: Wires> Net<W> {
         let is_other = |link: &Link<_>| link.server == *server && link.state != LinkState::Connecting;
         let others = self.links.iter().filter(|(_, link)| is_other(link)).count();
         if others > 0 {
-            // It takes so many, and no more.
-            return self.pace.is_refused(others, now);
+            // It takes so many, and no more. Those to other servers stay.
+            let coming = |link: &Link<_>| link.server == *server && link.state == LinkState::Connecting;
+            let all = self.links.iter().filter(|(_, link)| !coming(link)).count();
+            return self.pace.is_refused(all, now);
         }
         for read in self.waiting.take_due() {
             let is_theirs = |request: Get| request.address.server == *server;

@@ -60,8 +60,8 @@ impl RangeRequest {
         let Some(last) = self.reads.back() else { return false };
         let Range { start, end } = next.missing();
         let near = start >= self.asked.end && start - self.asked.end <= GAP && end - self.asked.start <= most;
-        // A read that holds a slab never comes behind one that waits for one: all slabs could be held so.
-        let no_wait = !next.holds_slab() || self.reads.iter().all(RangeRead::has_place);
+        // A read that holds a slab, or gets one, never comes behind one that waits for one: all slabs could be held so.
+        let no_wait = !next.arrived || self.reads.iter().all(RangeRead::has_place);
         near && no_wait && next.object().is_some() && Arc::ptr_eq(&next.site, &last.site)
     }
 
@@ -201,11 +201,13 @@ mod tests {
         let (new, waits, holds, memory) = ((false, false), (true, false), (true, true), (false, true));
         for first in [new, waits] {
             assert_eq!(taken(&[first, holds]), 1);
+            assert_eq!(taken(&[first, waits]), 1, "it may get one first");
             assert_eq!(taken(&[first, memory, holds]), 2, "nor behind two of them");
             assert_eq!(taken(&[first, new]), 2);
         }
         for first in [holds, memory] {
             assert_eq!(taken(&[first, holds]), 2);
+            assert_eq!(taken(&[first, waits]), 2);
             assert_eq!(taken(&[first, memory, holds]), 3);
             assert_eq!(taken(&[first, new, holds]), 2);
         }

@@ -34,7 +34,7 @@ impl Gcs {
     /// Where requests go that carry this token.
     fn endpoint(&self, token: Option<&str>) -> Result<Address> {
         let endpoint = self.credentials.finder().endpoint()?;
-        if token.is_some() && !endpoint.server.keeps_secrets() {
+        if token.is_some() && !self.credentials.common.keeps_secrets(&endpoint.server) {
             return Err(invalid(
                 "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",

@@ -40,17 +40,19 @@ impl Finder for Tokens {
 /// one of them redirects to.
 pub(super) struct WithGivenToken {
     credentials: Arc<Credentials<Tokens>>,
+    common: Arc<Common>,
     servers: Mutex<HashSet<Server>>,
 }
 
 impl WithGivenToken {
     pub(super) fn new(common: &Arc<Common>) -> WithGivenToken {
-        WithGivenToken { credentials: Arc::new(Credentials::new(Tokens, common.clone())), servers: Mutex::default() }
+        let credentials = Arc::new(Credentials::new(Tokens, common.clone()));
+        WithGivenToken { credentials, common: common.clone(), servers: Mutex::default() }
     }
 
     fn made(&self, at: &str, token: &str, generation: u64) -> Result<Get> {
         let address = Address::parse(at)?;
-        if !address.server.keeps_secrets() {
+        if !self.common.keeps_secrets(&address.server) {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 "the address is http://, and a token would be readable on the way: give an https:// one",

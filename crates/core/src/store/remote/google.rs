@@ -195,7 +195,7 @@ impl User {
     fn token(&self, common: &Arc<Common>) -> Result<(String, u64), NoToken> {
         let User { client_id, client_secret, refresh_token, token_uri } = self;
         let at = token_uri.as_deref().unwrap_or(TOKENS);
-        if !Address::parse(at).is_ok_and(|address| address.server.keeps_secrets()) {
+        if !Address::parse(at).is_ok_and(|address| common.keeps_secrets(&address.server)) {
             return Err(NoToken::Refused(invalid("its token_uri is no https:// address".into())));
         }
         let fields = [

@@ -89,6 +89,8 @@ pub(super) struct Net<W: Wires> {
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
+    /// Requests that were sent here.
+    pub(super) asked: u64,
     /// Requests that were moved because their connection was slow or silent.
     pub(super) stragglers: u64,
     /// When bytes last came, on any connection.
@@ -114,6 +116,7 @@ impl<W: Wires> Net<W> {
             rate_limit,
             look_at: now,
             counts,
+            asked: 0,
             stragglers: 0,
             last: now,
             longest_wait: None,
@@ -135,12 +138,18 @@ impl<W: Wires> Net<W> {
         told: &mut Vec<Told>,
     ) {
         let has = |read: &&mut RangeRead| read.ticket == ticket;
-        // The reads that have arrived are the first two of a request.
-        let of_links = self.links.iter_mut().find_map(|(number, link)| {
-            let reads = link.fetch.iter_mut().flat_map(|fetch| fetch.reads.iter_mut().take(2));
-            reads.into_iter().find(has).map(|read| (Some(number), read))
+        // The reads that have arrived are mostly the first two of a request.
+        let among = |link: &Link<_>, most| {
+            link.fetch.iter().flat_map(|fetch| fetch.reads.iter().take(most)).any(|read| read.ticket == ticket)
+        };
+        let near = self.links.iter().find(|(_, link)| among(link, 2));
+        let number = near.or_else(|| self.links.iter().find(|(_, link)| among(link, usize::MAX))).map(|found| found.0);
+        let of_link = number.and_then(|number| {
+            let (_, link) = self.links.iter_mut().find(|(other, _)| *other == number)?;
+            let read = link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).find(has)?;
+            Some((Some(number), read))
         });
-        let found = of_links.or_else(|| self.waiting.iter_mut().find(has).map(|read| (None, read)));
+        let found = of_link.or_else(|| self.waiting.iter_mut().find(has).map(|read| (None, read)));
         let Some((number, read)) = found else { return };
         (read.places, read.keep) = (Some(places), keep);
         let Some(number) = number else { return };
@@ -268,6 +277,7 @@ impl<W: Wires> Net<W> {
             if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
+                self.asked += 1;
                 link.ask(fetch, &request, now);
             }
             self.advance(number, link, now, told);

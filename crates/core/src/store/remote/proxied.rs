@@ -15,6 +15,12 @@ impl Common {
         self.settings.proxies.as_ref().map_or(Ok(None), |proxies| proxies.of(server))
     }
 
+    /// Whether nobody on the way to a server can read what it is told.
+    pub(super) fn keeps_secrets(&self, server: &Server) -> bool {
+        let by_proxy = || self.proxy(server).ok().flatten().is_none_or(|proxy| proxy.server.keeps_secrets());
+        server.keeps_secrets() && (server.tls || by_proxy())
+    }
+
     /// The server as messages name it, with its proxy.
     pub(super) fn named(&self, server: &Server) -> String {
         match self.proxy(server) {

@@ -57,16 +57,26 @@ impl Wires for Sockets {
             None => e,
         };
         let addresses = addresses.map_err(no_proxy)?;
-        self.made += 1;
         let authorities = self.common.settings.authorities.as_deref();
         let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
-        let via = proxy.map(|proxy| proxy.via(server));
         let interfaces = &self.common.settings.interfaces;
-        let interface = interfaces.get(self.made % interfaces.len().max(1)).map(String::as_str);
-        // Each interface comes to each address.
-        let to = &addresses[self.made / interfaces.len().max(1) % addresses.len()];
-        let doing = interface.map_or_else(|| "connect".to_owned(), |name| format!("connect over the interface {name}"));
-        Connection::connect(to, interface, via, tls).map(Some).map_err(|e| Error::io(&doing, &e))
+        let ways = addresses.len() * interfaces.len().max(1);
+        // Some addresses cannot be reached from here, such as those of IPv6 on many machines. That is known at once.
+        let mut tries = 0;
+        loop {
+            (self.made, tries) = (self.made + 1, tries + 1);
+            let interface = interfaces.get(self.made % interfaces.len().max(1)).map(String::as_str);
+            // Each interface comes to each address.
+            let to = &addresses[self.made / interfaces.len().max(1) % addresses.len()];
+            match Connection::connect(to, interface, proxy.map(|proxy| proxy.via(server)), tls.clone()) {
+                Ok(connection) => return Ok(Some(connection)),
+                Err(_) if tries < ways => {}
+                Err(e) => {
+                    let over = interface.map_or_else(String::new, |name| format!(" over the interface {name}"));
+                    return Err(Error::io(&format!("connect{over}"), &e));
+                }
+            }
+        }
     }
 
     fn watch(&mut self, stream: &Connection, number: usize, before: Watched, wanted: Watched) -> Result<()> {

@@ -56,7 +56,7 @@ impl<W: Wires> Net<W> {
     }
 
     fn may_move(&self) -> bool {
-        self.stragglers < FIRST_FEW + self.counts.requests.get() / ONE_OF
+        self.stragglers < FIRST_FEW + self.asked / ONE_OF
     }
 
     /// Closes silent connections while others bring bytes, or while nothing is asked on one that has been answered on.
