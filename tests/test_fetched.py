@@ -10,13 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import penstock
 import pytest
 from conftest import LAYOUT
 from penstock import _core
-from penstock.integrations import _fetched
+from penstock.integrations import _fetched, _sglang_arguments
+from penstock.integrations._remote import RemoteWeights, file_name
 from penstock.integrations._vllm_arguments import install
 from s3_server import KEYS, Bucket, serving
 from test_gcs import Google
@@ -30,11 +32,15 @@ SMALL = {
     "config.json": b'{"model_type": "made-up"}',
     "tokenizer.json": b"{}",
     "tokenizer.model.v3": b"\0",
+    "tokenizer.tok": b"\0",
     "merges.txt": b"",
     "chat_template.jinja": b"{{ messages }}",
 }
 OTHERS = {
     "modeling.py": b"raise SystemExit",
+    "tokenizer.py": b"raise SystemExit",
+    "tokenizer.bin": b"weights",
+    "tokenizer.safetensors": b"weights",
     "README.md": b"# A model",
     "pytorch_model.bin": b"weights",
     "pytorch_model.bin.index.json": b"{}",
@@ -119,7 +125,7 @@ def test_a_folder_has_what_an_engine_wants_besides_weights(bucket, small, tempor
     assert weights == place
     found = held(folder)
     headers = {name: found.pop(name) for name in LAYOUT.files}
-    trusted = {"modeling.py": OTHERS["modeling.py"]} if code else {}
+    trusted = {name: content for name, content in OTHERS.items() if code and name.endswith(".py")}
     assert found == {**SMALL, INDEX: (small / INDEX).read_bytes(), **trusted}
     about = Path(folder).stat()
     assert Path(folder).parent == temporary and stat.S_IMODE(about.st_mode) == 0o700
@@ -149,7 +155,7 @@ def test_nothing_can_be_loaded_from_it(bucket, temporary):
         penstock.open(folder)
 
 
-def test_modules_of_a_model_of_sentences(bucket, temporary):
+def test_modules_of_a_sentence_transformers_model(bucket, temporary):
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Normalize"}, {"path": "../other"}]
     bucket.objects |= {"m/modules.json": json.dumps(modules).encode(), "m/1_Pooling/config.json": b"{}"}
     bucket.objects["other/config.json"] = b"no"
@@ -210,6 +216,61 @@ def test_two_processes_have_a_folder_each_and_leave_none(bucket, temporary):
     again, third = fetching(bucket, temporary)
     assert third == first, "the name is free again"
     again.communicate()
+
+
+def test_the_second_process_too_has_one_path_in_every_run_and_for_every_fetch(bucket, temporary):
+    one, first = fetching(bucket, temporary)
+    other, second = fetching(bucket, temporary)
+    assert (Path(first).parent, second) == (temporary, f"{first}-1")
+    other.kill()
+    other.communicate()
+    assert [_fetched.fetch(FOLDER, settings(bucket)).folder for _ in range(2)] == [second, second]
+    one.communicate()
+    assert _fetched.fetch(FOLDER, settings(bucket)).folder == second
+
+
+def test_where_no_number_is_free_a_process_has_one_folder_of_any_name(bucket, temporary):
+    first = Path(_fetched.fetch(FOLDER, settings(bucket)).folder)
+    _fetched.remove_all()
+    taken = [first, *(Path(f"{first}-{number}") for number in range(1, 32))]
+    for path in taken:
+        path.touch()
+    folder = Path(_fetched.fetch(FOLDER, settings(bucket)).folder)
+    assert folder not in taken and "config.json" in held(str(folder))
+    assert Path(_fetched.fetch(FOLDER, settings(bucket)).folder) == folder
+    for path in taken:
+        path.unlink()
+
+
+# Names of files
+
+
+@pytest.mark.parametrize("last", ["a.safetensors", "?x.safetensors", "..?x.safetensors", "model#1.safetensors"])
+def test_in_a_key_a_question_mark_is_a_character_like_others(bucket, small, temporary, last):
+    bucket.objects = {f"m/{last}": (small / LAYOUT.files[0]).read_bytes(), "m/config.json": b"{}"}
+    folder, _ = _fetched.fetch(FOLDER, settings(bucket))
+    assert held(folder).keys() == {"config.json", last}
+    weights = RemoteWeights(FOLDER, settings(bucket))
+    assert held(weights.folder) == {last: b""}
+    weights.close()
+    assert file_name("https://h/m/a.safetensors?sig=/x/y#/z") == "a.safetensors"
+
+
+@pytest.mark.parametrize("last", ["", ".", "..", "?x", "..?x/y", "..#x", "a\0", "é" * 125 + "a"])
+def test_what_no_file_can_be_called_is_an_error(last):
+    for scheme in ("https", "s3"):
+        if scheme == "s3" and last[-2:] in ("?x", "/y", "#x"):
+            continue
+        with pytest.raises(penstock.UnsupportedError, match=rf"^{scheme}://h/m/.*: no file can be called") as caught:
+            file_name(f"{scheme}://h/m/{last}")
+        assert file_name(f"{scheme}://h/{'a' * 250}") == "a" * 250
+        assert "?" not in str(caught.value)
+
+
+def test_small_files_of_such_names_are_an_error_too(bucket, temporary):
+    bucket.objects["m/" + "a" * 246 + ".json"] = b"{}"
+    with pytest.raises(penstock.UnsupportedError, match=rf"^{FOLDER}: no file can be called 'a+\.json'"):
+        _fetched.fetch(FOLDER, settings(bucket))
 
 
 def test_a_forked_child_that_ends_leaves_the_folder(bucket, temporary):
@@ -313,6 +374,8 @@ class Arguments:
     tokenizer: str | None = None
     hf_config_path: str | None = None
     revision: str | None = None
+    code_revision: str | None = None
+    tokenizer_revision: str | None = None
     trust_remote_code: bool = False
     served_model_name: str | None = None
     speculative_config: dict[str, Any] | None = None
@@ -372,23 +435,86 @@ def test_other_arguments_are_as_they_were(arguments, temporary, change):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"revision": "main"}, "revision='main': the model is an address, which has none"),
+        ({"revision": "main"}, "revision='main': this is an address, which has none"),
+        ({"code_revision": "main"}, f"^{FOLDER}: code_revision='main': "),
+        ({"tokenizer_revision": "v1"}, f"^{FOLDER}: tokenizer_revision='v1': "),
+        ({"tokenizer_revision": "v1", "tokenizer": "s3://bucket/t"}, "^s3://bucket/t: tokenizer_revision='v1': "),
+        ({"speculative_config": {"model": "s3://bucket/d", "revision": "v2"}}, "^s3://bucket/d: revision='v2': "),
+        ({"speculative_config": {"method": "mtp", "code_revision": "v2"}}, f"^{FOLDER}: code_revision='v2': "),
         ({"model_loader_extra_config": {"weights": "s3://bucket/other"}}, "weights='s3://bucket/other' is another"),
         ({"model_loader_extra_config": {"storage": {"secret_access_key": "x"}}}, "logs its arguments"),
-        ({"model_loader_extra_config": "{}"}, "give an object of JSON"),
+        ({"model_loader_extra_config": "{sesame"}, "give an object of JSON"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, bucket, extra, temporary, more, says):
     if "weights" in str(more):
         more = {"model_loader_extra_config": {**extra, **more["model_loader_extra_config"]}}
-    with pytest.raises(penstock.InvalidError, match=says):
+    with pytest.raises(penstock.InvalidError, match=says) as caught:
         arguments(FOLDER, **more).create_engine_config()
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_revision_of_what_is_no_address_is_left_to_the_engine(arguments, bucket, extra, temporary):
+    named = {
+        "tokenizer": "org/tokenizer",
+        "tokenizer_revision": "v1",
+        "speculative_config": {"model": "org/draft", "revision": "v2"},
+    }
+    made = arguments(FOLDER, model_loader_extra_config=extra, **named).create_engine_config()
+    assert {name: made[name] for name in named} == named
 
 
 def test_where_the_interface_differs_addresses_are_an_error_and_nothing_else_is(temporary):
-    made = dataclass(type("Own", (Arguments,), {"create_engine_config": None}))
-    install(made)
-    assert made("/models/m").model == "/models/m"
-    assert made(FOLDER, load_format="auto").model == FOLDER
-    with pytest.raises(penstock.UnsupportedError, match=r"lacks create_engine_config\): give a folder .* weights"):
-        made(FOLDER)
+    own = dataclass(type("Own", (Arguments,), {"create_engine_config": None}))
+    # What `vllm serve` makes is of a subclass, which was there before
+    served = dataclass(type("Served", (own,), {}))
+    install(own)
+    for made in (own, served):
+        for given in (made("/models/m"), made(FOLDER, load_format="auto")):
+            assert given.create_model_config() == vars(given)
+        with pytest.raises(penstock.UnsupportedError, match=r"lacks create_engine_config\): give a folder .* weights"):
+            made(FOLDER).create_model_config()
+
+
+def test_where_nothing_of_the_interface_is_left_arguments_with_addresses_cannot_be_made(temporary):
+    after = {"__post_init__": lambda self: None, "create_engine_config": None, "create_model_config": None}
+    own = dataclass(type("Own", (Arguments,), after))
+    served = dataclass(type("Served", (own,), {}))
+    install(own)
+    for made in (own, served):
+        assert made("/models/m").model == "/models/m"
+        with pytest.raises(penstock.UnsupportedError, match="lacks create_engine_config, create_model_config"):
+            made(FOLDER)
+
+
+def test_arguments_of_sglang(bucket, extra, temporary):
+    pytest.importorskip("torch")
+    bucket.objects |= {f"d/{name.removeprefix('m/')}": content for name, content in bucket.objects.items()}
+
+    def given(**more: Any) -> Any:
+        plain = dict.fromkeys(("tokenizer_path", "revision", "served_model_name", "speculative_draft_model_path"))
+        about = {"model_path": FOLDER, "trust_remote_code": False, "speculative_draft_model_revision": None}
+        return SimpleNamespace(**plain | about | {"model_loader_extra_config": extra} | more)
+
+    for config in (extra, json.dumps(extra)):
+        made = _sglang_arguments._resolved(given(model_loader_extra_config=config))
+        assert json.loads(made["model_loader_extra_config"]) == {**extra, "weights": {made["model_path"]: FOLDER}}
+    draft = {"speculative_draft_model_path": "s3://bucket/d"}
+    made = _sglang_arguments._resolved(given(**draft, speculative_draft_model_revision="main"))
+    assert "config.json" in held(made["speculative_draft_model_path"])
+    for more, says in (
+        ({"revision": "v1"}, f"^{FOLDER}: revision='v1': this is an address"),
+        ({**draft, "speculative_draft_model_revision": "v1"}, "^s3://bucket/d: speculative_draft_model_revision='v1'"),
+        ({"model_loader_extra_config": "{sesame"}, "give an object of JSON"),
+        ({"model_loader_extra_config": 3}, "give an object of JSON"),
+    ):
+        with pytest.raises(penstock.InvalidError, match=says) as caught:
+            _sglang_arguments._resolved(given(**more))
+        assert "sesame" not in str(caught.value)
+
+
+def test_an_sglang_without_the_step_refuses_addresses():
+    for load_format in ("penstock", "Penstock"):
+        with pytest.raises(penstock.UnsupportedError, match="this SGLang is not one that Penstock knows"):
+            _sglang_arguments.refuse(SimpleNamespace(load_format=load_format, model_path=FOLDER))
+    _sglang_arguments.refuse(SimpleNamespace(load_format="auto", model_path=FOLDER))
