@@ -470,7 +470,8 @@ def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bo
     if kind is ReadError and unknown and not source.startswith(SCHEME):
         kind = NotFoundError  # as offline: nothing here has that name
     number = errno.ENOENT if kind is NotFoundError else error.errno
-    return kind(message, path=error.path, range=error.range, errno=number)
+    status, request_id = error.status, error.request_id
+    return kind(message, path=error.path, range=error.range, errno=number, status=status, request_id=request_id)
 
 
 def _lacks(source: str, lacking: NotFoundError) -> str:
