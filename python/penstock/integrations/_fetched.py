@@ -86,7 +86,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
     Raises:
         InvalidError: a web server, which lists nothing.
         NotFoundError: there is no such folder, or no configuration or no checkpoint in it.
-        UnsupportedError: one of the files is too long.
+        UnsupportedError: one of the files, or its name, is too long, or no file can be called so.
         PenstockError: as `penstock.open`.
     """
     found = _place(place, storage)
