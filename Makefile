@@ -260,7 +260,6 @@ fuzz-%:
 	cargo +$(NIGHTLY) fuzz run $* fuzz/corpus/$* fuzz/seeds/$* -- \
 		-max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=1024 $(LIMITS)
 
-# Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
 # The machine has a /tmp of its own, without the programs
 netem: develop netbench
 	tools/lab.sh -- env PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR)/tests $(RUN) tests/netem_loads.py $(TARGET)/release
@@ -271,6 +270,7 @@ msrv:
 	rustup toolchain install $(MSRV) --profile minimal --no-self-update
 	cargo +$(MSRV) check --locked --workspace
 
+# Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
 NFS_KERNELS ?= 6.1 6.12
 nfs: develop
 	for kernel in $(NFS_KERNELS); do \

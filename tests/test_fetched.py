@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from conftest import LAYOUT
 from penstock import _core
 from penstock.integrations import _fetched
-from penstock.integrations._vllm_arguments import install
+from penstock.integrations._remote import RemoteWeights, file_name
 from s3_server import KEYS, Bucket, serving
 from test_gcs import Google
 from test_hub_network import COMMIT, Hub, home, hub  # noqa: F401
@@ -30,11 +29,15 @@ SMALL = {
     "config.json": b'{"model_type": "made-up"}',
     "tokenizer.json": b"{}",
     "tokenizer.model.v3": b"\0",
+    "tokenizer.tok": b"\0",
     "merges.txt": b"",
     "chat_template.jinja": b"{{ messages }}",
 }
 OTHERS = {
     "modeling.py": b"raise SystemExit",
+    "tokenizer.py": b"raise SystemExit",
+    "tokenizer.bin": b"weights",
+    "tokenizer.safetensors": b"weights",
     "README.md": b"# A model",
     "pytorch_model.bin": b"weights",
     "pytorch_model.bin.index.json": b"{}",
@@ -119,7 +122,7 @@ def test_a_folder_has_what_an_engine_wants_besides_weights(bucket, small, tempor
     assert weights == place
     found = held(folder)
     headers = {name: found.pop(name) for name in LAYOUT.files}
-    trusted = {"modeling.py": OTHERS["modeling.py"]} if code else {}
+    trusted = {name: content for name, content in OTHERS.items() if code and name.endswith(".py")}
     assert found == {**SMALL, INDEX: (small / INDEX).read_bytes(), **trusted}
     about = Path(folder).stat()
     assert Path(folder).parent == temporary and stat.S_IMODE(about.st_mode) == 0o700
@@ -149,7 +152,7 @@ def test_nothing_can_be_loaded_from_it(bucket, temporary):
         penstock.open(folder)
 
 
-def test_modules_of_a_model_of_sentences(bucket, temporary):
+def test_modules_of_a_sentence_transformers_model(bucket, temporary):
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Normalize"}, {"path": "../other"}]
     bucket.objects |= {"m/modules.json": json.dumps(modules).encode(), "m/1_Pooling/config.json": b"{}"}
     bucket.objects["other/config.json"] = b"no"
@@ -210,6 +213,61 @@ def test_two_processes_have_a_folder_each_and_leave_none(bucket, temporary):
     again, third = fetching(bucket, temporary)
     assert third == first, "the name is free again"
     again.communicate()
+
+
+def test_the_second_process_too_has_one_path_in_every_run_and_for_every_fetch(bucket, temporary):
+    one, first = fetching(bucket, temporary)
+    other, second = fetching(bucket, temporary)
+    assert (Path(first).parent, second) == (temporary, f"{first}-1")
+    other.kill()
+    other.communicate()
+    assert [_fetched.fetch(FOLDER, settings(bucket)).folder for _ in range(2)] == [second, second]
+    one.communicate()
+    assert _fetched.fetch(FOLDER, settings(bucket)).folder == second
+
+
+def test_where_no_number_is_free_a_process_has_one_folder_of_any_name(bucket, temporary):
+    first = Path(_fetched.fetch(FOLDER, settings(bucket)).folder)
+    _fetched.remove_all()
+    taken = [first, *(Path(f"{first}-{number}") for number in range(1, 32))]
+    for path in taken:
+        path.touch()
+    folder = Path(_fetched.fetch(FOLDER, settings(bucket)).folder)
+    assert folder not in taken and "config.json" in held(str(folder))
+    assert Path(_fetched.fetch(FOLDER, settings(bucket)).folder) == folder
+    for path in taken:
+        path.unlink()
+
+
+# Names of files
+
+
+@pytest.mark.parametrize("last", ["a.safetensors", "?x.safetensors", "..?x.safetensors", "model#1.safetensors"])
+def test_in_a_key_a_question_mark_is_a_character_like_others(bucket, small, temporary, last):
+    bucket.objects = {f"m/{last}": (small / LAYOUT.files[0]).read_bytes(), "m/config.json": b"{}"}
+    folder, _ = _fetched.fetch(FOLDER, settings(bucket))
+    assert held(folder).keys() == {"config.json", last}
+    weights = RemoteWeights(FOLDER, settings(bucket))
+    assert held(weights.folder) == {last: b""}
+    weights.close()
+    assert file_name("https://h/m/a.safetensors?sig=/x/y#/z") == "a.safetensors"
+
+
+@pytest.mark.parametrize("last", ["", ".", "..", "?x", "..?x/y", "..#x", "a\0", "é" * 125 + "a"])
+def test_what_no_file_can_be_called_is_an_error(last):
+    for scheme in ("https", "s3"):
+        if scheme == "s3" and last[-2:] in ("?x", "/y", "#x"):
+            continue
+        with pytest.raises(penstock.UnsupportedError, match=rf"^{scheme}://h/m/.*: no file can be called") as caught:
+            file_name(f"{scheme}://h/m/{last}")
+        assert file_name(f"{scheme}://h/{'a' * 250}") == "a" * 250
+        assert "?" not in str(caught.value)
+
+
+def test_small_files_of_such_names_are_an_error_too(bucket, temporary):
+    bucket.objects["m/" + "a" * 246 + ".json"] = b"{}"
+    with pytest.raises(penstock.UnsupportedError, match=rf"^{FOLDER}: no file can be called 'a+\.json'"):
+        _fetched.fetch(FOLDER, settings(bucket))
 
 
 def test_a_forked_child_that_ends_leaves_the_folder(bucket, temporary):
@@ -299,96 +357,3 @@ def test_the_hub_is_not_asked_offline(hub, temporary, monkeypatch):  # noqa: F81
     with pytest.raises(penstock.NotFoundError, match="HF_HUB_OFFLINE is set: give the name without hf://"):
         _fetched.fetch("hf://org/name", None)
     assert hub.asked() == []
-
-
-# Arguments of an engine. tests/engines has the engines' own
-
-
-@dataclass
-class Arguments:
-    """Stands in for vLLM's: the fields that are read or changed."""
-
-    model: str
-    load_format: str = "penstock"
-    tokenizer: str | None = None
-    hf_config_path: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    served_model_name: str | None = None
-    speculative_config: dict[str, Any] | None = None
-    model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
-
-    def create_engine_config(self) -> dict[str, Any]:
-        return vars(self).copy()
-
-    create_model_config = create_engine_config
-
-
-@pytest.fixture
-def arguments() -> type[Arguments]:
-    """A class of its own, with Penstock installed."""
-    pytest.importorskip("torch")
-    made = dataclass(type("Own", (Arguments,), {}))
-    install(made)
-    return made
-
-
-@pytest.fixture
-def extra(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the user gives the loader."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    return {"storage": {"endpoint": bucket.endpoint}}
-
-
-def test_arguments_get_a_folder_and_the_address_of_the_weights(arguments, bucket, extra, temporary):
-    bucket.objects |= {f"d/{name.removeprefix('m/')}": content for name, content in bucket.objects.items()}
-    bucket.objects["t/tokenizer.json"] = b"{}"
-    draft = {"model": "s3://bucket/d", "num_speculative_tokens": 2}
-    given = arguments(FOLDER, tokenizer="s3://bucket/t", speculative_config=draft, model_loader_extra_config=extra)
-    made = given.create_engine_config()
-    folder, other, tokenizer = made["model"], made["speculative_config"]["model"], made["tokenizer"]
-    assert set(map(str, temporary.iterdir())) == {folder, other, tokenizer} and tokenizer != folder
-    weights = {folder: FOLDER, other: "s3://bucket/d"}
-    assert made == {
-        **vars(arguments(folder)),
-        "tokenizer": tokenizer,
-        "served_model_name": FOLDER,
-        "speculative_config": {**draft, "model": other},
-        "model_loader_extra_config": {**extra, "weights": weights},
-    }
-    assert (draft["model"], "weights" in extra) == ("s3://bucket/d", False), "what the user gave is as it was"
-    bucket.asked.clear()
-    assert given.create_model_config() == made and bucket.asked == []
-
-
-@pytest.mark.parametrize("change", [{"load_format": "auto"}, {"model": "org/name"}, {"model": "/models/m"}])
-def test_other_arguments_are_as_they_were(arguments, temporary, change):
-    given = {"model": FOLDER, **change}
-    assert arguments(**given).create_engine_config() == vars(Arguments(**given))
-    assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"revision": "main"}, "revision='main': the model is an address, which has none"),
-        ({"model_loader_extra_config": {"weights": "s3://bucket/other"}}, "weights='s3://bucket/other' is another"),
-        ({"model_loader_extra_config": {"storage": {"secret_access_key": "x"}}}, "logs its arguments"),
-        ({"model_loader_extra_config": "{}"}, "give an object of JSON"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments, bucket, extra, temporary, more, says):
-    if "weights" in str(more):
-        more = {"model_loader_extra_config": {**extra, **more["model_loader_extra_config"]}}
-    with pytest.raises(penstock.InvalidError, match=says):
-        arguments(FOLDER, **more).create_engine_config()
-
-
-def test_where_the_interface_differs_addresses_are_an_error_and_nothing_else_is(temporary):
-    made = dataclass(type("Own", (Arguments,), {"create_engine_config": None}))
-    install(made)
-    assert made("/models/m").model == "/models/m"
-    assert made(FOLDER, load_format="auto").model == FOLDER
-    with pytest.raises(penstock.UnsupportedError, match=r"lacks create_engine_config\): give a folder .* weights"):
-        made(FOLDER)

@@ -260,8 +260,11 @@ def test_the_hub_with_tls_is_asked_through_a_tunnel(proxy, small, tmp_path, monk
         storage: Any = {"proxy": proxy.with_password(), "ca": folder}
         Oracle(small).same(penstock.open("hf://org/model", storage=storage).load(framework="np"))
         assert set(proxy.asked) == {f"CONNECT localhost:{port_of(at)}" for at in (hub.endpoint, hub.storage)}
-        with pytest.raises(penstock.PenstockError, match="407"):
-            penstock.open("hf://org/model", storage={**storage, "proxy": proxy.address})
+        proxy.asked.clear()
+        with pytest.raises(penstock.AccessError, match=f"the proxy {proxy.address} answers 407: .* password") as caught:
+            penstock.open("hf://org/model", storage={**storage, "proxy": proxy.with_password("me:sesame")})
+        assert caught.value.status == 407 and "sesame" not in repr(vars(caught.value))
+        assert len(proxy.asked) == 1
     finally:
         hub.process.kill()
         hub.process.wait()
@@ -282,8 +285,9 @@ def test_the_hub_is_asked_through_it(proxy, small, tmp_path, monkeypatch):
         Oracle(small).same(checkpoint.load(framework="np"))
         assert {"GET http://hub.invalid", f"GET {hub.storage}"} <= set(proxy.asked)
         proxy.asked.clear()
-        with pytest.raises(penstock.PenstockError, match="407"):
-            penstock.open("hf://org/model", storage={"proxy": proxy.address})
+        with pytest.raises(penstock.AccessError, match=f"the proxy {proxy.address} answers 407: .* password") as caught:
+            penstock.open("hf://org/model", storage={"proxy": proxy.with_password("me:sesame")})
+        assert caught.value.status == 407 and "sesame" not in repr(vars(caught.value))
         assert len(proxy.asked) == 1
     finally:
         hub.process.kill()
@@ -356,6 +360,30 @@ def test_a_variable_that_cannot_be_is_an_error_where_it_would_be_used(monkeypatc
     with pytest.raises(penstock.UnsupportedError, match=r"the proxy in ALL_PROXY: .*socks5") as caught:
         penstock.open(f"http://models.invalid/{INDEX}")
     assert "sesame" not in repr(caught.value)
+
+
+@pytest.mark.parametrize("source", [f"https://models.invalid/{INDEX}", "hf://org/model"])
+def test_doctor_reports_a_variable_that_cannot_be(monkeypatch, tmp_path, capsys, source):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ALL_PROXY", "socks5://sesame@h:1")
+    assert command_line.main(["doctor", source, "--no-measure"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the proxy in ALL_PROXY: proxies of kind socks5:// are not supported" in said
+    assert "cannot be opened: see the error" in said and "sesame" not in said
+
+
+def test_doctor_names_the_proxy_of_a_hub_that_cannot_be_reached(proxy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ALL_PROXY", proxy.address)
+    proxy.status = 407
+    assert command_line.main(["doctor", "hf://org/model", "--no-measure"]) == 1
+    assert f"through the proxy 127.0.0.1:{proxy.port}" in capsys.readouterr().out
 
 
 def test_engines_which_log_their_arguments_refuse_its_password():

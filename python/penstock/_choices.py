@@ -90,6 +90,7 @@ class Storage(TypedDict, total=False):
 
     sas_token: str | None
     """Azure: a shared access signature, instead of a key."""
+
     credentials: Callable[[], Mapping[str, object]] | None
     """A callable that gives the credentials: for S3 ``access_key_id``, ``secret_access_key`` and perhaps
     ``session_token``, for Google Cloud Storage, Azure and ``https://`` servers ``token``. ``expires_at`` (seconds since

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import accumulate
 from statistics import median
 from typing import Any, cast
@@ -101,11 +101,24 @@ def examine(
         if found["asked"] is None and is_web(source):
             looked_at = patiently(lambda: _core.look(source, 1, storage), stall_timeout, without_secrets(source))
             found["asked"] = looked_at and _plain(looked_at, without_secrets(source))
-    if found["asked"] is not None and found["asked"]["servers"]:
-        proxy = _core.proxy(found["asked"]["servers"][-1]["server"], storage)
-        found["proxy"] = None if proxy is None else proxy[0]
+    found["proxy"] = _proxy(found, storage)
     found["therefore"] = _advice(found)
     return found
+
+
+def _proxy(found: dict[str, Any], storage: Storage | None) -> str | None:
+    """Host and port of the proxy for the last server that was asked, or else for the Hub."""
+    asked = found["asked"]
+    if asked is not None and asked["servers"]:
+        server = str(asked["servers"][-1]["server"])
+    elif found["hub"] is not None:
+        server = str(found["hub"]["endpoint"])
+    else:
+        return None
+    with suppress(PenstockError):  # a variable that makes no sense, which is in the error
+        proxy = _core.proxy(server, storage)
+        return None if proxy is None else proxy[0]
+    return None
 
 
 def _told(error: PenstockError) -> dict[str, Any]:
@@ -238,6 +251,8 @@ def _why(found: dict[str, Any]) -> str:
         return "the checkpoint cannot be opened: see the error"
     if asked["error"] is None:
         return "the server sends what was asked for, and it cannot be opened as a checkpoint: see the error"
+    if error["kind"] == "Unsupported":
+        return "the checkpoint cannot be opened: see the error"
     if server["status"] in (401, 403):
         return "the server answers, and does not let us: is the address right, and if it is signed, is it still valid?"
     if server["status"] is not None:

@@ -153,6 +153,10 @@ def _name(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+#: What http.client says of a tunnel.
+_TUNNEL_REFUSED = "Tunnel connection failed: 407"
+
+
 class _Proxied(urllib.request.BaseHandler):
     """Has requests go through the proxy that the core would take."""
 
@@ -187,6 +191,7 @@ def _ask(url: str, sent: Token | None, storage: Storage | None) -> Any:
 
     Raises:
         urllib.error.HTTPError: what the Hub answers instead.
+        AccessError: the proxy wants a name and a password.
         ReadError: it cannot be reached, or is no Hub.
     """
     headers = {"Accept": "application/json", "User-Agent": f"penstock/{_core.__version__}"}
@@ -202,12 +207,17 @@ def _ask(url: str, sent: Token | None, storage: Storage | None) -> Any:
                 text = answer.read(_MOST_BYTES)
             break
         except urllib.error.HTTPError as error:
+            if error.code == 407:
+                with error:
+                    raise _refused_by_proxy(error.url, storage) from None
             if error.code not in _AGAIN or tried == TRIES:
                 raise
             wait = max(wait, _retry_after(error))
             error.close()
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if _TUNNEL_REFUSED in str(reason):
+                raise _refused_by_proxy(url, storage) from None
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise ReadError(
                     f"the certificate of {_name(url)} is not trusted ({reason.verify_message}); if an authority of "
@@ -223,6 +233,13 @@ def _ask(url: str, sent: Token | None, storage: Storage | None) -> Any:
     except ValueError as error:
         message = f"{_name(url)} did not answer as the Hub does: its answer is no JSON (does HF_ENDPOINT name a Hub?)"
         raise ReadError(message, path=url) from error
+
+
+def _refused_by_proxy(url: str, storage: Storage | None) -> AccessError:
+    found = _core.proxy(url, storage)
+    named = "a proxy" if found is None else f"the proxy http://{found[0]}"
+    text = 'it wants a user\'s name and a password: storage={"proxy": "http://user:password@host:port"}'
+    return AccessError(f"{_name(url)}: {named} answers 407: {text}", path=url, status=407)
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
@@ -453,7 +470,8 @@ def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bo
     if kind is ReadError and unknown and not source.startswith(SCHEME):
         kind = NotFoundError  # as offline: nothing here has that name
     number = errno.ENOENT if kind is NotFoundError else error.errno
-    return kind(message, path=error.path, range=error.range, errno=number)
+    status, request_id = error.status, error.request_id
+    return kind(message, path=error.path, range=error.range, errno=number, status=status, request_id=request_id)
 
 
 def _lacks(source: str, lacking: NotFoundError) -> str:

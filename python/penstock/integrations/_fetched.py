@@ -1,8 +1,8 @@
 """A model at an address, for engines that want a folder: its small files are fetched into one, before any weights.
 
 For one address the folder has the same path in every run, because engines keep what they compile by the path of the
-model. It is this process's alone, which a lock says, and is removed when the process ends. What a killed process has
-left, the next one takes over.
+model. It is this process's alone, which a lock says, and is removed when the process ends. Other processes that run at
+the same time have numbers behind the name. What a killed process has left, the next one takes over.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._errors import InvalidError, NotFoundError
 from .._paths import without_secrets
-from ._remote import file_name
+from ._format import FORMAT
+from ._remote import checked_name, file_name, is_remote
 
 MOST = 64 << 20
 """Bytes of a small file. The largest tokenizers have half of that."""
 _ENDINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab")
 _CODE = ".py"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 #: One of these is what an engine cannot do without.
 _CONFIGURATIONS = ("config.json", "params.json")
-#: Names further folders with configurations, of models of sentences.
+#: Names further folders with configurations, of sentence-transformers models.
 _MODULES = "modules.json"
 ADVICE = (
     "give a folder with the configuration and the tokenizer for the model, and the address of its weights in "
@@ -62,8 +64,11 @@ class _Place(NamedTuple):
     read: Read
 
 
+#: Processes with one address that have a folder of the same path in every run. One more gets a random name.
+_MOST_FOLDERS = 32
 _filling = threading.Lock()
-#: By path: a descriptor of the folder, which has the lock (-1: its name is nobody else's), and the process that has it.
+#: By path: a descriptor of the folder, which has the lock (-1: no lock, because the name is random), and the process
+#: that has it.
 _held: dict[str, tuple[int, int]] = {}
 
 
@@ -81,7 +86,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
     Raises:
         InvalidError: a web server, which lists nothing.
         NotFoundError: there is no such folder, or no configuration or no checkpoint in it.
-        UnsupportedError: one of the files is too long.
+        UnsupportedError: one of the files, or its name, is too long, or no file can be called so.
         PenstockError: as `penstock.open`.
     """
     found = _place(place, storage)
@@ -126,9 +131,13 @@ def _small_files(place: _Place, code: bool) -> dict[str, bytes]:
     """What an engine may want, by the path in the folder."""
     endings = (*_ENDINGS, _CODE) if code else _ENDINGS
 
+    def wanted(name: str) -> bool:
+        of_tokenizer = name.startswith("tokenizer.") and not name.endswith((_CODE, *_WEIGHTS))
+        return (name.endswith(endings) or of_tokenizer) and ".bin.index." not in name
+
     def fetched(within: str) -> dict[str, bytes]:
-        names = [name for name in place.names(within) if name.endswith(endings) or name.startswith("tokenizer.")]
-        paths = [f"{within}/{name}" if within else name for name in names if ".bin.index." not in name]
+        names = [checked_name(name, place.weights) for name in place.names(within) if wanted(name)]
+        paths = [f"{within}/{name}" if within else name for name in names]
         return dict(zip(paths, place.read(paths), strict=True))
 
     files = fetched("")
@@ -139,7 +148,7 @@ def _small_files(place: _Place, code: bool) -> dict[str, bytes]:
 
 
 def _folders(modules: bytes) -> list[str]:
-    """The folders of the modules that a model of sentences has besides the first."""
+    """The folders of the modules that a sentence-transformers model has besides the first."""
     try:
         paths = [str(module["path"]) for module in json.loads(modules)]
     except (ValueError, TypeError, KeyError):
@@ -165,15 +174,18 @@ def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _claimed(name: str) -> str:
-    """A folder of this process: one that is called so, or, if another process has that, one of any name."""
-    path = str(Path(tempfile.gettempdir(), f"penstock-{os.getuid()}-{name}"))
-    if _held.get(path, (0, 0))[1] == os.getpid():
-        return path
-    with suppress(OSError):  # it may be there
-        Path(path).mkdir(0o700)
-    if not _locked(path):
-        path = tempfile.mkdtemp(prefix="penstock-")
-        _held[path] = -1, os.getpid()
+    """The folder of this process that is called so, or with a number behind it if other processes have that."""
+    first = str(Path(tempfile.gettempdir(), f"penstock-{os.getuid()}-{name}"))
+    for path, (_, process) in _held.items():
+        if process == os.getpid() and path.startswith(first):
+            return path
+    for path in (first, *(f"{first}-{number}" for number in range(1, _MOST_FOLDERS))):
+        with suppress(OSError):  # it may be there
+            Path(path).mkdir(0o700)
+        if _locked(path):
+            return path
+    path = tempfile.mkdtemp(prefix=f"{Path(first).name}-")
+    _held[path] = -1, os.getpid()
     return path
 
 
@@ -231,11 +243,23 @@ def with_weights(given: Mapping[str, Any], fetched: Sequence[Fetched]) -> dict[s
     """
     others = given.get("weights") or {}
     if not isinstance(others, Mapping):
-        raise InvalidError(f"the model is an address, and weights={others!r} is another one: {ADVICE}")
+        raise InvalidError(
+            f"the model is an address, and weights={without_secrets(repr(others))} is another one: {ADVICE}"
+        )
     return {**given, "weights": {**others, **{one.folder: one.weights for one in fetched}}}
 
 
-def no_revision(place: str, revision: str) -> InvalidError:
-    """The error for a revision beside the address of a model."""
-    text = f"revision={revision!r}: the model is an address, which has none, except hf://org/name@revision"
-    return InvalidError(f"{without_secrets(place)}: {text}")
+def refuse_revision(place: Any, **revisions: Any) -> None:
+    """Raises InvalidError if ``place`` is an address, and one of its ``revisions`` is given beside it."""
+    if not isinstance(place, str) or not is_remote(place):
+        return
+    for name, revision in revisions.items():
+        if revision is not None:
+            text = f"{name}={revision!r}: this is an address, which has none, except hf://org/name@revision"
+            raise InvalidError(f"{without_secrets(place)}: {text}")
+
+
+def is_ours(load_format: Any, model: Any) -> bool:
+    """Whether an engine's arguments are for a model at an address, and for Penstock."""
+    ours = isinstance(load_format, str) and load_format.lower() == FORMAT
+    return ours and isinstance(model, str) and is_remote(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,6 +14,9 @@ from .._choices import Storage
 from .._errors import UnsupportedError
 from .._paths import is_web, without_secrets
 
+_LONGEST = 250
+"""Bytes of the name of a file."""
+
 
 def is_remote(place: str) -> bool:
     """Whether ``place`` is an address, of a server or of the Hub, and no folder."""
@@ -20,19 +24,37 @@ def is_remote(place: str) -> bool:
 
 
 def file_name(address: str) -> str:
-    """The name of the file at an address."""
-    return re.split(r"[?#]", address)[0].rpartition("/")[2]
+    """The name that the file at an address has in a folder.
+
+    Raises:
+        UnsupportedError: no file of a folder can be called so.
+    """
+    # In the key of an object these characters mean nothing
+    path = re.split(r"[?#]", address)[0] if address.lower().startswith(("http://", "https://")) else address
+    return checked_name(path.rpartition("/")[2], address)
+
+
+def checked_name(name: str, address: str) -> str:
+    """``name``, if a file of a folder can be called so, and written under a name that is 5 bytes longer.
+
+    Raises:
+        UnsupportedError: it cannot. The error names ``address``, where the file is.
+    """
+    if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > _LONGEST:
+        text = f"no file can be called {name!r} in the folder that an engine gets: give the file another name"
+        raise UnsupportedError(f"{without_secrets(address)}: {text}")
+    return name
 
 
 class RemoteWeights:
     """The checkpoint at an address, and a folder with an empty file in place of each of its files.
 
     An engine's loader searches this folder for files, and chooses those that it wants. Nothing can be read from them:
-    a loader that passes by Penstock fails. The folder lasts until `close`.
+    a loader that bypasses Penstock fails. The folder lasts until `close`.
 
     Raises:
         PenstockError: as `penstock.open`.
-        UnsupportedError: two of the files have one name.
+        UnsupportedError: two of the files have one name, or one has a name that no file of a folder can have.
     """
 
     def __init__(self, place: str, storage: Storage | None) -> None:

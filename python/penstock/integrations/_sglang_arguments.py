@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from .._errors import InvalidError, UnsupportedError
 from .._paths import without_secrets
-from ._fetched import ADVICE, Fetched, fetch, no_revision, with_weights
+from ._fetched import ADVICE, Fetched, fetch, is_ours, refuse_revision, with_weights
 from ._format import FORMAT
 from ._remote import is_remote
 
@@ -23,19 +24,19 @@ def resolve(args: Any, previous: Callable[[Any], None]) -> None:
 
     Raises:
         PenstockError: as `fetch`.
-        InvalidError: there is a ``revision``, which an address has in itself; the loader's configuration is no JSON.
+        InvalidError: there is a revision beside an address; the loader's configuration is no JSON.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     said = resolving_view(args)
-    if said.load_format == FORMAT and is_remote(said.model_path):
+    if is_ours(said.load_format, said.model_path):
         declare_resolution(args, FORMAT, **_resolved(said))
     previous(args)
 
 
 def refuse(args: Any) -> None:
     """In an SGLang that has no such step: raises UnsupportedError for arguments with the address of a model."""
-    if args.load_format == FORMAT and is_remote(args.model_path):
+    if is_ours(args.load_format, args.model_path):
         place = without_secrets(args.model_path)
         raise UnsupportedError(f"{place}: this SGLang is not one that Penstock knows (it lacks {STEP}): {ADVICE}")
 
@@ -43,17 +44,17 @@ def refuse(args: Any) -> None:
 def _resolved(said: Any) -> dict[str, Any]:
     from ._engine import settings_of
 
-    try:
-        given = json.loads(said.model_loader_extra_config or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise InvalidError(
-            f"SGLang: --model-loader-extra-config is {said.model_loader_extra_config!r}: give an object of JSON"
-        )
+    given = said.model_loader_extra_config or {}
+    if not isinstance(given, Mapping):
+        with suppress(ValueError, TypeError):
+            given = json.loads(given)
+    if not isinstance(given, Mapping):
+        raise InvalidError("SGLang: --model-loader-extra-config: give an object of JSON")
     storage = settings_of(given, "SGLang").storage
-    if said.revision is not None:
-        raise no_revision(said.model_path, said.revision)
+    refuse_revision(said.model_path, revision=said.revision)
+    # SGLang puts "main" where nothing is given
+    draft = None if said.speculative_draft_model_revision == "main" else said.speculative_draft_model_revision
+    refuse_revision(said.speculative_draft_model_path, speculative_draft_model_revision=draft)
     places = {name: getattr(said, name) for name in (*_MODELS, _TOKENIZER)}
     found: dict[str, Fetched] = {}
     for name, place in places.items():

@@ -8,15 +8,14 @@ from typing import Any
 
 from .._errors import InvalidError, UnsupportedError
 from .._paths import without_secrets
-from ._fetched import ADVICE, Fetched, fetch, no_revision, with_weights
-from ._format import FORMAT
+from ._fetched import ADVICE, Fetched, fetch, is_ours, refuse_revision, with_weights
 from ._remote import is_remote
 
 #: What makes vLLM's configuration of its arguments. The second alone is called by servers that only prepare requests.
 _MAKE = ("create_engine_config", "create_model_config")
 #: Arguments that this reads or changes.
-_FIELDS = ("model", "tokenizer", "hf_config_path", "revision", "trust_remote_code", "served_model_name", "load_format")
-_MORE = ("model_loader_extra_config", "speculative_config")
+_FIELDS = ("model", "tokenizer", "hf_config_path", "trust_remote_code", "served_model_name", "load_format")
+_MORE = ("model_loader_extra_config", "speculative_config", "revision", "code_revision", "tokenizer_revision")
 
 
 def install(arguments: Any, why: str | None = None) -> None:
@@ -31,17 +30,19 @@ def install(arguments: Any, why: str | None = None) -> None:
     lacking += [name for name in (*_FIELDS, *_MORE) if name not in known]
     if lacking and why is None:
         why = f"{arguments.__name__} lacks {', '.join(lacking)}"
-    if why is not None:
-        arguments.__init__ = _refusing(arguments.__init__, why)
+    if why is None:
+        for name in _MAKE:
+            setattr(arguments, name, _fetching(getattr(arguments, name)))
         return
-    for name in _MAKE:
-        setattr(arguments, name, _fetching(getattr(arguments, name)))
+    # Subclasses inherit these. As dataclasses they have an __init__ of their own
+    for name in [name for name in _MAKE if callable(getattr(arguments, name, None))] or ["__post_init__"]:
+        setattr(arguments, name, _refusing(getattr(arguments, name, lambda args: None), why))
 
 
 def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def make(args: Any, *more: Any, **named: Any) -> Any:
-        if is_ours(args):
+        if _is_ours(args):
             _resolve(args)
         return original(args, *more, **named)
 
@@ -49,22 +50,20 @@ def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """What makes arguments, in a vLLM that is not known."""
+    """A step from arguments to a configuration, in a vLLM that is not known."""
 
     @functools.wraps(original)
-    def init(args: Any, *more: Any, **named: Any) -> None:
-        original(args, *more, **named)
-        if is_ours(args):
+    def refuse(args: Any, *more: Any, **named: Any) -> Any:
+        if _is_ours(args):
             place = without_secrets(args.model)
             raise UnsupportedError(f"{place}: this vLLM is not one that Penstock knows ({why}): {ADVICE}")
+        return original(args, *more, **named)
 
-    return init
+    return refuse
 
 
-def is_ours(args: Any) -> bool:
-    """Whether these are arguments for a model at an address, and for Penstock."""
-    form, model = getattr(args, "load_format", None), getattr(args, "model", None)
-    return isinstance(form, str) and form.lower() == FORMAT and isinstance(model, str) and is_remote(model)
+def _is_ours(args: Any) -> bool:
+    return is_ours(getattr(args, "load_format", None), getattr(args, "model", None))
 
 
 def _resolve(args: Any) -> None:
@@ -72,16 +71,20 @@ def _resolve(args: Any) -> None:
 
     Raises:
         PenstockError: as `fetch`.
-        InvalidError: there is a ``revision``, which an address has in itself.
+        InvalidError: there is a revision beside an address.
     """
     from ._engine import settings_of  # with torch, which is there when a configuration is made
 
     given = args.model_loader_extra_config or {}
     if not isinstance(given, Mapping):
-        raise InvalidError(f"vLLM: --model-loader-extra-config is {given!r}: give an object of JSON")
+        raise InvalidError("vLLM: --model-loader-extra-config: give an object of JSON")
     storage = settings_of(given, "vLLM").storage
-    if args.revision is not None:
-        raise no_revision(args.model, args.revision)
+    draft = args.speculative_config
+    refuse_revision(args.model, revision=args.revision, code_revision=args.code_revision)
+    refuse_revision(args.tokenizer or args.model, tokenizer_revision=args.tokenizer_revision)
+    if isinstance(draft, Mapping):
+        beside = {name: draft.get(name) for name in ("revision", "code_revision")}
+        refuse_revision(draft.get("model") or args.model, **beside)
     found: dict[str, Fetched] = {}
 
     def folder(place: Any, weights: bool = True) -> Any:
@@ -92,7 +95,6 @@ def _resolve(args: Any) -> None:
         return found[place].folder
 
     model = folder(args.model)
-    draft = args.speculative_config
     if isinstance(draft, Mapping) and "model" in draft:
         draft = {**draft, "model": folder(draft["model"])}
     weights = with_weights(given, list(found.values()))

@@ -66,7 +66,7 @@ def _claim(config: Any) -> None:
 
     given = config.model_loader_extra_config or {}
     if not isinstance(given, Mapping):
-        raise InvalidError(f"SGLang: --model-loader-extra-config is {given!r}: give an object of JSON")
+        raise InvalidError("SGLang: --model-loader-extra-config: give an object of JSON")
     settings = settings_of(given, "SGLang")
     config.load_format, config.model_loader_extra_config = "safetensors", {}
     try:
