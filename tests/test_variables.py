@@ -59,3 +59,9 @@ def test_the_patch_variable_is_refused(small: Any):
     )
     assert b"PENSTOCK_PATCH=" in run.stderr, run.stderr
     assert b"give 1 or 0" in run.stderr, run.stderr
+
+
+def test_the_value_of_a_stores_setting_is_not_shown(variable: Any):
+    variable("PENSTOCK_STORAGE_SECRET_ACCESS_KEY")
+    with pytest.raises(ValueError, match=r"^PENSTOCK_STORAGE_SECRET_ACCESS_KEY: must be UTF-8$"):
+        penstock.open("s3://bucket/model.safetensors")

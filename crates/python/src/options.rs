@@ -267,8 +267,12 @@ fn seconds(value: f64) -> Result<Duration, String> {
 /// The value of an environment variable, where it is set.
 pub(crate) fn value_of(variable: &str) -> PyResult<Option<String>> {
     let Some(value) = std::env::var_os(variable) else { return Ok(None) };
-    // The value may be a secret.
-    let refuse = |_| invalid(format!("{variable}: must be UTF-8"));
+    // That of a store may be a secret.
+    let is_shown = !variable.starts_with("PENSTOCK_STORAGE_");
+    let refuse = |value| match is_shown {
+        true => invalid(format!("{variable}={value:?}: must be UTF-8")),
+        false => invalid(format!("{variable}: must be UTF-8")),
+    };
     value.into_string().map(Some).map_err(refuse)
 }
 

@@ -19,6 +19,8 @@ const FIRST_BYTES: u32 = 4;
 const QUEUED: Duration = Duration::from_millis(250);
 /// A part is taken away if it comes so much earlier elsewhere.
 const GAIN: Duration = Duration::from_millis(150);
+/// The rate of a connection is known after so long. Before that it is taken to be the usual one.
+const OBSERVED: Duration = Duration::from_millis(200);
 /// And if its connection needs so many times as long as the others on average.
 const SLOWER: f64 = 2.0;
 /// Of so many requests one may be a straggler, beyond the first few.
@@ -94,7 +96,8 @@ impl<W: Wires> Net<W> {
         let due = |link: &Link<_>| -> Option<f64> {
             let fetch = link.fetch.as_ref().filter(|_| link.state == LinkState::Body)?;
             let taken = now.duration_since(link.answered_at?).as_secs_f64();
-            let rate = if link.got > 0 && taken > 0.0 { link.got as f64 / taken } else { usual };
+            let is_known = link.got > 0 && taken >= OBSERVED.as_secs_f64();
+            let rate = if is_known { link.got as f64 / taken } else { usual };
             Some(fetch.wanted() as f64 / rate)
         };
         let all: Vec<(usize, f64)> = self.links.iter().filter_map(|(n, link)| Some((n, due(link)?))).collect();
