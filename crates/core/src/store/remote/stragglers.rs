@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 /// A connection is silent if nothing came for so long, and for as many times the usual time to the first byte.
 const SILENT: Duration = Duration::from_secs(1);
 const FIRST_BYTES: u32 = 4;
-/// If there are too many connections, a new one is, if there is no answer on it for so long, and for as many times the usual
-/// time.
+/// A new connection is one too many if there is no answer on it for so long, and for as many times the usual time.
 const QUEUED: Duration = Duration::from_millis(250);
 /// A part is taken away if it comes so much earlier elsewhere.
 const GAIN: Duration = Duration::from_millis(150);
@@ -64,7 +63,7 @@ impl<W: Wires> Net<W> {
 
     /// Closes silent connections while others bring bytes, or while nothing is asked on one that has been answered on.
     fn leave_silent(&mut self, now: Instant) {
-        let silent = SILENT.max(self.pace.first_byte() * FIRST_BYTES);
+        let [silent, queued] = [SILENT, QUEUED].map(|least| least.max(self.pace.first_byte() * FIRST_BYTES));
         let last = self.last;
         let idle = self.links.iter().filter(|(_, link)| link.state == LinkState::Idle && link.reused);
         let answering: Vec<Server> = idle.map(|(_, link)| link.server.clone()).collect();
@@ -74,9 +73,9 @@ impl<W: Wires> Net<W> {
                 let moves = link.fetch.iter().flat_map(|fetch| &fetch.reads).map(|read| read.moves).max();
                 let is_alone = last < link.last + silent / 2;
                 let since = now.duration_since(link.last);
-                let is_queued = is_queued(link) && answering.contains(&link.server);
+                let is_queued = is_queued(link) && answering.contains(&link.server) && since >= queued;
                 let is_straggler = link.is_busy() && !link.is_held && may_move && !is_alone && moves < Some(MOST_MOVES);
-                since >= silent && (is_queued || is_straggler)
+                is_queued || (is_straggler && since >= silent)
             };
             let Some((_, mut link)) = self.links.take_where(is_silent) else { return };
             self.stragglers += u64::from(!is_queued(&link));
