@@ -148,12 +148,9 @@ def test_large_tensors_come_in_several_requests_and_no_byte_twice(big):
         asked = web.close()
     ranges = [line.split()[1] for line in asked]
     sizes = [int(last) - int(first) + 1 for first, last in (r.removeprefix("bytes=").split("-") for r in ranges)]
-    assert len(sizes) > 10
-    # On a busy machine a request may be moved from a connection that was silent, and be answered there too
-    moved = checkpoint.last_report.network["moved_requests"]
-    assert len(ranges) - len(set(ranges)) <= moved
+    assert len(sizes) > 10 and len(set(ranges)) == len(ranges)
     # The first request is the open's
-    assert sum(sizes[1:]) <= checkpoint.nbytes * 1.01 + moved * max(sizes)
+    assert sum(sizes[1:]) <= checkpoint.nbytes * 1.01
 
 
 @pytest.mark.parametrize("path", ["", "moved/"])

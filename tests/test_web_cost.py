@@ -71,11 +71,8 @@ def test_the_server_gives_what_is_wanted_and_the_gaps(big: Path, load: Callable[
     assert report is not None
     wanted = sum(tensor.nbytes for tensor in tensors.values())
     assert report.nbytes == wanted
-    # On a busy machine a request may be moved, and the server has sent some of it already. The head of the file is read
-    # before it is known what is wanted
-    assert report.network is not None
-    spare = report.network["moved_requests"] * 4 * MIB + (64 << 10)
-    assert wanted <= counts["bytes"] <= (wanted + report.gap_bytes) * 1.01 + spare, (counts, report.network)
+    # The head of the file is read before it is known what is wanted
+    assert wanted <= counts["bytes"] <= (wanted + report.gap_bytes) * 1.01 + (64 << 10), (counts, report.network)
     assert counts["connections"] <= 17 and counts["stalled"] == 0
 
 
@@ -85,7 +82,7 @@ def test_connections_over_the_servers_number_are_refused_and_every_byte_comes(bi
         Oracle(big).same(checkpoint.load(framework="pt"))
         counts = served.counts()
     assert counts["refused"] > 0
-    assert counts["bytes"] <= checkpoint.nbytes * 1.01 + checkpoint.last_report.network["moved_requests"] * 4 * MIB
+    assert counts["bytes"] <= checkpoint.nbytes * 1.01
 
 
 #: Loads when it is told to, and says what it holds. The consumer of a stream stops after its first tensor.
@@ -108,8 +105,7 @@ else:
             time.sleep(spec["stop"])
         del tensor
 report = checkpoint.last_report
-found |= {"peak_staging": report.peak_staging, "moved": report.network["moved_requests"]}
-print(json.dumps(found), flush=True)
+print(json.dumps(found | {"peak_staging": report.peak_staging}), flush=True)
 sys.stdin.readline()
 """
 
@@ -144,7 +140,7 @@ def test_a_load_takes_its_destination_and_staging(many: Path):
         counts = served.counts()
     assert found["nbytes"] == TENSOR * COUNT
     assert found["nbytes"] <= found["peak"] <= found["nbytes"] + STAGING + ROOM, found
-    assert counts["bytes"] <= found["nbytes"] * 1.01 + found["moved"] * 4 * MIB
+    assert counts["bytes"] <= found["nbytes"] * 1.01
 
 
 def test_a_stream_whose_consumer_stops_takes_no_more_memory(many: Path):
@@ -156,4 +152,4 @@ def test_a_stream_whose_consumer_stops_takes_no_more_memory(many: Path):
     # What is ahead, and what the consumer holds
     assert found["peak"] <= WINDOW + TENSOR + STAGING + ROOM, found
     # No request was sent again
-    assert counts["bytes"] <= found["nbytes"] * 1.01 + found["moved"] * 4 * MIB, counts
+    assert counts["bytes"] <= found["nbytes"] * 1.01, counts

@@ -55,7 +55,7 @@ def _values(given: object) -> Values:
         raise InvalidError(f"{CALLABLE} gave {', '.join(sorted(unknown))}, which is not known: it may give {_names()}")
     texts = [given.get(name) for name in TEXTS]
     for name, text in zip(TEXTS, texts, strict=True):
-        if not (text is None or isinstance(text, str)):
+        if not isinstance(text, str | None):
             raise InvalidError(f"{CALLABLE} gave a {type(text).__name__} as {name}: let it be a string")
     return (*texts, _seconds(given.get("expires_at")))  # type: ignore[return-value]
 
@@ -69,7 +69,7 @@ def _seconds(moment: object) -> float | None:
         if moment.tzinfo is None:
             raise InvalidError(f"{CALLABLE} gave an expires_at without a time zone: give one, such as timezone.utc")
         return moment.timestamp()
-    if moment is None or (isinstance(moment, (int, float)) and not isinstance(moment, bool)):
+    if isinstance(moment, int | float | None) and not isinstance(moment, bool):
         return moment
     raise InvalidError(
         f"{CALLABLE} gave a {type(moment).__name__} as expires_at: let it be a datetime, or seconds since the epoch"

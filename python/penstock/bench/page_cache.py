@@ -65,7 +65,8 @@ def free_memory(nbytes: int) -> int:
     nbytes = min(nbytes, os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE * 2 // 3)
     if nbytes <= 0:
         return 0
-    with mmap.mmap(-1, nbytes) as memory:
+    # Shared memory, which is the default, has small pages: what it leaves is not what huge pages are made of
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, nbytes)
         gc.collect()  # the view of it, or it cannot be closed

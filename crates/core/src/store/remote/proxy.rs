@@ -8,6 +8,7 @@ use super::environment::Environment;
 use super::secret::Secret;
 use super::tunnel::Tunnel;
 use crate::error::{Error, ErrorKind, Result};
+use base64::prelude::{Engine, BASE64_STANDARD};
 use std::net::IpAddr;
 
 /// What says which proxy is used. Of `http_proxy` only the small letters count: a web server's program gets a field of the
@@ -142,7 +143,7 @@ impl Proxy {
         let authorization = user.map(|user| {
             let (name, password) = user.split_once(':').unwrap_or((user, ""));
             let both = [decoded(name), b":".to_vec(), decoded(password)].concat();
-            Secret::new(format!("Basic {}", base64(&both)))
+            Secret::new(format!("Basic {}", BASE64_STANDARD.encode(both)))
         });
         Ok(Proxy { server: address.server, authorization })
     }
@@ -250,19 +251,6 @@ fn decoded(text: &str) -> Vec<u8> {
         at += length;
     }
     bytes
-}
-
-fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for three in bytes.chunks(3) {
-        let number = three.iter().fold(0, |number, byte| number << 8 | usize::from(*byte)) << (8 * (3 - three.len()));
-        for at in 0..4 {
-            let letter = LETTERS[number >> (18 - 6 * at) & 63] as char;
-            text.push(if at > three.len() { '=' } else { letter });
-        }
-    }
-    text
 }
 
 #[cfg(test)]
