@@ -211,6 +211,8 @@ class safe_open:
         self._ahead: dict[str, tuple[Any, str, tuple[int, ...]]] = {}
         # Names that a load maps now
         self._coming: dict[str, _Coming] = {}
+        # Names that were asked for, which no load maps ahead. The second request for one of them begins anew
+        self._given: set[str] = set()
 
     def _open(self) -> Checkpoint:
         if self._closed:
@@ -253,6 +255,9 @@ class safe_open:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
         if not self._reads_ahead:
             return self._load([name])[name]
+        if name in self._given:
+            self._given.clear()
+        self._given.add(name)  # before the look at what comes: a load that claims this tensor later lets go of it
         self._wait_for(name)
         # Without a lock: several threads may be here, and in the middle of any line a signal handler, a `__del__` or a
         # garbage collection may call this again. Each step is one operation on a dict, which nothing interrupts
@@ -310,7 +315,7 @@ class safe_open:
             return self._load([name])
 
     def _claim_neighbours(self, names: list[str], claim: _Coming) -> None:
-        """Extends ``names`` by the neighbours of its one tensor that no load maps yet, within the limits."""
+        """Extends ``names`` by the neighbours of its one tensor that nobody has mapped or wants yet, within limits."""
         core = self._checkpoint._core
         at = core.index(names[0])
         first, last = core.file_tensors(core.info(at)[3])
@@ -319,14 +324,17 @@ class safe_open:
             if len(names) >= _AHEAD_TENSORS or nbytes >= _AHEAD_BYTES:
                 break
             other, _, _, _, begin, end = core.info(number)
-            if other in self._ahead or end - begin >= min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
+            if other in self._ahead or other in self._given:
+                continue
+            if end - begin >= min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
                 continue
             # One step: two threads never claim the same one
             there = self._coming.setdefault(other, claim)
             if there is not claim and _in_this_process(there):
                 continue
             self._coming[other] = claim
-            if other in self._ahead:  # another thread has put it there since the first look, and dropped its claim
+            # Another thread has put it there since the first look, and dropped its claim, or wants it itself
+            if other in self._ahead or other in self._given:
                 self._coming.pop(other, None)
                 continue
             names.append(other)

@@ -266,7 +266,7 @@ class Bench:
             fill(files)
             evict_second_half(files)
         if not scenario.from_disk:
-            nbytes = min(size, 512 << 20) if self.settings.on_gpu else size
+            nbytes = self.wanted_memory(size)
             free_memory(nbytes)
             if scenario.served:
                 # What earlier processes have left is given back to the host about now, and with it what was just freed
@@ -278,6 +278,10 @@ class Bench:
         if scenario.cache == "half" and "raw_s" in found:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
         return found | {"resident_before": resident}
+
+    def wanted_memory(self, size: int) -> int:
+        """How much the tensors of a checkpoint of `size` bytes want here."""
+        return min(size, 512 << 20) if self.settings.on_gpu else size
 
     def ceiling(self, measure: str, scenario: Scenario, placed: Placed, settings: _ceiling.Settings | None) -> Run:
         with neighbour(scenario, placed):
@@ -405,6 +409,7 @@ class Bench:
             urls=[] if self._served is None else self._served.urls(placed.files),
             tools=None if self.settings.tools is None else str(self.settings.tools),
             dtype=scenario.dtype,
+            prepared=self.wanted_memory(placed.nbytes) if scenario.served else 0,
         )
 
     def files_of(self, contestant: Contestant, paths: list[str]) -> list[str]:
