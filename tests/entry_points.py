@@ -83,6 +83,9 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         assert made is not None
         return made
 
+    def seat() -> _core.Seat:
+        return _core.Seat("127.0.0.1")
+
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
 
@@ -157,6 +160,11 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFill.wait": Call(filling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
+        "Seat.__new__": Call(None, "127.0.0.1"),
+        "Seat.close": Call(seat),
+        "Seat.join": Call(seat, 0, [("127.0.0.1", 1)], bytes(16), 1.0),
+        "Shares.__new__": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
+        "pack_wants": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),
     }
     objects = {
         "Options": Options,
@@ -165,6 +173,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "View": view,
         "Save": saving,
         "CacheFill": filling,
+        "Seat": seat,
+        "Shares": lambda: _core.Shares(checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
     }
     for name in found() - set(table):  # those without arguments
         owner = name.partition(".")[0]

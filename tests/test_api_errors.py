@@ -29,6 +29,8 @@ CAUGHT_AS = {
     "NoSpace": OSError,
     "Timeout": TimeoutError,
     "Cancelled": PenstockError,
+    "Peer": ConnectionError,
+    "PlanMismatch": ValueError,
     "Device": RuntimeError,
     "OutOfMemory": MemoryError,
     "Limit": OSError,

@@ -78,7 +78,10 @@ EXAMPLES = "docs/examples.md"
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if page != ROOT / EXAMPLES])
-def test_python_examples_run(here, page):
+def test_python_examples_run(here, page, monkeypatch):
+    # A program with one rank
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 0)):
+        monkeypatch.setenv(name, str(value))
     # One after the other, as a reader would type them. There is a GPU on few machines: they load to the CPU
     known = {
         "penstock": penstock,
@@ -91,6 +94,8 @@ def test_python_examples_run(here, page):
         code = re.sub(r'"cuda(:\d)?"', '"cpu"', code)
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(code, page, "exec"), known)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 MINILM = "all-MiniLM-L6-v2"

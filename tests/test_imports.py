@@ -115,7 +115,7 @@ FLOORS = [
     ["error.rs", "options.rs", "sync.rs", "wake.rs", "wake", "machine.rs", "mappings.rs", "detached.rs"],
     ["extent.rs", "way.rs", "fallback.rs", "memory.rs", "timeline.rs"],
     ["store", "source", "staging.rs"],
-    ["format", "device"],
+    ["format", "device", "peers"],
     ["save", "plan", "engine", "stats.rs", "ceiling"],
     ["load"],
     ["lib.rs"],
@@ -148,6 +148,7 @@ NAMES_FILES = {
     "device/mod.rs": "eventfds",
     "device/cpu.rs": "eventfds",
     "device/gpu.rs": "eventfds",
+    "peers": "connections to other ranks",
 }
 #: Names of files, of descriptors, and of what is done with them.
 OF_FILES = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ._selection import Names, Selection, Slices, TensorInfo, info_of, select, u
 
 if TYPE_CHECKING:
     from ._digest import Digest
+    from ._group import Gathering
     from ._hub import Expected, Snapshot
     from ._hub_network import Digests
 
@@ -164,6 +165,7 @@ class Checkpoint:
         *,
         slices: Slices = None,
         order: Order = "file",
+        group: Any = None,
     ) -> dict[str, Any]:
         """Loads tensors.
 
@@ -183,6 +185,10 @@ class Checkpoint:
                 `TensorInfo` and returns such a slice or None. Only the bytes of that part are read. All other tensors
                 are loaded whole.
             order: "file", or "layer" to read layer by layer across files.
+            group: The ranks that load together, each what it wants: a process group, a `DeviceMesh` of one dimension,
+                or (store, rank, size) with a rendezvous store of torch.distributed. All of them make the same call.
+                What several want is read by one of them and sent to the others. The call returns when all have
+                everything.
 
         Returns:
             Tensors by name, in the order of ``names`` (in file order for globs and functions). Each tensor has its own
@@ -191,9 +197,13 @@ class Checkpoint:
         Raises:
             UnknownTensorError: no tensor has this name.
             UnsupportedError: the framework lacks a dtype. Nothing has been read.
+            PeerError: another rank of ``group`` has failed, died or does not answer.
+            PlanMismatchError: the ranks of ``group`` have different checkpoints. Nothing has been read.
             PenstockError: any other failure, with the name of the file.
         """
-        return _load.load(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
+        with _gathering(group) as together:
+            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order)
+            return _load.load(request._replace(group=together), adapter, progress)
 
     def start(
         self,
@@ -205,12 +215,16 @@ class Checkpoint:
         *,
         slices: Slices = None,
         order: Order = "file",
+        group: Any = None,
     ) -> Job:
         """Starts a `load` in the background and returns at once. `Job.result` gives the tensors.
 
-        The arguments and errors are those of `load`. Memory on a GPU is allocated here, on the calling thread.
+        The arguments and errors are those of `load`. Memory on a GPU is allocated here, on the calling thread. With
+        ``group`` the call returns when all ranks have made it.
         """
-        return Job(*self._prepare(device, names, dtype, framework, options, slices, order))
+        with _gathering(group) as together:
+            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order)
+            return Job(request._replace(group=together), adapter)
 
     def stream(
         self,
@@ -264,6 +278,7 @@ class Checkpoint:
         progress: Progress = None,
         options: Options | Mapping[str, Any] | None = None,
         order: Order = "file",
+        group: Any = None,
     ) -> Report:
         """Loads straight into existing tensors, without a second copy.
 
@@ -283,6 +298,8 @@ class Checkpoint:
             progress: As in `load`.
             options: As in `load`.
             order: As in `load`.
+            group: As in `load`. All destinations of a rank must then be on one device, and none may need a temporary
+                copy.
 
         Returns:
             The report of the load.
@@ -296,15 +313,16 @@ class Checkpoint:
         with importing():
             from . import _into
 
-        check_choice("order", order, ORDERS)
-        if _into.is_list(into):
-            if names is not None or slices is not None:
-                raise InvalidError("load_into: names= and slices= do not go with a list of destinations: omit them")
-            selection = Selection(self._core, [], [])
-        else:
-            selection = select(self._core, names, slices)
-        request = Request(self, selection, CPU, make_options(options), order)
-        report = _into.load_into(request, into, strict, progress)
+        with _gathering(group) as together:
+            check_choice("order", order, ORDERS)
+            if _into.is_list(into):
+                if names is not None or slices is not None:
+                    raise InvalidError("load_into: names= and slices= do not go with a list of destinations: omit them")
+                selection = Selection(self._core, [], [])
+            else:
+                selection = select(self._core, names, slices)
+            request = Request(self, selection, CPU, make_options(options), order, together)
+            report = _into.load_into(request, into, strict, progress)
         self._last_report = report
         return report
 
@@ -392,6 +410,16 @@ class Checkpoint:
         files = self.files
         named = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} first" if files else "no files"
         return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
+
+
+def _gathering(group: Any) -> AbstractContextManager[Gathering | None]:
+    """The ranks that load together, before they do; None if there is no group."""
+    if group is None:
+        return nullcontext()
+    with importing():
+        from ._group import Gathering
+
+    return Gathering(group)
 
 
 def open(source: Source, *, stall_timeout: float | None = None, storage: Storage | None = None) -> Checkpoint:

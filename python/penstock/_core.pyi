@@ -15,8 +15,11 @@ __all__ = [
     "CacheFill",
     "Checkpoint",
     "Load",
+    "Mesh",
     "Options",
     "Save",
+    "Seat",
+    "Shares",
     "View",
     "__version__",
     "authorities",
@@ -28,6 +31,7 @@ __all__ = [
     "head",
     "look",
     "names_in",
+    "pack_wants",
     "probe",
     "proxy",
     "release_staging",
@@ -59,6 +63,8 @@ class Options:
         extent: int | str | None = None,
         depth: int | None = None,
         gap: int | str | None = None,
+        peer_timeout: float | None = None,
+        join_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
     @property
@@ -83,6 +89,10 @@ class Options:
     def gap(self) -> int | Literal["auto"]: ...
     @property
     def _least_gap(self) -> int: ...
+    @property
+    def peer_timeout(self) -> float: ...
+    @property
+    def join_timeout(self) -> float: ...
     @property
     def trace(self) -> str: ...
     @staticmethod
@@ -130,6 +140,8 @@ class Checkpoint:
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
     def file_tensors(self, file: int) -> tuple[int, int]: ...
     def data_start(self, file: int) -> int: ...
+    def fingerprint(self) -> int:
+        """Tells checkpoints apart: tensors, their places, and the sizes of the files."""
     def nbytes(self) -> int: ...
     def warnings(self) -> list[str]: ...
     def fill(self) -> CacheFill | None:
@@ -242,6 +254,52 @@ class Save:
     def report(self) -> dict[str, Any]: ...
 
 @final
+class Seat:
+    """A rank's own address, before it knows those of the others: it listens at ``host``, on a port of its own."""
+
+    def __new__(cls, host: str) -> Seat: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None:
+        """Listens no more."""
+    def join(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: bytes,
+        timeout: float,
+        go_on: Callable[[], bool] | None = None,
+    ) -> Mesh:
+        """Connects to all others. addresses: (host, port) of all ranks. token: 16 bytes that name this load.
+
+        go_on is asked every 50 ms whether to go on waiting; what it raises is raised.
+
+        Raises PeerError if a rank does not come within ``timeout`` seconds.
+        """
+
+@final
+class Mesh:
+    """The connections of a rank to all others. A load takes them."""
+
+@final
+class Shares:
+    """Who reads what of a checkpoint that several ranks load together.
+
+    lists: what ranks want, as `pack_wants` gives it. of_rank: the number of each rank's list.
+    """
+
+    def __new__(cls, checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int]) -> Shares: ...
+    def shared_bytes(self) -> list[int]:
+        """For each rank: bytes that it reads for itself and others."""
+
+def pack_wants(
+    checkpoint: Checkpoint,
+    wants: Sequence[int] | None,
+    regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
+) -> bytes:
+    """What a rank wants, as bytes for the others."""
+
+@final
 class Load:
     """One load, running in the background from the moment it is made."""
 
@@ -263,6 +321,7 @@ class Load:
         fence: int = 0,
         dlpack_device: tuple[int, int] | None = None,
         misaligned: bool = False,
+        together: tuple[Shares, Mesh] | None = None,
     ) -> Load:
         """Plans and starts.
 
@@ -279,6 +338,7 @@ class Load:
         tensor whose elements the file misaligns.
         dlpack_device: what capsules say (None: by device and driver).
         misaligned: tensors that a file misaligns may keep their place in it, mapped or read.
+        together: what several ranks want, and the connections to the others, which the load takes.
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""

@@ -198,6 +198,39 @@ class CancelledError(PenstockError):
     kind = "Cancelled"
 
 
+class PeerError(PenstockError, ConnectionError):
+    """Another rank of the load has failed, died, or does not answer. The load has failed on all ranks.
+
+    Attributes:
+        rank: The rank whose failure it is, or None.
+        host: That rank's host, or None.
+    """
+
+    kind = "Peer"
+    rank: int | None
+    host: str | None
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
+        self.rank = rank
+        self.host = host
+
+
+class PlanMismatchError(PenstockError, ValueError):
+    """Ranks that are to load together do not mean the same. Nothing was read.
+
+    Attributes:
+        ranks: The ranks that differ from the others.
+    """
+
+    kind = "PlanMismatch"
+    ranks: list[int]
+
+    def __init__(self, message: str, *, ranks: list[int] | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
+        self.ranks = ranks or []
+
+
 class DeviceError(PenstockError, RuntimeError):
     """The GPU or its driver reported an error, or there is no GPU."""
 
@@ -300,6 +333,8 @@ _BY_KIND: dict[str, type[PenstockError]] = {
         NoSpaceError,
         StalledError,
         CancelledError,
+        PeerError,
+        PlanMismatchError,
         DeviceError,
         OutOfMemoryError,
         LimitError,
@@ -320,6 +355,7 @@ def from_core(
     values: tuple[int | str, int | str] | None = None,
     status: int | None = None,
     request_id: str | None = None,
+    peer: tuple[int, str] | None = None,
 ) -> PenstockError:
     """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``.
 
@@ -329,6 +365,8 @@ def from_core(
     cls = _BY_KIND.get(kind, PenstockError)
     error = cls(message, path=path, range=range, errno=errno, tensor=tensor, expected=expected, found=found)
     error.status, error.request_id = status, request_id
+    if isinstance(error, PeerError):
+        error.rank, error.host = peer or (None, None)
     error.kind = kind  # the enum is non-exhaustive: a kind added there is still an error here
     return error
 

@@ -11,7 +11,7 @@ from . import _accelerator, _core, _running
 from ._collector import collector_paused
 from ._destination import Destination
 from ._device import Device
-from ._errors import InvalidError, MismatchError, PenstockError, SliceError
+from ._errors import InvalidError, MismatchError, PenstockError, SliceError, UnsupportedError
 from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._load import stream
@@ -170,6 +170,11 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     try:
         with Meter(progress, "load_into") as meter:
             devices = {fill.memory.device for _, fill in straight}
+            if request.group is not None and (roundabout or len(devices) > 1):
+                raise UnsupportedError(
+                    "load_into with a group: all destinations of a rank must be on one device, and none may need a "
+                    f"temporary copy; here {len(roundabout)} need one, and the others are on {len(devices)} devices"
+                )
             # Where there is nothing to fill, a load of nothing gives its report
             for device in sorted(devices) if devices or roundabout else [request.device]:
                 on_it = [(want, fill) for want, fill in straight if fill.memory.device == device]

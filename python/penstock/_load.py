@@ -19,7 +19,7 @@ from ._request import Request
 
 def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, Any]:
     """Every want's tensor by name."""
-    if adapter.casts:
+    if adapter.casts and request.group is None:
         # As a stream, so that at no time more than the window exists in both dtypes
         start = time.perf_counter()
         reports: list[Report] = []

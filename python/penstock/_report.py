@@ -99,6 +99,9 @@ class Report(dict[str, Any]):
             repeated = (("retries", "sent again"), ("moved_requests", "moved"))
             more = [f"{network[key]} {what}" for key, what in repeated if network[key]]
             line("network", ", ".join([found, *more]))
+        if exchange := get("exchange"):
+            sent, received = size_text(exchange["sent_bytes"]), size_text(exchange["received_bytes"])
+            line("exchanged", f"{received} came from {exchange['ranks'] - 1} other ranks, {sent} went to them")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}
@@ -167,7 +170,7 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return a + [item for item in b if item not in a]
     if key == "first_touch_seconds" and (a is None or b is None):
         return None  # of a part it is not known
-    if key == "network" and (a is None or b is None):
+    if key in ("network", "exchange") and (a is None or b is None):
         return b or a
     if key == "cache_fill":  # one after the other: the last one ends last
         return b or a

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, Protocol
 
 from ._choices import ORDERS, Framework, Order, check_choice
-from ._core import Checkpoint, Load, Options
+from ._core import Checkpoint, Load, Mesh, Options, Shares
 from ._device import Device
 from ._framework import Adapter
 from ._frameworks import make_adapter
@@ -25,6 +25,12 @@ class Opened(Protocol):
     def _ended(self, load: Load) -> Report: ...
 
 
+class Together(Protocol):
+    """The ranks that load together, before they do: `_group.Gathering` is one."""
+
+    def agree(self, selection: Selection, options: Options, order: str) -> tuple[tuple[Shares, Mesh], float] | None: ...
+
+
 class Request(NamedTuple):
     """What of a checkpoint is wanted, where and how."""
 
@@ -33,6 +39,8 @@ class Request(NamedTuple):
     device: Device
     options: Options
     order: Order
+    group: Together | None = None
+    """The ranks that load it together."""
 
 
 def prepare(

@@ -12,6 +12,7 @@ from . import _core
 from ._errors import PenstockError
 from ._framework import Adapter
 from ._late_imports import importing
+from ._options import make_options
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
@@ -59,9 +60,15 @@ def begin(
     """Starts a load in the core. The caller must close it."""
     selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
+    together, options = None, request.options
+    if request.group is not None:
+        agreed = request.group.agree(selection.part([]) if nothing else selection, options, request.order)
+        if agreed is not None:
+            together, silence = agreed
+            options = make_options(options, peer_timeout=silence)
     load = _core.Load.start(
         selection.core,
-        request.options,
+        options,
         wants=[] if nothing else selection.wants,
         regions=None if nothing else selection.regions,
         device=request.device.of_core,
@@ -75,6 +82,7 @@ def begin(
         fence=fence,
         dlpack_device=None if adapter is None else adapter.dlpack_device,
         misaligned=adapter is not None and adapter.misaligned,
+        together=together,
     )
     _begun.add(load)
     if caller_blocks and not stream and adapter is not None:

@@ -49,6 +49,8 @@ pub enum ErrorKind {
     Timeout,
     /// The load was cancelled.
     Cancelled,
+    /// Another rank of the load has failed, died, or does not answer.
+    Peer,
     /// The accelerator or its driver reported an error.
     Device,
     /// Host or device memory could not be allocated.
@@ -99,6 +101,8 @@ struct Inner {
     values: Option<(Value, Value)>,
     /// The status of a server's answer, and the server's name for the request.
     answer: Option<(u16, Option<String>)>,
+    /// The rank that failed, and its host.
+    peer: Option<(u32, String)>,
     cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -108,8 +112,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A new error of `kind`; `message` says what happened and why, without the file's name.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        let (path, range, errno, tensor, values, answer, cause) = (None, None, None, None, None, None, None);
-        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, answer, cause }))
+        let (path, range, errno, tensor, values, answer, peer, cause) = Default::default();
+        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, answer, peer, cause }))
     }
 
     /// An error from the operating system, whose kind follows from its errno. `doing` reads like "open" or "read".
@@ -176,6 +180,13 @@ impl Error {
         self
     }
 
+    /// The same error with the rank whose failure it is, and that rank's host; an earlier one is kept.
+    #[must_use]
+    pub fn of_peer(mut self, rank: u32, host: impl Into<String>) -> Self {
+        self.0.peer.get_or_insert_with(|| (rank, host.into()));
+        self
+    }
+
     /// The same error with the error that led to it, such as one of a network library. The message need not repeat its text;
     /// an earlier cause is kept.
     #[must_use]
@@ -236,6 +247,11 @@ impl Error {
     /// The server's name for the request that failed, if it gave one.
     pub fn request_id(&self) -> Option<&str> {
         self.0.answer.as_ref().and_then(|answer| answer.1.as_deref())
+    }
+
+    /// The rank whose failure it is, and its host.
+    pub fn peer(&self) -> Option<(u32, &str)> {
+        self.0.peer.as_ref().map(|(rank, host)| (*rank, host.as_str()))
     }
 
     /// What happened and why, without file, range and cause.

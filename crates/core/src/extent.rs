@@ -95,6 +95,17 @@ pub struct Extent {
     pub wanted: u64,
     /// Bytes of alignment slack before the first and after the last wanted byte.
     pub slack: u64,
+    /// The parcel that it is, if several ranks want it.
+    pub shared: Option<InCommon>,
+}
+
+/// A parcel of [`Shares`](crate::plan::shares::Shares), by its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InCommon {
+    /// This rank reads it and sends it to others.
+    Sent(u32),
+    /// Its reader sends what this rank wants of it.
+    Received(u32),
 }
 
 impl Extent {

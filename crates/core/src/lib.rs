@@ -93,6 +93,7 @@ pub mod machine;
 pub mod mappings;
 pub mod memory;
 pub mod options;
+pub mod peers;
 pub mod plan;
 pub mod save;
 pub mod source;

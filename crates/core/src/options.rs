@@ -122,6 +122,10 @@ pub struct Options {
     pub window: u64,
     /// If nothing moves for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,
+    /// Of several ranks that load together: one that says nothing for this long is dead, and the load fails.
+    pub peer_timeout: Duration,
+    /// How long a rank waits for the others before a load.
+    pub join_timeout: Duration,
     /// File for a trace of the load, for Chrome or Perfetto; empty: no trace. `{pid}` and `{n}` in it stand for the
     /// process and the number of the traced load in it.
     pub trace: String,
@@ -142,6 +146,8 @@ impl Default for Options {
             order: Order::File,
             window: GIB,
             stall_timeout: Duration::from_secs(120),
+            peer_timeout: Duration::from_secs(5),
+            join_timeout: Duration::from_secs(300),
             trace: String::new(),
         }
     }

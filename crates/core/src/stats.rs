@@ -86,6 +86,17 @@ impl Tally {
     }
 }
 
+/// What a rank has exchanged with those that it loads with.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AmongRanks {
+    /// How many ranks, this one included.
+    pub ranks: usize,
+    /// Bytes that this rank has read and sent: those that two others want count twice.
+    pub sent: u64,
+    /// Wanted bytes that others have read and sent.
+    pub received: u64,
+}
+
 /// The report of one load. Times are in seconds of wall clock unless the field says otherwise; GB are 1e9 bytes.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
@@ -135,6 +146,8 @@ pub struct Report {
     pub fallbacks: Vec<Fallback>,
     /// What the engine waited for, and for how long.
     pub waits: Waits,
+    /// What was exchanged with other ranks; `None` for a load alone.
+    pub exchange: Option<AmongRanks>,
     /// What was exchanged with servers; `None` if no file is on one.
     pub network: Option<Traffic>,
     /// The stage that limited the load: "source", or "network" if most of its bytes came from servers; "device", "staging",

@@ -126,6 +126,11 @@ impl Checkpoint {
         answer(py, || self.file(file).map(|f| f.data_start))
     }
 
+    /// Tells checkpoints apart: tensors, their places, and the sizes of the files.
+    fn fingerprint<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.0.fingerprint()))
+    }
+
     fn nbytes<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
         answer(py, || Ok(self.0.nbytes()))
     }

@@ -21,6 +21,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
                 values,
                 error.status(),
                 error.request_id(),
+                error.peer(),
             ),
         )
     });

@@ -17,10 +17,12 @@ mod look;
 mod machine;
 mod options;
 mod raised;
+mod ranks;
 mod save;
 mod small_files;
 mod storage;
 mod waiting;
+mod wants;
 
 use pyo3::prelude::*;
 
@@ -40,6 +42,8 @@ mod _core {
     use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
+    #[pymodule_export]
+    use crate::ranks::{pack_wants, Mesh, Seat, Shares};
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]

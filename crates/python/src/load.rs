@@ -6,7 +6,9 @@ use crate::errors::{interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
 use crate::options::Options;
+use crate::ranks::{Mesh, Shares};
 use crate::waiting::patiently;
+use crate::wants::{wants_of, Region};
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
 use penstock::extent::Route;
@@ -14,9 +16,8 @@ use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
 use penstock::options::Order;
-use penstock::plan::request::{Memory, Request, Where};
+use penstock::plan::request::{Memory, Request, Together, Where};
 use penstock::plan::strides::Foreign;
-use penstock::plan::want::{AxisSlice, Want};
 use penstock::stats::Report;
 use penstock::{DType, Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
@@ -38,9 +39,6 @@ fn instant(seconds: f64) -> Instant {
 
 /// Tensors whose views are taken from the load in one call.
 const AT_ONCE: usize = 1024;
-
-/// One (start, stop, step) per dimension, or None for the whole tensor.
-type Region = Option<Listed<(u64, u64, u64)>>;
 
 /// (count, bytes from one to the next) of each dimension of a destination.
 type Dims = Listed<(u64, u64)>;
@@ -69,7 +67,7 @@ impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
                         stream = false, caller_blocks = false, into = None, strides = None, casts = None, keep = None,
-                        fence = 0, dlpack_device = None, misaligned = false))]
+                        fence = 0, dlpack_device = None, misaligned = false, together = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -88,25 +86,11 @@ impl Load {
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
         misaligned: bool,
+        together: Option<(Bound<'_, Shares>, Bound<'_, Mesh>)>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let core = &checkpoint.0;
-            let mut wants: Vec<Want> = match wants {
-                None => Want::all(core),
-                Some(wants) => wants.0.into_iter().map(Want::whole).collect(),
-            };
-            if let Some(want) = wants.iter().find(|w| w.tensor as usize >= core.len()) {
-                return Err(PyIndexError::new_err(format!("tensor {} of {}", want.tensor, core.len())));
-            }
-            if let Some(regions) = regions {
-                if regions.0.len() != wants.len() {
-                    return Err(PyValueError::new_err("there must be one region (or None) per want"));
-                }
-                for (want, region) in wants.iter_mut().zip(regions.0) {
-                    want.region = region
-                        .map(|r| r.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }).collect());
-                }
-            }
+            let wants = wants_of(core, wants, regions)?;
             let (at, asked) = target(device)?;
             let mut options = options.0.clone();
             options.misaligned = misaligned;
@@ -126,13 +110,20 @@ impl Load {
             };
             let request =
                 Request { checkpoint: Arc::clone(core), wants, layout: None, device: at, memory, options, stream };
+            let together = match together {
+                Some((shares, mesh)) => Some(Together { shares: shares.get().0.clone(), mesh: mesh.get().take()? }),
+                None => None,
+            };
             let files = core.files();
             let (core, own) = interruptibly(py, |go_on| {
                 check_driver(asked, device).map_err(|e| match files.first() {
                     Some(file) => e.at(&file.spelled),
                     None => e,
                 })?;
-                let core = Core::start_while(request, go_on)?;
+                let core = match together {
+                    Some(together) => Core::start_together(request, together, go_on)?,
+                    None => Core::start_while(request, go_on)?,
+                };
                 let own = match at {
                     Where::Cpu => (CPU, 0),
                     Where::Gpu(number) => match Api::load()?.vendor() {
@@ -480,6 +471,14 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
         Ok::<_, PyErr>(d)
     });
     d.set_item("network", network.transpose()?)?;
+    let exchange = r.exchange.map(|exchange| {
+        let d = PyDict::new(py);
+        d.set_item("ranks", exchange.ranks)?;
+        d.set_item("sent_bytes", exchange.sent)?;
+        d.set_item("received_bytes", exchange.received)?;
+        Ok::<_, PyErr>(d)
+    });
+    d.set_item("exchange", exchange.transpose()?)?;
     d.set_item("bottleneck", r.bottleneck)?;
     d.set_item("cache", r.cache)?;
     d.set_item("cache_reason", &r.cache_reason)?;

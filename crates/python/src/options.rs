@@ -26,7 +26,7 @@ const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), 
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
 /// Options for measurements, for unusual storage, and for finding out what is wrong.
-const ADVANCED: [&str; 5] = ["io", "extent", "depth", "gap", "trace"];
+const ADVANCED: [&str; 7] = ["io", "extent", "depth", "gap", "peer_timeout", "join_timeout", "trace"];
 
 fn names() -> impl Iterator<Item = &'static str> {
     EVERYDAY.into_iter().chain(ADVANCED)
@@ -59,6 +59,9 @@ fn names() -> impl Iterator<Item = &'static str> {
 /// - depth: the most reads in flight; 0 (the default) adapts.
 /// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too. "auto" (the default): 16 KiB;
 ///   more where a load has thousands of longer holes and a read of this storage, timed, costs more.
+/// - peer_timeout: seconds. Of several ranks that load together, one that says nothing for so long is dead, and the load fails
+///   on the others (default 5).
+/// - join_timeout: seconds that a rank waits for the others before a load (default 300).
 /// - trace: a file. The load writes to it what happened when, for Chrome or Perfetto. "{pid}" and "{n}" in the name stand
 ///   for the process and the number of the traced load in it. "" (the default) writes none.
 ///
@@ -136,6 +139,16 @@ impl Options {
     }
 
     #[getter]
+    fn peer_timeout<'py>(&self, py: Python<'py>) -> Answer<'py, f64> {
+        answer(py, || Ok(self.0.peer_timeout.as_secs_f64()))
+    }
+
+    #[getter]
+    fn join_timeout<'py>(&self, py: Python<'py>) -> Answer<'py, f64> {
+        answer(py, || Ok(self.0.join_timeout.as_secs_f64()))
+    }
+
+    #[getter]
     fn trace<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, &'a str> {
         answer(py, || Ok(self.0.trace.as_str()))
     }
@@ -208,7 +221,7 @@ impl Options {
         let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={gap}, trace={:?})",
+             depth={}, gap={gap}, peer_timeout={}, join_timeout={}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -217,6 +230,8 @@ impl Options {
             spelling(IO, self.0.io),
             self.0.extent,
             self.0.depth,
+            self.0.peer_timeout.as_secs_f64(),
+            self.0.join_timeout.as_secs_f64(),
             self.0.trace,
         )
     }
@@ -296,6 +311,14 @@ pub(crate) fn stall_timeout(py: Python<'_>, value: Option<f64>) -> Answer<'_, f6
     answer(py, || stall_timeout_of(value).map(|timeout| timeout.as_secs_f64()))
 }
 
+fn timeout<'a>(o: &'a mut Core, name: &str) -> &'a mut Duration {
+    match name {
+        "peer_timeout" => &mut o.peer_timeout,
+        "join_timeout" => &mut o.join_timeout,
+        _ => &mut o.stall_timeout,
+    }
+}
+
 fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
     let whole = || text.trim().parse::<u32>().map_err(|_| "must be a whole number, 0 or more".to_owned());
     match name {
@@ -309,8 +332,8 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "gap" => o.gap = Some(size(text).map_err(|why| format!("{why}, or \"auto\""))?),
         "window" => o.window = size(text)?,
         "trace" => text.clone_into(&mut o.trace),
-        "stall_timeout" => {
-            o.stall_timeout = seconds(text.trim().parse().map_err(|_| "must be a number of seconds".to_owned())?)?;
+        "stall_timeout" | "peer_timeout" | "join_timeout" => {
+            *timeout(o, name) = seconds(text.trim().parse().map_err(|_| "must be a number of seconds".to_owned())?)?;
         }
         "copy" => {
             o.copy = match text.trim().to_ascii_lowercase().as_str() {
@@ -334,9 +357,9 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
             let text: String = value.extract().map_err(|_| wrong("a string"))?;
             set_text(o, name, &text).map_err(refuse)?;
         }
-        "stall_timeout" => {
+        "stall_timeout" | "peer_timeout" | "join_timeout" => {
             let number: f64 = value.extract().map_err(|_| wrong("a number of seconds"))?;
-            o.stall_timeout = seconds(number).map_err(refuse)?;
+            *timeout(o, name) = seconds(number).map_err(refuse)?;
         }
         "trace" => {
             let path: std::path::PathBuf = value.extract().map_err(|_| wrong("a path"))?;

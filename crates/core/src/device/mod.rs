@@ -66,7 +66,7 @@ unsafe impl Send for Batch {}
 
 impl Batch {
     /// The destination blocks of its copies. A block may come again.
-    fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
         self.copies.iter().map(|copy| copy.block).chain(self.strided.blocks())
     }
 }

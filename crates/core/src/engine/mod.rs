@@ -21,7 +21,7 @@
 //! A want is ready when every piece of it has arrived.
 
 use crate::error::{Error, ErrorKind};
-use crate::extent::{Landing, Piece, TakesSlab, Ticket};
+use crate::extent::{InCommon, Landing, Piece, TakesSlab, Ticket};
 use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
 use deadline::Deadlines;
@@ -71,6 +71,10 @@ pub(crate) struct Engine<S> {
     reads: usize,
     requests: usize,
     copies_in_flight: usize,
+    /// Slabs of parcels that this rank reads for others.
+    sent: usize,
+    /// Reads in flight of parcels that others send.
+    received: usize,
     /// Pieces still to arrive, per want.
     missing: Vec<u32>,
     /// Wants that are not ready, per block.
@@ -137,6 +141,8 @@ impl<S> Engine<S> {
             reads: 0,
             requests: 0,
             copies_in_flight: 0,
+            sent: 0,
+            received: 0,
             missing,
             unready: layout.wants_per_block(),
             torn: vec![false; layout.places.len()],
@@ -159,6 +165,11 @@ impl<S> Engine<S> {
             schedule,
             layout,
         }
+    }
+
+    /// Why the load has failed.
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.failure.as_ref()
     }
 
     /// The driver is awake, and is about to look what happened. The source may have room again, and the ring a slab.
@@ -201,8 +212,13 @@ impl<S> Engine<S> {
             }
             Event::Arrived(ticket) => self.arrived(now, ticket),
             Event::Received(ticket) => {
-                let known = self.expect(now, ticket, |stage| stage == Stage::Reading).is_some();
-                if known && !mutated!(self, StallForgetsBytes) {
+                // What another rank sends goes on as long as that rank lives. But if something of this rank's own is in flight,
+                // that has to move: else two ranks whose storage hangs would wait for each other.
+                let theirs = self.is_received(ticket.0 as usize);
+                let goes_on = |stage: Stage| if theirs { stage.is_reading() } else { stage == Stage::Reading };
+                let known = self.expect(now, ticket, goes_on).is_some();
+                let own = self.reads_in_flight() + self.copies_in_flight - self.received;
+                if known && (!theirs || own == 0) && !mutated!(self, StallForgetsBytes) {
                     self.moved(now);
                 }
             }
@@ -279,6 +295,11 @@ impl<S> Engine<S> {
     /// Gives the request that arrived first its slab.
     fn land(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         let last = mutated!(self, LandLastArrivalFirst);
+        if !self.may_send_more() && self.arrivals.front().is_some_and(|&extent| self.is_sent(extent as usize)) {
+            // What others send needs no other slab.
+            let other = self.arrivals.iter().position(|&extent| !self.is_sent(extent as usize))?;
+            self.arrivals.swap(0, other);
+        }
         let &extent = if last { self.arrivals.back() } else { self.arrivals.front() }?;
         let i = extent as usize;
         if self.slabs[i].is_none() {
@@ -290,6 +311,7 @@ impl<S> Engine<S> {
                 return None;
             }
             self.slabs[i] = slab;
+            self.sent += usize::from(self.is_sent(i));
         } else if mutated!(self, QueueArrivalTwice) {
             self.slabs[i] = Some(self.slab_from(now, ring)?);
         }
@@ -316,11 +338,16 @@ impl<S> Engine<S> {
         }
         let extent = self.cursor as u32;
         if landing == Landing::Slab && (!on_arrival || mutated!(self, TakeSlabAtRequest)) {
+            if self.is_sent(self.cursor) && !self.may_send_more() {
+                return None;
+            }
             // Requests that have arrived were served before: if one still waits, there is no slab in this turn.
             self.slabs[self.cursor] = Some(self.slab_from(now, ring)?);
+            self.sent += usize::from(self.is_sent(self.cursor));
         }
         self.ahead += wanted;
         *self.reads_of(staging) += 1;
+        self.received += usize::from(self.is_received(self.cursor));
         self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::Reading };
         self.offered = true;
         if on_arrival && mutated!(self, LandBeforeArrival) {
@@ -330,6 +357,20 @@ impl<S> Engine<S> {
             self.cursor += 1;
         }
         Some(Action::Read { extent })
+    }
+
+    /// Whether other ranks get bytes of this extent out of its slab.
+    fn is_sent(&self, extent: usize) -> bool {
+        matches!(self.schedule.extents[extent].shared, Some(InCommon::Sent(_)))
+    }
+
+    /// Whether this extent comes from another rank.
+    fn is_received(&self, extent: usize) -> bool {
+        matches!(self.schedule.extents.get(extent).and_then(|e| e.shared), Some(InCommon::Received(_)))
+    }
+
+    fn may_send_more(&self) -> bool {
+        self.bounds.sent.is_none_or(|most| self.sent < most)
     }
 
     /// A slab, if there is one. The ring is asked once a turn: its answer costs a system call.
@@ -361,6 +402,7 @@ impl<S> Engine<S> {
                 return Some(Action::Read { extent });
             }
             *self.reads_of(self.schedule.extents[extent as usize].staging) -= 1;
+            self.received -= usize::from(self.is_received(extent as usize));
             self.drop_extent(extent as usize);
             return Some(Action::Withdraw { extent });
         }
@@ -401,6 +443,7 @@ impl<S> Engine<S> {
         let e = &self.schedule.extents[i];
         let (offset, need, landing, staging) = (e.offset, e.need, e.landing, e.staging);
         *self.reads_of(staging) -= 1;
+        self.received -= usize::from(self.is_received(i));
         self.moved(now);
         let has_landed = self.stages[i] == Stage::Reading || mutated!(self, DoneBeforeLanded);
         if self.stages[i] == Stage::Answered {
@@ -545,7 +588,7 @@ impl<S> Engine<S> {
     /// Gives up on what is in flight: a read or copy that hangs may touch its slab at any later time.
     fn abandon(&mut self) {
         self.abandoned = true;
-        (self.reads, self.requests, self.copies_in_flight) = (0, 0, 0);
+        (self.reads, self.requests, self.copies_in_flight, self.received) = (0, 0, 0, 0);
         if !mutated!(self, ForgetHung) {
             let all = 0..self.stages.len() as u32;
             self.hung =
@@ -871,9 +914,13 @@ impl<S> Engine<S> {
 
     fn arrive(&mut self, i: usize) {
         self.stages[i] = Stage::Arrived;
-        self.slabs[i] = None;
-        self.bytes_arrived += self.schedule.extents[i].wanted;
+        self.let_go(i);
         let r = self.schedule.extents[i].pieces.clone();
+        self.bytes_arrived += match self.schedule.extents[i].shared {
+            // Others may want more of it than this rank.
+            Some(_) => self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum(),
+            None => self.schedule.extents[i].wanted,
+        };
         for p in &self.schedule.pieces[r.start as usize..r.end as usize] {
             let missing = &mut self.missing[p.want as usize];
             *missing = if mutated!(self, ReadyAfterFirstExtent) { 0 } else { missing.saturating_sub(1) };
@@ -888,6 +935,13 @@ impl<S> Engine<S> {
         if self.schedule.extents[i].lands_on_arrival() && mutated!(self, LeakSlabOfFailedArrival) {
             std::mem::forget(self.slabs[i].take());
         }
-        self.slabs[i] = None;
+        self.let_go(i);
+    }
+
+    /// Gives back the slab of an extent, if it has one.
+    fn let_go(&mut self, i: usize) {
+        if self.slabs[i].take().is_some() && self.is_sent(i) {
+            self.sent -= 1;
+        }
     }
 }

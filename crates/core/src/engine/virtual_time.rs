@@ -223,7 +223,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
         Limits { extent: options.extent, gap: options.least_gap(), scatter: None, direct_in_place: true, window: None };
     let layout = Arc::new(Layout::new(checkpoint, &Want::all(checkpoint), &Target::Gpu, Order::File).unwrap());
     let schedule = Arc::new(Schedule::new(checkpoint, &layout, &traits, &limits));
-    let bounds = Bounds { depth, requests: depth, window: None, stall: nanos(60.0) };
+    let bounds = Bounds { depth, requests: depth, window: None, sent: None, stall: nanos(60.0) };
     let mut engine: Engine<Slab> = Engine::new(schedule.clone(), layout.clone(), bounds);
     (0..layout.blocks.len() as u32).for_each(|block| engine.on(0, Event::Granted(block)));
 

@@ -76,6 +76,9 @@ pub(crate) struct Bounds {
     /// Most wanted bytes started and not yet taken (see [`Window`](super::window::Window)); `None` for a load that hands everything out at its
     /// end.
     pub(crate) window: Option<u64>,
+    /// Most slabs of parcels that this rank reads for others: the rest is for what others send, so that ranks which wait for
+    /// each other go on. `None`: others send nothing that needs a slab.
+    pub(crate) sent: Option<usize>,
     /// The load fails if nothing moves for so long.
     pub(crate) stall: Nanos,
 }

@@ -155,6 +155,38 @@ impl Checkpoint {
         (0..self.tensors.len() as u32).map(|i| self.tensor(i))
     }
 
+    /// A number that tells checkpoints apart: names, dtypes, shapes and places of all tensors, and the sizes of the files. It is
+    /// the same in every process and on every machine.
+    pub fn fingerprint(&self) -> u64 {
+        // FNV-1a, over words where that is possible.
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |word: u64| hash = (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+        self.files.iter().for_each(|file| [file.size, file.data_start].into_iter().for_each(&mut add));
+        for e in &self.tensors {
+            add(u64::from(e.file) << 32 | e.dtype.bits() << 8 | u64::from(e.shape.1));
+            add(e.begin);
+            add(e.end);
+        }
+        self.shapes.iter().copied().for_each(&mut add);
+        self.tensors.iter().for_each(|e| add(u64::from(e.name.1)));
+        for name in self.names.as_bytes().chunks(8) {
+            let mut word = [0; 8];
+            word[..name.len()].copy_from_slice(name);
+            add(u64::from_le_bytes(word));
+        }
+        self.tensors.iter().for_each(|e| e.dtype.name().bytes().for_each(|byte| add(u64::from(byte))));
+        hash
+    }
+
+    /// Numbers of the tensors that have bytes in `range` of a file.
+    pub(crate) fn tensors_within(&self, file: u32, range: Range<u64>) -> Range<u32> {
+        let Range { start, end } = self.files[file as usize].tensors.clone();
+        let tensors = &self.tensors[start as usize..end as usize];
+        let from = tensors.partition_point(|tensor| tensor.end <= range.start);
+        let past = tensors.partition_point(|tensor| tensor.begin < range.end);
+        start + from as u32..start + past.max(from) as u32
+    }
+
     /// The shard files, in natural order of their names.
     pub fn files(&self) -> &[ShardFile] {
         &self.files

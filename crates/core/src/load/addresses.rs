@@ -261,6 +261,7 @@ mod tests {
             pieces: 0..pieces.len() as u32,
             wanted: 100,
             slack: 0,
+            shared: None,
         };
         let blocks = kinds.iter().map(|&kind| BlockSpec { kind, nbytes: 8192 }).collect();
         let places = vec![Place { block: 0, offset: 0, nbytes: 40 }; 4];

@@ -7,9 +7,10 @@ use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Device, Fence};
 use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready, Slabs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Landing, Route, Ticket};
+use crate::extent::{InCommon, Landing, Route, Ticket};
 use crate::format::Checkpoint;
 use crate::memory::{Block, Keep};
+use crate::peers::Peers;
 use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
 use crate::source::{self, Chosen, Done, Read, Source};
@@ -57,6 +58,8 @@ pub(super) struct Driver {
     /// the load, unless the bytes were kept.
     pub(super) trial: Option<Chosen>,
     pub(super) record: Option<Record>,
+    /// The other ranks of the load. The last to go: they are told how it ended.
+    pub(super) peers: Option<Peers>,
 }
 
 /// What the engine thread needs to record the load.
@@ -165,6 +168,9 @@ impl Driver {
             self.finish(outcome, cpu)
         }))
         .unwrap_or_else(|panic| Err(panicked(&*panic)));
+        if let (Some(peers), Err(error)) = (&self.peers, &outcome) {
+            peers.fail(error);
+        }
         shared.lock().touched = self.touched();
         let fill = shared.lock().report.cache_fill.clone();
         // Drop the source and the device before publishing the outcome: a caller that has seen the outcome may count
@@ -255,12 +261,20 @@ impl Driver {
             let revoked = self.publish(clock, &mut told);
             match self.engine.outcome() {
                 Some(Err(e)) => return Err(self.stalled_at(e)),
-                Some(Ok(())) => return Ok(()),
+                Some(Ok(())) => return self.part(),
                 // Else the source may have something at once, or the engine does.
                 None if more || cancelled || revoked => {}
                 None => self.sleep(clock),
             }
         }
+    }
+
+    /// Waits until the other ranks have everything too: what one of them lacks may be this rank's.
+    fn part(&self) -> Result<()> {
+        let Some(peers) = &self.peers else { return Ok(()) };
+        // Before the others hear that all is well.
+        self.unchanged(None)?;
+        peers.part(|| !self.shared.lock().messages.iter().any(|m| matches!(m, Message::Cancel)))
     }
 
     /// Tells the engine what source and device have done.
@@ -289,7 +303,10 @@ impl Driver {
                     continue;
                 }
             };
-            if let Ok(bytes) = &result {
+            let e = self.schedule.extents.get(ticket.0 as usize);
+            if let (Ok(bytes), Some(InCommon::Received(_))) = (&result, e.and_then(|e| e.shared)) {
+                self.report.exchange.get_or_insert_default().received += bytes;
+            } else if let Ok(bytes) = &result {
                 self.report.count(route, *bytes);
                 let planned = self.schedule.extents.get(ticket.0 as usize).map(|e| e.route);
                 self.report.rerouted_extents += u64::from(planned != Some(route));
@@ -423,6 +440,9 @@ impl Driver {
                     }
                     Action::Withdraw { .. } => self.held_back = None,
                     Action::Cancel => {
+                        if let (Some(peers), Some(error)) = (&self.peers, self.engine.failure()) {
+                            peers.fail(error);
+                        }
                         self.source.cancel();
                         cancelled = true;
                     }
@@ -464,6 +484,9 @@ impl Driver {
 
     fn land(&mut self, extent: u32) -> Result<()> {
         let slab = self.slab(extent)?.clone();
+        if self.schedule.extents[extent as usize].len > slab.len() as u64 {
+            return Err(internal("an extent that is longer than its slab"));
+        }
         let into = self.addresses(extent).destination(Some(slab.address()))?;
         self.source.land(ticket(extent), into, slab)
     }
@@ -490,6 +513,9 @@ impl Driver {
     fn read(&self, extent: u32) -> Result<Read> {
         let e = &self.schedule.extents[extent as usize];
         let slab = self.engine.slab(extent);
+        if slab.is_some_and(|slab| e.len > slab.len() as u64) {
+            return Err(internal("an extent that is longer than its slab"));
+        }
         let into = self.addresses(extent).destination(slab.map(|slab| slab.address()))?;
         let keep: Keep = match (e.landing, slab) {
             (Landing::Slab, Some(slab)) => slab.clone(),
@@ -622,10 +648,10 @@ impl Driver {
     /// The error, with the file and range of the extent that failed.
     fn located(&self, error: Error, ticket: Ticket) -> Error {
         match self.schedule.extents.get(ticket.0 as usize) {
-            Some(e) => {
-                let path = &self.checkpoint.files()[e.file as usize].spelled;
-                error.at(path).range(e.offset..e.offset + e.need)
-            }
+            Some(e) => match self.checkpoint.files().get(e.file as usize) {
+                Some(file) => error.at(&file.spelled).range(e.offset..e.offset + e.need),
+                None => error.at(self.files.path(e.file)),
+            },
             None => error,
         }
     }

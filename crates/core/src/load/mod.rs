@@ -4,6 +4,7 @@
 //! inbox and a condition variable. It runs no foreign code and waits for no caller.
 
 pub(crate) mod addresses;
+mod among;
 mod drive;
 mod handle;
 mod shared;

@@ -1,5 +1,6 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
+use super::among::{Among, Received};
 use super::drive::{Began, Driver, GpuBlocks, Record};
 use super::handle::Load;
 use super::shared::{somewhere, Shared};
@@ -10,18 +11,19 @@ use crate::device::gpu::GpuDevice;
 use crate::device::{Device, Fence};
 use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Landing;
 #[cfg(any(test, feature = "testing"))]
 use crate::extent::TakesSlab;
+use crate::extent::{Extent, Landing};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
-use crate::options::{Io, Options, PAGE};
+use crate::options::{pool_bytes, Io, Options, PAGE};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
-use crate::plan::request::{Memory, Request, Where};
+use crate::plan::request::{Memory, Request, Together, Where};
+use crate::plan::schedule::OneOfRanks;
 use crate::plan::Planned;
 use crate::source::{Chosen, Router, Source, Trial};
 use crate::staging::Ring;
-use crate::stats::Tally;
+use crate::stats::{AmongRanks, Tally};
 use crate::store::{patiently, DiskUse, Files, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
@@ -43,6 +45,7 @@ type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<d
 #[derive(Default)]
 struct StandIns<'a> {
     device: Option<Box<dyn Device>>,
+    together: Option<Together>,
     decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
     #[cfg(any(test, feature = "testing"))]
@@ -63,6 +66,15 @@ impl Load {
     /// kind `Cancelled`. On a network mount whose server is gone, opening may take until the stall timeout.
     pub fn start_while(request: Request, go_on: impl FnMut() -> bool) -> Result<Load> {
         start(request, StandIns::default(), go_on)
+    }
+
+    /// The same for one rank of several that load together: what more than one of them wants is read by one, and sent to the
+    /// others. The load ends when all of them have everything.
+    ///
+    /// # Errors
+    /// Also `Peer`, if another rank fails, dies or stops; `Invalid` for a stream.
+    pub fn start_together(request: Request, together: Together, go_on: impl FnMut() -> bool) -> Result<Load> {
+        start(request, StandIns { together: Some(together), ..StandIns::default() }, go_on)
     }
 
     /// The same with another device than the request's own, for tests that remove a fence.
@@ -121,15 +133,36 @@ fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
 
 fn begin(
     request: Request,
-    stand_ins: StandIns<'_>,
+    mut stand_ins: StandIns<'_>,
     timeline: Option<Arc<Timeline>>,
     go_on: impl FnMut() -> bool,
 ) -> Result<Load> {
     let began = Began::now();
-    let files = Arc::new(request.checkpoint.storage()?);
+    let mut among = stand_ins.together.take().map(|together| Among::new(together, &request)).transpose()?;
+    let outcome = assemble(request, stand_ins, timeline, go_on, began, &mut among);
+    if let (Err(error), Some(among)) = (&outcome, &among) {
+        // It could not even begin: the others hear why.
+        among.peers.fail(error);
+    }
+    outcome
+}
+
+fn assemble(
+    request: Request,
+    stand_ins: StandIns<'_>,
+    timeline: Option<Arc<Timeline>>,
+    go_on: impl FnMut() -> bool,
+    began: Began,
+    among: &mut Option<Among>,
+) -> Result<Load> {
+    let files = request.checkpoint.storage()?;
+    let files = Arc::new(match &among {
+        Some(among) => files.among(&among.hosts),
+        None => files,
+    });
     #[cfg(any(test, feature = "testing"))]
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.local().pretend_storage(file, *storage))?;
-    let (request, mut plan) = plan(request, &files, go_on)?;
+    let (request, mut plan) = plan(request, &files, among.as_ref(), go_on)?;
     #[cfg(any(test, feature = "testing"))]
     if stand_ins.late {
         plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
@@ -159,6 +192,10 @@ fn begin(
         Some(decorate) => decorate(source, files.local())?,
         None => source,
     };
+    let (source, bounds) = match &among {
+        Some(among) => among.source(source, &schedule, &checkpoint)?,
+        None => (source, None),
+    };
     let mut device = match stand_ins.device {
         Some(device) => Some(device),
         None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
@@ -166,14 +203,28 @@ fn begin(
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
     let (depth, requests) = (routing.depth, routing.requests);
-    let bounds = Bounds { depth, requests, window, stall: nanos(options.stall_timeout) };
+    let received = bounds.map_or(0, |received: Received| received.parcels);
+    // Half of what a load to a GPU registers: what others send finds a slab.
+    let most_sent = bounds.filter(|received| received.in_slabs);
+    let most_sent = most_sent.map(|_| (pool_bytes(options.staging, plan.slab) / plan.slab / 2).max(1) as usize);
+    let requests = requests.saturating_add(received);
+    let bounds = Bounds { depth, requests, window, sent: most_sent, stall: nanos(options.stall_timeout) };
     let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
+    let mut sent = 0;
+    if let (Some(among), Some(inner)) = (&among, device.take_if(|_| among.is_some())) {
+        let (decorated, sent_bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+        sent = sent_bytes;
+        device = Some(decorated);
+    }
+    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.hosts.len(), sent, received: 0 });
     let mut ring = Ring::process().join(plan.slab, options.staging)?;
     if let Some(device) = &mut device {
-        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(|e| e.len).sum());
+        // A parcel holds its slab until other ranks have taken it.
+        let bytes = |e: &Extent| if e.shared.is_some() { plan.slab } else { e.len };
+        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(bytes).sum());
     }
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
     let extents = schedule.extents.len();
@@ -201,6 +252,7 @@ fn begin(
         routing: routing.clone(),
         trial,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
+        peers: among.take().map(|among| among.peers),
     };
     // Its own, which holds no descriptor after the load has ended.
     let mapped = match stream && routing.ways.iter().any(|way| way.mapped) {
@@ -228,13 +280,27 @@ fn begin(
 
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
 /// Opening files of a mount that hangs, or asking for their state, cannot be interrupted.
-fn plan(request: Request, files: &Arc<Storage>, go_on: impl FnMut() -> bool) -> Result<(Request, Planned)> {
+fn plan(
+    mut request: Request,
+    files: &Arc<Storage>,
+    among: Option<&Among>,
+    go_on: impl FnMut() -> bool,
+) -> Result<(Request, Planned)> {
+    if let (Some(_), Memory::Ours, Where::Cpu) = (among, &request.memory, request.device) {
+        // What comes from another rank cannot land in a mapping.
+        request.options.copy = Some(true);
+    }
+    let ranks = among.map(|among| (among.shares.clone(), among.rank));
+    let planned = move |request: Request, files: &Storage| {
+        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank });
+        Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
+    };
     if files.are_known_local() {
-        return here(|| Planned::new(&request, files).map(|plan| (request, plan)));
+        return here(|| planned(request, files));
     }
     let stall = request.options.stall_timeout;
     let asked = files.clone();
-    let work = move || Planned::new(&request, &asked).map(|plan| (request, plan));
+    let work = move || planned(request, &asked);
     patiently(files, work, stall, go_on)
 }
 

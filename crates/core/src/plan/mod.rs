@@ -2,11 +2,13 @@
 
 mod holes;
 pub mod layout;
+pub mod packed;
 mod planned;
 mod recorded;
 pub mod request;
 mod routing;
 pub mod schedule;
+pub mod shares;
 pub mod strides;
 mod survey;
 pub mod want;

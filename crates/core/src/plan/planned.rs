@@ -5,11 +5,12 @@ use super::layout::{Layout, Target};
 use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
-use super::schedule::{FileTraits, Limits, Schedule};
+use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
+use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Piece, Route};
+use crate::extent::{InCommon, Landing, Piece, Route};
 use crate::machine;
 use crate::options::{Io, Options, HUGE_PAGE, LEAST_EXTENT, PAGE};
 use crate::stats::Report;
@@ -32,7 +33,9 @@ pub(crate) struct Planned {
 
 impl Planned {
     /// Plans `request`. Asks the file systems about the files.
-    pub(crate) fn new(request: &Request, files: &Storage) -> Result<Planned> {
+    ///
+    /// With `ranks`, for one rank of several.
+    pub(crate) fn new(request: &Request, files: &Storage, ranks: Option<&OneOfRanks<'_>>) -> Result<Planned> {
         let Request { checkpoint, wants, device, memory, options, .. } = request;
         let into = match (memory, device) {
             (Memory::Into { .. }, Where::Cpu) => Goal::Tensors,
@@ -113,8 +116,11 @@ impl Planned {
             window: request.stream.then_some(options.window),
         };
         Schedule::check(checkpoint, wants, &layout, &traits, &limits)?;
-        let schedule = Schedule::new(checkpoint, &layout, &traits, &limits);
-        for e in &schedule.extents {
+        let schedule = match ranks {
+            Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
+            None => Schedule::new(checkpoint, &layout, &traits, &limits),
+        };
+        for e in schedule.extents.iter().filter(|e| !matches!(e.shared, Some(InCommon::Received(_)))) {
             // A direct read covers whole sectors. The part past the end of the file never arrives.
             let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
             report.slack_bytes += e.slack.saturating_sub(past_end);
@@ -126,6 +132,11 @@ impl Planned {
             }
         }
         let slab = slab.unwrap_or(options.extent);
+        // A parcel with the pages around it, and room to move its neighbours apart.
+        let longest =
+            schedule.extents.iter().filter(|e| e.shared.is_some() && e.landing == Landing::Slab).map(|e| e.len);
+        let slab = slab.max(longest.max().unwrap_or(0).next_multiple_of(HUGE_PAGE));
+        let slab = if ranks.is_some() { slab.max(2 * PARCEL) } else { slab };
         Ok(Planned { layout, schedule, routing, slab, uses_disk, report })
     }
 }

@@ -1,12 +1,14 @@
 //! What a load is asked for.
 
 use super::layout::Layout;
+use super::shares::Shares;
 use super::strides::Foreign;
 use super::want::Want;
 use crate::device::Fence;
 use crate::format::Checkpoint;
 use crate::memory::Keep;
 use crate::options::Options;
+use crate::peers::Mesh;
 use std::sync::Arc;
 
 /// Where the tensors go.
@@ -34,6 +36,14 @@ pub enum Memory {
         /// The work that is still queued on the tensors' stream.
         fence: Option<Fence>,
     },
+}
+
+/// What several ranks load together, and which of them this is.
+pub struct Together {
+    /// What all ranks want, and who reads what: the same on every rank.
+    pub shares: Arc<Shares>,
+    /// The connections to the others.
+    pub mesh: Mesh,
 }
 
 /// What to load, from where, to where and how.

@@ -7,10 +7,11 @@
 //! mapped and read: its mapped bytes are populated separately.
 
 use super::layout::{BlockKind, Layout};
+use super::shares::{Parcel, Shares};
 use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, Landing, Piece, Route, RouteTotals, TakesSlab};
+use crate::extent::{Extent, InCommon, Landing, Piece, Route, RouteTotals, TakesSlab};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use crate::way::{Through, Way};
@@ -79,6 +80,15 @@ pub struct Schedule {
     pub stretches: Vec<u32>,
 }
 
+/// What several ranks want of a checkpoint, and which of them plans.
+#[derive(Clone, Copy)]
+pub struct OneOfRanks<'a> {
+    /// Who reads what.
+    pub shares: &'a Shares,
+    /// The rank whose schedule it is.
+    pub rank: u32,
+}
+
 /// Most pieces of one extent. This bounds the work of one read.
 const PIECES: usize = 16 * 1024;
 /// Most entries of one scattering read, gaps included: half of what one preadv takes (IOV_MAX is 1024).
@@ -135,6 +145,29 @@ impl Schedule {
     /// in the block. The sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`. A
     /// single page is the exception.
     pub fn new(checkpoint: &Checkpoint, layout: &Layout, files: &[FileTraits], limits: &Limits) -> Schedule {
+        Self::make(checkpoint, layout, files, limits, None)
+    }
+
+    /// The same for one rank of several. What several want are parcels, which are extents of their own, in slabs: those that this
+    /// rank reads stand in the order with the rest. Those that others read come first, as files behind those of the checkpoint,
+    /// one for each rank.
+    pub fn together(
+        checkpoint: &Checkpoint,
+        layout: &Layout,
+        files: &[FileTraits],
+        limits: &Limits,
+        ranks: &OneOfRanks<'_>,
+    ) -> Schedule {
+        Self::make(checkpoint, layout, files, limits, Some(ranks))
+    }
+
+    fn make(
+        checkpoint: &Checkpoint,
+        layout: &Layout,
+        files: &[FileTraits],
+        limits: &Limits,
+        ranks: Option<&OneOfRanks<'_>>,
+    ) -> Schedule {
         let count = layout.runs.len();
         let by_file = layout.by_file();
         let in_file_order = layout.order == by_file;
@@ -152,6 +185,9 @@ impl Schedule {
             next: 0,
             carry: Vec::new(),
             scratch: Vec::new(),
+            ranks,
+            made: 0,
+            into_memory: limits.scatter.is_some(),
         };
         let (mut mapped, mut read) = (Vec::new(), Vec::new());
         for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
@@ -171,9 +207,16 @@ impl Schedule {
             plan.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
             plan.file(&Rules::read(file, traits, limits, size), &read);
         }
-        let mut schedule = plan.schedule;
-        schedule.sort(layout, files, in_file_order, limits);
-        schedule
+        if let Some(ranks) = ranks {
+            plan.parcels(checkpoint, files, limits, ranks, true);
+        }
+        plan.schedule.sort(layout, files, in_file_order, limits);
+        if let Some(ranks) = ranks {
+            let own = std::mem::take(&mut plan.schedule.extents);
+            plan.parcels(checkpoint, files, limits, ranks, false);
+            plan.schedule.extents.extend(own);
+        }
+        plan.schedule
     }
 
     /// Orders the extents by the first want that needs them, and interleaves storage devices.
@@ -529,6 +572,23 @@ impl Iterator for Atoms<'_> {
     }
 }
 
+/// The parts of an atom that lie in none of these parcels, which are in order.
+fn outside(parcels: &[Parcel], atom: Atom, mut give: impl FnMut(Atom)) {
+    let (mut at, end) = (atom.start, atom.end());
+    for parcel in &parcels[parcels.partition_point(|parcel| parcel.end <= at)..] {
+        if parcel.start >= end {
+            break;
+        }
+        if parcel.start > at {
+            atom.clip(at, parcel.start, &mut give);
+        }
+        at = parcel.end;
+    }
+    if at < end {
+        atom.clip(at, end, give);
+    }
+}
+
 /// A schedule that is being made.
 struct Making<'a> {
     layout: &'a Layout,
@@ -545,6 +605,11 @@ struct Making<'a> {
     carry: Vec<usize>,
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     scratch: Vec<Piece>,
+    ranks: Option<&'a OneOfRanks<'a>>,
+    /// Extents that were made.
+    made: u32,
+    /// Whether bytes that arrive can be written to their places: memory of the host.
+    into_memory: bool,
 }
 
 impl Making<'_> {
@@ -566,6 +631,16 @@ impl Making<'_> {
         let layout = self.layout;
         let atoms =
             Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
+        let Some(ranks) = self.ranks else { return self.spans(rules, atoms) };
+        let mut alone = Vec::new();
+        let parcels = ranks.shares.parcels_of(rules.file);
+        atoms.for_each(|atom| outside(parcels, atom, |part| alone.push(part)));
+        alone.sort_by_key(|atom| atom.start);
+        self.spans(rules, alone.into_iter());
+    }
+
+    fn spans(&mut self, rules: &Rules, atoms: impl Iterator<Item = Atom>) {
+        let layout = self.layout;
         let jump = rules.window.map_or(u64::MAX, |window| window / 4).min(rules.extent.saturating_mul(JUMP));
         let (mut end, mut before) = (0u64, 0..0);
         for atom in atoms {
@@ -775,13 +850,101 @@ impl Making<'_> {
         }
     }
 
-    /// Makes an extent of what `gather` has collected.
-    fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
-        let Some(first) = self.scratch.first().map(|p| p.from) else { return };
-        let last = self.scratch.iter().map(end).max().unwrap_or(first);
-        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
-        let number = self.schedule.extents.len() as u32;
+    /// The parcels that this rank reads (`own`), or those that come from others.
+    fn parcels(
+        &mut self,
+        checkpoint: &Checkpoint,
+        files: &[FileTraits],
+        limits: &Limits,
+        ranks: &OneOfRanks<'_>,
+        own: bool,
+    ) {
+        let (shares, rank) = (ranks.shares, ranks.rank);
+        for (number, parcel) in (0..).zip(shares.parcels()) {
+            if (parcel.reader == rank) != own || !shares.audience(parcel).contains(&rank) {
+                continue;
+            }
+            self.scratch.clear();
+            let mut packed = 0;
+            for part in shares.parts(checkpoint, rank, parcel) {
+                let place = self.layout.places[part.want as usize];
+                let (to, len) = (place.offset + part.dense.start, part.dense.end - part.dense.start);
+                let (want, block) = (part.want, place.block);
+                if !own {
+                    let piece = Piece { want, block, from: packed, to, len, rows: 1, from_stride: len, to_stride: len };
+                    self.scratch.push(piece);
+                    packed += len;
+                    continue;
+                }
+                for (from, dense) in self.layout.runs[want as usize].rows(part.dense.clone()) {
+                    let (to, len) = (place.offset + dense.start, dense.end - dense.start);
+                    let piece = Piece { want, block, from, to, len, rows: 1, from_stride: len, to_stride: len };
+                    push(&mut self.scratch, piece);
+                }
+            }
+            let traits = files.get(parcel.file as usize);
+            match (own, traits) {
+                (true, Some(traits)) => {
+                    let size = checkpoint.files()[parcel.file as usize].size;
+                    let rules = Rules::read(parcel.file, traits, limits, size);
+                    self.emit_parcel(&rules, number, parcel);
+                }
+                _ if packed > 0 => self.emit_received(files.len() as u32 + parcel.reader, number, packed),
+                _ => {}
+            }
+        }
+    }
+
+    /// Makes an extent of a parcel that this rank reads.
+    fn emit_parcel(&mut self, rules: &Rules, number: u32, parcel: &Parcel) {
+        let resident = &rules.resident[rules.resident.partition_point(|r| r.end <= parcel.start)..];
+        let warm = resident.first().is_some_and(|r| r.start <= parcel.start && r.end >= parcel.end);
+        let route = if warm { rules.warm } else { rules.cold };
+        let (offset, past) = match route {
+            Route::Buffered => (parcel.start, parcel.end),
+            _ => (rules.down(parcel.start), rules.up(parcel.end)),
+        };
+        let pieces = self.keep(offset);
+        let (len, need) = (past - offset, parcel.end - offset);
+        self.schedule.extents.push(Extent {
+            file: rules.file,
+            offset,
+            len,
+            need,
+            route,
+            landing: Landing::Slab,
+            staging: rules.staging,
+            pieces,
+            wanted: parcel.end - parcel.start,
+            slack: len - (parcel.end - parcel.start),
+            shared: Some(InCommon::Sent(number)),
+        });
+    }
+
+    /// Makes an extent of what comes of a parcel from its reader.
+    fn emit_received(&mut self, file: u32, number: u32, len: u64) {
+        let strided = self.scratch.iter().any(|piece| self.layout.strides_of(piece.want).is_some());
+        let pieces = self.keep(0);
+        self.schedule.extents.push(Extent {
+            file,
+            offset: 0,
+            len,
+            need: len,
+            route: Route::Buffered,
+            landing: if strided || !self.into_memory { Landing::Slab } else { Landing::Scatter },
+            staging: TakesSlab::AtArrival,
+            pieces,
+            wanted: len,
+            slack: 0,
+            shared: Some(InCommon::Received(number)),
+        });
+    }
+
+    /// Keeps the pieces of `scratch` for an extent that begins at `offset`.
+    fn keep(&mut self, offset: u64) -> Range<u32> {
         let start = self.schedule.pieces.len() as u32;
+        let number = self.made;
+        self.made += 1;
         for piece in &self.scratch {
             let want = piece.want as usize;
             if std::mem::replace(&mut self.last_extent[want], number) != number {
@@ -789,6 +952,15 @@ impl Making<'_> {
             }
             self.schedule.pieces.push(Piece { from: piece.from - offset, ..*piece });
         }
+        start..start + self.scratch.len() as u32
+    }
+
+    /// Makes an extent of what `gather` has collected.
+    fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
+        let Some(first) = self.scratch.first().map(|p| p.from) else { return };
+        let last = self.scratch.iter().map(end).max().unwrap_or(first);
+        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
+        let pieces = self.keep(offset);
         self.schedule.extents.push(Extent {
             file: rules.file,
             offset,
@@ -797,9 +969,10 @@ impl Making<'_> {
             route,
             landing,
             staging: rules.staging,
-            pieces: start..start + self.scratch.len() as u32,
+            pieces,
             wanted: distinct(&self.scratch),
             slack: (first - offset) + (past - last),
+            shared: None,
         });
     }
 }

@@ -170,6 +170,36 @@ impl Runs {
         at
     }
 
+    /// How many bytes of the runs lie before byte `at` of the file: the dense offset of the first one from there on.
+    pub fn before(&self, at: u64) -> u64 {
+        let Some(mut left) = at.checked_sub(self.start) else { return 0 };
+        let (mut within, mut bytes) = (self.count(), 0);
+        for &(count, stride) in &self.axes {
+            within /= count;
+            let steps = left / stride;
+            if steps >= count {
+                return bytes + count * within * self.len;
+            }
+            bytes += steps * within * self.len;
+            left -= steps * stride;
+        }
+        bytes + left.min(self.len)
+    }
+
+    /// The runs, and parts of runs, that have these dense bytes: file offset and dense bytes of each, ascending.
+    pub fn rows(&self, dense: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> + '_ {
+        let mut at = dense.start;
+        std::iter::from_fn(move || {
+            if at >= dense.end {
+                return None;
+            }
+            let (number, within) = (at / self.len, at % self.len);
+            let part = at..dense.end.min(at + self.len - within);
+            at = part.end;
+            Some((self.offset(number) + within, part))
+        })
+    }
+
     /// One past the last byte of the last run, from the start of the file.
     pub fn end(&self) -> u64 {
         self.axes.iter().map(|&(n, s)| (n - 1) * s).sum::<u64>() + self.start + self.len

@@ -285,7 +285,7 @@ pub(crate) fn epoll() -> Result<OwnedFd> {
 }
 
 /// Adds a descriptor to an epoll set; it leaves when it is closed.
-fn watch(epoll: &OwnedFd, fd: RawFd) -> Result<()> {
+pub(crate) fn watch(epoll: &OwnedFd, fd: RawFd) -> Result<()> {
     let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
     // SAFETY: one event is read.
     match unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) } {

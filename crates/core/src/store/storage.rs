@@ -13,7 +13,7 @@ use crate::options::Io;
 use crate::source::{Mux, Source};
 use crate::way::Routing;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
 
@@ -29,6 +29,8 @@ pub(crate) struct Storage {
     elsewhere: Vec<Option<Elsewhere>>,
     /// Questions to stores that a scheme names, and answers.
     answers: AtomicU64,
+    /// Ranks that send what they read of these files, in place of files behind the last one.
+    ranks: Vec<PathBuf>,
 }
 
 #[derive(Debug)]
@@ -81,7 +83,14 @@ impl Storage {
             Version::Inode(identity) => (location.as_path().to_path_buf(), *identity),
             _ => (location.as_path().to_path_buf(), Default::default()),
         }));
-        Ok(Storage { local: Arc::new(local), others, elsewhere, answers: AtomicU64::new(0) })
+        Ok(Storage { local: Arc::new(local), others, elsewhere, answers: AtomicU64::new(0), ranks: Vec::new() })
+    }
+
+    /// The same files for one of several ranks: what comes from a rank is named by its host.
+    #[must_use]
+    pub(crate) fn among(mut self, hosts: &[String]) -> Storage {
+        self.ranks = (0..).zip(hosts).map(|(rank, host)| format!("rank {rank} ({host})").into()).collect();
+        self
     }
 
     /// Files of this machine.
@@ -96,6 +105,9 @@ impl Storage {
 
     /// Where file number `file` is, for messages.
     pub(crate) fn path(&self, file: u32) -> &Path {
+        if let Some(rank) = (file as usize).checked_sub(self.len()).and_then(|rank| self.ranks.get(rank)) {
+            return rank;
+        }
         self.elsewhere(file).map_or_else(|| self.local.path(file), |found| found.location.as_path())
     }
 

@@ -177,6 +177,7 @@ impl World {
         let (schedule, layout) = (Arc::new(schedule), Arc::new(layout));
         let stream = rng.one_in(2);
         let bounds = Bounds {
+            sent: None,
             depth: 1 + rng.below(5) as usize,
             requests: 1 + rng.below(6) as usize,
             window: stream.then(|| rng.below(80)),

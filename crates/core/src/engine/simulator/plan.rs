@@ -287,6 +287,7 @@ fn cut(
             pieces: first as u32..first as u32 + pieces.len() as u32,
             wanted: pieces.iter().map(Piece::nbytes).sum(),
             slack: 0,
+            shared: None,
         });
         from += len;
     }

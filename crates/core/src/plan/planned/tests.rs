@@ -240,7 +240,7 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             continue;
         }
         let files = checkpoint.storage().unwrap();
-        let plan = Planned::new(&request(&checkpoint, row), &files);
+        let plan = Planned::new(&request(&checkpoint, row), &files, None);
         match (&row.5, plan) {
             (Err(why), Err(e)) => {
                 assert_eq!(e.kind(), ErrorKind::Invalid, "{row:?}: {e}");
@@ -315,7 +315,7 @@ fn sizes_that_do_not_go_together_are_refused() {
     let refused = |extent, staging| {
         let mut request = request(&checkpoint, &ROWS[0]);
         (request.options.extent, request.options.staging) = (extent, staging);
-        Planned::new(&request, &checkpoint.storage().unwrap()).err().map(|e| (e.kind(), e.to_string()))
+        Planned::new(&request, &checkpoint.storage().unwrap(), None).err().map(|e| (e.kind(), e.to_string()))
     };
     for (extent, staging, why) in [
         (0, MIB, "extent must be a multiple of 4096"),
@@ -350,7 +350,7 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
                 evicted += usize::from(!warm && there);
                 let mut request = request(&checkpoint, &(at, To::Cpu, Io::Auto, cache, copy, Err("")));
                 request.options.misaligned = misaligned;
-                let plan = Planned::new(&request, &checkpoint.storage().unwrap()).unwrap();
+                let plan = Planned::new(&request, &checkpoint.storage().unwrap(), None).unwrap();
                 assert_eq!(first.get_or_insert_with(|| plan.layout.clone()), &plan.layout, "{at:?} {warm} {cache:?}");
                 // What a framework reads at any address stays in the file that is mapped.
                 if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).mapped {

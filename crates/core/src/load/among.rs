@@ -1,0 +1,108 @@
+//! A load among those of other ranks: what it receives from them, and what it sends them.
+
+use crate::device::Device;
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{InCommon, Landing, Ticket};
+use crate::format::Checkpoint;
+use crate::peers::Peers;
+use crate::plan::request::{Request, Together};
+use crate::plan::schedule::Schedule;
+use crate::plan::shares::Shares;
+use crate::source::{Mux, Source};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// One rank of several.
+pub(super) struct Among {
+    pub(super) rank: u32,
+    pub(super) hosts: Vec<String>,
+    pub(super) shares: Arc<Shares>,
+    pub(super) peers: Peers,
+}
+
+/// What comes from other ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Received {
+    pub(super) parcels: usize,
+    /// Whether some of it needs slabs.
+    pub(super) in_slabs: bool,
+}
+
+impl Among {
+    pub(super) fn new(together: Together, request: &Request) -> Result<Among> {
+        let Together { shares, mesh } = together;
+        if request.stream {
+            let text = "ranks that load together take everything at once: a stream of one could stop all others";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let (rank, hosts) = (mesh.rank(), mesh.hosts().to_vec());
+        if shares.ranks() != hosts.len() {
+            let text = format!("shares of {} ranks, and connections of {}", shares.ranks(), hosts.len());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let (theirs, checkpoint) = (shares.clone(), request.checkpoint.clone());
+        let rows = move |parcel: u32, rank: u32| rows(&theirs, &checkpoint, parcel, rank);
+        let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
+        Ok(Among { rank, hosts, shares, peers })
+    }
+
+    /// The source of all files, which now brings what comes from other ranks too.
+    pub(super) fn source(
+        &self,
+        files: Box<dyn Source>,
+        schedule: &Schedule,
+        checkpoint: &Checkpoint,
+    ) -> Result<(Box<dyn Source>, Option<Received>)> {
+        let mut found = Received { parcels: 0, in_slabs: false };
+        let mut parcels = vec![None; schedule.extents.len()];
+        for (ticket, e) in schedule.extents.iter().enumerate() {
+            if let Some(InCommon::Received(parcel)) = e.shared {
+                parcels[ticket] = Some(parcel);
+                found.parcels += 1;
+                found.in_slabs |= e.landing == Landing::Slab;
+            }
+        }
+        let ranks = self.hosts.len();
+        let of_file = (0..checkpoint.files().len() + ranks).map(|file| usize::from(file >= checkpoint.files().len()));
+        let source = Mux::new(vec![files, self.peers.source(parcels.into())], of_file.collect())?;
+        Ok((Box::new(source), Some(found)))
+    }
+
+    /// The device, which now sends what other ranks want too; and how many bytes that are.
+    pub(super) fn device(
+        &self,
+        inner: Box<dyn Device>,
+        schedule: &Schedule,
+        checkpoint: &Checkpoint,
+        rearranges: bool,
+    ) -> Result<(Box<dyn Device>, u64)> {
+        let (mut sends, mut bytes) = (HashMap::new(), 0);
+        for (ticket, e) in (0..).map(Ticket).zip(&schedule.extents) {
+            let Some(InCommon::Sent(number)) = e.shared else { continue };
+            let parcel = &self.shares.parcels()[number as usize];
+            let others = self.shares.audience(parcel).iter().copied().filter(|rank| *rank != self.rank);
+            let others: Vec<u32> = others.collect();
+            for &rank in &others {
+                let parts = self.shares.parts(checkpoint, rank, parcel);
+                bytes += parts.map(|part| part.dense.end - part.dense.start).sum::<u64>();
+            }
+            sends.insert(ticket, (number, e.offset, others));
+        }
+        Ok((self.peers.device(inner, sends, rearranges)?, bytes))
+    }
+}
+
+/// Which bytes of the file a rank wants of a parcel, in the order in which they travel: (offset, length).
+fn rows(shares: &Shares, checkpoint: &Checkpoint, parcel: u32, rank: u32) -> Vec<(u64, u64)> {
+    let mut found: Vec<(u64, u64)> = Vec::new();
+    for part in shares.parts(checkpoint, rank, &shares.parcels()[parcel as usize]) {
+        for (at, dense) in shares.runs(rank, part.want).rows(part.dense) {
+            let len = dense.end - dense.start;
+            match found.last_mut() {
+                Some(last) if last.0 + last.1 == at => last.1 += len,
+                _ => found.push((at, len)),
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,100 @@
+//! The system calls that move bytes: many places at once, and never a signal or a wait.
+
+use std::io;
+use std::os::fd::RawFd;
+
+/// Spans of one call.
+const AT_ONCE: usize = 64;
+
+/// Consecutive bytes, in places one after the other.
+#[derive(Debug, Default)]
+pub(super) struct Spans {
+    places: Vec<(*mut u8, usize)>,
+    /// The place that is next, and bytes of it that are done.
+    at: usize,
+    within: usize,
+}
+
+// SAFETY: the addresses are used only while their owner keeps the memory (`Read::keep`, `Batch::keep`).
+unsafe impl Send for Spans {}
+
+impl Spans {
+    pub(super) fn new(places: Vec<(*mut u8, usize)>) -> Spans {
+        Spans { places, at: 0, within: 0 }
+    }
+
+    fn next(&mut self) -> ([libc::iovec; AT_ONCE], usize) {
+        let mut found = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; AT_ONCE];
+        let mut count = 0;
+        for &(at, len) in &self.places[self.at..] {
+            if count == AT_ONCE {
+                break;
+            }
+            let skip = if count == 0 { self.within } else { 0 };
+            found[count] = libc::iovec { iov_base: at.wrapping_add(skip).cast(), iov_len: len - skip };
+            count += 1;
+        }
+        (found, count)
+    }
+
+    fn done(&mut self, mut bytes: usize) {
+        while bytes > 0 {
+            let left = self.places[self.at].1 - self.within;
+            if bytes < left {
+                self.within += bytes;
+                return;
+            }
+            bytes -= left;
+            (self.at, self.within) = (self.at + 1, 0);
+        }
+        // Spans without bytes.
+        while self.within == 0 && self.places.get(self.at).is_some_and(|place| place.1 == 0) {
+            self.at += 1;
+        }
+    }
+
+    /// Sends what it can at once. `Ok(0)`: nothing is left.
+    ///
+    /// # Safety
+    /// All places can be read.
+    pub(super) unsafe fn send(&mut self, fd: RawFd) -> io::Result<usize> {
+        self.done(0);
+        let (mut found, count) = self.next();
+        if count == 0 {
+            return Ok(0);
+        }
+        // SAFETY: all zeros is a valid message header.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        (message.msg_iov, message.msg_iovlen) = (found.as_mut_ptr(), count as _);
+        // SAFETY: the header names `count` places, which the caller says can be read.
+        let sent = checked(unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) })?;
+        self.done(sent);
+        Ok(sent)
+    }
+
+    /// Receives what is there, at most as much as is left. `Ok(0)`: the connection is closed.
+    ///
+    /// # Safety
+    /// All places can be written to.
+    pub(super) unsafe fn receive(&mut self, fd: RawFd) -> io::Result<usize> {
+        self.done(0);
+        let (mut found, count) = self.next();
+        // SAFETY: all zeros is a valid message header.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        (message.msg_iov, message.msg_iovlen) = (found.as_mut_ptr(), count as _);
+        // SAFETY: the header names `count` places, which the caller says can be written to.
+        let received = checked(unsafe { libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT) })?;
+        self.done(received);
+        Ok(received)
+    }
+}
+
+/// The bytes that a call moved.
+fn checked(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+/// Whether a call should simply be made again later.
+pub(super) fn later(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}

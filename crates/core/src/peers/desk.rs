@@ -1,0 +1,71 @@
+//! What the engine thread of a rank and the thread of its connections share.
+
+use crate::device::Copied;
+use crate::error::Error;
+use crate::extent::Ticket;
+use crate::source::{Destination, Progress, Read};
+use crate::sync::{Condvar, Mutex};
+use crate::wake::Wake;
+use std::any::Any;
+use std::sync::Arc;
+
+/// What a rank's engine thread and the thread of its connections share.
+pub(super) struct Desk {
+    pub(super) state: Mutex<OnDesk>,
+    pub(super) changed: Condvar,
+    /// Wakes the thread of the connections; the engine thread, for reads and for copies.
+    pub(super) orders: Wake,
+    pub(super) reads: Wake,
+    pub(super) copies: Wake,
+}
+
+#[derive(Default)]
+pub(super) struct OnDesk {
+    /// Orders: reads (with the number of the parcel), their places, parcels to be sent.
+    pub(super) reads: Vec<(u32, Read)>,
+    pub(super) landed: Vec<Placed>,
+    pub(super) sends: Vec<Outbound>,
+    pub(super) cancelled: bool,
+    /// The load of this rank is over.
+    pub(super) over: Option<Over>,
+    /// News.
+    pub(super) events: Vec<Progress>,
+    pub(super) copied: Vec<Copied>,
+    /// Why the load cannot go on.
+    pub(super) failure: Option<Error>,
+    /// Every rank has everything, and knows it.
+    pub(super) parted: bool,
+    /// The thread has ended.
+    pub(super) ended: bool,
+}
+
+/// How the load of this rank ended.
+pub(super) enum Over {
+    Complete,
+    /// The rank whose failure it is, and what happened.
+    Failed(u32, String),
+}
+
+/// The place of a read that has arrived.
+pub(super) struct Placed {
+    pub(super) ticket: Ticket,
+    pub(super) into: Destination,
+    pub(super) keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the address is used only while `keep` is held.
+unsafe impl Send for Placed {}
+
+/// A parcel that this rank has read, in memory.
+pub(super) struct Outbound {
+    pub(super) ticket: Ticket,
+    pub(super) parcel: u32,
+    pub(super) to: Vec<u32>,
+    /// Where byte `offset` of the file is.
+    pub(super) at: *mut u8,
+    pub(super) offset: u64,
+    pub(super) keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the address is used only while `keep` is held.
+unsafe impl Send for Outbound {}

@@ -1,0 +1,149 @@
+//! A device that also sends what this rank reads for others.
+
+use super::desk::{Desk, Outbound};
+use crate::device::{Batch, Copied, Device, Fence};
+use crate::error::Result;
+use crate::extent::Ticket;
+use crate::fallback::Fallback;
+use crate::source::{epoll, watch};
+use crate::staging::Share;
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+pub(super) struct Sending {
+    desk: Arc<Desk>,
+    inner: Box<dyn Device>,
+    /// For each parcel that is read here: its number, where in the file its slab begins, and who gets bytes of it.
+    sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
+    /// The device may move bytes in a slab: it gets one only after it was sent.
+    rearranges: bool,
+    /// Batches that are being sent, to be copied after that or copied already.
+    sending: HashMap<Ticket, Both>,
+    wake: OwnedFd,
+}
+
+/// What has become of a batch that is both sent and copied.
+#[derive(Default)]
+struct Both {
+    /// Waits until it was sent.
+    waiting: Option<Batch>,
+    sent: Option<Copied>,
+    copied: Option<Copied>,
+    /// The blocks that its copies write to.
+    blocks: Vec<u32>,
+}
+
+impl Sending {
+    pub(super) fn new(
+        desk: Arc<Desk>,
+        inner: Box<dyn Device>,
+        sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
+        rearranges: bool,
+    ) -> Result<Sending> {
+        let wake = epoll()?;
+        watch(&wake, inner.wake())?;
+        watch(&wake, desk.copies.fd())?;
+        Ok(Sending { desk, inner, sends, rearranges, sending: HashMap::new(), wake })
+    }
+
+    /// The batch has been sent, and can be copied now.
+    fn after_sent(&mut self, sent: Copied) -> Result<()> {
+        let Some(both) = self.sending.get_mut(&sent.ticket) else { return Ok(()) };
+        let (ticket, failed) = (sent.ticket, sent.result.is_err());
+        both.sent = Some(sent);
+        let Some(batch) = both.waiting.take() else { return Ok(()) };
+        if !failed {
+            let outcome = self.inner.copy(batch);
+            if let (Err(e), Some(both)) = (&outcome, self.sending.get_mut(&ticket)) {
+                both.blocks.clear();
+                both.copied = Some(Copied { ticket, result: Err(e.clone()), begun: Vec::new() });
+            }
+            return outcome;
+        }
+        both.blocks.clear();
+        both.copied = Some(Copied { ticket, result: Ok(()), begun: Vec::new() });
+        Ok(())
+    }
+}
+
+impl Device for Sending {
+    fn stage(&mut self, share: &mut Share, nbytes: u64) {
+        self.inner.stage(share, nbytes);
+    }
+
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        self.inner.wait_for(fence)
+    }
+
+    fn copy(&mut self, batch: Batch) -> Result<()> {
+        let Some((parcel, offset, to)) = self.sends.remove(&batch.ticket) else { return self.inner.copy(batch) };
+        let (ticket, at, keep) = (batch.ticket, batch.slab.0, batch.keep.clone());
+        let mut both = Both { blocks: batch.blocks().collect(), ..Both::default() };
+        if batch.copies.is_empty() && batch.strided.is_empty() {
+            both.copied = Some(Copied { ticket, result: Ok(()), begun: Vec::new() });
+        } else if self.rearranges {
+            both.waiting = Some(batch);
+        } else {
+            self.inner.copy(batch)?;
+        }
+        self.sending.insert(ticket, both);
+        lock(&self.desk.state).sends.push(Outbound { ticket, parcel, to, at, offset, keep });
+        self.desk.orders.notify();
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
+        self.desk.copies.clear();
+        let sent = std::mem::take(&mut lock(&self.desk.state).copied);
+        let mut outcome = Ok(());
+        let mut ended: Vec<Ticket> = sent.iter().map(|sent| sent.ticket).collect();
+        for sent in sent {
+            outcome = outcome.and(self.after_sent(sent));
+        }
+        let mut copied = Vec::new();
+        outcome = outcome.and(self.inner.poll(&mut copied));
+        for copied in copied {
+            match self.sending.get_mut(&copied.ticket) {
+                Some(both) => {
+                    ended.push(copied.ticket);
+                    both.copied = Some(copied);
+                }
+                None => done.push(copied),
+            }
+        }
+        for ticket in ended {
+            if !self.sending.get(&ticket).is_some_and(|both| both.sent.is_some() && both.copied.is_some()) {
+                continue;
+            }
+            if let Some(Both { sent: Some(sent), copied: Some(copied), blocks, .. }) = self.sending.remove(&ticket) {
+                // Where sending has failed, the copies are made.
+                let begun = if copied.result.is_ok() && sent.result.is_err() { blocks } else { copied.begun };
+                done.push(Copied { ticket, result: copied.result.and(sent.result), begun });
+            }
+        }
+        outcome
+    }
+
+    fn wake(&self) -> RawFd {
+        self.wake.as_raw_fd()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+            + self.sending.values().filter(|both| both.waiting.is_some() || both.copied.is_some()).count()
+    }
+
+    fn abandon(&mut self) -> Vec<Ticket> {
+        let waiting = self.sending.iter().filter(|(_, both)| both.waiting.is_some()).map(|(ticket, _)| *ticket);
+        let mut never: Vec<Ticket> = waiting.collect();
+        self.sending.clear();
+        never.extend(self.inner.abandon());
+        never
+    }
+
+    fn fallbacks(&self) -> Vec<Fallback> {
+        self.inner.fallbacks()
+    }
+}

@@ -1,0 +1,759 @@
+//! The thread that serves all connections of one rank: bytes in both directions, and who is alive.
+
+use super::calls::{later, Spans};
+use super::desk::{Desk, OnDesk, Outbound, Over, Placed};
+use super::device::Sending;
+use super::mesh::{Mesh, Pair};
+use super::source::Receiving;
+use crate::device::{Copied, Device};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::Ticket;
+use crate::source::{Destination, Done, Progress, Read, Source};
+use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::wake::Wake;
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What says which bytes of the file a rank wants of a parcel, in the order in which they travel: (offset, length).
+pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> Vec<(u64, u64)> + Send>;
+
+/// Before the bytes of a parcel: its number, four bytes of zero, and how many bytes.
+const HEADER: usize = 16;
+/// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
+const WORD: usize = 5;
+const ALIVE: u8 = 0;
+const COMPLETE: u8 = 1;
+const FAILED: u8 = 2;
+/// No rank says this.
+const GARBLED: u8 = u8::MAX;
+/// The longest text, in bytes. A longer one is cut off.
+const TEXT: usize = 4096;
+/// Parcels whose sending is prepared between two looks at the connections.
+const PREPARED: usize = 4;
+/// A connection gives way to the others after so many calls.
+const CALLS: usize = 16;
+/// In a rank's silence that ends its load, it would have said so many times that it is alive.
+const WORDS: u32 = 8;
+/// How long a rank that has failed tries to tell the others.
+const FAREWELL: Duration = Duration::from_millis(500);
+/// How often a read that goes on, or whose rank is alive, is reported.
+const REPORTED: Duration = Duration::from_secs(1);
+
+/// The other ranks of a load.
+pub(crate) struct Peers {
+    rank: u32,
+    desk: Arc<Desk>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Peers {
+    /// Begins to serve the connections. `silence`: a rank that says nothing for so long is dead; `patience`: how long its first
+    /// word may take.
+    pub(crate) fn start(mesh: Mesh, rows: RowsOf, silence: Duration, patience: Duration) -> Result<Peers> {
+        let desk = Arc::new(Desk {
+            state: Mutex::new(OnDesk::default()),
+            changed: Condvar::new(),
+            orders: Wake::new()?,
+            reads: Wake::new()?,
+            copies: Wake::new()?,
+        });
+        let rank = mesh.rank;
+        let serving = Serving::new(mesh, rows, (silence, patience), desk.clone());
+        let thread = Builder::new().name("penstock-peers".to_owned()).spawn(move || serving.run());
+        let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
+        Ok(Peers { rank, desk, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// What other ranks read for this one, as a source. `parcels`: the parcel of each ticket.
+    pub(crate) fn source(&self, parcels: Arc<[Option<u32>]>) -> Box<dyn Source> {
+        Box::new(Receiving::new(self.desk.clone(), parcels))
+    }
+
+    /// The device, which now sends parcels to other ranks too. `sends`: for each ticket, the parcel, the offset in the file at
+    /// which the slab begins, and who gets bytes of it.
+    pub(crate) fn device(
+        &self,
+        inner: Box<dyn Device>,
+        sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
+        rearranges: bool,
+    ) -> Result<Box<dyn Device>> {
+        Ok(Box::new(Sending::new(self.desk.clone(), inner, sends, rearranges)?))
+    }
+
+    /// Tells the others that this rank's load has failed.
+    pub(crate) fn fail(&self, error: &Error) {
+        let culprit = error.peer().map_or(self.rank, |peer| peer.0);
+        let text = if error.peer().is_some() { error.message().to_owned() } else { error.to_string() };
+        let mut state = lock(&self.desk.state);
+        // Also after this rank had everything: the others may not.
+        if !matches!(state.over, Some(Over::Failed(..))) {
+            state.over = Some(Over::Failed(culprit, text));
+        }
+        drop(state);
+        self.desk.orders.notify();
+    }
+
+    /// Waits until all ranks have everything. Every wait ends, because ranks that fail, die or stop are noticed.
+    ///
+    /// # Errors
+    /// `Peer`, and `Cancelled` if `go_on`, which is asked every 50 ms, says no.
+    pub(crate) fn part(&self, mut go_on: impl FnMut() -> bool) -> Result<()> {
+        let mut state = lock(&self.desk.state);
+        state.over.get_or_insert(Over::Complete);
+        self.desk.orders.notify();
+        loop {
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            if state.parted {
+                return Ok(());
+            }
+            if state.ended {
+                return Err(Error::new(ErrorKind::Internal, "the connections to other ranks were closed early"));
+            }
+            let waited = self.desk.changed.wait_timeout(state, Duration::from_millis(50));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if !state.parted && state.failure.is_none() {
+                drop(state);
+                if !go_on() {
+                    return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
+                }
+                state = lock(&self.desk.state);
+            }
+        }
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        self.fail(&Error::new(ErrorKind::Cancelled, "its load was given up"));
+        if let Some(thread) = lock(&self.thread).take() {
+            // A panic there was told to the load already.
+            let _told = thread.join();
+        }
+    }
+}
+
+/// A rank, as the thread sees it.
+struct Peer {
+    rank: u32,
+    host: String,
+    link: Pair,
+    /// Parcels to send, in order.
+    out: VecDeque<Outgoing>,
+    header: [u8; HEADER],
+    have: usize,
+    /// Words that came, and words that wait.
+    heard: Vec<u8>,
+    said: Vec<u8>,
+    last_heard: Instant,
+    last_said: Instant,
+    /// It has said something: its thread runs.
+    speaks: bool,
+    /// It has everything.
+    complete: bool,
+    /// Its connection for words is closed.
+    gone: bool,
+    /// When its connection for bytes broke, and why. It may be the rank's own failure, or that of a third one: then its other
+    /// connection says so.
+    broken: Option<(Instant, String)>,
+}
+
+/// A parcel on its way to one rank.
+struct Outgoing {
+    ticket: Ticket,
+    header: Box<[u8; HEADER]>,
+    places: Spans,
+    /// Its header's number of bytes was counted, and its first place is the header.
+    nbytes: u64,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// A read whose bytes come from another rank.
+struct Awaited {
+    read: Read,
+    /// Set when it has a place.
+    places: Option<Spans>,
+    left: u64,
+    arrived: bool,
+}
+
+struct Serving {
+    rank: u32,
+    peers: Vec<Peer>,
+    /// By rank; what is none is this rank.
+    of_rank: HashMap<u32, usize>,
+    rows: RowsOf,
+    silence: Duration,
+    patience: Duration,
+    desk: Arc<Desk>,
+    /// Parcels whose sending has to be prepared.
+    unsent: VecDeque<Outbound>,
+    awaited: HashMap<u32, Awaited>,
+    parcel_of: HashMap<Ticket, u32>,
+    /// For each parcel that is being sent: to how many ranks still.
+    sending: HashMap<Ticket, usize>,
+    events: Vec<Progress>,
+    copied: Vec<Copied>,
+    failure: Option<Error>,
+    said_complete: bool,
+    reported: Instant,
+}
+
+impl Serving {
+    fn new(mesh: Mesh, rows: RowsOf, (silence, patience): (Duration, Duration), desk: Arc<Desk>) -> Serving {
+        let now = Instant::now();
+        let links = (0..).zip(mesh.links).zip(mesh.hosts).filter_map(|((rank, link), host)| Some((rank, link?, host)));
+        let peers: Vec<Peer> = links
+            .map(|(rank, link, host)| Peer {
+                rank,
+                host,
+                link,
+                out: VecDeque::new(),
+                header: [0; HEADER],
+                have: 0,
+                heard: Vec::new(),
+                said: Vec::new(),
+                last_heard: now,
+                last_said: now,
+                speaks: false,
+                complete: false,
+                gone: false,
+                broken: None,
+            })
+            .collect();
+        let of_rank = peers.iter().map(|peer| peer.rank).zip(0..).collect();
+        let (awaited, parcel_of, sending) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let (events, copied, failure, said_complete) = (Vec::new(), Vec::new(), None, false);
+        let rank = mesh.rank;
+        Serving {
+            rank,
+            peers,
+            of_rank,
+            rows,
+            silence,
+            patience,
+            desk,
+            unsent: VecDeque::new(),
+            awaited,
+            parcel_of,
+            sending,
+            events,
+            copied,
+            failure,
+            said_complete,
+            reported: now,
+        }
+    }
+
+    fn run(mut self) {
+        let desk = self.desk.clone();
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            self.say_all(ALIVE, &[]);
+            while self.turn() {}
+        }));
+        if outcome.is_err() {
+            self.set_failure(Error::new(
+                ErrorKind::Internal,
+                "the thread of the connections panicked; please report this",
+            ));
+            self.tell();
+        }
+        // Connections are closed and memory is let go before anybody is told.
+        drop(self);
+        lock(&desk.state).ended = true;
+        desk.changed.notify_all();
+    }
+
+    /// Everything that can be done now, then a wait. False: this rank's load is over, and all that was to say is said.
+    fn turn(&mut self) -> bool {
+        let over = self.take_orders();
+        if let Some(Over::Failed(culprit, text)) = over {
+            self.give_up();
+            self.tell();
+            self.farewell(culprit, &text);
+            return false;
+        }
+        if matches!(over, Some(Over::Complete)) && !self.said_complete {
+            self.said_complete = true;
+            self.say_all(COMPLETE, &[]);
+        }
+        let planned = self.wait();
+        for at in 0..self.peers.len() {
+            self.hear(at);
+            if self.failure.is_none() && self.peers[at].broken.is_none() {
+                self.receive(at);
+                self.send(at);
+            }
+        }
+        self.look(planned);
+        let parted = self.said_complete && self.peers.iter().all(|peer| peer.complete && peer.said.is_empty());
+        self.tell();
+        if parted && self.failure.is_none() {
+            lock(&self.desk.state).parted = true;
+            self.desk.changed.notify_all();
+            self.hear_out(None);
+            return false;
+        }
+        true
+    }
+
+    fn take_orders(&mut self) -> Option<Over> {
+        self.desk.orders.clear();
+        let desk = self.desk.clone();
+        let mut state = lock(&desk.state);
+        let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
+        let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
+        let over = match &state.over {
+            Some(Over::Complete) => Some(Over::Complete),
+            Some(Over::Failed(culprit, text)) => Some(Over::Failed(*culprit, text.clone())),
+            None => None,
+        };
+        drop(state);
+        for (parcel, mut read) in reads {
+            let places = match std::mem::replace(&mut read.into, Destination::OnArrival) {
+                Destination::OnArrival => None,
+                into => places(into, read.len),
+            };
+            self.parcel_of.insert(read.ticket, parcel);
+            let left = read.len;
+            self.awaited.insert(parcel, Awaited { read, places, left, arrived: false });
+        }
+        for Placed { ticket, into, keep } in landed {
+            let parcel = self.parcel_of.get(&ticket);
+            if let Some(awaited) = parcel.and_then(|parcel| self.awaited.get_mut(parcel)) {
+                awaited.places = places(into, awaited.read.len);
+                awaited.read.keep = keep;
+            }
+        }
+        self.unsent.extend(sends);
+        // A few at a time: nobody may wait for a word meanwhile.
+        for _ in 0..PREPARED {
+            let Some(send) = self.unsent.pop_front() else { break };
+            self.queue(send);
+        }
+        if cancelled {
+            self.give_up();
+        }
+        over
+    }
+
+    fn queue(&mut self, send: Outbound) {
+        if let Some(failure) = &self.failure {
+            self.copied.push(Copied { ticket: send.ticket, result: Err(failure.clone()), begun: Vec::new() });
+            return;
+        }
+        let mut count = 0;
+        for &rank in &send.to {
+            let Some(&at) = self.of_rank.get(&rank) else { continue };
+            let rows = (self.rows)(send.parcel, rank);
+            let nbytes: u64 = rows.iter().map(|row| row.1).sum();
+            if nbytes == 0 {
+                continue;
+            }
+            let mut header = Box::new([0; HEADER]);
+            header[..4].copy_from_slice(&send.parcel.to_le_bytes());
+            header[8..].copy_from_slice(&nbytes.to_le_bytes());
+            let first = (header.as_mut_ptr(), HEADER);
+            let rows =
+                rows.into_iter().map(|(at, len)| (send.at.wrapping_add((at - send.offset) as usize), len as usize));
+            let places = Spans::new(std::iter::once(first).chain(rows).collect());
+            let (ticket, _keep) = (send.ticket, send.keep.clone());
+            self.peers[at].out.push_back(Outgoing { ticket, header, places, nbytes, _keep });
+            count += 1;
+        }
+        match count {
+            0 => self.copied.push(Copied { ticket: send.ticket, result: Ok(()), begun: Vec::new() }),
+            _ => drop(self.sending.insert(send.ticket, count)),
+        }
+    }
+
+    /// Waits until there is something to do. Returns when it was to end at the latest.
+    fn wait(&mut self) -> Instant {
+        let mut pause = (self.silence / WORDS).min(REPORTED);
+        if self.peers.iter().any(|peer| peer.broken.is_some()) {
+            pause = pause.min(FAREWELL / 4);
+        }
+        let now = Instant::now();
+        let deadline =
+            self.peers.iter().filter(|peer| !self.has_parted(peer)).map(|peer| peer.last_heard + self.limit(peer));
+        pause = deadline.fold(pause, |pause, end| pause.min(end.saturating_duration_since(now)));
+        if !self.unsent.is_empty() {
+            pause = Duration::ZERO;
+        }
+        let quiet = self.failure.is_some();
+        let mut polled = vec![libc::pollfd { fd: self.desk.orders.fd(), events: libc::POLLIN, revents: 0 }];
+        for peer in &self.peers {
+            let say = if peer.said.is_empty() { 0 } else { libc::POLLOUT };
+            let hear = if peer.gone { 0 } else { libc::POLLIN };
+            polled.push(libc::pollfd { fd: peer.link.control.as_raw_fd(), events: hear | say, revents: 0 });
+            let quiet = quiet || peer.broken.is_some();
+            let send = if peer.out.is_empty() || quiet { 0 } else { libc::POLLOUT };
+            let receive = if quiet || self.is_blocked(peer) { 0 } else { libc::POLLIN };
+            if send | receive != 0 {
+                polled.push(libc::pollfd { fd: peer.link.data.as_raw_fd(), events: send | receive, revents: 0 });
+            }
+        }
+        polled.retain(|fd| fd.events != 0);
+        let milliseconds = pause.as_micros().div_ceil(1000) as i32;
+        // SAFETY: as many entries as the count says.
+        unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds) };
+        now + pause
+    }
+
+    /// Whether neither of the two needs the other any more.
+    fn has_parted(&self, peer: &Peer) -> bool {
+        self.said_complete && peer.complete
+    }
+
+    /// How long a rank may say nothing.
+    fn limit(&self, peer: &Peer) -> Duration {
+        if peer.speaks {
+            self.silence
+        } else {
+            self.patience.max(self.silence)
+        }
+    }
+
+    /// Whether nothing can be received: the parcel that is next has no place yet, or nothing more comes.
+    fn is_blocked(&self, peer: &Peer) -> bool {
+        if peer.have < HEADER {
+            // Nothing is awaited from anybody: what comes is for later.
+            return self.awaited.is_empty();
+        }
+        self.awaited.get(&parcel_in(&peer.header)).is_none_or(|awaited| awaited.places.is_none())
+    }
+
+    /// Takes what a rank says.
+    fn hear(&mut self, at: usize) {
+        let peer = &mut self.peers[at];
+        if peer.gone {
+            return self.speak(at);
+        }
+        let mut bytes = [0; 1024];
+        let gone = loop {
+            match peer.link.control.read(&mut bytes) {
+                Ok(0) => break Some("it has closed its connection".to_owned()),
+                Ok(n) => {
+                    (peer.last_heard, peer.speaks) = (Instant::now(), true);
+                    peer.heard.extend(&bytes[..n]);
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if later(&e) => break None,
+                Err(e) => break Some(e.to_string()),
+            }
+        };
+        let (mut failed, mut garbled) = (None, false);
+        while let Some((kind, text)) = word(&mut peer.heard) {
+            match kind {
+                ALIVE => {}
+                COMPLETE => peer.complete = true,
+                FAILED => failed = Some(text),
+                _ => garbled = true,
+            }
+        }
+        let gone = gone.or_else(|| garbled.then(|| "it says something that no rank says".to_owned()));
+        peer.gone = gone.is_some();
+        let (rank, host) = (peer.rank, peer.host.clone());
+        let parted = self.said_complete && self.peers[at].complete;
+        match (failed, gone) {
+            (Some(text), _) => {
+                let culprit = text.get(..4).map_or(rank, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                let why = String::from_utf8_lossy(text.get(4..).unwrap_or_default()).into_owned();
+                if culprit == rank || culprit == self.rank {
+                    self.set_failure(peer_error(rank, &host, &format!("has failed: {why}")));
+                } else {
+                    let of = self.of_rank.get(&culprit).map(|&at| self.peers[at].host.clone()).unwrap_or_default();
+                    let text = format!("{why} (rank {rank} says so)");
+                    self.set_failure(Error::new(ErrorKind::Peer, text).of_peer(culprit, of));
+                }
+            }
+            (None, Some(why)) if !parted => {
+                self.set_failure(peer_error(rank, &host, &format!("is gone: {why}")));
+            }
+            _ => {}
+        }
+        self.speak(at);
+    }
+
+    /// Says to a rank what waits to be said.
+    fn speak(&mut self, at: usize) {
+        let peer = &mut self.peers[at];
+        while !peer.said.is_empty() {
+            match peer.link.control.write(&peer.said) {
+                Ok(n) => drop(peer.said.drain(..n)),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if later(&e) => return,
+                // If it is gone, that is heard.
+                Err(_) => peer.said.clear(),
+            }
+        }
+    }
+
+    fn say_all(&mut self, kind: u8, text: &[u8]) {
+        let text = &text[..text.len().min(TEXT)];
+        for at in 0..self.peers.len() {
+            let peer = &mut self.peers[at];
+            peer.said.push(kind);
+            peer.said.extend((text.len() as u32).to_le_bytes());
+            peer.said.extend(text);
+            peer.last_said = Instant::now();
+            self.speak(at);
+        }
+    }
+
+    fn receive(&mut self, at: usize) {
+        for _ in 0..CALLS {
+            let peer = &mut self.peers[at];
+            let fd = peer.link.data.as_raw_fd();
+            let got = if peer.have < HEADER {
+                let mut rest = Spans::new(vec![(peer.header[peer.have..].as_mut_ptr(), HEADER - peer.have)]);
+                // SAFETY: the rest of the header.
+                unsafe { rest.receive(fd) }.inspect(|n| peer.have += n)
+            } else {
+                let Some(awaited) = self.awaited.get_mut(&parcel_in(&peer.header)) else { return };
+                let nbytes = nbytes_in(&peer.header);
+                if nbytes != awaited.read.len {
+                    let text = format!(
+                        "rank {} sends {nbytes} bytes of parcel {}, and {} are wanted; please report this",
+                        peer.rank,
+                        parcel_in(&peer.header),
+                        awaited.read.len
+                    );
+                    return self.set_failure(Error::new(ErrorKind::Internal, text));
+                }
+                let Some(places) = &mut awaited.places else {
+                    if !std::mem::replace(&mut awaited.arrived, true) {
+                        self.events.push(Progress::Arrived(awaited.read.ticket));
+                    }
+                    return;
+                };
+                // SAFETY: the read's memory, which it keeps.
+                unsafe { places.receive(fd) }.inspect(|&n| {
+                    awaited.left -= n as u64;
+                    awaited.read.written += n as u64;
+                })
+            };
+            match got {
+                Ok(0) => {
+                    peer.broken = Some((Instant::now(), "it has closed its connection".to_owned()));
+                    return;
+                }
+                Ok(_) => self.finish_parcel(at),
+                Err(e) if later(&e) => return,
+                Err(e) => {
+                    peer.broken = Some((Instant::now(), e.to_string()));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// If all bytes of the parcel that comes are there, it is done.
+    fn finish_parcel(&mut self, at: usize) {
+        let peer = &mut self.peers[at];
+        let parcel = parcel_in(&peer.header);
+        if peer.have < HEADER || self.awaited.get(&parcel).is_none_or(|awaited| awaited.left > 0) {
+            return;
+        }
+        peer.have = 0;
+        peer.last_heard = Instant::now();
+        if let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) {
+            self.parcel_of.remove(&read.ticket);
+            let done = Done { ticket: read.ticket, result: Ok(read.len), route: read.route, written: read.len };
+            self.events.push(Progress::Done(done));
+        }
+    }
+
+    fn send(&mut self, at: usize) {
+        for _ in 0..CALLS {
+            let peer = &mut self.peers[at];
+            let Some(first) = peer.out.front_mut() else { return };
+            // SAFETY: the slab, which `_keep` keeps, and the header.
+            match unsafe { first.places.send(peer.link.data.as_raw_fd()) } {
+                Ok(0) => {
+                    let ticket = first.ticket;
+                    debug_assert_eq!(nbytes_in(&first.header), first.nbytes);
+                    peer.out.pop_front();
+                    if let Some(left) = self.sending.get_mut(&ticket) {
+                        *left -= 1;
+                        if *left == 0 {
+                            self.sending.remove(&ticket);
+                            self.copied.push(Copied { ticket, result: Ok(()), begun: Vec::new() });
+                        }
+                    }
+                }
+                Ok(_) => {}
+                Err(e) if later(&e) => return,
+                Err(e) => {
+                    peer.broken = Some((Instant::now(), e.to_string()));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Says that this rank is alive, and looks whether the others are. `planned`: when this turn was to begin at
+    /// the latest. If that is long ago, the process itself was stopped: it has heard nobody, and that says nothing about them.
+    fn look(&mut self, planned: Instant) {
+        let now = Instant::now();
+        if now.saturating_duration_since(planned) > self.silence / 2 {
+            self.peers.iter_mut().for_each(|peer| peer.last_heard = now);
+        }
+        if self.peers.iter().any(|peer| now - peer.last_said >= self.silence / WORDS) {
+            self.say_all(ALIVE, &[]);
+        }
+        let silent = |peer: &&Peer| !self.has_parted(peer) && now - peer.last_heard >= self.limit(peer);
+        let silent = self.peers.iter().find(silent);
+        if let Some(peer) = silent {
+            let seconds = (now - peer.last_heard).as_secs_f64();
+            let why =
+                format!("has said nothing for {seconds:.1} s: its process was stopped, or its host or network is down");
+            let error = peer_error(peer.rank, &peer.host, &why);
+            self.set_failure(error);
+        }
+        let broken = |peer: &&Peer| peer.broken.as_ref().is_some_and(|(since, _)| now - *since >= FAREWELL);
+        if let Some(peer) = self.peers.iter().find(broken).filter(|_| !self.said_complete) {
+            let why = peer.broken.as_ref().map(|(_, why)| format!("is gone: {why}")).unwrap_or_default();
+            let error = peer_error(peer.rank, &peer.host, &why);
+            self.set_failure(error);
+        }
+        if now - self.reported >= REPORTED && self.failure.is_none() {
+            self.reported = now;
+            // As long as their ranks are alive, these reads go on.
+            if let Some(awaited) = self.awaited.values().next() {
+                self.events.push(Progress::Received(awaited.read.ticket));
+            }
+        }
+    }
+
+    fn set_failure(&mut self, error: Error) {
+        if self.failure.is_some() {
+            return;
+        }
+        lock(&self.desk.state).failure = Some(error.clone());
+        self.send_nothing(&error);
+        self.failure = Some(error);
+        self.desk.reads.notify();
+        self.desk.changed.notify_all();
+    }
+
+    /// Nothing more is received.
+    fn give_up(&mut self) {
+        if self.failure.is_none() {
+            self.failure = Some(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was exchanged"));
+        }
+        for (_, Awaited { read, .. }) in self.awaited.drain() {
+            let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was received");
+            let Read { ticket, route, written, .. } = read;
+            self.events.push(Progress::Done(Done { ticket, result: Err(error), route, written }));
+        }
+        self.parcel_of.clear();
+        if let Some(failure) = self.failure.clone() {
+            self.send_nothing(&failure);
+        }
+    }
+
+    /// What was to be sent has failed.
+    fn send_nothing(&mut self, error: &Error) {
+        self.peers.iter_mut().for_each(|peer| peer.out.clear());
+        let tickets =
+            self.sending.drain().map(|sending| sending.0).chain(self.unsent.drain(..).map(|send| send.ticket));
+        self.copied.extend(tickets.map(|ticket| Copied { ticket, result: Err(error.clone()), begun: Vec::new() }));
+    }
+
+    /// Tells the engine thread what has happened.
+    fn tell(&mut self) {
+        if self.events.is_empty() && self.copied.is_empty() {
+            return;
+        }
+        let mut state = lock(&self.desk.state);
+        let (reads, copies) = (!self.events.is_empty(), !self.copied.is_empty());
+        state.events.append(&mut self.events);
+        state.copied.append(&mut self.copied);
+        drop(state);
+        if reads {
+            self.desk.reads.notify();
+        }
+        if copies {
+            self.desk.copies.notify();
+        }
+    }
+
+    /// Tells the others that the load has failed, as far as they listen.
+    fn farewell(&mut self, culprit: u32, text: &str) {
+        let mut said = culprit.to_le_bytes().to_vec();
+        said.extend(text.as_bytes());
+        self.say_all(FAILED, &said);
+        self.hear_out(Some(culprit));
+    }
+
+    /// Says that nothing more comes, and waits for a moment until the others say so: what is still in a connection when it is
+    /// closed resets it, and the last word may be lost. A rank that has failed (`culprit`) may not answer.
+    fn hear_out(&mut self, culprit: Option<u32>) {
+        let until = Instant::now() + FAREWELL;
+        loop {
+            for peer in &mut self.peers {
+                let mut bytes = [0; 1024];
+                if peer.said.is_empty() && !peer.gone {
+                    let _it_may_be_closed = peer.link.control.shutdown(Shutdown::Write);
+                    peer.gone = loop {
+                        match peer.link.control.read(&mut bytes) {
+                            Ok(0) => break true,
+                            Ok(_) => {}
+                            Err(e) => break !later(&e),
+                        }
+                    };
+                }
+            }
+            if self.peers.iter().all(|peer| peer.gone || Some(peer.rank) == culprit) || Instant::now() >= until {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+            (0..self.peers.len()).for_each(|at| self.speak(at));
+        }
+    }
+}
+
+fn peer_error(rank: u32, host: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Peer, format!("rank {rank} ({host}) {why}")).of_peer(rank, host)
+}
+
+fn parcel_in(header: &[u8; HEADER]) -> u32 {
+    u32::from_le_bytes([header[0], header[1], header[2], header[3]])
+}
+
+fn nbytes_in(header: &[u8; HEADER]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&header[8..]);
+    u64::from_le_bytes(bytes)
+}
+
+/// The first word of what was heard, if it is complete.
+fn word(heard: &mut Vec<u8>) -> Option<(u8, Vec<u8>)> {
+    let length = u32::from_le_bytes([*heard.get(1)?, *heard.get(2)?, *heard.get(3)?, *heard.get(4)?]) as usize;
+    if length > TEXT {
+        heard.clear();
+        return Some((GARBLED, Vec::new()));
+    }
+    if heard.len() < WORD + length {
+        return None;
+    }
+    let rest = heard.split_off(WORD + length);
+    let mut word = std::mem::replace(heard, rest);
+    let text = word.split_off(WORD);
+    Some((word[0], text))
+}
+
+fn places(into: Destination, len: u64) -> Option<Spans> {
+    match into {
+        Destination::Memory(at) => Some(Spans::new(vec![(at, len as usize)])),
+        Destination::Scatter(places) => Some(Spans::new(places)),
+        Destination::OnArrival | Destination::Mapping { .. } => None,
+    }
+}

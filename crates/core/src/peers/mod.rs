@@ -1,0 +1,18 @@
+//! Peers: the ranks that load one checkpoint together, and the bytes that travel between them.
+//!
+//! Each pair of ranks has two connections ([`Mesh`]): one for bytes, and one for what a rank has to say at any time, also
+//! while the other does not take its bytes. One thread of each rank serves them all ([`Peers`]). It holds no lock of the
+//! interpreter, so a rank is alive for its peers as long as its process runs, however busy that is.
+//!
+//! To the engine a peer is a source of what it reads for this rank, and a device to which this rank copies what it reads for
+//! others: [`Peers::source`], [`Peers::device`].
+
+mod calls;
+mod desk;
+mod device;
+mod exchange;
+mod mesh;
+mod source;
+
+pub(crate) use exchange::Peers;
+pub use mesh::{Mesh, Seat};

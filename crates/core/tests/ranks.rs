@@ -1,0 +1,285 @@
+//! Several ranks load one checkpoint together: what each gets, and who reads it.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
+use penstock::error::ErrorKind;
+use penstock::format::Checkpoint;
+use penstock::options::{Cache, Options};
+use penstock::peers::Seat;
+use penstock::plan::request::Together;
+use penstock::plan::shares::{Party, Shares};
+use penstock::plan::want::Runs;
+use penstock::stats::Report;
+use penstock::{Load, Memory, Request, Want, Where};
+use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// Random numbers that are the same in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+/// Writes a shard of tensors with these shapes, two bytes an element, and random content.
+fn write(path: &Path, tensors: &[(String, Vec<u64>)], random: &mut Random) {
+    let (mut json, mut at) = (String::from("{"), 0);
+    for (name, shape) in tensors {
+        let comma = if json.len() > 1 { "," } else { "" };
+        let past = at + 2 * shape.iter().product::<u64>();
+        write!(json, r#"{comma}"{name}":{{"dtype":"BF16","shape":{shape:?},"data_offsets":[{at},{past}]}}"#).unwrap();
+        at = past;
+    }
+    json.push('}');
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(json.as_bytes());
+    bytes.extend((0..at).map(|_| random.next() as u8));
+    std::fs::write(path, bytes).unwrap();
+}
+
+struct Model {
+    checkpoint: Arc<Checkpoint>,
+    contents: Vec<Vec<u8>>,
+    _folder: tempfile::TempDir,
+}
+
+impl Model {
+    /// Two shards.
+    fn new(tensors: &[(String, Vec<u64>)], random: &mut Random) -> Model {
+        let folder = tempfile::tempdir().unwrap();
+        let half = tensors.len() / 2;
+        let paths = ["model-1.safetensors", "model-2.safetensors"].map(|name| folder.path().join(name));
+        write(&paths[0], &tensors[..half], random);
+        write(&paths[1], &tensors[half..], random);
+        let contents = paths.iter().map(|path| std::fs::read(path).unwrap()).collect();
+        let checkpoint = Arc::new(Checkpoint::open(&paths).unwrap());
+        Model { checkpoint, contents, _folder: folder }
+    }
+
+    fn expected(&self, want: &Want) -> Vec<u8> {
+        let runs = Runs::of(&self.checkpoint, want).unwrap();
+        let file = &self.contents[self.checkpoint.tensor(want.tensor).file as usize];
+        let run = |i| &file[runs.offset(i) as usize..(runs.offset(i) + runs.len) as usize];
+        (0..if runs.len > 0 { runs.count() } else { 0 }).flat_map(run).copied().collect()
+    }
+
+    /// Each rank's load in a thread of its own: its report, or its error.
+    fn load(&self, lists: &[Vec<Want>], options: &Options) -> Vec<penstock::Result<Report>> {
+        let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
+        let shares = Arc::new(Shares::new(&self.checkpoint, Party { lists, of_rank: &of_rank }).unwrap());
+        let seats: Vec<Seat> = lists.iter().map(|_| Seat::new(HERE).unwrap()).collect();
+        let addresses: Vec<SocketAddr> = seats.iter().map(|seat| seat.address().unwrap()).collect();
+        std::thread::scope(|scope| {
+            let ranks = seats.into_iter().zip(lists).zip(0..).map(|((seat, wants), rank)| {
+                let (shares, addresses) = (shares.clone(), &addresses);
+                scope.spawn(move || {
+                    let mesh = seat.join(rank, addresses, [7; 16], Duration::from_secs(20), || true)?;
+                    let request = Request {
+                        checkpoint: self.checkpoint.clone(),
+                        wants: wants.clone(),
+                        layout: None,
+                        device: Where::Cpu,
+                        memory: Memory::Ours,
+                        options: options.clone(),
+                        stream: false,
+                    };
+                    let load = Load::start_together(request, Together { shares, mesh }, || true)?;
+                    load.wait(None)?;
+                    for (number, want) in (0..).zip(wants) {
+                        let view = load.view(number).unwrap();
+                        // SAFETY: the view keeps its bytes, and nobody writes to them.
+                        let found =
+                            unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };
+                        assert!(found == self.expected(want), "rank {rank}, want {number} of tensor {}", want.tensor);
+                    }
+                    Ok(load.report())
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+}
+
+/// Shapes as a transformer has them.
+fn transformer() -> Vec<(String, Vec<u64>)> {
+    let mut found =
+        vec![("embed".to_owned(), vec![1000, 96]), ("none".to_owned(), vec![0, 96]), ("scalar".to_owned(), vec![])];
+    for layer in 0..4 {
+        found.push((format!("{layer}.norm"), vec![96]));
+        found.push((format!("{layer}.up"), vec![2048, 96]));
+        found.push((format!("{layer}.down"), vec![96, 2048]));
+        found.push((format!("{layer}.experts"), vec![8, 64, 96]));
+    }
+    found.push(("head".to_owned(), vec![1000, 96]));
+    found
+}
+
+/// Rows of `up`, columns of `down`, whole experts; the rest on every rank.
+fn sharded(checkpoint: &Checkpoint, rank: u64, ranks: u64) -> Vec<Want> {
+    let part = |n: u64| n * rank / ranks..n * (rank + 1) / ranks;
+    let want = |index: u32| {
+        let info = checkpoint.tensor(index);
+        match info.name {
+            name if name.ends_with("up") => Want::part(index, [part(2048), 0..96]),
+            name if name.ends_with("down") => Want::part(index, [0..96, part(2048)]),
+            name if name.ends_with("experts") => Want::part(index, [part(8), 0..64, 0..96]),
+            _ => Want::whole(index),
+        }
+    };
+    (0..checkpoint.len() as u32).map(want).collect()
+}
+
+#[test]
+fn tensor_parallel_ranks_and_replicas_read_every_byte_once() {
+    let model = Model::new(&transformer(), &mut Random(1));
+    for ranks in [2, 3, 4] {
+        for (name, lists) in [
+            ("tp", (0..ranks).map(|rank| sharded(&model.checkpoint, rank, ranks)).collect::<Vec<_>>()),
+            ("dp", (0..ranks).map(|_| Want::all(&model.checkpoint)).collect()),
+        ] {
+            for cache in [Cache::Keep, Cache::Bypass] {
+                let options = Options { cache, ..Options::default() };
+                let reports: Vec<Report> = model.load(&lists, &options).into_iter().map(|r| r.unwrap()).collect();
+                let read: u64 = reports.iter().flat_map(|r| r.routes).map(|route| route.bytes).sum();
+                let slack: u64 = reports.iter().map(|r| r.slack_bytes + r.gap_bytes).sum();
+                let [sent, received] =
+                    [|r: &Report| r.exchange.unwrap().sent, |r: &Report| r.exchange.unwrap().received]
+                        .map(|of| reports.iter().map(of).sum::<u64>());
+                let wanted: u64 = reports.iter().map(|r| r.nbytes).sum();
+                assert_eq!(read - slack, model.checkpoint.nbytes(), "{name} {ranks} {cache:?}");
+                assert_eq!(sent, received);
+                // Of columns a rank reads rows, and keeps its own part of them.
+                let kept = reports.iter().map(|r| r.nbytes - r.exchange.unwrap().received).sum::<u64>();
+                assert_eq!(received, wanted - kept);
+                if name == "dp" {
+                    assert_eq!(kept, model.checkpoint.nbytes());
+                }
+            }
+        }
+    }
+}
+
+/// Random parts of random tensors.
+fn random_wants(checkpoint: &Checkpoint, random: &mut Random) -> Vec<Want> {
+    let mut wants = Vec::new();
+    for index in 0..checkpoint.len() as u32 {
+        for _ in 0..random.below(3) {
+            let region = checkpoint.tensor(index).shape.iter().map(|&n| {
+                let start = random.below(n + 1);
+                let start = if random.below(2) == 0 { 0 } else { start };
+                let end = if random.below(2) == 0 { n } else { start + random.below(n - start + 1) };
+                penstock::plan::want::AxisSlice { start, end, step: 1 + random.below(2) * random.below(3) }
+            });
+            let region: Vec<_> = region.collect();
+            wants.push(if random.below(3) == 0 { Want::whole(index) } else { Want::part(index, region) });
+        }
+    }
+    wants
+}
+
+#[test]
+fn every_wanted_byte_has_one_reader_and_comes_once() {
+    let mut random = Random(2);
+    for case in 0..40 {
+        let tensors: Vec<(String, Vec<u64>)> = (0..1 + random.below(8))
+            .map(|number| {
+                let most = [1 << 21, 3000, 130, 40][random.below(3) as usize + 1];
+                let shape: Vec<u64> = (0..1 + random.below(3)).map(|_| random.below(most)).collect();
+                let shape = if shape.iter().product::<u64>() > 3 << 20 { vec![shape[0]] } else { shape };
+                (format!("t{number}"), shape)
+            })
+            .collect();
+        let model = Model::new(&tensors, &mut random);
+        let ranks = 1 + random.below(5) as usize;
+        let distinct: Vec<Vec<Want>> =
+            (0..1 + random.below(ranks as u64)).map(|_| random_wants(&model.checkpoint, &mut random)).collect();
+        let of_rank: Vec<u32> = (0..ranks).map(|_| random.below(distinct.len() as u64) as u32).collect();
+        let shares = Shares::new(&model.checkpoint, Party { lists: &distinct, of_rank: &of_rank }).unwrap();
+        // For each byte of each file: who wants it.
+        for (file, content) in (0..).zip(&model.contents) {
+            let mut wanted = vec![0u32; content.len()];
+            for (rank, &list) in of_rank.iter().enumerate() {
+                for want in distinct[list as usize].iter().filter(|w| model.checkpoint.tensor(w.tensor).file == file) {
+                    let runs = Runs::of(&model.checkpoint, want).unwrap();
+                    for i in 0..if runs.len > 0 { runs.count() } else { 0 } {
+                        let (at, len) = (runs.offset(i) as usize, runs.len as usize);
+                        wanted[at..at + len].iter_mut().for_each(|w| *w |= 1 << rank);
+                        assert_eq!(
+                            (runs.before(at as u64), runs.before((at + len) as u64)),
+                            (i * runs.len, (i + 1) * runs.len)
+                        );
+                    }
+                }
+            }
+            let mut at = 0;
+            for parcel in shares.parcels().iter().filter(|parcel| parcel.file == file) {
+                let (start, end) = (parcel.start as usize, parcel.end as usize);
+                assert!(start >= at && end > start, "case {case}: parcels overlap");
+                assert!(end - start <= 1 << 20, "case {case}: a parcel is too long");
+                assert!(wanted[at..start].iter().all(|w| w.count_ones() <= 1), "case {case}: two ranks read one byte");
+                let audience = shares.audience(parcel);
+                assert!(audience.contains(&parcel.reader) && audience.len() > 1);
+                let known = audience.iter().fold(0, |known, rank| known | 1 << rank);
+                assert!(wanted[start..end].iter().all(|w| w & !known == 0), "case {case}: somebody is left out");
+                at = end;
+            }
+            assert!(wanted[at..].iter().all(|w| w.count_ones() <= 1), "case {case}: two ranks read one byte");
+        }
+        let lists: Vec<Vec<Want>> = of_rank.iter().map(|&list| distinct[list as usize].clone()).collect();
+        for report in model.load(&lists, &Options::default()) {
+            report.unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_done_hears_of_a_later_failure() {
+    let model = Model::new(&transformer(), &mut Random(4));
+    let path = model.checkpoint.files()[1].location.as_path().to_path_buf();
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 100_000]).unwrap();
+    let of_file = |file: usize| {
+        let tensors = model.checkpoint.files()[file].tensors.clone();
+        tensors.map(Want::whole).collect::<Vec<Want>>()
+    };
+    // One wants nothing at all, one only what is whole, and two share what is not.
+    let lists = [Vec::new(), of_file(0), of_file(1), Want::all(&model.checkpoint)];
+    let begun = Instant::now();
+    for outcome in model.load(&lists, &Options::default()) {
+        let error = outcome.map(drop).unwrap_err();
+        assert!(error.to_string().contains("model-2"), "{error}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn the_error_of_one_rank_reaches_all_in_time() {
+    let mut random = Random(3);
+    let model = Model::new(&transformer(), &mut random);
+    let lists: Vec<_> = (0..3).map(|_| Want::all(&model.checkpoint)).collect();
+    let path = model.checkpoint.files()[1].location.as_path().to_path_buf();
+    // Its header is as before, and its end is gone.
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 100_000]).unwrap();
+    let begun = Instant::now();
+    for outcome in model.load(&lists, &Options::default()) {
+        let error = outcome.map(drop).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error.kind(), ErrorKind::Peer | ErrorKind::Truncated | ErrorKind::Changed), "{error:?}");
+        assert!(text.contains("model-2"), "{text}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(5));
+}

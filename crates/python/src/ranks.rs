@@ -1,0 +1,155 @@
+//! `_core.Seat`, `_core.Mesh`, `_core.Shares`: several ranks that load one checkpoint together.
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::{detached, interruptibly, invalid, raise};
+use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::wants::{wants_of, Region};
+use penstock::peers::{Mesh as CoreMesh, Seat as CoreSeat};
+use penstock::plan::packed;
+use penstock::plan::shares::{Party, Shares as CoreShares};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// A rank's own address, before it knows those of the others.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Seat(Held<Mutex<Option<CoreSeat>>>);
+
+/// The connections of a rank to all others. A load takes them.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Mesh(Held<Mutex<Option<CoreMesh>>>);
+
+/// Who reads what of a checkpoint that several ranks load together.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Shares(pub(crate) Held<Arc<CoreShares>>);
+
+fn address_of(host: &str) -> PyResult<IpAddr> {
+    host.parse().map_err(|_| invalid(format!("{host:?} is no address of the internet protocol, such as \"10.0.0.7\"")))
+}
+
+#[pymethods]
+impl Seat {
+    /// Listens at this address, on a port of its own.
+    #[new]
+    fn new(py: Python<'_>, host: &str) -> PyResult<Self> {
+        guarded(py, || {
+            let seat = CoreSeat::new(address_of(host)?).map_err(|e| raise(py, &e))?;
+            Ok(Self(Held::new(Mutex::new(Some(seat)))))
+        })
+    }
+
+    /// The port.
+    #[getter]
+    fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
+        answer(py, || {
+            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let seat = seat.as_ref().ok_or_else(|| invalid("this seat was taken"))?;
+            seat.address().map(|address| address.port()).map_err(|e| raise(py, &e))
+        })
+    }
+
+    /// Listens no more.
+    fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
+        answer(py, || {
+            drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+            Ok(())
+        })
+    }
+
+    /// Connects to all others: (host, port) of all ranks, and 16 bytes that name this load. `go_on` is asked every 50 ms
+    /// whether to go on waiting; what it raises is raised.
+    #[pyo3(signature = (rank, addresses, token, timeout, go_on = None))]
+    fn join(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        addresses: Listed<(String, u16)>,
+        token: [u8; 16],
+        timeout: f64,
+        go_on: Option<Py<PyAny>>,
+    ) -> PyResult<Mesh> {
+        guarded(py, || {
+            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let seat = seat.ok_or_else(|| invalid("this seat was taken"))?;
+            let address = |(host, port): &(String, u16)| Ok(SocketAddr::new(address_of(host)?, *port));
+            let addresses = addresses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            if rank as usize >= addresses.len() {
+                return Err(invalid(format!("rank {rank} of {}", addresses.len())));
+            }
+            let patience = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+            let mut raised = None;
+            let mut asked = || {
+                let Some(ask) = &go_on else { return true };
+                let answer = Python::try_attach(|py| ask.call0(py)?.extract::<bool>(py));
+                match answer {
+                    Some(Ok(answer)) => answer,
+                    Some(Err(error)) => {
+                        raised = Some(error);
+                        false
+                    }
+                    None => false,
+                }
+            };
+            let joined = interruptibly(py, |go_on| seat.join(rank, &addresses, token, patience, || go_on() && asked()));
+            if let Some(error) = raised {
+                return Err(error);
+            }
+            let mesh = joined?;
+            Ok(Mesh(Held::new(Mutex::new(Some(mesh)))))
+        })
+    }
+}
+
+impl Mesh {
+    pub(crate) fn take(&self) -> PyResult<CoreMesh> {
+        let mesh = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        mesh.ok_or_else(|| invalid("these connections were taken by another load"))
+    }
+}
+
+#[pymethods]
+impl Shares {
+    /// `lists`: what ranks want, as `pack_wants` gives it; `of_rank`: the number of each rank's list.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        lists: Listed<PyBackedBytes>,
+        of_rank: Listed<u32>,
+    ) -> PyResult<Self> {
+        guarded(py, || {
+            let core = checkpoint.0.clone();
+            let shares = detached(py, || {
+                let tensors = core.len() as u32;
+                let lists =
+                    lists.0.iter().map(|list| packed::unpack(list, tensors)).collect::<penstock::Result<Vec<_>>>()?;
+                CoreShares::new(&core, Party { lists: &lists, of_rank: &of_rank.0 })
+            })?;
+            Ok(Self(Held::new(Arc::new(shares))))
+        })
+    }
+
+    /// For each rank: bytes that it reads for itself and others.
+    fn shared_bytes<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u64>> {
+        answer(py, || {
+            let mut read = vec![0; self.0.ranks()];
+            self.0.parcels().iter().for_each(|parcel| read[parcel.reader as usize] += parcel.end - parcel.start);
+            Ok(read)
+        })
+    }
+}
+
+/// What a rank wants, as bytes for the others.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, wants, regions = None))]
+pub(crate) fn pack_wants<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    wants: Option<Listed<u32>>,
+    regions: Option<Listed<Region>>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    guarded(py, || Ok(PyBytes::new(py, &packed::pack(&wants_of(&checkpoint.0, wants, regions)?))))
+}

@@ -1,0 +1,294 @@
+"""Several ranks that load together: who they are, what they agree on before a byte moves, how they find each other.
+
+All of it goes through the rendezvous store of the group (`torch.distributed.Store`): no collective, so a group of some
+ranks needs none of the others, and nothing that the program sends through its groups is disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from . import _core
+from ._core import Options
+from ._errors import ArgumentTypeError, InvalidError, PeerError, PlanMismatchError
+from ._selection import Selection
+
+#: What ranks of different versions must not do together.
+_PROTOCOL = 1
+#: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
+_LOOK = (0.001, 0.05)
+#: Names that an error lists.
+_SHOWN = 8
+
+
+#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted).
+_LEFT: dict[tuple[int, int], tuple[str, str | None]] = {}
+
+
+class Store(Protocol):
+    """What a rendezvous store must be able to do: those of `torch.distributed` are ones."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Member(NamedTuple):
+    """One rank of a group."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+class _Entry(NamedTuple):
+    """What a rank says of itself."""
+
+    protocol: int
+    host: str
+    address: str
+    port: int
+    token: str
+    checkpoint: str
+    described: str
+    order: str
+    wants: str
+    #: Its `peer_timeout`.
+    silence: float
+
+
+def member_of(group: Any) -> Member:
+    """The rank that this process is of a group: a process group, a `DeviceMesh`, or (store, rank, size).
+
+    Raises:
+        ArgumentTypeError: it is none of these.
+        InvalidError: this process is no member.
+    """
+    if isinstance(group, tuple) and len(group) == 3:
+        store, rank, size = group
+        if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
+            raise InvalidError(f"group: rank {rank!r} of {size!r}: give (store, rank, size) with 0 <= rank < size")
+        if not all(callable(getattr(store, name, None)) for name in ("set", "get", "add", "check")):
+            raise ArgumentTypeError(f"group: {store!r} is no store: it has no set, get, add and check")
+        return Member(store, rank, size)
+    mesh_group = getattr(group, "get_group", None)
+    if mesh_group is not None and hasattr(group, "mesh_dim_names"):
+        if group.ndim != 1:
+            raise InvalidError(
+                f"group: this DeviceMesh has {group.ndim} dimensions: give one of them (mesh[name]), or mesh._flatten()"
+            )
+        group = mesh_group()
+    if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
+        raise ArgumentTypeError(
+            f"group: a {type(group).__name__} is no process group, no DeviceMesh and no (store, rank, size)"
+        )
+    from torch.distributed import distributed_c10d
+
+    known = distributed_c10d._world.pg_map.get(group)
+    if known is None:
+        raise InvalidError("group: this process is no member of that process group, or it was destroyed")
+    return Member(known[1], group.rank(), group.size())
+
+
+class Gathering:
+    """One load of a group, before it begins. Every rank makes one for each load, in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        self._store, self._rank, self._size = member_of(group)
+        self._over = False
+        self._seat: _core.Seat | None = None
+        number = self._store.add(f"penstock/loads/{self._rank}", 1) if self._size > 1 else 0
+        self._prefix = f"penstock/{number}/"
+
+    def __enter__(self) -> Gathering:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._over and self._size > 1:
+            # The others wait for this rank: they hear why it does not come. All ranks see for themselves what differs
+            if not isinstance(error, PlanMismatchError):
+                self._fail(error)
+            if self._seat is not None:
+                self._seat.close()  # the frames of the error would hold the port open, and others wait there
+
+    def _fail(self, error: BaseException) -> None:
+        failed = [self._rank, _host(), f"cannot load: {type(error).__name__}: {error}"]
+        if isinstance(error, PeerError):
+            failed = [error.rank, error.host, f"(rank {self._rank} says so): {error}"]
+        try:
+            if not self._store.check([self._prefix + "failed"]):
+                self._store.set(self._prefix + "failed", json.dumps(failed))
+        except Exception:  # the store may be what has failed: the first error matters
+            return
+
+    def _go_on(self) -> bool:
+        """True. Raises the error of a rank that cannot load."""
+        if self._store.check([self._prefix + "failed"]):
+            rank, host, why = json.loads(self._store.get(self._prefix + "failed"))
+            raise PeerError(f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}", rank=rank, host=host)
+        return True
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}rank/{rank}"
+
+    def agree(
+        self, selection: Selection, options: Options, order: str
+    ) -> tuple[tuple[_core.Shares, _core.Mesh], float] | None:
+        """Compares what all ranks mean, divides what they want, and connects them. None: this rank is alone.
+
+        Returns shares and connections, and the longest ``peer_timeout`` of all ranks.
+
+        Raises:
+            PeerError: a rank did not come, or cannot load.
+            PlanMismatchError: ranks have different checkpoints or orders.
+        """
+        if self._size == 1:
+            return None
+        import hashlib
+        import zlib
+
+        store, core = self._store, selection.core
+        deadline = time.monotonic() + options.join_timeout
+        wants = zlib.compress(_core.pack_wants(core, selection.wants, selection.regions), 1)
+        wanted = hashlib.sha256(wants).hexdigest()[:32]
+        address = _address(store)
+        seat = self._seat = _core.Seat(address)
+        if not store.check([self._prefix + wanted]):
+            store.set(self._prefix + wanted, wants)
+        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
+        token = os.urandom(16).hex() if self._rank == 0 else ""
+        mine = _Entry(
+            _PROTOCOL, _host(), address, seat.port, token, f"{core.fingerprint():016x}", described, order, wanted,
+            options.peer_timeout,
+        )  # fmt: skip
+        store.set(self._key(self._rank), json.dumps(mine))
+        here = id(store), self._rank
+        left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
+        entries = self._entries(deadline)
+        if left is not None:  # all ranks have come to this load, so the last one is over
+            self._forget(*left)
+        _compare(entries)
+        lists = sorted({entry.wants for entry in entries})
+        packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]
+        of_rank = [lists.index(entry.wants) for entry in entries]
+        shares = _core.Shares(core, [zlib.decompress(blob) for blob in packed], of_rank)
+        addresses = [(entry.address, entry.port) for entry in entries]
+        seconds = max(1.0, deadline - time.monotonic())
+        mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on)
+        self._over = True
+        # Whoever is connected has read everything
+        first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
+        self._forget(self._prefix, wanted if first == self._rank else None)
+        _LEFT.pop(here, None)
+        return (shares, mesh), max(entry.silence for entry in entries)
+
+    def _entries(self, deadline: float) -> list[_Entry]:
+        keys = [self._key(rank) for rank in range(self._size)]
+        pause = _LOOK[0]
+        while not self._store.check(keys):
+            self._go_on()
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK[1])
+            if time.monotonic() >= deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if not missing:
+                    break
+                listed = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
+                ranks = f"rank{'s' * (len(missing) > 1)} {listed}"
+                raise PeerError(
+                    f"{ranks} of {self._size} did not come to the load in time (join_timeout raises the limit)",
+                    rank=missing[0],
+                )
+        return [_Entry(*json.loads(self._store.get(key))) for key in keys]
+
+    def _forget(self, prefix: str, wanted: str | None) -> None:
+        """Deletes what this rank has left in the store."""
+        delete = getattr(self._store, "delete_key", None)
+        if delete is None:
+            return
+        try:
+            delete(f"{prefix}rank/{self._rank}")
+            if wanted is not None:
+                delete(prefix + wanted)
+        except Exception:  # not every store can
+            return
+
+
+def _compare(entries: Sequence[_Entry]) -> None:
+    """Raises PlanMismatchError if ranks mean different things: it names those that differ from most."""
+    differences: list[tuple[str, Callable[[_Entry], object]]] = [
+        ("has another version of penstock", lambda e: e.protocol),
+        ("has another checkpoint", lambda e: e.checkpoint),
+        ("has another order", lambda e: e.order),
+    ]
+    for what, of in differences:
+        values = [of(entry) for entry in entries]
+        [(usual, _)] = Counter(values).most_common(1)
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            like = values.index(usual)
+            shown = [like, *odd[:_SHOWN]]
+            texts = "; ".join(f"rank {rank} ({entries[rank].host}): {entries[rank].described}" for rank in shown)
+            raise PlanMismatchError(
+                f"rank {', '.join(map(str, odd[:_SHOWN]))} {what} than the others; nothing was read ({texts})",
+                ranks=odd,
+            )
+
+    far = {entry.host for entry in entries}
+    if len(far) > 1:
+        for rank, entry in enumerate(entries):
+            if entry.address.startswith("127."):
+                raise InvalidError(
+                    f"group: rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
+                    "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach"
+                )
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _address(store: Any) -> str:
+    """The address at which other ranks reach this one.
+
+    That of the interface in GLOO_SOCKET_IFNAME; else that from which the store's server is reached; else, where the
+    store has no server, that of this host's name.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    if name:
+        return _address_of(name)
+    while getattr(store, "host", None) is None and getattr(store, "underlying_store", None) is not None:
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if host is None:
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+    kind, _, _, _, to = socket.getaddrinfo(host, getattr(store, "port", 0) or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(to)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _address_of(interface: str) -> str:
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise InvalidError(f"GLOO_SOCKET_IFNAME={interface!r}: this interface has no address: {error}") from error
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,311 @@
+"""Several processes that load one checkpoint together, over groups of torch.distributed and over bare stores."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+#: One process imports what all ranks need, and forks them: an import of torch takes seconds. `rank`, `size`, `path` and
+#: `store` are there for the program of each; what it leaves in `said` is in the file of its rank at the end.
+PRELUDE = """
+import json, os, signal, sys, time, traceback
+from datetime import timedelta
+import torch, torch.distributed as dist
+import penstock
+from safetensors import safe_open
+size, path, port, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+said = {}
+
+def of(n):
+    return slice(n * rank // size, n * (rank + 1) // size)
+
+def sharded(info):
+    if info.name.endswith("down"):
+        return (slice(None), of(info.shape[1]))
+    return of(info.shape[0]) if info.name.endswith(("up", "experts")) else None
+
+def same(found, slices=None):
+    checkpoint = penstock.open(path)
+    with safe_open(path, "pt") as file:
+        for name, tensor in found.items():
+            cut = slices(checkpoint[name]) if slices else None
+            expected = file.get_tensor(name) if cut is None else file.get_tensor(name)[cut]
+            assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
+            left, right = (t.contiguous().view(torch.uint8) if t.dim() else t for t in (tensor, expected))
+            assert torch.equal(left, right), name
+    return len(found)
+
+def write(name, text):
+    with open(f"{folder}/{name}.new", "w") as file:
+        file.write(text)
+    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
+
+def program():
+    global store
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+{program}
+
+pids = {}
+for rank in range(size):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            program()
+            write(f"said.{rank}", json.dumps(said))
+        except BaseException:
+            write(f"failed.{rank}", traceback.format_exc())
+        os._exit(0)
+    pids[pid] = rank
+write("pids", json.dumps(sorted(pids, key=pids.get)))
+while pids:
+    pid, _ = os.wait()
+    write(f"ended.{pids.pop(pid)}", "")
+"""
+
+
+def until(there: Callable[[], bool], seconds: float = 120.0) -> None:
+    limit = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+class Ranks:
+    """Processes that run the same program, and the host of their store."""
+
+    def __init__(self, program: str, size: int, path: Path, folder: Path) -> None:
+        self.folder = folder
+        self.server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        script = folder / "ranks.py"
+        script.write_text(PRELUDE.replace("{program}", textwrap.indent(textwrap.dedent(program), "    ")))
+        command = [sys.executable, str(script), str(size), str(path), str(self.server.port), str(folder)]
+        self.parent = subprocess.Popen(command, start_new_session=True)
+        until(lambda: (folder / "pids").exists() or self.parent.poll() is not None)
+        self.pids: list[int] = json.loads((folder / "pids").read_text())
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.parent.pid, signal.SIGKILL)
+        self.parent.wait()
+
+    def ended(self, rank: int) -> None:
+        """Waits until a rank's process is gone."""
+        until((self.folder / f"ended.{rank}").exists)
+
+    def said(self, rank: int) -> dict[str, Any]:
+        self.ended(rank)
+        failed = self.folder / f"failed.{rank}"
+        assert not failed.exists(), failed.read_text()
+        found: dict[str, Any] = json.loads((self.folder / f"said.{rank}").read_text())
+        return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {"embed": torch.randn(3001, 64), "scalar": torch.tensor(3.0), "none": torch.empty(0, 64)}
+    for layer in range(3):
+        tensors[f"{layer}.norm"] = torch.randn(64, dtype=torch.float16)
+        tensors[f"{layer}.up"] = torch.randn(1027, 64).to(torch.bfloat16)
+        tensors[f"{layer}.down"] = torch.randn(64, 1024)
+        tensors[f"{layer}.experts"] = torch.randint(-9, 9, (8, 32, 64), dtype=torch.int8)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Ranks]:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    return lambda program, size, path: Ranks(program, size, path, folder)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_loads_what_each_rank_wants_and_reads_it_once(run, model, size):
+    program = """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    checkpoint = penstock.open(path)
+    for group in (dist.group.WORLD, (dist.PrefixStore("mine", store), rank, size)):
+        for cache in ("keep", "bypass"):
+            options = {"cache": cache, "gap": 0}
+            said["sharded"] = same(checkpoint.load(slices=sharded, group=group, options=options), sharded)
+            report = checkpoint.last_report
+            read = sum(way["bytes"] for way in report.routes.values()) - report.slack_bytes
+            said["read"] = said.get("read", 0) + read
+            said["nbytes"], said["exchange"] = report.nbytes, report.exchange
+            said["whole"] = same(checkpoint.load(group=group, options=options))
+    assert "other ranks" in str(checkpoint.last_report)
+    half = checkpoint.load(group=dist.group.WORLD, dtype=torch.bfloat16, names=["embed"])["embed"]
+    whole = checkpoint.load(names=["embed"])["embed"]
+    assert torch.equal(half, whole.to(torch.bfloat16))
+    into = {name: torch.empty_like(tensor.t().contiguous().t() if tensor.dim() == 2 else tensor)
+            for name, tensor in checkpoint.load().items()}
+    checkpoint.load_into(into, group=dist.group.WORLD)
+    said["into"] = same(into)
+    dist.destroy_process_group()
+    """
+    with run(program, size, model) as ranks:
+        said = [ranks.said(rank) for rank in range(size)]
+    checkpoint = penstock.open(model)
+    assert [one["whole"] for one in said] == [len(checkpoint)] * size
+    assert sum(one["read"] for one in said) == 4 * checkpoint.nbytes  # four loads, each of which reads every byte once
+    exchanged = [one["exchange"] for one in said]
+    assert sum(e["sent_bytes"] for e in exchanged) == sum(e["received_bytes"] for e in exchanged) > 0
+    assert {e["ranks"] for e in exchanged} == {size}
+
+
+def test_odd_wants_are_no_exception(run, model):
+    """One rank wants nothing, one has no memory, one wants the same many times, in memory that is not contiguous."""
+    program = """
+    checkpoint, group = penstock.open(path), (store, rank, size)
+    if rank == 0:
+        assert checkpoint.load(names=[], group=group) == {}
+        meta = checkpoint.load("meta", group=group)
+        assert meta["embed"].is_meta and len(meta) == len(checkpoint)
+    elif rank == 1:
+        same(checkpoint.load(group=group))
+        left = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+        same(checkpoint.load(group=group))
+        assert [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] == left
+    else:
+        into = [torch.empty(64, 3001, dtype=torch.bfloat16).t() for _ in range(9)]
+        checkpoint.load_into([penstock.Destination("embed", one, cast=True) for one in into], group=group)
+        expected = checkpoint.load(names=["embed"])["embed"].to(torch.bfloat16)
+        assert all(torch.equal(one, expected) for one in into)
+        job = checkpoint.start(slices={"embed": (slice(None, None, 3), slice(1, 64, 2))}, group=group)
+        assert torch.equal(job.result()["embed"], checkpoint.load(names=["embed"])["embed"][::3, 1::2])
+    said["done"] = True
+    """
+    with run(program, 3, model) as ranks:
+        assert [ranks.said(rank)["done"] for rank in range(3)] == [True] * 3
+
+
+def test_ranks_with_different_checkpoints_hear_which_one_differs(run, model, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(3)}, other)
+    program = f"""
+    try:
+        penstock.open({str(other)!r} if rank == 2 else path).load(group=(store, rank, size))
+    except penstock.PlanMismatchError as error:
+        said["ranks"], said["text"] = error.ranks, str(error)
+    """
+    with run(program, 3, model) as ranks:
+        for rank in range(3):
+            said = ranks.said(rank)
+            assert said["ranks"] == [2]
+            assert "1 tensors" in said["text"] and "15 tensors" in said["text"]
+
+
+def test_a_rank_that_cannot_begin_tells_the_others_why(run, model):
+    program = """
+    try:
+        penstock.open(path).load(names=["nowhere"] if rank == 1 else None, group=(store, rank, size))
+    except penstock.UnknownTensorError as error:
+        said["unknown"] = rank
+    except penstock.PeerError as error:
+        said["peer"], said["text"] = error.rank, str(error)
+    begun = time.monotonic()
+    said["after"] = same(penstock.open(path).load(group=(store, rank, size)))
+    """
+    with run(program, 3, model) as ranks:
+        said = [ranks.said(rank) for rank in range(3)]
+    assert said[1]["unknown"] == 1
+    assert [one.get("peer") for one in said] == [1, None, 1]
+    assert "nowhere" in said[0]["text"]
+    assert [one["after"] for one in said] == [15] * 3
+
+
+def test_a_rank_that_does_not_come_is_named(run, model):
+    program = """
+    begun = time.monotonic()
+    if rank != 1:
+        try:
+            penstock.open(path).load(group=(store, rank, size), options={"join_timeout": 1.0})
+        except penstock.PeerError as error:
+            said["peer"], said["text"] = error.rank, str(error)
+    said["seconds"] = time.monotonic() - begun
+    """
+    with run(program, 3, model) as ranks:
+        for rank in (0, 2):
+            said = ranks.said(rank)
+            assert said["peer"] == 1 and "rank 1 of 3 did not come" in said["text"]
+            assert said["seconds"] < 10
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("large") / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"{i}": torch.randint(0, 255, (4 << 20,), dtype=torch.uint8, generator=generator) for i in range(40)}
+    save_file(tensors, path)
+    return path
+
+
+FAULTS = {
+    # What the rank does in the middle of its load, and what the others say of it
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "gone", 1.0),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing", 2.0 + 1.0),
+    "interrupted": ("raise KeyboardInterrupt", "cancelled", 1.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(run, large, fault, which):
+    does, says, limit = FAULTS[fault]
+    program = f"""
+    def progress(done, total):
+        if rank == {which} and done:
+            said["at"] = done
+            {does}
+    checkpoint = penstock.open(path)
+    options = {{"cache": "bypass", "peer_timeout": 2.0, "depth": 1, "threads": 1}}
+    try:
+        checkpoint.load(group=(store, rank, size), options=options, progress=progress)
+    except penstock.PeerError as error:
+        said.update(peer=error.rank, text=str(error), when=time.time())
+    except KeyboardInterrupt:
+        said["interrupted"] = time.time()
+    if rank != {which}:
+        left = [r for r in range(size) if r != {which}]
+        again = checkpoint.load(group=(dist.PrefixStore("again", store), left.index(rank), len(left)), options=options)
+        said["again"] = same(again)
+    """
+    with run(program, 4, large) as ranks:
+        others = [rank for rank in range(4) if rank != which]
+        status = Path(f"/proc/{ranks.pids[which]}/status")
+        if fault == "stopped":
+            until(lambda: "T (stopped)" in status.read_text())
+        else:
+            ranks.ended(which)
+        ended = time.time()
+        for rank in others:
+            said = ranks.said(rank)
+            assert said["peer"] == which, said
+            assert says in said["text"], said
+            assert said["again"] == 40
+            if fault != "interrupted":
+                assert said["when"] < ended + limit, (said["when"] - ended, said)
+        if fault == "stopped":
+            os.kill(ranks.pids[which], signal.SIGCONT)
+            assert "says so" in ranks.said(which)["text"] or "has failed" in ranks.said(which)["text"]
