@@ -216,6 +216,32 @@ def test_ranks_with_different_checkpoints_hear_which_one_differs(run, model, tmp
             assert "1 tensors" in said["text"] and "15 tensors" in said["text"]
 
 
+def test_another_content_is_found_where_headers_are_equal(run, model, tmp_path):
+    """As of two training steps, on two machines. A copy of the same bytes is the same checkpoint."""
+    copied, stepped = tmp_path / "copied.safetensors", tmp_path / "stepped.safetensors"
+    copied.write_bytes(model.read_bytes())
+    content = bytearray(model.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = bytes(byte ^ 1 for byte in content[start:])
+    stepped.write_bytes(content)
+    program = f"""
+    said["same"] = same(penstock.open({str(copied)!r} if rank == 1 else path).load(group=(store, rank, size)))
+    try:
+        penstock.open({str(stepped)!r} if rank == 1 else path).load(group=(store, rank, size))
+    except penstock.PlanMismatchError as error:
+        said["ranks"], said["text"] = error.ranks, str(error)
+    left = (f"penstock/{{n}}/{{what}}/{{r}}" for n in (1, 2) for what in ("rank", "samples") for r in range(size))
+    said["again"] = same(penstock.open(path).load(group=(store, rank, size)))
+    said["keys"] = [key for key in left if store.check([key]) and key.endswith(str(rank))]
+    """
+    with run(program, 3, model) as ranks:
+        for rank in range(3):
+            said = ranks.said(rank)
+            assert said["ranks"] == [1]
+            assert "another content in file 1 of 1" in said["text"]
+            assert (said["same"], said["again"], said["keys"]) == (15, 15, [])
+
+
 def test_a_rank_that_cannot_begin_tells_the_others_why(run, model):
     program = """
     try:

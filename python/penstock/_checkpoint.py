@@ -298,8 +298,8 @@ class Checkpoint:
             progress: As in `load`.
             options: As in `load`.
             order: As in `load`.
-            group: As in `load`. All destinations of a rank must then be on one device, and none may need a temporary
-                copy.
+            group: As in `load`. Destinations on one device of each rank take part: the one that gets most bytes.
+                Others, and those that need a temporary copy, are loaded by the rank alone.
 
         Returns:
             The report of the load.

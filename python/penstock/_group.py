@@ -59,6 +59,8 @@ class _Entry(NamedTuple):
     port: int
     token: str
     checkpoint: str
+    #: What tells the versions of its files apart; those of two machines differ.
+    identity: str
     described: str
     order: str
     wants: str
@@ -169,8 +171,8 @@ class Gathering:
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
-            _PROTOCOL, _host(), address, seat.port, token, f"{core.fingerprint():016x}", described, order, wanted,
-            options.peer_timeout,
+            _PROTOCOL, _host(), address, seat.port, token, f"{core.fingerprint():016x}", _identity(core), described,
+            order, wanted, options.peer_timeout,
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store), self._rank
@@ -179,6 +181,8 @@ class Gathering:
         if left is not None:  # all ranks have come to this load, so the last one is over
             self._forget(*left)
         _compare(entries)
+        if len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
         packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]
         of_rank = [lists.index(entry.wants) for entry in entries]
@@ -194,7 +198,11 @@ class Gathering:
         return (shares, mesh), max(entry.silence for entry in entries)
 
     def _entries(self, deadline: float) -> list[_Entry]:
-        keys = [self._key(rank) for rank in range(self._size)]
+        return [_Entry(*json.loads(blob)) for blob in self._gathered("rank", deadline)]
+
+    def _gathered(self, what: str, deadline: float) -> list[bytes]:
+        """What every rank has said of something."""
+        keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
         pause = _LOOK[0]
         while not self._store.check(keys):
             self._go_on()
@@ -210,7 +218,28 @@ class Gathering:
                     f"{ranks} of {self._size} did not come to the load in time (join_timeout raises the limit)",
                     rank=missing[0],
                 )
-        return [_Entry(*json.loads(self._store.get(key))) for key in keys]
+        return [self._store.get(key) for key in keys]
+
+    def _compare_contents(
+        self, core: _core.Checkpoint, entries: Sequence[_Entry], deadline: float, stall_timeout: float
+    ) -> None:
+        """Compares some pages of each file: those of two training steps have equal headers and sizes."""
+        from ._patience import patiently
+
+        files = core.files()
+        mine = patiently(core.samples, stall_timeout, files[0] if files else "")
+        self._store.set(f"{self._prefix}samples/{self._rank}", json.dumps(mine))
+        found = [json.loads(blob) for blob in self._gathered("samples", deadline)]
+        for number, values in enumerate(zip(*found, strict=True)):
+            odd = _odd(values)
+            if odd:
+                ranks = ", ".join(f"{rank} ({entries[rank].host})" for rank in odd[:_SHOWN])
+                raise PlanMismatchError(
+                    f"rank {ranks} has another content in file {number + 1} of {len(files)} than the others have; "
+                    "nothing was read but some pages",
+                    ranks=odd,
+                    path=files[number],
+                )
 
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
@@ -218,11 +247,31 @@ class Gathering:
         if delete is None:
             return
         try:
-            delete(f"{prefix}rank/{self._rank}")
+            for what in ("rank", "samples"):
+                delete(f"{prefix}{what}/{self._rank}")
             if wanted is not None:
                 delete(prefix + wanted)
         except Exception:  # not every store can
             return
+
+
+def _odd(values: Sequence[object]) -> list[int]:
+    """The numbers of those that differ from most."""
+    [(usual, _)] = Counter(values).most_common(1)
+    return [number for number, value in enumerate(values) if value != usual]
+
+
+def _identity(core: _core.Checkpoint) -> str:
+    """The same on two ranks only where their files are the same."""
+    found, everywhere = core.identity()
+    if everywhere:
+        return f"{found:016x}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            machine = file.read().strip()
+    except OSError:
+        machine = _host()
+    return f"{found:016x}@{machine}"
 
 
 def _compare(entries: Sequence[_Entry]) -> None:
@@ -234,10 +283,9 @@ def _compare(entries: Sequence[_Entry]) -> None:
     ]
     for what, of in differences:
         values = [of(entry) for entry in entries]
-        [(usual, _)] = Counter(values).most_common(1)
-        odd = [rank for rank, value in enumerate(values) if value != usual]
+        odd = _odd(values)
         if odd:
-            like = values.index(usual)
+            like = next(rank for rank in range(len(values)) if rank not in odd)
             shown = [like, *odd[:_SHOWN]]
             texts = "; ".join(f"rank {rank} ({entries[rank].host}): {entries[rank].described}" for rank in shown)
             raise PlanMismatchError(

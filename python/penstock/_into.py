@@ -11,7 +11,7 @@ from . import _accelerator, _core, _running
 from ._collector import collector_paused
 from ._destination import Destination
 from ._device import Device
-from ._errors import InvalidError, MismatchError, PenstockError, SliceError, UnsupportedError
+from ._errors import InvalidError, MismatchError, PenstockError, SliceError
 from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._load import stream
@@ -169,16 +169,18 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     began, cpu = time.perf_counter(), time.process_time()
     try:
         with Meter(progress, "load_into") as meter:
-            devices = {fill.memory.device for _, fill in straight}
-            if request.group is not None and (roundabout or len(devices) > 1):
-                raise UnsupportedError(
-                    "load_into with a group: all destinations of a rank must be on one device, and none may need a "
-                    f"temporary copy; here {len(roundabout)} need one, and the others are on {len(devices)} devices"
-                )
-            # Where there is nothing to fill, a load of nothing gives its report
-            for device in sorted(devices) if devices or roundabout else [request.device]:
+            devices = sorted({fill.memory.device for _, fill in straight})
+            # Where there is nothing to fill, a load of nothing gives its report; and other ranks wait for this one
+            if not devices and (request.group is not None or not roundabout):
+                devices = [request.device]
+            # One load of each rank is the group's: that onto the device that gets most
+            shared = max(
+                devices, key=lambda d: sum(f.memory.nbytes for _, f in straight if f.memory.device == d), default=None
+            )
+            for device in sorted(devices, key=lambda d: d != shared):
                 on_it = [(want, fill) for want, fill in straight if fill.memory.device == device]
-                parts.append(_Part(request, on_it, device))
+                asked = request if device == shared else request._replace(group=None)
+                parts.append(_Part(asked, on_it, device))
             for part in parts:
                 _running.await_load(part.load, meter)
             reports += [report_of(part.load.report(), request.selection.core) for part in parts]
@@ -214,7 +216,7 @@ class _Detour:
     def __init__(self, request: Request, pairs: list[tuple[int, Fill]], framework: str, device: Device) -> None:
         part = request.selection.part([want for want, _ in pairs])
         self._by_name = {request.selection.names[want]: fill for want, fill in pairs}
-        self._request = request._replace(selection=part, device=device)
+        self._request = request._replace(selection=part, device=device, group=None)
         self._adapter = make_adapter(framework, part, device, None)
 
     def run(self, copied: list[Fill]) -> Report:

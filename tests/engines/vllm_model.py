@@ -184,6 +184,7 @@ def loaded_twice(args: dict[str, Any], inverse: Path, more: dict[str, Any] | Non
             {
                 **{key: report[key] for key in ("loads", "copies", "materialised", "materialised_bytes")},
                 **{key: report[key] for key in ("nbytes", "copied_through", "fallbacks", "gap_bytes", "network")},
+                **{key: report[key] for key in ("slack_bytes", "exchange")},
                 "read": sum(way["bytes"] for way in report["routes"].values()),
             }
             for report in loader.reports

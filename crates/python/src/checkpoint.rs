@@ -126,6 +126,16 @@ impl Checkpoint {
         answer(py, || self.file(file).map(|f| f.data_start))
     }
 
+    /// What tells the versions of the files apart, and whether it does so on every machine.
+    fn identity<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, bool)> {
+        answer(py, || Ok(self.0.identity()))
+    }
+
+    /// For each file a number of what some of its pages hold. Blocks.
+    fn samples<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u64>> {
+        answer(py, || detached(py, || self.0.samples()))
+    }
+
     /// Tells checkpoints apart: tensors, their places, and the sizes of the files.
     fn fingerprint<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
         answer(py, || Ok(self.0.fingerprint()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from .._choices import Storage
 from .._collector import collector_paused
 from .._core import Options, storage_settings
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
+from .._group import Gathering
 from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
@@ -23,8 +24,9 @@ from ._remote import RemoteWeights
 
 logger = logging.getLogger("penstock")
 
-WEIGHTS, STORAGE = "weights", "storage"
-"""The keys that name another place for the weights, and say how its server is asked."""
+WEIGHTS, STORAGE, EXCHANGE = "weights", "storage", "exchange"
+"""The keys: another place for the weights, how its server is asked, and whether ranks read for each other."""
+_EXCHANGES = ("on", "off")
 _SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
 """Settings of servers that engines would log: they log the arguments that they are given."""
 
@@ -36,6 +38,8 @@ class Settings(NamedTuple):
     weights: str | Mapping[str, str] | None
     """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
+    exchange: bool = False
+    """Whether what several ranks want is read by one of them and sent to the others."""
 
     def place_of(self, model: str) -> str:
         """Where the weights of a model are that the engine knows by this path."""
@@ -50,7 +54,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, *Options.names()]
+    known = [WEIGHTS, STORAGE, EXCHANGE, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -62,8 +66,11 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
         raise InvalidError(text)
     if storage is not None:
         _check_storage(storage, engine)
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}
-    return Settings(make_options(options), weights, storage)
+    exchange = given.get(EXCHANGE, "off")
+    if exchange not in _EXCHANGES:
+        raise InvalidError(f"{engine}: {EXCHANGE}={exchange!r}: must be one of {', '.join(_EXCHANGES)}")
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, EXCHANGE)}
+    return Settings(make_options(options), weights, storage, exchange == "on")
 
 
 def _check_storage(storage: Any, engine: str) -> None:
@@ -112,8 +119,11 @@ class Loads:
         self.fallbacks: list[str] = []
         """Why the engine's own way was taken, for each place where it was."""
         self.options = options
+        self.group: Any = None
+        """The ranks that load together, if they do: each makes one load of each place with the others."""
         self._device = device
         self._mark = mark
+        self._met = False
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
@@ -150,15 +160,23 @@ class Loads:
     @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
-        with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
-            yield
+        try:
+            with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
+                yield
+        except BaseException as error:
+            if self.group is not None and not self._met:
+                # The others wait for this rank, or will
+                with suppress(BaseException), Gathering(self.group):
+                    raise error
+            raise
 
     def run(self, model: torch.nn.Module) -> list[Report]:
         """Makes the loads."""
         reports: list[Report] = []
         for number, recorder in enumerate(self.recorders):
+            self._met = True
             try:
-                reports.append(recorder.run(model))
+                reports.append(recorder.run(model, self.group))
             except BaseException as error:
                 say_written(error, [name for before in self.recorders[:number] for name in before.written])
                 raise

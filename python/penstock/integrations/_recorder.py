@@ -350,14 +350,14 @@ class Recorder:
             self.materialised[operation] += 1
             self.materialised_bytes += nbytes
 
-    def _load(self) -> None:
-        """Makes all copies that are outstanding, in one load."""
+    def _load(self, group: Any = None) -> None:
+        """Makes all copies that are outstanding, in one load: with a group in one of all its ranks, and always."""
         copies = self._outstanding.take()
-        if copies:
+        if copies or group is not None:
             with phase("reading"), _disable_current_modes():
                 destinations = [copy.destination for copy in copies]
                 try:
-                    report = self.checkpoint.load_into(destinations, progress=False, options=self._options)
+                    report = self.checkpoint.load_into(destinations, progress=False, options=self._options, group=group)
                 except BaseException as error:
                     say_written(error, self._written)
                     raise
@@ -376,10 +376,12 @@ class Recorder:
         """(name, cut) of every copy that was recorded, in the order of recording."""
         return list(self._layout)
 
-    def run(self, model: torch.nn.Module | None = None) -> Report:
+    def run(self, model: torch.nn.Module | None = None, group: Any = None) -> Report:
         """Loads all that is outstanding.
 
         Args:
+            group: As `Checkpoint.load_into` takes it. All ranks make this call; what is outstanding in each is loaded
+                together. What has to be read after that each reads alone.
             model: If given, none of its parameters and buffers is deferred afterwards: those that are get bytes of
                 their own, and are counted.
 
@@ -392,7 +394,7 @@ class Recorder:
                 overwritten, wholly or in part, by this load and by those before it.
         """
         with self._lock:
-            self._load()
+            self._load(group)
         if model is not None:
             # Without the lock: settling may read at once, and a thread that reads takes the lock
             self._settle(model)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
 from .._report import Report
@@ -136,6 +137,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
                     yield from own(files, *more, **named)
                 else:
                     loads.options = settings.options
+                    loads.group = _ranks() if settings.exchange else None
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
             return later()
@@ -147,6 +149,12 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     if not asked:
         logger.warning("penstock: loading as SGLang does: it found no safetensors files in %s", args[:1])
     return found
+
+
+def _ranks() -> Any:
+    """The ranks of tensor parallelism, which make the same model's load. None if this rank is alone."""
+    group = parallel_state.get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
 
 
 def _loaded(original: Any, model: torch.nn.Module, weights: Any, target_device: torch.device) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import default_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -71,6 +72,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.settings.options)
+        loads.group = _ranks() if self.settings.exchange else None
         self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():
@@ -141,6 +143,15 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
             return found
+
+
+def _ranks() -> Any:
+    """The ranks that make the same model's load: those of tensor parallelism. None if this rank is alone.
+
+    A draft model may be loaded by the ranks of one pipeline stage only, and then they are these.
+    """
+    group = parallel_state.get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

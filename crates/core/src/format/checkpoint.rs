@@ -2,7 +2,7 @@
 
 use super::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Files, Location, Look, Object, Storage, Store, Version};
+use crate::store::{identity, samples, Files, Location, Look, Object, Opened, Storage, Store, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
@@ -176,6 +176,25 @@ impl Checkpoint {
         }
         self.tensors.iter().for_each(|e| e.dtype.name().bytes().for_each(|byte| add(u64::from(byte))));
         hash
+    }
+
+    fn opened(&self) -> impl Iterator<Item = Opened<'_>> {
+        self.files.iter().map(|file| (&file.location, file.size, file.data_start, &file.version))
+    }
+
+    /// What tells the versions of all files apart, as one number; and whether it does so on every machine: each has inodes of
+    /// its own.
+    pub fn identity(&self) -> (u64, bool) {
+        identity(self.opened())
+    }
+
+    /// For each file a number of what some of its pages hold, or of the validator that its store has: the same wherever the
+    /// bytes are the same. Two training steps of one model differ in it. Blocks.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn samples(&self) -> Result<Vec<u64>> {
+        samples(self.opened())
     }
 
     /// Numbers of the tensors that have bytes in `range` of a file.

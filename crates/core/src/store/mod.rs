@@ -18,6 +18,7 @@ mod read_cost;
 #[cfg(feature = "remote")]
 mod remote;
 mod residency;
+mod sampled;
 mod stat;
 mod storage;
 mod stores;
@@ -44,6 +45,7 @@ pub use remote::{
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
+pub(crate) use sampled::{identity, samples, Opened};
 pub use stat::identity_of;
 pub(crate) use storage::Storage;
 pub use stores::{register, Stores};

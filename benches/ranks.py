@@ -1,0 +1,198 @@
+"""Ranks that load together, and ranks that load alone: `python benches/ranks.py FOLDER [--rounds N] [--rate BYTES]`.
+
+FOLDER is on the disk to read from. Four ranks load a checkpoint with names and shapes of Llama-3-8B, with as many
+layers as fit into --size, into CPU memory: all of it each (`dp`), or each its part (`tp`: rows of most matrices,
+columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ranks together by a control group
+(tests/slow_disk.py, as root; 0: as it is), they take turns:
+
+| way | what it is |
+|---|---|
+| `alone` | each rank loads what it wants, as without a group: through the page cache, where others find it |
+| `alone, bypass` | the same past the page cache, as on nodes of their own |
+| `together` | one load of all ranks, past the page cache: what several want is read by one and sent to the others |
+
+The page cache holds nothing of the files before each load. The time goes from the signal to all ranks to the end of
+the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least* the time by what it takes at that
+rate to read each byte once. After every load each rank makes a checksum of every tensor; they must be equal whichever
+way was taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import penstock
+import slow_disk
+import torch
+import torch.distributed as dist
+from penstock.bench.machine import machine
+from penstock.bench.page_cache import evict
+from penstock.cli import main as penstock_command
+
+RANKS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {"options": {"copy": True}},
+    "alone, bypass": {"options": {"copy": True, "cache": "bypass"}},
+    "together": {"options": {"cache": "bypass"}, "together": True},
+}
+
+
+def parts_of(rank: int) -> Callable[[Any], Any]:
+    """What a rank of tensor parallelism wants of each tensor."""
+
+    def cut(n: int) -> slice:
+        return slice(n * rank // RANKS, n * (rank + 1) // RANKS)
+
+    def part(info: Any) -> Any:
+        if len(info.shape) < 2:
+            return None
+        return (
+            (slice(None), cut(info.shape[1]))
+            if ("o_proj" in info.name or "down_proj" in info.name)
+            else cut(info.shape[0])
+        )
+
+    return part
+
+
+def read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def rank_of(
+    rank: int, folder: Path, wants: str, way: str, store: str, group: Path | None, begin: int, told: int
+) -> None:
+    """One rank: loads when it is told to, and says how that went."""
+    if group is not None:
+        group.write_text(str(os.getpid()))
+    checkpoint = penstock.open(folder)
+    how = dict(WAYS[way])
+    arguments: dict[str, Any] = {"options": how["options"], "slices": parts_of(rank) if wants == "tp" else None}
+    if how.get("together"):
+        arguments["group"] = (dist.FileStore(store, RANKS), rank, RANKS)
+    penstock.open(folder).load(names=[checkpoint.keys()[-1]])  # starts what a first load starts
+    os.write(told, b"r")
+    os.read(begin, 1)
+    before, cpu = read_bytes(), time.process_time()
+    state = checkpoint.load(**arguments)
+    end = time.time()
+    report = checkpoint.last_report
+    found: dict[str, Any] = {"end": end, "disk": read_bytes() - before, "cpu": time.process_time() - cpu}
+    found["exchange"] = report and report.exchange
+    found["sums"] = zlib.crc32(
+        json.dumps(sorted((n, zlib.crc32(t.contiguous().view(torch.uint8).numpy())) for n, t in state.items())).encode()
+    )
+    os.write(told, json.dumps(found).encode())
+
+
+def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | None) -> dict[str, Any]:
+    """One load of all ranks."""
+    # A store with a server would have threads in this process, which forks
+    store = tempfile.mktemp(prefix="penstock-ranks-")
+    pipes, pids = [], []
+    go_read, go_write = os.pipe()
+    for rank in range(RANKS):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rank_of(rank, folder, wants, way, store, group, go_read, write)
+            finally:
+                os._exit(0)
+        os.close(write)
+        pipes.append(read)
+        pids.append(pid)
+    for pipe in pipes:
+        assert os.read(pipe, 1) == b"r", "a rank has failed"
+    evict(files)
+    begun = time.time()
+    os.write(go_write, b"g" * RANKS)
+    said = []
+    for pipe in pipes:
+        text = b""
+        while more := os.read(pipe, 1 << 16):
+            text += more
+        os.close(pipe)
+        said.append(json.loads(text))
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os.close(go_read)
+    os.close(go_write)
+    Path(store).unlink(missing_ok=True)
+    found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
+    found["cpu"] = sum(one["cpu"] for one in said)
+    found["sent"] = sum((one["exchange"] or {}).get("sent_bytes", 0) for one in said)
+    return found | {"sums": [one["sums"] for one in said]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", default="1.6GB", help="of the checkpoint (1.6GB)")
+    parser.add_argument("--rate", type=float, action="append", help="bytes per second of the disk; 0: as it is")
+    parser.add_argument("--wants", action="append", choices=["dp", "tp"])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    folder = given.folder / "llama"
+    if not folder.exists():
+        penstock_command(["synth", "llama-3-8b", str(folder), "--nbytes", given.size])
+    files = sorted(folder.glob("*.safetensors"))
+    nbytes = penstock.open(folder).nbytes
+    runs: list[dict[str, Any]] = []
+    for rate in given.rate or [100e6, 400e6]:
+        for wants in given.wants or ["dp", "tp"]:
+            for number in range(given.rounds):
+                ways = list(WAYS)
+                for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                    if rate:
+                        with slow_disk.group(folder, int(rate)) as group:
+                            found = load(folder, files, wants, way, group)
+                    else:
+                        found = load(folder, files, wants, way, None)
+                    runs.append({"rate": rate, "wants": wants, "way": way, "round": number} | found)
+                    print(f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s", flush=True)
+            sums = {tuple(run["sums"]) for run in runs if (run["rate"], run["wants"]) == (rate, wants)}
+            assert len(sums) == 1, "the ways gave different tensors"
+    print(f"\n{RANKS} ranks, {nbytes / 1e9:.2f} GB in {len(files)} files; medians of {given.rounds}\n")
+    print("| wants | disk MB/s | way | s | min..max | by least | disk GB | sent GB | CPU s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for rate in given.rate or [100e6, 400e6]:
+        for wants in given.wants or ["dp", "tp"]:
+            for way in WAYS:
+                those = [run for run in runs if (run["rate"], run["wants"], run["way"]) == (rate, wants, way)]
+                seconds = [run["seconds"] for run in those]
+                middle = statistics.median(seconds)
+                by_least = f"{middle / (nbytes / rate):.2f}" if rate else ""
+                sums = [statistics.median(run[key] for run in those) / 1e9 for key in ("disk", "sent")]
+                cpu = statistics.median(run["cpu"] for run in those)
+                print(
+                    f"| {wants} | {rate / 1e6:.0f} | {way} | {middle:.2f} | {min(seconds):.2f}..{max(seconds):.2f} | "
+                    f"{by_least} | {sums[0]:.2f} | {sums[1]:.2f} | {cpu:.1f} |"
+                )
+    if given.json:
+        found = {
+            "machine": machine([given.folder], None),
+            "nbytes": nbytes,
+            "ranks": RANKS,
+            "command": sys.argv[1:],
+            "runs": runs,
+        }
+        given.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
