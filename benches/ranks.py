@@ -170,18 +170,22 @@ def main() -> None:
     print(f"\n{RANKS} ranks, {nbytes / 1e9:.2f} GB in {len(files)} files; medians of {given.rounds}\n")
     print("| wants | disk MB/s | way | s | min..max | by least | disk GB | sent GB | CPU s |")
     print("|---|---|---|---|---|---|---|---|---|")
+    rows = []
     for rate in given.rate or [100e6, 400e6]:
         for wants in given.wants or ["dp", "tp"]:
             for way in WAYS:
                 those = [run for run in runs if (run["rate"], run["wants"], run["way"]) == (rate, wants, way)]
                 seconds = [run["seconds"] for run in those]
-                middle = statistics.median(seconds)
-                by_least = f"{middle / (nbytes / rate):.2f}" if rate else ""
-                sums = [statistics.median(run[key] for run in those) / 1e9 for key in ("disk", "sent")]
-                cpu = statistics.median(run["cpu"] for run in those)
+                row: dict[str, Any] = {"rate": rate, "wants": wants, "way": way, "loads": len(those)}
+                row |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+                for name, key in (("disk_bytes", "disk"), ("sent_bytes", "sent"), ("cpu_s", "cpu")):
+                    row[name] = statistics.median(run[key] for run in those)
+                rows.append(row)
+                by_least = f"{row['median_s'] / (nbytes / rate):.2f}" if rate else ""
+                times = f"{row['median_s']:.2f} | {row['min_s']:.2f}..{row['max_s']:.2f}"
                 print(
-                    f"| {wants} | {rate / 1e6:.0f} | {way} | {middle:.2f} | {min(seconds):.2f}..{max(seconds):.2f} | "
-                    f"{by_least} | {sums[0]:.2f} | {sums[1]:.2f} | {cpu:.1f} |"
+                    f"| {wants} | {rate / 1e6:.0f} | {way} | {times} | {by_least} | "
+                    f"{row['disk_bytes'] / 1e9:.2f} | {row['sent_bytes'] / 1e9:.2f} | {row['cpu_s']:.1f} |"
                 )
     if given.json:
         found = {
@@ -189,7 +193,7 @@ def main() -> None:
             "nbytes": nbytes,
             "ranks": RANKS,
             "command": sys.argv[1:],
-            "runs": runs,
+            "rows": rows,
         }
         given.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
 
