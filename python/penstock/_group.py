@@ -180,20 +180,20 @@ class Gathering:
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store), self._rank
         left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
-        if options.exchange == "off":  # it waits for nobody; ranks that were asked for something else see it here
-            self._over = True
-            seat.close()
+        if options.exchange == "off" or mine.alone == _ON_GPU:
+            # It waits for nobody. Ranks that were asked for something else see it here
             if left is not None:
                 self._forget(*left)
-            return Agreement(None, options, (self._size, "asked for"))
+            return self._apart(options, _ON_GPU if mine.alone else "asked for")
         entries = self._entries(deadline)
         if left is not None:  # all ranks have come to this load, so the last one is over
             self._forget(*left)
         _compare(entries)
-        if options.exchange == "auto" and (reason := _all_alone(entries)):
-            self._over = True
-            seat.close()
-            return Agreement(None, options, (self._size, reason))
+        unreachable = _unreachable(entries)
+        if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
+            return self._apart(options, reason)
+        if unreachable:
+            raise InvalidError(f"group: {unreachable}")
         if len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
@@ -210,6 +210,13 @@ class Gathering:
         _LEFT.pop(here, None)
         silence = max(entry.silence for entry in entries)
         return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
+
+    def _apart(self, options: Options, reason: str) -> Agreement:
+        """Each rank loads alone."""
+        self._over = True
+        if self._seat is not None:
+            self._seat.close()
+        return Agreement(None, options, (self._size, reason))
 
     def _entries(self, deadline: float) -> list[_Entry]:
         return [_Entry(*json.loads(blob)) for blob in self._gathered("rank", deadline)]
@@ -308,18 +315,22 @@ def _compare(entries: Sequence[_Entry]) -> None:
                 ranks=odd,
             )
 
-    far = {entry.host for entry in entries}
-    if len(far) > 1:
+
+def _unreachable(entries: Sequence[_Entry]) -> str:
+    """Which rank others cannot reach, and why; "" if there is none."""
+    if len({entry.host for entry in entries}) > 1:
         for rank, entry in enumerate(entries):
             if entry.address.startswith("127."):
-                raise InvalidError(
-                    f"group: rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
+                return (
+                    f"rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
                     "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach"
                 )
+    return ""
 
 
 #: Why a rank had rather load alone.
-_RESIDENT, _ON_GPU = "resident", "gpu"
+_RESIDENT = "every rank has what it wants in its page cache"
+_ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
 
 
 def _rather_alone(selection: Selection, options: Options, device: Device) -> str:
@@ -345,10 +356,8 @@ def _rather_alone(selection: Selection, options: Options, device: Device) -> str
 def _all_alone(entries: Sequence[_Entry]) -> str:
     """Why all ranks load alone; "" if they find out."""
     if any(entry.alone == _ON_GPU for entry in entries):
-        return 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
-    if all(entry.alone == _RESIDENT for entry in entries):
-        return "every rank has what it wants in its page cache"
-    return ""
+        return _ON_GPU
+    return _RESIDENT if all(entry.alone == _RESIDENT for entry in entries) else ""
 
 
 def _host() -> str:

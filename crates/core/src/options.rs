@@ -84,7 +84,7 @@ pub enum Cache {
 
 /// Whether ranks that load together exchange what several of them want.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Exchange {
+pub enum Exchanging {
     /// They try both ways, and go on in the quicker one.
     #[default]
     Auto,
@@ -136,7 +136,7 @@ pub struct Options {
     /// If nothing moves for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,
     /// Whether ranks that load together exchange what several of them want.
-    pub exchange: Exchange,
+    pub exchange: Exchanging,
     /// Of several ranks that load together: one that says nothing for this long is dead, and the load fails.
     pub peer_timeout: Duration,
     /// How long a rank waits for the others before a load.
@@ -161,7 +161,7 @@ impl Default for Options {
             order: Order::File,
             window: GIB,
             stall_timeout: Duration::from_secs(120),
-            exchange: Exchange::Auto,
+            exchange: Exchanging::Auto,
             peer_timeout: Duration::from_secs(5),
             join_timeout: Duration::from_secs(300),
             trace: String::new(),

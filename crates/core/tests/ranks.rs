@@ -343,7 +343,11 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
             let [sent, received, useful, wanted] = total;
             assert_eq!(sent, received, "{kind}");
             match exchanged {
-                true => assert!(useful <= model.checkpoint.nbytes() + 3 * both.nbytes[0], "{kind}: {useful} of {} {both:?}", model.checkpoint.nbytes()),
+                true => assert!(
+                    useful <= model.checkpoint.nbytes() + 3 * both.nbytes[0],
+                    "{kind}: {useful} of {} {both:?}",
+                    model.checkpoint.nbytes()
+                ),
                 false => assert!(received <= 3 * both.nbytes[1], "{kind}: {received}"),
             }
             if kind == "dp" {

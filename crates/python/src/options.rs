@@ -2,7 +2,7 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Exchange, Io, Options as Core, MOST_EXTENT};
+use penstock::options::{Cache, Exchanging, Io, Options as Core, MOST_EXTENT};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -23,7 +23,7 @@ const IO: Spellings<Io> = &[
 ];
 const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
 
-const EXCHANGE: Spellings<Exchange> = &[("auto", Exchange::Auto), ("on", Exchange::On), ("off", Exchange::Off)];
+const EXCHANGE: Spellings<Exchanging> = &[("auto", Exchanging::Auto), ("on", Exchanging::On), ("off", Exchanging::Off)];
 
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];

@@ -119,6 +119,12 @@ class Loads:
         self._mark = mark
         self._met = False
 
+    def join(self, ranks: Callable[[], Any]) -> None:
+        """Loads with these ranks, if the options say so. On a GPU nothing is exchanged unless it was asked for."""
+        exchange = make_options(self.options).exchange
+        if exchange == "on" or (exchange == "auto" and self._device.type == "cpu"):
+            self.group = ranks()
+
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ pub(super) struct Choosing {
 }
 
 /// What was found.
-pub(super) struct Choice {
+pub(super) struct Settled {
     /// Seconds for a megabyte, alone and together.
     pub(super) pace: [f64; 2],
     /// The extents that are left out.
@@ -38,7 +38,7 @@ impl Choosing {
     }
 
     /// Takes the next step if it is time to. The choice, when it is made: the engine then goes on with it.
-    pub(super) fn go_on<S>(&mut self, now: Nanos, engine: &mut Engine<S>, peers: &Peers) -> Option<Choice> {
+    pub(super) fn go_on<S>(&mut self, now: Nanos, engine: &mut Engine<S>, peers: &Peers) -> Option<Settled> {
         let mine = match self.mine {
             Some(mine) => mine,
             None if engine.is_at_gate() => {
@@ -63,6 +63,6 @@ impl Choosing {
         let skip = if self.pace[1] <= self.pace[0] { exchanged..all } else { together..exchanged };
         engine.skip(skip.clone());
         engine.set_gate(all);
-        Some(Choice { pace: self.pace, skip })
+        Some(Settled { pace: self.pace, skip })
     }
 }

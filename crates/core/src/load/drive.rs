@@ -1,7 +1,7 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
 use super::addresses::Addresses;
-use super::choosing::{Choice, Choosing};
+use super::choosing::{Choosing, Settled};
 use super::shared::{internal, somewhere, Message, Shared};
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
@@ -293,7 +293,7 @@ impl Driver {
     /// Goes on with finding out whether to exchange, if that is not settled.
     fn choose(&mut self, clock: Clock) {
         let (Some(choosing), Some(peers)) = (&mut self.choosing, &self.peers) else { return };
-        let Some(Choice { pace, skip }) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
+        let Some(Settled { pace, skip }) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
         let unexchanged = self.choosing.take().map(|choosing| choosing.unexchanged);
         let exchange = self.report.exchange.get_or_insert_default();
         exchange.tried = Some(pace);

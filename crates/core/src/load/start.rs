@@ -17,7 +17,7 @@ use crate::extent::TakesSlab;
 use crate::extent::{Extent, Landing};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
-use crate::options::{pool_bytes, Exchange, Io, Options, PAGE};
+use crate::options::{pool_bytes, Exchanging, Io, Options, PAGE};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
@@ -234,8 +234,8 @@ fn assemble(
     }
     let exchanged = schedule.sections.is_none();
     let reason = match options.exchange {
-        Exchange::Auto => "several ranks want too few bytes to try both ways",
-        Exchange::On | Exchange::Off => "asked for",
+        Exchanging::Auto => "several ranks want too few bytes to try both ways",
+        Exchanging::On | Exchanging::Off => "asked for",
     };
     plan.report.exchange =
         among.as_ref().map(|among| AmongRanks { ranks: among.hosts.len(), exchanged, reason, ..AmongRanks::default() });
