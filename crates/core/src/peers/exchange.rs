@@ -5,6 +5,7 @@ use super::desk::{Desk, OnDesk, Outbound, Over, Placed};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
 use super::source::Receiving;
+use super::watch::{Heard, Watch};
 use crate::device::{Copied, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
@@ -39,10 +40,6 @@ const TEXT: usize = 4096;
 const PREPARED: usize = 4;
 /// A connection gives way to the others after so many calls.
 const CALLS: usize = 16;
-/// In a rank's silence that ends its load, it would have said so many times that it is alive.
-const WORDS: u32 = 8;
-/// How long a rank that has failed tries to tell the others.
-const FAREWELL: Duration = Duration::from_millis(500);
 /// How often a read that goes on, or whose rank is alive, is reported.
 const REPORTED: Duration = Duration::from_secs(1);
 
@@ -159,7 +156,6 @@ impl Drop for Peers {
 /// A rank, as the thread sees it.
 struct Peer {
     rank: u32,
-    host: String,
     link: Pair,
     /// Parcels to send, in order.
     out: VecDeque<Outgoing>,
@@ -168,17 +164,6 @@ struct Peer {
     /// Words that came, and words that wait.
     heard: Vec<u8>,
     said: Vec<u8>,
-    last_heard: Instant,
-    last_said: Instant,
-    /// It has said something: its thread runs.
-    speaks: bool,
-    /// It has everything.
-    complete: bool,
-    /// Its connection for words is closed.
-    gone: bool,
-    /// When its connection for bytes broke, and why. It may be the rank's own failure, or that of a third one: then its other
-    /// connection says so.
-    broken: Option<(Instant, String)>,
 }
 
 /// A parcel on its way to one rank.
@@ -201,13 +186,10 @@ struct Awaited {
 }
 
 struct Serving {
-    rank: u32,
     peers: Vec<Peer>,
-    /// By rank; what is none is this rank.
-    of_rank: HashMap<u32, usize>,
+    /// What is known of them, by the same numbers.
+    watch: Watch,
     rows: RowsOf,
-    silence: Duration,
-    patience: Duration,
     desk: Arc<Desk>,
     /// Parcels whose sending has to be prepared.
     unsent: VecDeque<Outbound>,
@@ -218,52 +200,31 @@ struct Serving {
     events: Vec<Progress>,
     copied: Vec<Copied>,
     failure: Option<Error>,
-    said_complete: bool,
     reported: Instant,
 }
 
 impl Serving {
     fn new(mesh: Mesh, rows: RowsOf, (silence, patience): (Duration, Duration), desk: Arc<Desk>) -> Serving {
         let now = Instant::now();
-        let links = (0..).zip(mesh.links).zip(mesh.hosts).filter_map(|((rank, link), host)| Some((rank, link?, host)));
-        let peers: Vec<Peer> = links
-            .map(|(rank, link, host)| Peer {
-                rank,
-                host,
-                link,
-                out: VecDeque::new(),
-                header: [0; HEADER],
-                have: 0,
-                heard: Vec::new(),
-                said: Vec::new(),
-                last_heard: now,
-                last_said: now,
-                speaks: false,
-                complete: false,
-                gone: false,
-                broken: None,
-            })
-            .collect();
-        let of_rank = peers.iter().map(|peer| peer.rank).zip(0..).collect();
-        let (awaited, parcel_of, sending) = (HashMap::new(), HashMap::new(), HashMap::new());
-        let (events, copied, failure, said_complete) = (Vec::new(), Vec::new(), None, false);
-        let rank = mesh.rank;
+        let (mut peers, mut others) = (Vec::new(), Vec::new());
+        for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts) {
+            let Some(link) = link else { continue };
+            let (out, heard, said) = (VecDeque::new(), Vec::new(), Vec::new());
+            peers.push(Peer { rank, link, out, header: [0; HEADER], have: 0, heard, said });
+            others.push((rank, host));
+        }
         Serving {
-            rank,
             peers,
-            of_rank,
+            watch: Watch::new(mesh.rank, others, (silence, patience), now),
             rows,
-            silence,
-            patience,
             desk,
             unsent: VecDeque::new(),
-            awaited,
-            parcel_of,
-            sending,
-            events,
-            copied,
-            failure,
-            said_complete,
+            awaited: HashMap::new(),
+            parcel_of: HashMap::new(),
+            sending: HashMap::new(),
+            events: Vec::new(),
+            copied: Vec::new(),
+            failure: None,
             reported: now,
         }
     }
@@ -296,20 +257,19 @@ impl Serving {
             self.farewell(culprit, &text);
             return false;
         }
-        if matches!(over, Some(Over::Complete)) && !self.said_complete {
-            self.said_complete = true;
+        if matches!(over, Some(Over::Complete)) && self.watch.complete() {
             self.say_all(COMPLETE, &[]);
         }
         let planned = self.wait();
         for at in 0..self.peers.len() {
             self.hear(at);
-            if self.failure.is_none() && self.peers[at].broken.is_none() {
+            if self.failure.is_none() && !self.watch.is_broken(at) {
                 self.receive(at);
                 self.send(at);
             }
         }
         self.look(planned);
-        let parted = self.said_complete && self.peers.iter().all(|peer| peer.complete && peer.said.is_empty());
+        let parted = self.watch.all_complete() && self.peers.iter().all(|peer| peer.said.is_empty());
         self.tell();
         if parted && self.failure.is_none() {
             lock(&self.desk.state).parted = true;
@@ -373,7 +333,7 @@ impl Serving {
         }
         let mut count = 0;
         for &rank in &send.to {
-            let Some(&at) = self.of_rank.get(&rank) else { continue };
+            let Some(at) = self.watch.number_of(rank) else { continue };
             let rows = (self.rows)(send.parcel, rank);
             let nbytes: u64 = rows.iter().map(|row| row.1).sum();
             if nbytes == 0 {
@@ -398,24 +358,18 @@ impl Serving {
 
     /// Waits until there is something to do. Returns when it was to end at the latest.
     fn wait(&mut self) -> Instant {
-        let mut pause = (self.silence / WORDS).min(REPORTED);
-        if self.peers.iter().any(|peer| peer.broken.is_some()) {
-            pause = pause.min(FAREWELL / 4);
-        }
         let now = Instant::now();
-        let deadline =
-            self.peers.iter().filter(|peer| !self.has_parted(peer)).map(|peer| peer.last_heard + self.limit(peer));
-        pause = deadline.fold(pause, |pause, end| pause.min(end.saturating_duration_since(now)));
+        let mut pause = self.watch.until(now).min(REPORTED);
         if !self.unsent.is_empty() {
             pause = Duration::ZERO;
         }
         let quiet = self.failure.is_some();
         let mut polled = vec![libc::pollfd { fd: self.desk.orders.fd(), events: libc::POLLIN, revents: 0 }];
-        for peer in &self.peers {
+        for (at, peer) in self.peers.iter().enumerate() {
             let say = if peer.said.is_empty() { 0 } else { libc::POLLOUT };
-            let hear = if peer.gone { 0 } else { libc::POLLIN };
+            let hear = if self.watch.is_gone(at) { 0 } else { libc::POLLIN };
             polled.push(libc::pollfd { fd: peer.link.control.as_raw_fd(), events: hear | say, revents: 0 });
-            let quiet = quiet || peer.broken.is_some();
+            let quiet = quiet || self.watch.is_broken(at);
             let send = if peer.out.is_empty() || quiet { 0 } else { libc::POLLOUT };
             let receive = if quiet || self.is_blocked(peer) { 0 } else { libc::POLLIN };
             if send | receive != 0 {
@@ -429,20 +383,6 @@ impl Serving {
         now + pause
     }
 
-    /// Whether neither of the two needs the other any more.
-    fn has_parted(&self, peer: &Peer) -> bool {
-        self.said_complete && peer.complete
-    }
-
-    /// How long a rank may say nothing.
-    fn limit(&self, peer: &Peer) -> Duration {
-        if peer.speaks {
-            self.silence
-        } else {
-            self.patience.max(self.silence)
-        }
-    }
-
     /// Whether nothing can be received: the parcel that is next has no place yet, or nothing more comes.
     fn is_blocked(&self, peer: &Peer) -> bool {
         if peer.have < HEADER {
@@ -454,16 +394,16 @@ impl Serving {
 
     /// Takes what a rank says.
     fn hear(&mut self, at: usize) {
-        let peer = &mut self.peers[at];
-        if peer.gone {
+        if self.watch.is_gone(at) {
             return self.speak(at);
         }
-        let mut bytes = [0; 1024];
+        let peer = &mut self.peers[at];
+        let (mut bytes, mut spoke) = ([0; 1024], false);
         let gone = loop {
             match peer.link.control.read(&mut bytes) {
                 Ok(0) => break Some("it has closed its connection".to_owned()),
                 Ok(n) => {
-                    (peer.last_heard, peer.speaks) = (Instant::now(), true);
+                    spoke = true;
                     peer.heard.extend(&bytes[..n]);
                 }
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
@@ -471,12 +411,20 @@ impl Serving {
                 Err(e) => break Some(e.to_string()),
             }
         };
-        let (mut failed, mut garbled, mut took) = (None, false, Vec::new());
+        let mut heard = Vec::new();
+        if spoke {
+            heard.push(Heard::Speech);
+        }
+        let (mut garbled, mut took) = (false, Vec::new());
         while let Some((kind, text)) = word(&mut peer.heard) {
             match kind {
                 ALIVE => {}
-                COMPLETE => peer.complete = true,
-                FAILED => failed = Some(text),
+                COMPLETE => heard.push(Heard::Complete),
+                FAILED => {
+                    let culprit = text.get(..4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                    let why = String::from_utf8_lossy(text.get(4..).unwrap_or_default()).into_owned();
+                    heard.push(Heard::Failed(culprit, why));
+                }
                 TOOK => match <[u8; 9]>::try_from(text) {
                     Ok([step @ 0..2, nanoseconds @ ..]) => took.push((step, u64::from_le_bytes(nanoseconds))),
                     _ => garbled = true,
@@ -485,8 +433,6 @@ impl Serving {
             }
         }
         let gone = gone.or_else(|| garbled.then(|| "it says something that no rank says".to_owned()));
-        peer.gone = gone.is_some();
-        let (rank, host) = (peer.rank, peer.host.clone());
         if !took.is_empty() {
             let mut state = lock(&self.desk.state);
             for (step, nanoseconds) in took {
@@ -496,25 +442,18 @@ impl Serving {
             drop(state);
             self.desk.reads.notify();
         }
-        let parted = self.said_complete && self.peers[at].complete;
-        match (failed, gone) {
-            (Some(text), _) => {
-                let culprit = text.get(..4).map_or(rank, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-                let why = String::from_utf8_lossy(text.get(4..).unwrap_or_default()).into_owned();
-                if culprit == rank || culprit == self.rank {
-                    self.set_failure(peer_error(rank, &host, &format!("has failed: {why}")));
-                } else {
-                    let of = self.of_rank.get(&culprit).map(|&at| self.peers[at].host.clone()).unwrap_or_default();
-                    let text = format!("{why} (rank {rank} says so)");
-                    self.set_failure(Error::new(ErrorKind::Peer, text).of_peer(culprit, of));
-                }
-            }
-            (None, Some(why)) if !parted => {
-                self.set_failure(peer_error(rank, &host, &format!("is gone: {why}")));
-            }
-            _ => {}
+        heard.extend(gone.map(Heard::Gone));
+        for heard in heard {
+            self.on(at, heard);
         }
         self.speak(at);
+    }
+
+    /// Something was heard of a rank.
+    fn on(&mut self, at: usize, heard: Heard) {
+        if let Some(error) = self.watch.on(Instant::now(), at, heard) {
+            self.set_failure(error);
+        }
     }
 
     /// Says to a rank what waits to be said.
@@ -538,7 +477,7 @@ impl Serving {
             peer.said.push(kind);
             peer.said.extend((text.len() as u32).to_le_bytes());
             peer.said.extend(text);
-            peer.last_said = Instant::now();
+            self.watch.said(Instant::now(), at);
             self.speak(at);
         }
     }
@@ -576,16 +515,10 @@ impl Serving {
                 })
             };
             match got {
-                Ok(0) => {
-                    peer.broken = Some((Instant::now(), "it has closed its connection".to_owned()));
-                    return;
-                }
+                Ok(0) => return self.on(at, Heard::Broken("it has closed its connection".to_owned())),
                 Ok(_) => self.finish_parcel(at),
                 Err(e) if later(&e) => return,
-                Err(e) => {
-                    peer.broken = Some((Instant::now(), e.to_string()));
-                    return;
-                }
+                Err(e) => return self.on(at, Heard::Broken(e.to_string())),
             }
         }
     }
@@ -598,7 +531,7 @@ impl Serving {
             return;
         }
         peer.have = 0;
-        peer.last_heard = Instant::now();
+        self.on(at, Heard::Parcel);
         if let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) {
             self.parcel_of.remove(&read.ticket);
             let done = Done { ticket: read.ticket, result: Ok(read.len), route: read.route, written: read.len };
@@ -626,37 +559,19 @@ impl Serving {
                 }
                 Ok(_) => {}
                 Err(e) if later(&e) => return,
-                Err(e) => {
-                    peer.broken = Some((Instant::now(), e.to_string()));
-                    return;
-                }
+                Err(e) => return self.on(at, Heard::Broken(e.to_string())),
             }
         }
     }
 
     /// Says that this rank is alive, and looks whether the others are. `planned`: when this turn was to begin at
-    /// the latest. If that is long ago, the process itself was stopped: it has heard nobody, and that says nothing about them.
+    /// the latest.
     fn look(&mut self, planned: Instant) {
         let now = Instant::now();
-        if now.saturating_duration_since(planned) > self.silence / 2 {
-            self.peers.iter_mut().for_each(|peer| peer.last_heard = now);
-        }
-        if self.peers.iter().any(|peer| now - peer.last_said >= self.silence / WORDS) {
+        if self.watch.wakes(now, planned) {
             self.say_all(ALIVE, &[]);
         }
-        let silent = |peer: &&Peer| !self.has_parted(peer) && now - peer.last_heard >= self.limit(peer);
-        let silent = self.peers.iter().find(silent);
-        if let Some(peer) = silent {
-            let seconds = (now - peer.last_heard).as_secs_f64();
-            let why =
-                format!("has said nothing for {seconds:.1} s: its process was stopped, or its host or network is down");
-            let error = peer_error(peer.rank, &peer.host, &why);
-            self.set_failure(error);
-        }
-        let broken = |peer: &&Peer| peer.broken.as_ref().is_some_and(|(since, _)| now - *since >= FAREWELL);
-        if let Some(peer) = self.peers.iter().find(broken).filter(|_| !self.said_complete) {
-            let why = peer.broken.as_ref().map(|(_, why)| format!("is gone: {why}")).unwrap_or_default();
-            let error = peer_error(peer.rank, &peer.host, &why);
+        if let Some(error) = self.watch.look(now) {
             self.set_failure(error);
         }
         if now - self.reported >= REPORTED && self.failure.is_none() {
@@ -732,32 +647,31 @@ impl Serving {
     /// Says that nothing more comes, and waits for a moment until the others say so: what is still in a connection when it is
     /// closed resets it, and the last word may be lost. A rank that has failed (`culprit`) may not answer.
     fn hear_out(&mut self, culprit: Option<u32>) {
-        let until = Instant::now() + FAREWELL;
+        self.watch.leave(Instant::now(), culprit);
         loop {
-            for peer in &mut self.peers {
+            for (at, peer) in self.peers.iter_mut().enumerate() {
                 let mut bytes = [0; 1024];
-                if peer.said.is_empty() && !peer.gone {
+                if peer.said.is_empty() && !self.watch.is_gone(at) {
                     let _it_may_be_closed = peer.link.control.shutdown(Shutdown::Write);
-                    peer.gone = loop {
+                    let gone = loop {
                         match peer.link.control.read(&mut bytes) {
                             Ok(0) => break true,
                             Ok(_) => {}
                             Err(e) => break !later(&e),
                         }
                     };
+                    if gone {
+                        self.watch.answered(at);
+                    }
                 }
             }
-            if self.peers.iter().all(|peer| peer.gone || Some(peer.rank) == culprit) || Instant::now() >= until {
+            if self.watch.has_left(Instant::now()) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(2));
             (0..self.peers.len()).for_each(|at| self.speak(at));
         }
     }
-}
-
-fn peer_error(rank: u32, host: &str, why: &str) -> Error {
-    Error::new(ErrorKind::Peer, format!("rank {rank} ({host}) {why}")).of_peer(rank, host)
 }
 
 fn parcel_in(header: &[u8; HEADER]) -> u32 {
