@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from . import _core
 from ._core import Options
 from ._device import Device
-from ._errors import ArgumentTypeError, InvalidError, PeerError, PlanMismatchError
+from ._errors import ArgumentTypeError, InvalidError, PeerError, PenstockError, PlanMismatchError
 from ._options import make_options
+from ._rendezvous import Rendezvous, Store, host_of
 from ._request import Agreement
 from ._selection import Selection
 
@@ -34,15 +35,6 @@ _SHOWN = 8
 
 #: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted).
 _LEFT: dict[tuple[int, int], tuple[str, str | None]] = {}
-
-
-class Store(Protocol):
-    """What a rendezvous store must be able to do: those of `torch.distributed` are ones."""
-
-    def set(self, key: str, value: Any) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class Member(NamedTuple):
@@ -112,11 +104,13 @@ class Gathering:
     """One load of a group, before it begins. Every rank makes one for each load, in the same order."""
 
     def __init__(self, group: Any) -> None:
-        self._store, self._rank, self._size = member_of(group)
+        store, self._rank, self._size = member_of(group)
+        self._store = Rendezvous(store, Options().peer_timeout)
         self._over = False
         self._seat: _core.Seat | None = None
-        number = self._store.add(f"penstock/loads/{self._rank}", 1) if self._size > 1 else 0
-        self._prefix = f"penstock/{number}/"
+        self._number: int | None = None
+        #: The store has failed after it was needed.
+        self._deaf = False
 
     def __enter__(self) -> Gathering:
         return self
@@ -131,6 +125,13 @@ class Gathering:
             if self._seat is not None:
                 self._seat.close()  # the frames of the error would hold the port open, and others wait there
 
+    @property
+    def _prefix(self) -> str:
+        """Of all keys of this load."""
+        if self._number is None:
+            self._number = self._store.add(f"penstock/loads/{self._rank}", 1)
+        return f"penstock/{self._number}/"
+
     def _fail(self, error: BaseException) -> None:
         failed = [self._rank, _host(), f"cannot load: {type(error).__name__}: {error}"]
         if isinstance(error, PeerError):
@@ -138,7 +139,7 @@ class Gathering:
         try:
             if not self._store.check([self._prefix + "failed"]):
                 self._store.set(self._prefix + "failed", json.dumps(failed))
-        except Exception:  # the store may be what has failed: the first error matters
+        except PenstockError:  # the store may be what has failed: the first error matters
             return
 
     def _go_on(self) -> bool:
@@ -146,6 +147,17 @@ class Gathering:
         if self._store.check([self._prefix + "failed"]):
             rank, host, why = json.loads(self._store.get(self._prefix + "failed"))
             raise PeerError(f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}", rank=rank, host=host)
+        return True
+
+    def _go_on_meeting(self) -> bool:
+        """The same, once all entries were read: ranks meet without the store, and without its news if it is gone."""
+        if not self._deaf:
+            try:
+                failed = self._store.check([self._prefix + "failed"])
+            except PenstockError:
+                self._deaf, failed = True, False
+            if failed:
+                self._go_on()
         return True
 
     def _key(self, rank: int) -> str:
@@ -164,6 +176,7 @@ class Gathering:
         import zlib
 
         store, core = self._store, selection.core
+        store.limit = min(options.peer_timeout, options.join_timeout)
         deadline = time.monotonic() + options.join_timeout
         wants = zlib.compress(_core.pack_wants(core, selection.wants, selection.regions), 1)
         wanted = hashlib.sha256(wants).hexdigest()[:32]
@@ -178,7 +191,7 @@ class Gathering:
             order, wanted, options.peer_timeout, options.exchange, _rather_alone(selection, options, device),
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
-        here = id(store), self._rank
+        here = id(store.store), self._rank
         left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
         if options.exchange == "off" or mine.alone == _ON_GPU:
             # It waits for nobody. Ranks that were asked for something else see it here
@@ -202,7 +215,7 @@ class Gathering:
         shares = _core.Shares(core, [zlib.decompress(blob) for blob in packed], of_rank, options.exchange == "auto")
         addresses = [(entry.address, entry.port) for entry in entries]
         seconds = max(1.0, deadline - time.monotonic())
-        mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on)
+        mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
         self._over = True
         # Whoever is connected has read everything
         first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
@@ -264,15 +277,10 @@ class Gathering:
 
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
-        delete = getattr(self._store, "delete_key", None)
-        if delete is None:
-            return
+        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples")]
         try:
-            for what in ("rank", "samples"):
-                delete(f"{prefix}{what}/{self._rank}")
-            if wanted is not None:
-                delete(prefix + wanted)
-        except Exception:  # not every store can
+            self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
+        except PenstockError:  # not every store can
             return
 
 
@@ -364,7 +372,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _address(store: Any) -> str:
+def _address(store: Rendezvous) -> str:
     """The address at which other ranks reach this one.
 
     That of the interface in GLOO_SOCKET_IFNAME; else that from which the store's server is reached; else, where the
@@ -373,18 +381,19 @@ def _address(store: Any) -> str:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if name:
         return _address_of(name)
-    while getattr(store, "host", None) is None and getattr(store, "underlying_store", None) is not None:
-        store = store.underlying_store
-    host = getattr(store, "host", None)
+    host, port = host_of(store.store)
     if host is None:
         try:
             return socket.gethostbyname(socket.gethostname())
         except OSError:
             return "127.0.0.1"
-    kind, _, _, _, to = socket.getaddrinfo(host, getattr(store, "port", 0) or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(to)  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        kind, _, _, _, to = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(to)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise store.failed(f"cannot be reached: {error}") from error
 
 
 def _address_of(interface: str) -> str:

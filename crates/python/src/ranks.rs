@@ -130,9 +130,7 @@ impl Shares {
         guarded(py, || {
             let core = checkpoint.0.clone();
             let shares = detached(py, || {
-                let tensors = core.len() as u32;
-                let lists =
-                    lists.0.iter().map(|list| packed::unpack(list, tensors)).collect::<penstock::Result<Vec<_>>>()?;
+                let lists: Vec<&[u8]> = lists.0.iter().map(|list| &list[..]).collect();
                 let party = Party { lists: &lists, of_rank: &of_rank.0 };
                 if trial {
                     CoreShares::with_trial(&core, party, TRIED)

@@ -2,6 +2,7 @@
 
 mod holes;
 pub mod layout;
+pub mod lists;
 pub mod packed;
 mod planned;
 mod recorded;

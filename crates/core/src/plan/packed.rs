@@ -6,6 +6,7 @@
 
 use super::want::{AxisSlice, Want};
 use crate::error::{Error, ErrorKind, Result};
+use std::ops::Range;
 
 /// Dimensions of one want, at most: no framework has tensors with more.
 const DIMENSIONS: u64 = 256;
@@ -44,34 +45,73 @@ pub fn pack(wants: &[Want]) -> Vec<u8> {
 /// # Errors
 /// `Invalid` if they are none, or name a tensor that does not exist.
 pub fn unpack(bytes: &[u8], tensors: u32) -> Result<Vec<Want>> {
-    let wrong = || Error::new(ErrorKind::Invalid, "what a rank wants was garbled on its way");
-    let (mut rest, mut wants, mut next) = (bytes, Vec::new(), 0i64);
-    while !rest.is_empty() {
-        let mut take = || taken(&mut rest).ok_or_else(wrong);
-        let head = take()?;
-        let distance = ((head >> 2) as i64) ^ -((head >> 1 & 1) as i64);
-        let first = next.checked_add(distance).and_then(|first| u32::try_from(first).ok());
-        let first = first.filter(|first| *first < tensors).ok_or_else(wrong)?;
-        if head & 1 == 0 {
-            let count = u32::try_from(take()?).ok().filter(|count| *count > 0 && *count <= tensors - first);
-            let count = count.ok_or_else(wrong)?;
-            wants.extend((first..first + count).map(Want::whole));
-            next = i64::from(first) + i64::from(count);
-            continue;
+    let mut wants = Vec::new();
+    for group in groups(bytes, tensors) {
+        match group? {
+            Group::Whole(tensors) => wants.extend(tensors.map(Want::whole)),
+            Group::Part(tensor, part) => wants.push(Want::part(tensor, region(part)?)),
         }
-        let dimensions = take()?;
-        if dimensions > DIMENSIONS {
-            return Err(wrong());
-        }
-        let mut axis = || {
-            let (start, len, step) = (take()?, take()?, take()?);
-            Ok(AxisSlice { start, end: start.wrapping_add(len), step })
-        };
-        let region = (0..dimensions).map(|_| axis()).collect::<Result<Vec<AxisSlice>>>()?;
-        wants.push(Want::part(first, region));
-        next = i64::from(first) + 1;
     }
     Ok(wants)
+}
+
+/// A group.
+pub(super) enum Group<'a> {
+    /// These tensors, whole.
+    Whole(Range<u32>),
+    /// A part of a tensor: the bytes that say which one.
+    Part(u32, &'a [u8]),
+}
+
+/// The groups in these bytes. `tensors`: how many tensors there are. Errors are those of [`unpack`]; one is the last item.
+pub(super) fn groups(bytes: &[u8], tensors: u32) -> impl Iterator<Item = Result<Group<'_>>> {
+    let (mut rest, mut next) = (bytes, 0i64);
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let group = group(&mut rest, &mut next, tensors);
+        if group.is_none() {
+            rest = &[];
+        }
+        Some(group.ok_or_else(garbled))
+    })
+}
+
+/// The first group of `rest`, which is left with the others. `next`: the tensor after the last group.
+fn group<'a>(rest: &mut &'a [u8], next: &mut i64, tensors: u32) -> Option<Group<'a>> {
+    let head = taken(rest)?;
+    let distance = ((head >> 2) as i64) ^ -((head >> 1 & 1) as i64);
+    let first =
+        next.checked_add(distance).and_then(|first| u32::try_from(first).ok()).filter(|first| *first < tensors)?;
+    if head & 1 == 0 {
+        let count = u32::try_from(taken(rest)?).ok().filter(|count| *count > 0 && *count <= tensors - first)?;
+        *next = i64::from(first + count);
+        return Some(Group::Whole(first..first + count));
+    }
+    let part = *rest;
+    let dimensions = taken(rest).filter(|dimensions| *dimensions <= DIMENSIONS)?;
+    // The last byte of a number is less than 128.
+    let ends = rest.iter().enumerate().filter(|byte| *byte.1 < 0x80).map(|byte| byte.0 + 1);
+    let past = if dimensions == 0 { 0 } else { ends.take(3 * dimensions as usize).nth(3 * dimensions as usize - 1)? };
+    *rest = &rest[past..];
+    *next = i64::from(first) + 1;
+    Some(Group::Part(first, &part[..part.len() - rest.len()]))
+}
+
+/// The region in the bytes of a part.
+pub(super) fn region(mut part: &[u8]) -> Result<Vec<AxisSlice>> {
+    let mut take = || taken(&mut part).ok_or_else(garbled);
+    let dimensions = take()?;
+    let mut axis = |_| {
+        let (start, len, step) = (take()?, take()?, take()?);
+        Ok(AxisSlice { start, end: start.wrapping_add(len), step })
+    };
+    (0..dimensions).map(&mut axis).collect()
+}
+
+fn garbled() -> Error {
+    Error::new(ErrorKind::Invalid, "what a rank wants was garbled on its way")
 }
 
 fn number(bytes: &mut Vec<u8>, mut n: u64) {

@@ -7,6 +7,7 @@
 //! and goes from there to the other ranks that want bytes of it. Columns whose runs are too short for storage are read as
 //! rows, by turns, so that several ranks with columns of one tensor read each row once.
 
+use super::lists::{List, ListOfWants, Patterns, Reading};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint};
@@ -27,9 +28,9 @@ const MOST_RANGES: u64 = 1 << 20;
 
 /// What all ranks want: ranks that want the same share one list.
 #[derive(Debug, Clone, Copy)]
-pub struct Party<'a> {
-    /// The lists of wants.
-    pub lists: &'a [Vec<Want>],
+pub struct Party<'a, L = Vec<Want>> {
+    /// The lists of wants: each is one, or its bytes.
+    pub lists: &'a [L],
     /// For each rank, the number of its list.
     pub of_rank: &'a [u32],
 }
@@ -77,35 +78,9 @@ pub struct Shares {
     parcels: Vec<Parcel>,
     both_ways: Option<BothWays>,
     audiences: Vec<Box<[u32]>>,
+    patterns: Patterns,
     lists: Vec<List>,
     of_rank: Vec<u32>,
-}
-
-/// A list of wants, to be looked up by tensor.
-#[derive(Debug, Clone)]
-struct List {
-    /// (tensor, want), ascending.
-    by_tensor: Vec<(u32, u32)>,
-    /// In order of the wants.
-    runs: Vec<Runs>,
-    /// The ranks that have this list, ascending.
-    ranks: Box<[u32]>,
-}
-
-impl List {
-    fn new(checkpoint: &Checkpoint, wants: &[Want], ranks: Box<[u32]>) -> Result<List> {
-        let mut by_tensor: Vec<(u32, u32)> = wants.iter().map(|want| want.tensor).zip(0..).collect();
-        by_tensor.sort_unstable();
-        let runs = wants.iter().map(|want| Runs::of(checkpoint, want)).collect::<Result<_>>()?;
-        Ok(List { by_tensor, runs, ranks })
-    }
-
-    /// The wants of these tensors: (tensor, want).
-    fn of(&self, tensors: Range<u32>) -> &[(u32, u32)] {
-        let from = self.by_tensor.partition_point(|w| w.0 < tensors.start);
-        let past = self.by_tensor.partition_point(|w| w.0 < tensors.end);
-        &self.by_tensor[from..past]
-    }
 }
 
 /// Bytes of a file that the same ranks want, or rows in which they want columns.
@@ -122,7 +97,7 @@ impl Shares {
     /// # Errors
     /// Those of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
     /// `Invalid` if a rank's list does not exist.
-    pub fn new(checkpoint: &Checkpoint, party: Party<'_>) -> Result<Shares> {
+    pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>) -> Result<Shares> {
         Self::divided(checkpoint, party, 0)
     }
 
@@ -131,22 +106,26 @@ impl Shares {
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
-    pub fn with_trial(checkpoint: &Checkpoint, party: Party<'_>, tried: u64) -> Result<Shares> {
+    pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
         Self::divided(checkpoint, party, tried)
     }
 
-    fn divided(checkpoint: &Checkpoint, party: Party<'_>, tried: u64) -> Result<Shares> {
+    fn divided<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
         if let Some(list) = party.of_rank.iter().find(|list| **list as usize >= party.lists.len()) {
             let text = format!("a rank has list {list} of {}", party.lists.len());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let ranks_of = |list: usize| (0..).zip(party.of_rank).filter(move |r| *r.1 as usize == list).map(|r| r.0);
+        let mut reading = Reading::new(checkpoint);
         let lists = party.lists.iter().enumerate();
-        let lists = lists.map(|(number, wants)| List::new(checkpoint, wants, ranks_of(number).collect()));
+        let lists = lists.map(|(number, list)| reading.list(&list.packed(), ranks_of(number).collect()));
         let lists = lists.collect::<Result<Vec<List>>>()?;
+        let patterns = reading.patterns();
         let alone = vec![0; party.of_rank.len()];
         let mut dividing = Dividing {
+            patterns: &patterns,
             lists: &lists,
+            known: HashMap::new(),
             audiences: Vec::new(),
             numbers: HashMap::new(),
             cells: Vec::new(),
@@ -156,7 +135,7 @@ impl Shares {
         dividing.all_tensors(checkpoint)?;
         let Dividing { audiences, cells, alone, .. } = dividing;
         let of_rank = party.of_rank.to_vec();
-        let mut shares = Shares { parcels: Vec::new(), both_ways: None, audiences, lists, of_rank };
+        let mut shares = Shares { parcels: Vec::new(), both_ways: None, audiences, patterns, lists, of_rank };
         let total: u64 = cells.iter().map(|cell| cell.range.end - cell.range.start).sum();
         if tried == 0 || total <= 2 * tried {
             shares.cut(&cells, alone);
@@ -218,16 +197,20 @@ impl Shares {
     ) -> impl Iterator<Item = DensePart> + 'a {
         let (list, Parcel { start, end, .. }) = (&self.lists[self.of_rank[rank as usize] as usize], *parcel);
         let tensors = checkpoint.tensors_within(parcel.file, start..end);
-        list.of(tensors).iter().filter_map(move |&(_, want)| {
-            let runs = &list.runs[want as usize];
-            let dense = runs.before(start)..runs.before(end);
+        list.of(tensors).filter_map(move |want| {
+            let (tensor, pattern) = list.want(want);
+            let (runs, begin) = (self.patterns.runs(pattern), self.patterns.begin(tensor));
+            let dense = runs.before(start.saturating_sub(begin))..runs.before(end.saturating_sub(begin));
             (!dense.is_empty()).then_some(DensePart { want, dense })
         })
     }
 
     /// The runs of one of a rank's wants.
-    pub fn runs(&self, rank: u32, want: u32) -> &Runs {
-        &self.lists[self.of_rank[rank as usize] as usize].runs[want as usize]
+    pub fn runs(&self, rank: u32, want: u32) -> Runs {
+        let (tensor, pattern) = self.lists[self.of_rank[rank as usize] as usize].want(want);
+        let mut runs = self.patterns.runs(pattern).clone();
+        runs.start += self.patterns.begin(tensor);
+        runs
     }
 
     /// Cuts the cells into parcels, and gives each a reader: the rank that has the fewest bytes to read so far. `to_read`: what
@@ -255,7 +238,10 @@ impl Shares {
 
 /// The tensors, being divided into what one rank wants and what several want.
 struct Dividing<'a> {
+    patterns: &'a Patterns,
     lists: &'a [List],
+    /// How tensors are divided that are wanted in the same way.
+    known: HashMap<Box<[WantedBy]>, Box<[Given]>>,
     audiences: Vec<Box<[u32]>>,
     /// Of each audience.
     numbers: HashMap<Box<[u32]>, u32>,
@@ -267,39 +253,72 @@ struct Dividing<'a> {
     apart: usize,
 }
 
-/// A want of a tensor: the number of its list, and its runs.
-type WantedBy<'a> = (u32, &'a Runs);
+/// A want of a tensor: the number of its list, and its pattern.
+type WantedBy = (u32, u32);
+
+/// What becomes of a part of a tensor.
+#[derive(Clone)]
+enum Given {
+    /// A rank wants so many bytes, which nobody else wants.
+    Alone(u32, u64),
+    /// An audience wants a range, which is counted from the first byte of the tensor.
+    Together(u32, Range<u64>),
+}
+
+/// The division of a tensor into more parts than this is not kept for the next one that is like it.
+const KEPT: usize = 64;
 
 impl Dividing<'_> {
     fn all_tensors(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        let lists = self.lists;
-        let mut all: Vec<(u32, u32, u32)> = Vec::new();
-        for (number, list) in (0..).zip(lists).filter(|(_, list)| !list.ranks.is_empty()) {
-            all.extend(list.by_tensor.iter().map(|&(tensor, want)| (tensor, number, want)));
-        }
-        all.sort_unstable();
-        let mut wanted: Vec<WantedBy<'_>> = Vec::new();
-        for chunk in all.chunk_by(|a, b| a.0 == b.0) {
+        // The lists, each at its next want in order of the tensors.
+        let (lists, patterns) = (self.lists, self.patterns);
+        let mut at: Vec<usize> = vec![0; lists.len()];
+        let of_somebody: Vec<usize> = (0..at.len()).filter(|list| !lists[*list].ranks.is_empty()).collect();
+        let mut wanted: Vec<WantedBy> = Vec::new();
+        let tensor_at = |list: usize, place: usize| {
+            let list = &lists[list];
+            (place < list.len()).then(|| list.want(list.in_order(place)))
+        };
+        let mut next: Vec<Option<(u32, u32)>> = (0..at.len()).map(|list| tensor_at(list, 0)).collect();
+        while let Some(tensor) = of_somebody.iter().filter_map(|list| Some(next[*list]?.0)).min() {
             wanted.clear();
-            let runs = chunk.iter().map(|&(_, list, want)| (list, &lists[list as usize].runs[want as usize]));
-            wanted.extend(runs.filter(|(_, runs)| runs.len > 0));
-            if !wanted.is_empty() {
-                self.tensor(checkpoint, chunk[0].0, &wanted)?;
+            for &list in &of_somebody {
+                while let Some((_, pattern)) = next[list].filter(|next| next.0 == tensor) {
+                    if patterns.runs(pattern).len > 0 {
+                        wanted.push((list as u32, pattern));
+                    }
+                    at[list] += 1;
+                    next[list] = tensor_at(list, at[list]);
+                }
             }
+            if wanted.is_empty() {
+                continue;
+            }
+            let file = checkpoint.tensor(tensor).file;
+            if let Some(given) = self.known.get(&wanted[..]) {
+                let given = given.clone();
+                given.iter().for_each(|given| self.give(file, tensor, given.clone()));
+                continue;
+            }
+            let given = self.tensor(checkpoint, tensor, &wanted)?;
+            if given.len() <= KEPT {
+                self.known.insert(wanted.as_slice().into(), given.as_slice().into());
+            }
+            given.into_iter().for_each(|given| self.give(file, tensor, given));
         }
         Ok(())
     }
 
-    fn tensor(&mut self, checkpoint: &Checkpoint, tensor: u32, wanted: &[WantedBy<'_>]) -> Result<()> {
-        let info = checkpoint.tensor(tensor);
-        let first = &self.lists[wanted[0].0 as usize].ranks;
+    /// Divides a tensor.
+    fn tensor(&mut self, checkpoint: &Checkpoint, tensor: u32, wanted: &[WantedBy]) -> Result<Vec<Given>> {
+        let (lists, patterns) = (self.lists, self.patterns);
+        let first = &lists[wanted[0].0 as usize].ranks;
+        let of = |wanted: &WantedBy| patterns.runs(wanted.1);
         if first.len() == 1 && wanted.iter().all(|w| w.0 == wanted[0].0) {
-            let rank = first[0];
-            wanted.iter().for_each(|(_, runs)| self.alone[rank as usize] += runs.nbytes());
-            self.apart = self.cells.len();
-            return Ok(());
+            return Ok(vec![Given::Alone(first[0], wanted.iter().map(|w| of(w).nbytes()).sum())]);
         }
         let too_many = || {
+            let info = checkpoint.tensor(tensor);
             let text = format!(
                 "the slices of tensor {} leave more than {MOST_RANGES} holes that nobody wants: load it in parts, or load what \
                  lies between and slice that in memory",
@@ -308,28 +327,31 @@ impl Dividing<'_> {
             let path = &checkpoint.files()[info.file as usize].spelled;
             Error::new(ErrorKind::Limit, text).at(path).of_tensor(info.name)
         };
+        let mut found = Vec::new();
         let strided = |runs: &Runs| !runs.axes.is_empty();
-        if wanted.iter().any(|(_, runs)| strided(runs) && runs.len < LONG_RUN) {
-            for range in together(wanted).ok_or_else(too_many)? {
+        if wanted.iter().map(of).any(|runs| strided(runs) && runs.len < LONG_RUN) {
+            let all: Vec<&Runs> = wanted.iter().map(of).collect();
+            for range in together(&all).ok_or_else(too_many)? {
                 let there = |runs: &Runs| runs.before(range.end) > runs.before(range.start);
-                let lists: Vec<u32> = wanted.iter().filter(|(_, runs)| there(runs)).map(|w| w.0).collect();
-                self.give(info.file, range, &lists);
+                let lists: Vec<u32> = wanted.iter().filter(|w| there(of(w))).map(|w| w.0).collect();
+                found.push(self.given(range, &lists));
             }
-            return Ok(());
+            return Ok(found);
         }
         // Each run on its own: what begins and ends where.
         let mut edges: Vec<(u64, bool, u32)> = Vec::new();
-        for &(list, runs) in wanted {
+        for w in wanted {
+            let runs = of(w);
             for number in 0..runs.count() {
                 let start = runs.offset(number);
-                edges.extend([(start, true, list), (start + runs.len, false, list)]);
+                edges.extend([(start, true, w.0), (start + runs.len, false, w.0)]);
             }
         }
         edges.sort_unstable();
         let (mut open, mut at): (Vec<u32>, u64) = (Vec::new(), 0);
         for (offset, begins, list) in edges {
             if offset > at && !open.is_empty() {
-                self.give(info.file, at..offset, &open);
+                found.push(self.given(at..offset, &open));
             }
             at = offset;
             if begins {
@@ -338,19 +360,17 @@ impl Dividing<'_> {
                 open.swap_remove(i);
             }
         }
-        Ok(())
+        Ok(found)
     }
 
     /// These lists have wants in a range.
-    fn give(&mut self, file: u32, range: Range<u64>, lists: &[u32]) {
+    fn given(&mut self, range: Range<u64>, lists: &[u32]) -> Given {
         let mut ranks: Vec<u32> =
             lists.iter().flat_map(|&list| self.lists[list as usize].ranks.iter().copied()).collect();
         ranks.sort_unstable();
         ranks.dedup();
         if let [rank] = ranks[..] {
-            self.alone[rank as usize] += range.end - range.start;
-            self.apart = self.cells.len();
-            return;
+            return Given::Alone(rank, range.end - range.start);
         }
         let audience = match self.numbers.get(&ranks[..]) {
             Some(number) => *number,
@@ -359,6 +379,22 @@ impl Dividing<'_> {
                 self.audiences.push(ranks.clone());
                 self.numbers.insert(ranks, number);
                 number
+            }
+        };
+        Given::Together(audience, range)
+    }
+
+    /// Gives a part of a tensor.
+    fn give(&mut self, file: u32, tensor: u32, given: Given) {
+        let (audience, range) = match given {
+            Given::Alone(rank, nbytes) => {
+                self.alone[rank as usize] += nbytes;
+                self.apart = self.cells.len();
+                return;
+            }
+            Given::Together(audience, Range { start, end }) => {
+                let begin = self.patterns.begin(tensor);
+                (audience, begin + start..begin + end)
             }
         };
         let together = self.apart < self.cells.len();
@@ -401,13 +437,13 @@ fn split(cells: Vec<Cell>, bytes: u64, weight: impl Fn(&Cell) -> u64, most: u64)
 
 /// The ranges of one tensor that hold all runs of these wants, without the holes that are worth skipping; `None` if there are
 /// too many.
-fn together(wanted: &[WantedBy<'_>]) -> Option<Vec<Range<u64>>> {
+fn together(wanted: &[&Runs]) -> Option<Vec<Range<u64>>> {
     if let Some(range) = columns(wanted) {
         return Some(vec![range]);
     }
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut left = MOST_RANGES;
-    for (_, runs) in wanted {
+    for runs in wanted {
         // Axes whose steps are near enough are one range.
         let (mut span, mut outer) = (runs.len, runs.axes.len());
         while let Some(&(count, stride)) = runs.axes[..outer].last().filter(|axis| axis.1 - span <= LEAST_GAP) {
@@ -430,13 +466,13 @@ fn together(wanted: &[WantedBy<'_>]) -> Option<Vec<Range<u64>>> {
 }
 
 /// One range, if the wants are columns of the same rows that leave no hole worth skipping.
-fn columns(wanted: &[WantedBy<'_>]) -> Option<Range<u64>> {
-    let &[rows] = &wanted[0].1.axes[..] else { return None };
-    if wanted.iter().any(|(_, runs)| runs.axes[..] != [rows]) {
+fn columns(wanted: &[&Runs]) -> Option<Range<u64>> {
+    let &[rows] = &wanted[0].axes[..] else { return None };
+    if wanted.iter().any(|runs| runs.axes[..] != [rows]) {
         return None;
     }
     let (count, stride) = rows;
-    let mut columns: Vec<Range<u64>> = wanted.iter().map(|(_, runs)| runs.start..runs.start + runs.len).collect();
+    let mut columns: Vec<Range<u64>> = wanted.iter().map(|runs| runs.start..runs.start + runs.len).collect();
     columns.sort_unstable_by_key(|range| range.start);
     let (start, mut end) = (columns[0].start, columns[0].start);
     for range in &columns {

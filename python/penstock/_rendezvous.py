@@ -1,0 +1,81 @@
+"""The rendezvous store of ranks that load together, of which every call ends.
+
+A client of `torch.distributed.TCPStore` waits without limit for a host that was stopped, and raises errors of its own
+if the host is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ._errors import PeerError, StalledError
+from ._patience import patiently
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What a rendezvous store must be able to do: those of `torch.distributed` are ones."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Rendezvous:
+    """A store whose calls give an answer, or raise `PeerError`.
+
+    Attributes:
+        store: The store itself.
+        limit: Seconds that an answer may take.
+    """
+
+    def __init__(self, store: Store, limit: float) -> None:
+        self.store = store
+        self.limit = limit
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask(lambda: self.store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: self.store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda: self.store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(lambda: self.store.check(keys))
+
+    def delete(self, keys: list[str]) -> None:
+        """Deletes what is there of these, if the store can."""
+        delete = getattr(self.store, "delete_key", None)
+        if delete is not None:
+            self._ask(lambda: [delete(key) for key in keys])
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            # On another thread: no signal handler runs while a store waits
+            return patiently(question, self.limit)
+        except StalledError:
+            raise self.failed(
+                f"has not answered for {self.limit:.1f} s: its host was stopped, or the network to it is down "
+                "(peer_timeout raises the limit)"
+            ) from None
+        except Exception as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise self.failed(f"is gone: {lines[0]}") from error
+
+    def failed(self, why: str) -> PeerError:
+        """The error that says what is the matter with the store."""
+        host, port = host_of(self.store)
+        at = f" at {host}:{port}" if host else ""
+        return PeerError(f"the rendezvous store{at} {why}", host=host)
+
+
+def host_of(store: Any) -> tuple[str | None, int]:
+    """Name and port of the store's server; (None, 0) for a store that has none."""
+    while getattr(store, "host", None) is None and getattr(store, "underlying_store", None) is not None:
+        store = store.underlying_store
+    return getattr(store, "host", None), getattr(store, "port", 0)

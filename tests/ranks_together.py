@@ -1,0 +1,306 @@
+"""Processes that load together: the ranks of a group, the host of their store, and what is counted outside of them.
+
+A `Nursery` is a process that imports once what all ranks need (torch takes seconds), and forks them. Each rank runs the
+text of the same program. These names are there for it:
+
+| name | what it is |
+|---|---|
+| `rank`, `size`, `path`, `folder` | of these ranks |
+| `store` | their `TCPStore`. A process of its own hosts it, or the rank that the test names |
+| `group` | (store, rank, size) |
+| `said` | a dict; the test gets it when the program has ended |
+| `of(n)` | the rank's slice of n elements |
+| `same(tensors, slices)` | asserts that they are what safetensors reads; how many they are |
+| `hold(name)` | says that the rank has come so far, and waits until the test releases it |
+| `traces()` | threads, descriptors and listening sockets of this process that a load could leave |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ordeal
+import pytest
+
+#: The process that forks the ranks. An order is a line of JSON; the answer is a line with process ids.
+NURSERY = r"""
+import json, linecache, os, select, signal, socket, sys, threading, time, traceback
+from datetime import timedelta
+import torch, torch.distributed as dist
+import penstock
+from safetensors import safe_open
+
+def write(folder, name, text=""):
+    with open(f"{folder}/{name}.new", "w") as file:
+        file.write(text)
+    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
+
+def wait_for(file):
+    while not os.path.exists(file):
+        time.sleep(0.002)
+    with open(file) as opened:
+        return opened.read()
+
+def hosted(folder):
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    write(folder, "port", str(server.port))
+    return server
+
+def host(order):
+    server = hosted(order["folder"])
+    while True:
+        signal.pause()
+
+def reader_of(path):
+    if path.endswith(".safetensors"):
+        return {path: safe_open(path, "pt")}
+    names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    return {name: safe_open(f"{path}/{name}", "pt") for name in names}
+
+def names_of(order, rank):
+    size, path, folder = order["size"], order["path"], order["folder"]
+    if order["hosted_by"] == rank:
+        store = hosted(folder)
+    else:
+        port = int(wait_for(f"{folder}/port"))
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+
+    def of(n):
+        return slice(n * rank // size, n * (rank + 1) // size)
+
+    def raw(tensor):
+        return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+    def same(found, slices=None):
+        checkpoint = penstock.open(path)
+        for file in reader_of(path).values():
+            for name in file.keys():
+                if name in found:
+                    cut = slices(checkpoint[name]) if slices else None
+                    whole, tensor = file.get_tensor(name), found[name]
+                    expected = whole if cut is None else whole[cut]
+                    assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
+                    assert torch.equal(raw(tensor), raw(expected)), name
+        return len(found)
+
+    def hold(name="held"):
+        write(folder, f"{name}.{rank}")
+        wait_for(f"{folder}/{name}.go")
+
+    def traces():
+        threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+            except OSError:
+                pass  # that of this listing
+        listening = 0
+        for table in ("tcp", "tcp6"):
+            for line in open(f"/proc/self/net/{table}").readlines()[1:]:
+                listening += line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in found
+        kinds = sorted(one.split(":")[0] for one in found)
+        return [sorted(thread for thread in threads if thread.startswith("penstock")), kinds, listening]
+
+    names = dict(rank=rank, size=size, path=path, folder=folder, store=store, group=(store, rank, size), said={})
+    return dict(globals(), **names, of=of, same=same, hold=hold, traces=traces, **order["given"])
+
+def program(order, rank):
+    folder, text = order["folder"], order["program"]
+    linecache.cache["<program>"] = (len(text), None, text.splitlines(True), "<program>")
+    try:
+        names = names_of(order, rank)
+        exec(compile(text, "<program>", "exec"), names)
+        write(folder, f"said.{rank}", json.dumps(names["said"]))
+        if order["hosted_by"] == rank:
+            wait_for(f"{folder}/over")
+    except BaseException:
+        write(folder, f"failed.{rank}", traceback.format_exc())
+
+hearing, speaking = os.pipe()
+for end in (hearing, speaking):
+    os.set_blocking(end, False)
+signal.set_wakeup_fd(speaking, warn_on_full_buffer=False)
+signal.signal(signal.SIGCHLD, lambda *_: None)
+#: The folder and number of each process.
+running = {}
+
+def fork(run, order, number):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.close(0)
+            run(order, number) if number is not None else run(order)
+        finally:
+            os._exit(0)
+    running[pid] = order["folder"], number
+    return pid
+
+print("ready", flush=True)
+while True:
+    ready, _, _ = select.select([0, hearing], [], [])
+    if hearing in ready:
+        os.read(hearing, 4096)
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            break
+        folder, number = running.pop(pid)
+        if os.path.isdir(folder):
+            write(folder, f"ended.{number}", str(status))
+    if 0 in ready:
+        line = sys.stdin.buffer.raw.readline()
+        if not line:
+            break
+        order = json.loads(line)
+        hosts = [fork(host, order, None)] if order["hosted_by"] is None else []
+        print(json.dumps([[fork(program, order, rank) for rank in range(order["size"])], hosts]), flush=True)
+"""
+
+
+def until(there: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Waits for what must come. The limit only tells a hang from work."""
+    limit = time.monotonic() + seconds * ordeal.load_factor()
+    while not there():
+        assert time.monotonic() < limit, "it did not come"
+        time.sleep(0.002)
+
+
+def state(pid: int) -> str:
+    """What the kernel says of a process: `R`, `S`, `T` (stopped), `Z` (gone)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+class Ranks:
+    """Processes that run the same program, and the host of their store."""
+
+    def __init__(self, folder: Path, pids: list[int], hosts: list[int]) -> None:
+        self.folder = folder
+        self.pids = pids
+        #: The process that hosts the store, unless a rank does.
+        self.hosts = hosts
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, pid in [*enumerate(self.pids), *((None, pid) for pid in self.hosts)]:
+            if not (self.folder / f"ended.{number}").exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                until((self.folder / f"ended.{number}").exists)
+
+    def ended(self, rank: int | None) -> None:
+        """Waits until a rank's process is gone; None: the host of the store."""
+        until((self.folder / f"ended.{rank}").exists)
+
+    def held(self, name: str = "held", ranks: Sequence[int] | None = None) -> None:
+        """Waits until ranks (None: all) have come so far, or have failed."""
+        for rank in range(len(self.pids)) if ranks is None else ranks:
+            marks = [self.folder / f"{name}.{rank}", self.folder / f"failed.{rank}"]
+            until(lambda marks=marks: any(mark.exists() for mark in marks))  # type: ignore[misc]
+
+    def release(self, name: str = "held") -> None:
+        (self.folder / f"{name}.go").write_text("")
+
+    def said(self, rank: int) -> dict[str, Any]:
+        """What a rank's program has left in `said`."""
+        marks = [self.folder / f"{name}.{rank}" for name in ("said", "failed", "ended")]
+        until(lambda: any(mark.exists() for mark in marks))
+        assert not marks[1].exists(), f"rank {rank}:\n{marks[1].read_text()}"
+        assert marks[0].exists(), f"rank {rank} was killed"
+        found: dict[str, Any] = json.loads(marks[0].read_text())
+        return found
+
+    def all(self) -> list[dict[str, Any]]:
+        """What all of them have said."""
+        return [self.said(rank) for rank in range(len(self.pids))]
+
+    def read_bytes(self, rank: int) -> int:
+        """Bytes that storage has given to a rank's process, as the kernel counts them."""
+        lines = Path(f"/proc/{self.pids[rank]}/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+    def loopback_bytes(self) -> int:
+        """Bytes that left through the loopback device of the ranks' network namespace, with all headers."""
+        lines = Path(f"/proc/{self.pids[0]}/net/dev").read_text().splitlines()
+        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+class Nursery:
+    """A process that forks ranks. `prefix`: a command that it is run with."""
+
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-c", NURSERY]
+        # Otherwise torch warns, for each connection, that this network has no name server
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=quiet
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._orders, self._answers = self.process.stdin, self.process.stdout
+        assert self._answers.readline() == "ready\n"
+
+    def close(self) -> None:
+        self._orders.close()
+        self.process.wait()
+        self._answers.close()
+
+    def run(
+        self, program: str, size: int, path: Path, folder: Path, *, hosted_by: int | None = None, **given: Any
+    ) -> Ranks:
+        """Starts `size` ranks. `given`: more names for the program. `folder`: where they say what they do."""
+        folder.mkdir()
+        order = {"program": textwrap.dedent(program), "size": size, "path": str(path), "folder": str(folder)}
+        print(json.dumps({**order, "hosted_by": hosted_by, "given": given}), file=self._orders, flush=True)
+        return Ranks(folder, *json.loads(self._answers.readline()))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    pytest.importorskip("torch.distributed")
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def fenced_nursery() -> Iterator[Nursery]:
+    """One whose ranks have a network of their own: its loopback device counts what they send, and nothing else."""
+    pytest.importorskip("torch.distributed")
+    up = 'ip link set lo up && exec "$@"'
+    why = "needs unshare, ip, and the right to make a network namespace"
+    if not all(map(shutil.which, ("unshare", "ip"))):
+        pytest.skip(why)
+    prefix = ["unshare", "--net", "sh", "-c", up, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
+        pytest.skip(why)
+    found = Nursery(prefix)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def together(nursery: Nursery, tmp_path: Path) -> Callable[..., Ranks]:
+    """Starts ranks: (program, size, path, **given)."""
+    numbers = iter(range(1000))
+    return lambda program, size, path, **given: nursery.run(
+        program, size, path, tmp_path / f"ranks{next(numbers)}", **given
+    )
