@@ -12,11 +12,12 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | `together` | one load of all ranks, past the page cache: what several want is read by one and sent to the others |
 | `auto` | one load of all ranks that choose for themselves, and otherwise have their defaults |
 | `auto, bypass` | the same past the page cache |
+| `warm: alone`, `warm: together`, `warm: auto` | with their defaults, and all files in the page cache |
 
-The page cache holds nothing of the files before each load. The time goes from the signal to all ranks to the end of
-the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least* the time by what it takes at that
-rate to read each byte once. After every load each rank makes a checksum of every tensor; they must be equal whichever
-way was taken.
+The page cache holds nothing of the files before each load, or all of them where it is warm. The time goes from the signal
+to all ranks to the end of the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least* the time
+by what it takes at that rate to read each byte once. After every load each rank makes a checksum of every tensor; they
+must be equal whichever way was taken.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import slow_disk
 import torch
 import torch.distributed as dist
 from penstock.bench.machine import machine
-from penstock.bench.page_cache import evict
+from penstock.bench.page_cache import evict, fill
 from penstock.cli import main as penstock_command
 
 RANKS = 4
@@ -50,6 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "together": {"options": {"cache": "bypass", "exchange": "on"}, "together": True},
     "auto": {"options": {}, "together": True},
     "auto, bypass": {"options": {"cache": "bypass"}, "together": True},
+    "warm: alone": {"options": {}, "warm": True},
+    "warm: together": {"options": {"exchange": "on"}, "together": True, "warm": True},
+    "warm: auto": {"options": {}, "together": True, "warm": True},
 }
 
 
@@ -121,7 +125,10 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
         pids.append(pid)
     for pipe in pipes:
         assert os.read(pipe, 1) == b"r", "a rank has failed"
-    evict(files)
+    if WAYS[way].get("warm"):
+        fill(files)
+    else:
+        evict(files)
     begun = time.time()
     os.write(go_write, b"g" * RANKS)
     said = []
@@ -138,6 +145,7 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
     Path(store).unlink(missing_ok=True)
     found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
     found["cpu"] = sum(one["cpu"] for one in said)
+    found["choices"] = [(one["exchange"] or {}).get("choice") for one in said]
     found["sent"] = sum((one["exchange"] or {}).get("sent_bytes", 0) for one in said)
     return found | {"sums": [one["sums"] for one in said]}
 
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--size", default="1.6GB", help="of the checkpoint (1.6GB)")
     parser.add_argument("--rate", type=float, action="append", help="bytes per second of the disk; 0: as it is")
     parser.add_argument("--wants", action="append", choices=["dp", "tp"])
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="of these ways (all)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     folder = given.folder / "llama"
@@ -160,7 +169,7 @@ def main() -> None:
     for rate in given.rate or [100e6, 400e6]:
         for wants in given.wants or ["dp", "tp"]:
             for number in range(given.rounds):
-                ways = list(WAYS)
+                ways = given.way or list(WAYS)
                 for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                     if rate:
                         with slow_disk.group(folder, int(rate)) as group:
@@ -168,7 +177,10 @@ def main() -> None:
                     else:
                         found = load(folder, files, wants, way, None)
                     runs.append({"rate": rate, "wants": wants, "way": way, "round": number} | found)
-                    print(f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s", flush=True)
+                    print(
+                        f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s, {found['choices'][0]}",
+                        flush=True,
+                    )
             sums = {tuple(run["sums"]) for run in runs if (run["rate"], run["wants"]) == (rate, wants)}
             assert len(sums) == 1, "the ways gave different tensors"
     print(f"\n{RANKS} ranks, {nbytes / 1e9:.2f} GB in {len(files)} files; medians of {given.rounds}\n")
@@ -177,10 +189,11 @@ def main() -> None:
     rows = []
     for rate in given.rate or [100e6, 400e6]:
         for wants in given.wants or ["dp", "tp"]:
-            for way in WAYS:
+            for way in given.way or WAYS:
                 those = [run for run in runs if (run["rate"], run["wants"], run["way"]) == (rate, wants, way)]
                 seconds = [run["seconds"] for run in those]
                 row: dict[str, Any] = {"rate": rate, "wants": wants, "way": way, "loads": len(those)}
+                row["choices"] = [run["choices"][0] for run in those]
                 row |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
                 for name, key in (("disk_bytes", "disk"), ("sent_bytes", "sent"), ("cpu_s", "cpu")):
                     row[name] = statistics.median(run[key] for run in those)
