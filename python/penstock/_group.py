@@ -29,10 +29,6 @@ _LOOK = (0.001, 0.05)
 _SHOWN = 8
 
 
-#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted).
-_LEFT: dict[tuple[int, int], tuple[str, str | None]] = {}
-
-
 class Store(Protocol):
     """What a rendezvous store must be able to do: those of `torch.distributed` are ones."""
 
@@ -40,6 +36,11 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
+
+
+#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted). The
+#: store is kept with it: another one must not be taken for it because it lies where that one lay.
+_LEFT: dict[tuple[int, int], tuple[Store, str, str | None]] = {}
 
 
 class Member(NamedTuple):
@@ -102,10 +103,14 @@ def member_of(group: Any) -> Member:
 
 
 class Gathering:
-    """One load of a group, before it begins. Every rank makes one for each load, in the same order."""
+    """One load of a group, before it begins. Every rank makes one for each load, in the same order.
 
-    def __init__(self, group: Any) -> None:
+    ``compared``: all ranks know already that their files have the same content.
+    """
+
+    def __init__(self, group: Any, compared: bool = False) -> None:
         self._store, self._rank, self._size = member_of(group)
+        self._compared = compared
         self._over = False
         self._seat: _core.Seat | None = None
         number = self._store.add(f"penstock/loads/{self._rank}", 1) if self._size > 1 else 0
@@ -176,12 +181,12 @@ class Gathering:
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store), self._rank
-        left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
+        left, _LEFT[here] = _LEFT.get(here), (store, self._prefix, wanted)
         entries = self._entries(deadline)
         if left is not None:  # all ranks have come to this load, so the last one is over
-            self._forget(*left)
+            self._forget(*left[1:])
         _compare(entries)
-        if len({entry.identity for entry in entries}) > 1:
+        if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
         packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]
