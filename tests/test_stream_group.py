@@ -8,8 +8,8 @@ from pathlib import Path
 import penstock
 import pytest
 import torch
+from forked_ranks import Ranks
 from safetensors.torch import save_file
-from test_group import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
