@@ -212,7 +212,7 @@ def test_a_rank_that_dies_in_the_middle_is_named(run, model):
     program = """
     checkpoint, group, found = penstock.open(path), (store, rank, size), {}
     try:
-        for name, tensor in checkpoint.stream(group=group, window=1, options={"join_timeout": 6.0}):
+        for name, tensor in checkpoint.stream(group=group, window=1, options={"cache": "keep"}):
             found[name] = tensor
             if rank == 1 and len(found) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,9 +18,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from . import _load
-from ._errors import CancelledError, PenstockError, raise_if_forked
+from ._errors import CancelledError, PeerError, PenstockError, raise_if_forked
 from ._framework import Adapter
 from ._group import _LEFT, _PROTOCOL, Gathering, Member, Store, _address, _compare, _Entry, _host, _identity, member_of
+from ._group_watch import Watch
 from ._job import Job
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report, merged
@@ -70,6 +71,10 @@ def say(member: Member, error: BaseException) -> None:
 class _Settling(Gathering):
     """What ranks agree on before the first load of a stream."""
 
+    watch: Watch | None = None
+    """Connections to the others, and ``hosts`` theirs, once all have come."""
+    hosts: Sequence[str] = ()
+
     def settle(self, request: Request, sequence: Sequence[int], window: int, mine: int) -> int:
         """Compares what all ranks mean. Returns the windows that somebody wants, as bits; ``mine`` are this rank's.
 
@@ -82,9 +87,12 @@ class _Settling(Gathering):
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; a stream of "
         described += f"{len(sequence)} tensors by {request.order} with a window of {window} bytes"
         order = f"stream {hashlib.sha256(array('I', sequence).tobytes()).hexdigest()[:16]} {window}"
+        address = _address(self._store)
+        token = os.urandom(16).hex() if self._rank == 0 else ""
+        self.watch = Watch(address)
         entry = _Entry(
-            _PROTOCOL, _host(), _address(self._store), 0, "", f"{core.fingerprint():016x}", _identity(core), described,
-            order, f"{mine:x}", options.peer_timeout,
+            _PROTOCOL, _host(), address, self.watch.port, token, f"{core.fingerprint():016x}", _identity(core),
+            described, order, f"{mine:x}", options.peer_timeout,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
         _LEFT[id(self._store), self._rank] = self._store, self._prefix, None  # the first load of the stream deletes it
@@ -92,11 +100,32 @@ class _Settling(Gathering):
         _compare(entries)
         if len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
+        addresses = [(entry.address, entry.port) for entry in entries]
+        self.watch.join(self._rank, addresses, bytes.fromhex(entries[0].token), deadline, self._go_on)
+        self.hosts = [entry.host for entry in entries]
         self._over = True
         found = 0
         for entry in entries:
             found |= int(entry.wants, 16)
         return found
+
+
+class _Meeting(Gathering):
+    """A load of a stream, before it begins: a rank that is gone is not waited for."""
+
+    def __init__(self, settled: _Settling, member: Member) -> None:
+        super().__init__(member, compared=True)
+        self._settled = settled
+
+    def _go_on(self) -> bool:
+        super()._go_on()
+        watch = self._settled.watch
+        gone = None if watch is None else watch.gone()
+        if gone is not None:
+            super()._go_on()  # it has said why before it went
+            host = self._settled.hosts[gone]
+            raise PeerError(f"rank {gone} ({host}) is gone: its process has ended", rank=gone, host=host)
+        return True
 
 
 class _Window(NamedTuple):
@@ -150,7 +179,7 @@ class _Plan(NamedTuple):
 def _start(plan: _Plan, window: _Window) -> Job | PenstockError:
     """The load of a window, or why there is none: what was loaded before is handed out first."""
     try:
-        with Gathering(plan.member, compared=True) as together:
+        with _Meeting(plan.together, plan.member) as together:
             part = plan.request.selection.part(window.wants)
             return Job(plan.request._replace(selection=part, group=together), plan.adapter(part))
     except PenstockError as error:
@@ -228,6 +257,8 @@ def _leave(plan: _Plan, job: Job | PenstockError | None, following: _Window | No
 
 
 def _clean(plan: _Plan) -> None:
+    if plan.together.watch is not None:
+        plan.together.watch.close()
     store, rank, _ = plan.member
     _LEFT.pop((id(store), rank), None)
     with suppress(Exception):
