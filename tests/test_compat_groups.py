@@ -323,8 +323,9 @@ def test_tensors_in_order_are_read_ahead_until_the_order_ends(run, model):
     with run(
         """
 loads = []
-load = penstock.Checkpoint.load
-penstock.Checkpoint.load = lambda self, *a, **k: (loads.append(a[1]), load(self, *a, **k))[1]
+from penstock import _group_stream
+load = _group_stream.Company.load
+_group_stream.Company.load = lambda self, *a: (loads.append(1), load(self, *a))[1]
 loader = face.SafeTensorsFileLoader(world, "cpu")
 loader.add_filenames({1: [a, b], 0: [c]})
 fb = loader.copy_files_to_device()
@@ -387,6 +388,28 @@ assert rank == 1 or (error.rank, "NotFoundError" in str(error)) == (1, True)
         model,
     ) as ranks:
         done(ranks, 3)
+
+
+def test_a_rank_that_ends_between_two_calls_is_named(run, model):
+    with run(
+        """
+from penstock.compat.instanttensor import safe_open
+loader = face.SafeTensorsFileLoader(world, "cpu")
+loader.add_filenames({0: [a]})
+fb = loader.copy_files_to_device()
+equal(fb.get_tensor("a0"), held["a0"])
+with safe_open([a], "pt", "cpu", world) as f:
+    f.get_tensor("a0")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert refused(penstock.PeerError, fb.get_tensor, "a1").rank == 1
+    assert refused(penstock.PeerError, f.get_tensor, "a1").rank == 1
+""",
+        3,
+        model,
+    ) as ranks:
+        for rank in (0, 2):
+            ranks.said(rank)
 
 
 # InstantTensor

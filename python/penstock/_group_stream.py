@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import _load
+from . import _core, _load
+from ._core import Options
 from ._errors import CancelledError, PeerError, PenstockError, raise_if_forked
 from ._framework import Adapter
 from ._group import _LEFT, _PROTOCOL, Gathering, Member, Store, _address, _compare, _Entry, _host, _identity, member_of
@@ -69,33 +70,32 @@ def say(member: Member, error: BaseException) -> None:
 
 
 class _Settling(Gathering):
-    """What ranks agree on before the first load of a stream."""
+    """What ranks agree on before the first of several loads."""
 
     watch: Watch | None = None
     """Connections to the others, and ``hosts`` theirs, once all have come."""
     hosts: Sequence[str] = ()
 
-    def settle(self, request: Request, sequence: Sequence[int], window: int, mine: int) -> int:
-        """Compares what all ranks mean. Returns the windows that somebody wants, as bits; ``mine`` are this rank's.
+    def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
+        """Compares what all ranks mean. ``described`` says in an error what ``meant`` stands for.
+
+        Returns the bits that any rank has in ``mine``.
 
         Raises:
             PeerError: a rank did not come, or cannot load.
-            PlanMismatchError: ranks have different checkpoints, orders or windows.
+            PlanMismatchError: ranks have different checkpoints, or mean something else.
         """
-        core, options = request.selection.core, request.options
         deadline = time.monotonic() + options.join_timeout
-        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; a stream of "
-        described += f"{len(sequence)} tensors by {request.order} with a window of {window} bytes"
-        order = f"stream {hashlib.sha256(array('I', sequence).tobytes()).hexdigest()[:16]} {window}"
+        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; {described}"
         address = _address(self._store)
         token = os.urandom(16).hex() if self._rank == 0 else ""
         self.watch = Watch(address)
         entry = _Entry(
             _PROTOCOL, _host(), address, self.watch.port, token, f"{core.fingerprint():016x}", _identity(core),
-            described, order, f"{mine:x}", options.peer_timeout,
+            described, meant, f"{mine:x}", options.peer_timeout,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
-        _LEFT[id(self._store), self._rank] = self._store, self._prefix, None  # the first load of the stream deletes it
+        _LEFT[id(self._store), self._rank] = self._store, self._prefix, None  # the first load deletes it
         entries = self._entries(deadline)
         _compare(entries)
         if len({entry.identity for entry in entries}) > 1:
@@ -109,9 +109,17 @@ class _Settling(Gathering):
             found |= int(entry.wants, 16)
         return found
 
+    def clean(self) -> None:
+        """Closes the connections, and deletes what only this rank has used in the store. Idempotent."""
+        if self.watch is not None:
+            self.watch.close()
+        _LEFT.pop((id(self._store), self._rank), None)
+        with suppress(Exception):
+            self._store.delete_key(f"penstock/loads/{self._rank}")  # type: ignore[attr-defined]
+
 
 class _Meeting(Gathering):
-    """A load of a stream, before it begins: a rank that is gone is not waited for."""
+    """A load of ranks that have settled, before it begins: a rank that is gone is not waited for."""
 
     def __init__(self, settled: _Settling, member: Member) -> None:
         super().__init__(member, compared=True)
@@ -126,6 +134,41 @@ class _Meeting(Gathering):
             host = self._settled.hosts[gone]
             raise PeerError(f"rank {gone} ({host}) is gone: its process has ended", rank=gone, host=host)
         return True
+
+
+class Company:
+    """The ranks of one object whose calls are loads of them all. All ranks make theirs in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        self.member = corner(group)
+        self._settled: _Settling | None = None
+
+    def load(
+        self, core: _core.Checkpoint, options: Options, prepare: Callable[[], tuple[Request, Adapter]]
+    ) -> dict[str, Any]:
+        """One load of all ranks. The others hear what ``prepare`` raises. The first one compares their checkpoints."""
+        if self._settled is None:
+            together = _Settling(self.member)
+            try:
+                with together:
+                    together.settle(core, options, "loads", "loaded by several calls")
+            except BaseException:
+                if together.watch is not None:
+                    together.watch.close()
+                raise
+            self._settled = together
+        with _Meeting(self._settled, self.member) as meeting:
+            request, adapter = prepare()
+            return _load.load(request._replace(group=meeting), adapter, False)
+
+    def say(self, error: BaseException) -> None:
+        """Tells the others why this rank does not come to their next load."""
+        say(self.member, error)
+
+    def close(self) -> None:
+        """There are no more loads. Idempotent."""
+        if self._settled is not None:
+            self._settled.clean()
 
 
 class _Window(NamedTuple):
@@ -213,7 +256,11 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
                 # One half is handed out while the other one is read
                 windows = _windows(selection, plan.sequence, max(1, most // 2))
                 mine = sum(1 << number for number, window in enumerate(windows) if window.wants)
-                wanted = plan.together.settle(plan.request, plan.sequence, most, mine)
+                meant = f"stream {hashlib.sha256(array('I', plan.sequence).tobytes()).hexdigest()[:16]} {most}"
+                described = (
+                    f"a stream of {len(plan.sequence)} tensors by {plan.request.order}, with a window of {most} bytes"
+                )
+                wanted = plan.together.settle(selection.core, plan.request.options, meant, described, mine)
             windows = [window for number, window in enumerate(windows) if wanted >> number & 1] or windows[:1]
             done, total = 0, _nbytes(selection) if meter.active else 0
             job = _start(plan, windows[0])
@@ -241,7 +288,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
         if os.getpid() == owner:
             if not told:
                 _leave(plan, job, following)
-            _clean(plan)
+            plan.together.clean()
 
 
 def _leave(plan: _Plan, job: Job | PenstockError | None, following: _Window | None) -> None:
@@ -254,15 +301,6 @@ def _leave(plan: _Plan, job: Job | PenstockError | None, following: _Window | No
     # A load that was under way has failed, and the others hear that. Else they are about to wait for this rank
     if following is not None and (job is None or ended):
         say(plan.member, CancelledError("its iterator was closed before the end"))
-
-
-def _clean(plan: _Plan) -> None:
-    if plan.together.watch is not None:
-        plan.together.watch.close()
-    store, rank, _ = plan.member
-    _LEFT.pop((id(store), rank), None)
-    with suppress(Exception):
-        store.delete_key(f"penstock/loads/{rank}")  # type: ignore[attr-defined]
 
 
 class GroupStream:

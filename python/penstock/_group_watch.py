@@ -95,6 +95,9 @@ class Watch:
                 one.close()
         self._of, self._listener = {}, None
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def _hello(one: socket.socket, token: bytes) -> int:
     """The rank that has connected; -1: nobody of ours."""

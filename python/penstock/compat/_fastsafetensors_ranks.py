@@ -19,7 +19,7 @@ from ._process_group import told
 
 if TYPE_CHECKING:
     from .._framework import Adapter
-    from .._group import Member
+    from .._group_stream import Company
 
 #: Tensors that are asked for whole and in order, before a program counts as one that wants them all.
 _SINGLES = 4
@@ -38,14 +38,15 @@ class RanksBuffer(FilesBufferOnDevice):
         checkpoint: Checkpoint,
         places: dict[str, Place],
         paths: dict[Place, str],
-        corner: Member,
+        company: Company,
         device: Any,
         settings: dict[str, Any],
         dtype: Any,
     ) -> None:
         super().__init__(checkpoint, {}, places, paths)
         self._opened = checkpoint
-        self._corner, self._device, self._settings, self._dtype = corner, device, settings, dtype
+        self._company, self._device, self._settings, self._dtype = company, device, settings, dtype
+        self._size, self._rank = company.member.size, company.member.rank
         self._untaken = set(places)
         # Of whole tensors: their names in order, how many have been asked for in it, and the stream that follows
         self._order = list(places)
@@ -74,11 +75,11 @@ class RanksBuffer(FilesBufferOnDevice):
         """The whole tensor on rank ``dst_rank``, None on the others."""
         with self._asking(tensor_name):
             target = torch_dtype(dtype)
-            if dst_rank not in range(self._corner.size):
-                raise InvalidError(f"dst_rank={dst_rank!r}: the ranks of this group are 0 to {self._corner.size - 1}")
+            if dst_rank not in range(self._size):
+                raise InvalidError(f"dst_rank={dst_rank!r}: the ranks of this group are 0 to {self._size - 1}")
         self._follow_no_more()
         self._untaken.discard(tensor_name)
-        if dst_rank != self._corner.rank:
+        if dst_rank != self._rank:
             return None
         [tensor] = self._loaded([tensor_name], None, together=False).values()
         return self._converted(tensor, device, target, tensor_name)
@@ -107,16 +108,15 @@ class RanksBuffer(FilesBufferOnDevice):
         self._tensors = None
         self._follow_no_more()
         if self._untaken:
-            from .._group_stream import say
-
-            say(self._corner, CancelledError("its buffer was closed"))
+            self._company.say(CancelledError("its buffer was closed"))
+        self._company.close()
 
     # How it is had
 
     @contextmanager
     def _asking(self, *names: str) -> Iterator[None]:
         """Checks the names. What is wrong is told to the other ranks, which wait for this one by then."""
-        with told(self._corner if self._tensors is not None else None):
+        with told(self._company if self._tensors is not None else None):
             for name in names:
                 self._place(name)
             if self._tensors is None:
@@ -136,20 +136,23 @@ class RanksBuffer(FilesBufferOnDevice):
         shape = self.get_shape(name)
         if isinstance(dim, bool) or not isinstance(dim, int) or dim not in range(len(shape)):
             raise InvalidError(f"tensor {name} has shape {shape}: it cannot be cut along dimension {dim!r}")
-        block = -(-shape[dim] // self._corner.size)
-        start, stop = (min(number * block, shape[dim]) for number in (self._corner.rank, self._corner.rank + 1))
+        block = -(-shape[dim] // self._size)
+        start, stop = (min(number * block, shape[dim]) for number in (self._rank, self._rank + 1))
         return (*[slice(None)] * dim, slice(start, stop))
 
     def _loaded(self, names: list[str], slices: Any, *, together: bool) -> dict[str, Any]:
-        tensors = self._opened.load(
-            self._device,
-            names,
-            framework="pt",
-            progress=False,
-            options=self._settings,
-            slices=slices or None,
-            group=self._corner if together else None,
-        )
+        if not together:
+            tensors = self._opened.load(
+                self._device, names, framework="pt", progress=False, options=self._settings, slices=slices or None
+            )
+        else:
+            options = make_options(self._settings)
+
+            def prepared() -> tuple[Request, Adapter]:
+                where = device_for(self._device, "pt")
+                return prepare(self._opened, where, names, None, "pt", options, slices or None)
+
+            tensors = self._company.load(self._opened._core, options, prepared)
         return {name: self._converted(tensor, None, self._dtype, name) for name, tensor in tensors.items()}
 
     @staticmethod
@@ -192,4 +195,4 @@ class RanksBuffer(FilesBufferOnDevice):
             return prepare(self._opened, where, names, None, "pt", make_options(self._settings))[0]
 
         sequence = [self._opened._core.index(name) for name in names]
-        return stream(self._corner, request, adapter, False, lambda report: None, sequence)
+        return stream(self._company.member, request, adapter, False, lambda report: None, sequence)

@@ -147,11 +147,12 @@ class ParallelLoader:
             raise ClosedError("the loader has been closed")
         if not self._files:
             return iter(())
-        corner = None if self._ranks is None else self._ranks.corner()
-        with told_of_stream(corner):
+        company = None if self._ranks is None else self._ranks.company()
+        with told_of_stream(company):
             checkpoint = self._opened()
+        group = None if company is None else company.member
         return checkpoint.stream(
-            self._device, self._names, framework="pt", progress=self._progress, options=self._settings, group=corner
+            self._device, self._names, framework="pt", progress=self._progress, options=self._settings, group=group
         )
 
     def close(self) -> None:

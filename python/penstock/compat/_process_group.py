@@ -10,6 +10,7 @@ from .._errors import InvalidError, PenstockError
 
 if TYPE_CHECKING:
     from .._group import Member
+    from .._group_stream import Company
 
 
 class Ranks:
@@ -26,11 +27,11 @@ class Ranks:
         """The number of this one."""
         return self.member.rank
 
-    def corner(self) -> Member:
-        """The same ranks with a part of the store for themselves. All ranks make theirs in the same order."""
-        from .._group_stream import corner
+    def company(self) -> Company:
+        """The same ranks, for one object. All ranks make theirs in the same order."""
+        from .._group_stream import Company
 
-        return corner(self.member)
+        return Company(self.member)
 
 
 def ranks_of(group: Any, argument: str) -> Ranks | None:
@@ -61,27 +62,24 @@ def ranks_of(group: Any, argument: str) -> Ranks | None:
 
 
 @contextmanager
-def told(corner: Member | None) -> Iterator[None]:
-    """What is raised in it is told to the other ranks, which wait for this one in the next call."""
+def told(company: Company | None) -> Iterator[None]:
+    """What is raised in it is told to the other ranks, which wait for this one in the next load."""
     try:
         yield
     except PenstockError as error:
-        if corner is not None:
-            from .._group_stream import say
-
-            say(corner, error)
+        if company is not None:
+            company.say(error)
         raise
 
 
 @contextmanager
-def told_of_stream(corner: Member | None) -> Iterator[None]:
-    """As `told`, where the others wait for this one at the beginning of the first stream of ``corner``."""
+def told_of_stream(company: Company | None) -> Iterator[None]:
+    """As `told`, where the others wait for this one at the beginning of the first stream."""
     try:
         yield
     except PenstockError as error:
-        if corner is not None:
-            from .._group_stream import corner as corner_of
-            from .._group_stream import say
+        if company is not None:
+            from .._group_stream import corner, say
 
-            say(corner_of(corner), error)
+            say(corner(company.member), error)
         raise

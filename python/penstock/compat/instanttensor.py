@@ -17,19 +17,25 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
 from .._choices import NameMatch
 from .._core import Options
 from .._errors import CancelledError, InvalidError, UnsupportedError
-from .._frameworks import need, need_torch
+from .._frameworks import device_for, need, need_torch
+from .._options import make_options
 from .._paths import local_path
+from .._request import Request, prepare
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
 from ._process_group import ranks_of, told, told_of_stream
+
+if TYPE_CHECKING:
+    from .._framework import Adapter
+    from .._group_stream import Company
 
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
 
@@ -169,8 +175,8 @@ class safe_open:
         options, backends = Options(**self._settings), candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
-        self._corner = None if ranks is None else ranks.corner()
-        with told_of_stream(self._corner):
+        self._company = None if ranks is None else ranks.company()
+        with told_of_stream(self._company):
             self._checkpoint = open_as("filename", filename, network=False)
             files = [local_path(file, "filename") for file in self._checkpoint.files]
             io = io_for(backends, files, mapped=on_cpu and not copy)
@@ -194,7 +200,8 @@ class safe_open:
 
     def _stream(self, names: list[str] | None) -> Any:
         """An iterator that has checked device and dtypes, and not yet read anything."""
-        return self._checkpoint.stream(self.device, names, framework="pt", options=self._settings, group=self._corner)
+        group = None if self._company is None else self._company.member
+        return self._checkpoint.stream(self.device, names, framework="pt", options=self._settings, group=group)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -233,7 +240,7 @@ class safe_open:
             UnknownTensorError: (a KeyError) no such tensor, or the filter leaves it out.
             ClosedError: (a RuntimeError) the context exited.
         """
-        with told(None if self._closed else self._corner):
+        with told(None if self._closed else self._company):
             self._check_open()
             info = self._info(name)
         if self._order is None:
@@ -249,10 +256,19 @@ class safe_open:
         elif self._following is not None:
             self._following.close()
             self._following, self._asked = None, len(self._order)  # each alone from now on
-        alone = self._checkpoint.load(
-            self.device, [name], framework="pt", progress=False, options=self._settings, group=self._corner
-        )
+        return self._alone(name) if self._company is None else self._together(self._company, name)
+
+    def _alone(self, name: str) -> Any:
+        alone = self._checkpoint.load(self.device, [name], framework="pt", progress=False, options=self._settings)
         return alone[name]
+
+    def _together(self, company: Company, name: str) -> Any:
+        options = make_options(self._settings)
+
+        def prepared() -> tuple[Request, Adapter]:
+            return prepare(self._checkpoint, device_for(self.device, "pt"), [name], None, "pt", options)
+
+        return company.load(self._checkpoint._core, options, prepared)[name]
 
     def _info(self, name: str) -> TensorInfo:
         if self._selected is not None and name not in self._selected:
@@ -306,7 +322,7 @@ class safe_open:
         for stream in self._running:
             stream.close()
         self._running.clear()
-        if asked and self._corner is not None and self._asked < len(self.keys()):
-            from .._group_stream import say
-
-            say(self._corner, CancelledError("its safe_open context exited"))
+        if self._company is not None:
+            if asked and self._asked < len(self.keys()):
+                self._company.say(CancelledError("its safe_open context exited"))
+            self._company.close()
