@@ -60,6 +60,10 @@ def test_a_group_streams_what_each_rank_wants_in_the_order_of_reading_and_reads_
             said["ranks"] = report.exchange["ranks"]
     half = dict(checkpoint.stream(group=dist.group.WORLD, dtype=torch.bfloat16, names=["embed"]))["embed"]
     assert torch.equal(half, checkpoint.load(names=["embed"])["embed"].to(torch.bfloat16))
+    seen = []
+    for _ in checkpoint.stream(group=dist.group.WORLD, window=50_000, progress=lambda *one: seen.append(one)):
+        pass
+    assert seen[-1] == (checkpoint.nbytes,) * 2 and seen == sorted(seen)
     meta = dict(checkpoint.stream("meta" if rank else "cpu", group=dist.group.WORLD, window=50_000))
     assert len(meta) == len(checkpoint) and meta["embed"].is_meta == (rank > 0)
     one = checkpoint.stream(group=(store, 0, 1), window=50_000)
@@ -161,8 +165,37 @@ def test_a_rank_that_leaves_before_the_end_is_named_and_the_group_goes_on(run, m
         assert every > one["found"] >= taken  # what all have read is handed out first
 
 
+def test_a_rank_that_is_interrupted_while_it_waits_for_another_one_is_named(run, model):
+    program = """
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    checkpoint, group, found = penstock.open(path), (store, rank, size), {}
+    stream = checkpoint.stream(group=group, window=10_000)
+    if rank == 1:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        for name, tensor in stream:
+            found[name] = tensor
+            while rank == 0 and not store.check(["go"]):
+                time.sleep(0.01)
+    except penstock.PeerError as error:
+        said["peer"] = error.rank
+    except KeyboardInterrupt:
+        said["interrupted"] = True
+        store.set("go", "")
+    said["found"] = same(found)
+    said["again"] = same(checkpoint.load(group=group))
+    """
+    with run(program, 3, model) as ranks:
+        said = [ranks.said(rank) for rank in range(3)]
+    assert [one.get("peer") for one in said] == [1, None, 1]
+    assert said[1]["interrupted"]
+    assert all(one["found"] < one["again"] == len(penstock.open(model)) for one in said)
+
+
 def test_a_rank_that_leaves_at_the_end_disturbs_nobody(run, model):
-    """All windows are there by then: the others need nothing of it."""
+    """All windows are there by then: the others need nothing of it. Nothing is left of a stream either way."""
     program = """
     checkpoint, group = penstock.open(path), (store, rank, size)
     stream = checkpoint.stream(group=group, window=1 << 20)
@@ -172,6 +205,16 @@ def test_a_rank_that_leaves_at_the_end_disturbs_nobody(run, model):
     else:
         assert same(dict(stream)) == len(checkpoint)
     said["again"] = same(dict(checkpoint.stream(group=group)))
+    left = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+    for taken in range(3):
+        stream = checkpoint.stream(group=group, window=50_000)
+        for _ in range(taken if rank else 0):
+            next(stream)
+        try:
+            stream.close() if rank else dict(stream)
+        except penstock.PeerError:
+            pass
+    assert [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] == left
     """
     with run(program, 2, model) as ranks:
         assert [ranks.said(rank)["again"] for rank in range(2)] == [len(penstock.open(model))] * 2

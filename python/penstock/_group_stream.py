@@ -132,7 +132,9 @@ class _Meeting(Gathering):
         if gone is not None:
             super()._go_on()  # it has said why before it went
             host = self._settled.hosts[gone]
-            raise PeerError(f"rank {gone} ({host}) is gone: its process has ended", rank=gone, host=host)
+            raise PeerError(
+                f"rank {gone} ({host}) is gone: its process has ended, or it has given up", rank=gone, host=host
+            )
         return True
 
 
@@ -268,13 +270,14 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
                 following = windows[number + 1] if number + 1 < len(windows) else None
                 told = True
                 tensors, report = _result(job, meter, done, total)
+                job, told = None, False
                 reports.append(report)
-                done += reports[-1]["nbytes"]
+                done += report["nbytes"]
                 meter.update(done, total, final=following is None)
-                job = None
                 if following is not None and window.nbytes + following.nbytes <= most:
+                    told = True
                     job = _start(plan, following)
-                told = isinstance(job, PenstockError)
+                    told = isinstance(job, PenstockError)
                 for want in window.wants:
                     name = selection.names[want]
                     yield name, tensors.pop(name)
