@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import subprocess
 import sys
 import textwrap
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import test_group
 import torch
 
@@ -32,12 +32,13 @@ for line in sys.stdin:
 """
 
 
-@cache
-def server() -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """The process that forks them, for the tests of one file."""
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True)
-    atexit.register(process.kill)
-    return process
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.kill()
 
 
 class Child:
@@ -58,16 +59,15 @@ class Child:
 
 
 class Ranks(test_group.Ranks):
-    def __init__(self, program: str, size: int, path: Path, folder: Path) -> None:
+    def __init__(self, forks: subprocess.Popen[str], program: str, size: int, path: Path, folder: Path) -> None:
         self.folder = folder
         self.server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         script = folder / "ranks.py"
         script.write_text(test_group.PRELUDE.replace("{program}", textwrap.indent(textwrap.dedent(program), "    ")))
-        pipes = server()
-        assert pipes.stdin is not None and pipes.stdout is not None
+        assert forks.stdin is not None and forks.stdout is not None
         order = [str(script), str(size), str(path), str(self.server.port), str(folder)]
-        pipes.stdin.write(json.dumps(order) + "\n")
-        pipes.stdin.flush()
-        self.parent = Child(int(pipes.stdout.readline()))  # type: ignore[assignment]
+        forks.stdin.write(json.dumps(order) + "\n")
+        forks.stdin.flush()
+        self.parent = Child(int(forks.stdout.readline()))  # type: ignore[assignment]
         test_group.until(lambda: (folder / "pids").exists() or self.parent.poll() is not None)
         self.pids = json.loads((folder / "pids").read_text())

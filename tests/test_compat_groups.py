@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import Popen
 
 import penstock
 import pytest
 import torch
-from forked_ranks import Ranks
+from forked_ranks import Ranks, server
 from safetensors.torch import save_file
+
+__all__ = ["server"]  # a fixture
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -39,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Ranks]:
+def run(tmp_path: Path, server: Popen[str]) -> Callable[..., Ranks]:
     """Runs a program. ``a``, ``b``, ``c`` are its files; ``held`` is what is in them."""
     folder = tmp_path / "ranks"
     folder.mkdir()
@@ -72,7 +75,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 world, size_of_group = dist.group.WORLD, size
 from penstock.compat import fastsafetensors as face
 """
-    return lambda program, size, path: Ranks(prelude + program, size, path, folder)
+    return lambda program, size, path: Ranks(server, prelude + program, size, path, folder)
 
 
 def done(ranks: Ranks, size: int) -> None:

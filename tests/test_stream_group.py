@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 import penstock
 import pytest
 import torch
-from forked_ranks import Ranks
+from forked_ranks import Ranks, server
 from safetensors.torch import save_file
+
+__all__ = ["server"]  # a fixture
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -31,10 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Ranks]:
+def run(tmp_path: Path, server: Popen[str]) -> Callable[..., Ranks]:
     folder = tmp_path / "ranks"
     folder.mkdir()
-    return lambda program, size, path: Ranks(program, size, path, folder)
+    return lambda program, size, path: Ranks(server, program, size, path, folder)
 
 
 @pytest.mark.parametrize("size", [2, 4])
