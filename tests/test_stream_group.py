@@ -254,21 +254,28 @@ def test_ranks_that_mean_different_streams_hear_which_one_differs(run, model):
     assert [one.get("missing") for one in said] == [None, 0, 0]
 
 
-def test_a_rank_that_dies_in_the_middle_is_named(run, model):
-    program = """
-    checkpoint, group, found = penstock.open(path), (store, rank, size), {}
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_dies_between_two_windows_is_named(run, model, which):
+    """Rank 0 hosts the store of the group."""
+    program = f"""
+    if rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store.set("port", str(own.port))
+    else:
+        own = dist.TCPStore("127.0.0.1", int(store.get("port")), None, False, timedelta(seconds=60))
+    checkpoint, found = penstock.open(path), {{}}
     try:
-        for name, tensor in checkpoint.stream(group=group, window=1, options={"cache": "keep"}):
+        for name, tensor in checkpoint.stream(group=(own, rank, size), window=1):
             found[name] = tensor
-            if rank == 1 and len(found) == 4:
+            if rank == {which} and len(found) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
     except penstock.PeerError as error:
         said["peer"], said["text"] = error.rank, str(error)
     said["found"] = same(found)
     """
     with run(program, 3, model) as ranks:
-        ranks.ended(1)
-        for rank in (0, 2):
+        ranks.ended(which)
+        for rank in {0, 1, 2} - {which}:
             said = ranks.said(rank)
-            assert said["peer"] == 1, said
+            assert said["peer"] == which, said
             assert 4 <= said["found"] < 10

@@ -29,6 +29,9 @@ from ._report import Report, merged
 from ._request import Request
 from ._selection import Selection
 
+#: Seconds between two looks at the connections.
+_LOOK = 0.05
+
 
 class _Corner:
     """A part of a store, for keys that nobody else has."""
@@ -109,6 +112,23 @@ class _Settling(Gathering):
             found |= int(entry.wants, 16)
         return found
 
+    def gone(self, patience: float = 0.0) -> PeerError | None:
+        """The error for a rank that has closed its connections."""
+        limit = time.monotonic() + patience
+        while self.watch is not None:
+            rank = self.watch.gone()
+            if rank is not None:
+                text = f"rank {rank} ({self.hosts[rank]}) is gone: its process has ended, or it has given up"
+                return PeerError(text, rank=rank, host=self.hosts[rank])
+            if time.monotonic() >= limit:
+                break
+            time.sleep(_LOOK)
+        return None
+
+    def blamed(self, error: Exception) -> Exception:
+        """What to raise for an error of the store: its host may be the rank that is gone."""
+        return error if isinstance(error, PenstockError) else self.gone(patience=1.0) or error
+
     def clean(self) -> None:
         """Closes the connections, and deletes what only this rank has used in the store. Idempotent."""
         if self.watch is not None:
@@ -127,14 +147,10 @@ class _Meeting(Gathering):
 
     def _go_on(self) -> bool:
         super()._go_on()
-        watch = self._settled.watch
-        gone = None if watch is None else watch.gone()
+        gone = self._settled.gone()
         if gone is not None:
             super()._go_on()  # it has said why before it went
-            host = self._settled.hosts[gone]
-            raise PeerError(
-                f"rank {gone} ({host}) is gone: its process has ended, or it has given up", rank=gone, host=host
-            )
+            raise gone
         return True
 
 
@@ -159,9 +175,15 @@ class Company:
                     together.watch.close()
                 raise
             self._settled = together
-        with _Meeting(self._settled, self.member) as meeting:
-            request, adapter = prepare()
-            return _load.load(request._replace(group=meeting), adapter, False)
+        try:
+            with _Meeting(self._settled, self.member) as meeting:
+                request, adapter = prepare()
+                return _load.load(request._replace(group=meeting), adapter, False)
+        except Exception as error:
+            blamed = self._settled.blamed(error)
+            if blamed is error:
+                raise
+            raise blamed from error
 
     def say(self, error: BaseException) -> None:
         """Tells the others why this rank does not come to their next load."""
@@ -221,19 +243,19 @@ class _Plan(NamedTuple):
     together: _Settling
 
 
-def _start(plan: _Plan, window: _Window) -> Job | PenstockError:
+def _start(plan: _Plan, window: _Window) -> Job | Exception:
     """The load of a window, or why there is none: what was loaded before is handed out first."""
     try:
         with _Meeting(plan.together, plan.member) as together:
             part = plan.request.selection.part(window.wants)
             return Job(plan.request._replace(selection=part, group=together), plan.adapter(part))
-    except PenstockError as error:
-        return error
+    except Exception as error:
+        return plan.together.blamed(error)
 
 
-def _result(job: Job | PenstockError | None, meter: Meter, before: int, total: int) -> tuple[dict[str, Any], Report]:
+def _result(job: Job | Exception | None, meter: Meter, before: int, total: int) -> tuple[dict[str, Any], Report]:
     assert job is not None
-    if isinstance(job, PenstockError):
+    if isinstance(job, Exception):
         raise job
     try:
         while not job.wait(INTERVAL if meter.active else None):
@@ -248,7 +270,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
     owner, most = os.getpid(), plan.request.options.window
     selection = plan.request.selection
     reports: list[Report] = []
-    job: Job | PenstockError | None = None
+    job: Job | Exception | None = None
     following: _Window | None = None
     told = False  # the others know, or need not know, that this rank goes on no more
     try:
@@ -277,7 +299,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
                 if following is not None and window.nbytes + following.nbytes <= most:
                     told = True
                     job = _start(plan, following)
-                    told = isinstance(job, PenstockError)
+                    told = isinstance(job, Exception)
                 for want in window.wants:
                     name = selection.names[want]
                     yield name, tensors.pop(name)
@@ -294,7 +316,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
             plan.together.clean()
 
 
-def _leave(plan: _Plan, job: Job | PenstockError | None, following: _Window | None) -> None:
+def _leave(plan: _Plan, job: Job | Exception | None, following: _Window | None) -> None:
     """Tells the other ranks that this one goes on no more."""
     ended = False
     if isinstance(job, Job):
