@@ -15,9 +15,9 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | `warm: alone`, `warm: together`, `warm: auto` | with their defaults, and all files in the page cache |
 
 The page cache holds nothing of the files before each load, or all of them where it is warm. The time goes from the
-signal to all ranks to the end of the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least* the time
-by what it takes at that rate to read each byte once. After every load each rank makes a checksum of every tensor; they
-must be equal whichever way was taken.
+signal to all ranks to the end of the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least*
+the time by what it takes at that rate to read each byte once. After every load each rank makes a checksum of every
+tensor; they must be equal whichever way was taken.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint.index": Call(checkpoint, "a"),
         "Checkpoint.info": Call(checkpoint, 0),
         "Checkpoint.matching": Call(checkpoint, ["*"]),
+        "Checkpoint.in_order": Call(checkpoint, "layer"),
         "Checkpoint.by_dtype": Call(checkpoint, [0, 1]),
         "Checkpoint.file_metadata": Call(checkpoint, 0),
         "Checkpoint.file_tensors": Call(checkpoint, 0),

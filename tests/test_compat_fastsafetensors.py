@@ -507,7 +507,7 @@ def test_what_the_first_readme_passes_as_its_group_is_taken(pair):
 
 
 class Ranks:
-    """A process group of several ranks."""
+    """Says that it is a process group of several ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -519,14 +519,15 @@ class Ranks:
         return 0
 
 
-def test_several_ranks_are_not_supported_yet(pair):
+def test_a_group_that_this_process_is_not_in_is_refused(pair):
+    """Real groups of several ranks are in `test_compat_groups.py`."""
     for make in (
         lambda: face.SafeTensorsFileLoader(Ranks(2), "cpu"),
         lambda: face.fastsafe_open(pair, pg=Ranks(8)),
         lambda: face.ParallelLoader(Ranks(2), pair),
         lambda: face.AutoLoader(Ranks(2), pair),
     ):
-        with pytest.raises(penstock.UnsupportedError, match="ranks"):
+        with pytest.raises(penstock.InvalidError, match="no member"):
             make()
     alone = face.ParallelLoader(Ranks(2), pair, all_local=True, use_tqdm_on_load=False)
     assert len(dict(alone.iterate_weights())) == 4

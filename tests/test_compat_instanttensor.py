@@ -458,8 +458,9 @@ class Ranks:
         return 1
 
 
-def test_several_ranks_are_not_supported_yet(held):
-    with pytest.raises(penstock.UnsupportedError, match="4 ranks"):
+def test_a_group_that_this_process_is_not_in_is_refused(held):
+    """Real groups of several ranks are in `test_compat_groups.py`."""
+    with pytest.raises(penstock.InvalidError, match="no member"):
         face.safe_open(held, "pt", "cpu", Ranks())
 
 

@@ -14,7 +14,7 @@ from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
 from ._framework import Adapter
-from ._frameworks import device_for
+from ._frameworks import device_for, make_adapter
 from ._job import Job
 from ._late_imports import importing
 from ._options import make_options
@@ -238,6 +238,7 @@ class Checkpoint:
         options: Options | Mapping[str, Any] | None = None,
         *,
         slices: Slices = None,
+        group: Any = None,
     ) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) in the order of reading, while the next tensors are being read.
 
@@ -248,12 +249,29 @@ class Checkpoint:
             order: "file", or "layer" to get the tensors of one layer together, even if they are in different files.
             window: The most bytes that are read ahead of the consumer, such as "1GiB" (the default). A next tensor that
                 is larger is read alone.
+            group: As in `load`. Ranks may want different tensors. They go on together, half a window at a time: a rank
+                waits where another one takes longer to consume its half, at most ``join_timeout``. If a rank closes the
+                iterator early, the others get what all have read, and then a PeerError.
 
         The other arguments, and the errors, are those of `load`; give them by name. ``progress`` is False by default.
         """
-        if window is not None:
-            options = make_options(options, window=window)
-        return _load.stream(*self._prepare(device, names, dtype, framework, options, slices, order), progress)
+
+        def prepared() -> tuple[Request, Adapter]:
+            made = options if window is None else make_options(options, window=window)
+            return self._prepare(device, names, dtype, framework, made, slices, order)
+
+        if group is None:
+            return _load.stream(*prepared(), progress)
+        with importing():
+            from . import _group_stream
+
+        def adapter(part: Selection) -> Adapter:
+            return make_adapter(framework, part, device_for(device, framework), dtype)
+
+        def ended(report: Report) -> None:
+            self._last_report = report
+
+        return _group_stream.stream(group, lambda: prepared()[0], adapter, progress, ended)
 
     def _prepare(
         self,

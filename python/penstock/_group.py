@@ -33,8 +33,9 @@ _LOOK = (0.001, 0.05)
 _SHOWN = 8
 
 
-#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted).
-_LEFT: dict[tuple[int, int], tuple[str, str | None]] = {}
+#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted). The
+#: store is kept with it: another one must not be taken for it because it lies where that one lay.
+_LEFT: dict[tuple[int, int], tuple[Store, str, str | None]] = {}
 
 
 class Member(NamedTuple):
@@ -101,11 +102,17 @@ def member_of(group: Any) -> Member:
 
 
 class Gathering:
-    """One load of a group, before it begins. Every rank makes one for each load, in the same order."""
+    """One load of a group, before it begins. Every rank makes one for each load, in the same order.
 
-    def __init__(self, group: Any) -> None:
+    ``compared``: all ranks know already that their files have the same content.
+    """
+
+    def __init__(self, group: Any, compared: bool = False) -> None:
         store, self._rank, self._size = member_of(group)
         self._store = Rendezvous(store, Options().peer_timeout)
+        self._compared = compared
+        #: All ranks have come.
+        self._met = False
         self._over = False
         self._seat: _core.Seat | None = None
         self._number: int | None = None
@@ -192,22 +199,23 @@ class Gathering:
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store.store), self._rank
-        left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
+        left, _LEFT[here] = _LEFT.get(here), (store.store, self._prefix, wanted)
         if options.exchange == "off" or mine.alone == _ON_GPU:
             # It waits for nobody. Ranks that were asked for something else see it here
             if left is not None:
-                self._forget(*left)
+                self._forget(*left[1:])
             return self._apart(options, _ON_GPU if mine.alone else "asked for")
         entries = self._entries(deadline)
+        self._met = True
         if left is not None:  # all ranks have come to this load, so the last one is over
-            self._forget(*left)
+            self._forget(*left[1:])
         _compare(entries)
         unreachable = _unreachable(entries)
         if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
-        if len({entry.identity for entry in entries}) > 1:
+        if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
         packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]

@@ -177,4 +177,6 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return a
-    return min(a, b) if key == "first_tensor_seconds" else max(a, b) if key in ("peak_staging", "gap_limit") else a + b
+    if key == "first_tensor_seconds":
+        return min(a, b)
+    return max(a, b) if key in ("peak_staging", "gap_limit", "ranks") else a + b

@@ -7,7 +7,9 @@ use crate::look::told;
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
 use penstock::format::Checkpoint as Core;
-use pyo3::exceptions::{PyIndexError, PyKeyError};
+use penstock::options::Order;
+use penstock::plan::layout::tensors_in_order;
+use pyo3::exceptions::{PyIndexError, PyKeyError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
@@ -95,6 +97,18 @@ impl Checkpoint {
                 None => (0..self.0.len()).try_for_each(|i| add(i, i as u32))?,
             }
             groups.into_pyobject(py)
+        })
+    }
+
+    /// Numbers of all tensors in the order in which a load of all of them reads.
+    fn in_order<'py>(&self, py: Python<'py>, order: &str) -> Answer<'py, Vec<u32>> {
+        answer(py, || {
+            let order = match order {
+                "file" => Order::File,
+                "layer" => Order::Layer,
+                other => return Err(PyValueError::new_err(format!("order={other:?}: give \"file\" or \"layer\""))),
+            };
+            Ok(tensors_in_order(&self.0, order))
         })
     }
 

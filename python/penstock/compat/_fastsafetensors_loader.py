@@ -1,9 +1,9 @@
-"""fastsafetensors' loader of whole files: `SafeTensorsFileLoader`, the buffer that it makes, and `fastsafe_open`."""
+"""fastsafetensors' loader of whole files: `SafeTensorsFileLoader`, and `fastsafe_open`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,8 @@ from .._frameworks import need_torch
 from .._paths import local_path
 from .._selection import TensorInfo
 from ._errors import ClosedError, MissingTensorError
+from ._fastsafetensors_buffer import FilesBufferOnDevice, Place
+from ._fastsafetensors_ranks import RanksBuffer
 from ._fastsafetensors_types import (
     Device,
     DeviceType,
@@ -25,7 +27,7 @@ from ._fastsafetensors_types import (
     device_for,
     torch_dtype,
 )
-from ._process_group import check_alone
+from ._process_group import Ranks, ranks_of, told
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -45,10 +47,9 @@ class SingleGroup:
         return 0
 
 
-def check_group(pg: Any) -> None:
-    """Raises UnsupportedError for a group of several ranks. The class `SingleGroup` does as well as one of it."""
-    if pg is not SingleGroup:
-        check_alone(pg, "pg")
+def group_of(pg: Any) -> Ranks | None:
+    """The ranks of a group of several. The class `SingleGroup` does as well as one of it."""
+    return None if pg is SingleGroup else ranks_of(pg, "pg")
 
 
 def check_framework(framework: str) -> None:
@@ -82,7 +83,7 @@ class SafeTensorsFileLoader:
     """Loads whole files: `add_filenames`, `copy_files_to_device`, then tensors from the buffer which that returns.
 
     Args:
-        pg: None, `SingleGroup`, or a group of one rank.
+        pg: None, `SingleGroup`, or a process group. Of several ranks each makes the same calls in the same order.
         device: "cpu", "cuda:0", a GPU number, a torch.device or a `Device`.
         bbuf_size_kb: Most staging memory, in KiB (at least two reads); the default leaves it to penstock.
         max_threads: Threads that read and copy; the default leaves it to penstock.
@@ -91,8 +92,8 @@ class SafeTensorsFileLoader:
     nogds, use_fgds, set_numa, disable_cache and debug_log are accepted, and mean nothing here.
 
     Raises:
-        UnsupportedError: a group of several ranks, or a framework other than torch.
-        InvalidError: (a ValueError) settings that make no sense.
+        UnsupportedError: a framework other than torch.
+        InvalidError: (a ValueError) settings that make no sense; a group that this process is not in.
     """
 
     def __init__(
@@ -109,31 +110,40 @@ class SafeTensorsFileLoader:
         use_fgds: bool = False,
     ) -> None:
         check_framework(framework)
-        check_group(pg)
+        self._ranks = group_of(pg)
         self._settings = settings_for(device, bbuf_size_kb, max_threads)
         where = parse_device(device_for(device))
-        self.pg = SingleGroup()
+        self.pg: SingleGroup | Ranks = self._ranks or SingleGroup()
         self.device = Device() if where.is_cpu else Device(DeviceType.CUDA, where.number)
         self._target = device_for(device)
         self._keep: Callable[[str], bool] | None = None
         self._files: dict[str, Checkpoint] = {}
+        self._rank_of: dict[str, int] = {}
         self._file_of: dict[str, str] = {}
         self._closed = False
 
     def add_filenames(self, filenames: Mapping[int, Paths]) -> None:
-        """Reads the headers of files, given as {0: [path, ...]}: there is one rank, number 0.
+        """Reads the headers of files, given as {rank: [path, ...]}. All ranks give the same, and read all headers.
 
         Raises:
-            InvalidError: files for another rank.
+            InvalidError: files for a rank that is not in the group.
             PenstockError: as `penstock.open` does.
         """
-        for rank, paths in filenames.items():
-            listed = _paths(paths)
-            if listed and rank != 0:
-                raise InvalidError(f"files for rank {rank!r}: one process loads them all, give {{0: [...]}}")
-            for path in listed:
-                self._files[path] = open_as("filenames", path, network=False)
-                self._file_of.update(dict.fromkeys(self._files[path].keys(), path))
+        listed = {rank: _paths(paths) for rank, paths in filenames.items()}
+        for rank, paths in listed.items():
+            if paths and rank not in range(self.pg.size()):
+                numbers = ", ".join(map(str, range(self.pg.size())))
+                raise InvalidError(f"files for rank {rank!r}: the ranks of this group are {numbers}")
+        # The first of each rank, then the second of each, as the original has them
+        for turn in range(max(map(len, listed.values()), default=0)):
+            for rank, paths in listed.items():
+                if turn < len(paths):
+                    self._add(paths[turn], rank)
+
+    def _add(self, path: str, rank: int) -> None:
+        self._files[path] = open_as("filenames", path, network=False)
+        self._rank_of[path] = rank
+        self._file_of.update(dict.fromkeys(self._files[path].keys(), path))
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
         """From now on only tensors whose names ``keep_tensor`` says yes to are there, and read; None: all."""
@@ -176,6 +186,8 @@ class SafeTensorsFileLoader:
     ) -> FilesBufferOnDevice:
         """Loads every tensor of the files added, and returns once they are there.
 
+        Where there are several ranks, it reads nothing yet: each call of the buffer does.
+
         Args:
             dtype: A `DType` or torch dtype that all tensors are converted to, on the device, while others are being
                 read; AUTO leaves each its own.
@@ -186,128 +198,51 @@ class SafeTensorsFileLoader:
 
         Raises:
             UnsupportedError: a dtype that torch lacks, or does not convert.
+            InvalidError: borrowed_tensors where there are several ranks.
             PenstockError: as `Checkpoint.load` does; two files with one tensor's name.
             ClosedError: the loader has been closed.
         """
         if self._closed:
             raise ClosedError("the loader has been closed")
+        if self._ranks is not None and self._files:
+            company = self._ranks.company()
+            with told(company):
+                if borrowed_tensors:
+                    raise InvalidError("borrowed_tensors=True: only where one rank is alone")
+                checkpoint, places, paths = self._together()
+                return RanksBuffer(checkpoint, places, paths, company, self._target, self._settings, torch_dtype(dtype))
         target = torch_dtype(dtype)
-        paths = sorted(self._files)
-        kept = {name: i for i, path in enumerate(paths) for name in self._files[path]}
-        if self._keep is not None:
-            kept = {name: i for name, i in kept.items() if self._keep(name)}
-        if not paths:
-            return FilesBufferOnDevice(None, {}, kept, paths)
-        checkpoint = self._files[paths[0]] if len(paths) == 1 else open(paths)
-        names = None if self._keep is None else list(kept)
+        if not self._files:
+            return FilesBufferOnDevice(None, {}, {}, {})
+        checkpoint, places, paths = self._together()
+        names = None if self._keep is None else list(places)
         settings = {name: value for name, value in self._settings.items() if not (borrowed_tensors and name == "copy")}
         if target is None:
             tensors = checkpoint.load(self._target, names, framework="pt", progress=False, options=settings)
         else:
             stream = checkpoint.stream(self._target, names, framework="pt", options=settings)
             tensors = {name: converted(tensor, None, target, name) for name, tensor in stream}
-        return FilesBufferOnDevice(checkpoint, tensors, kept, paths)
+        return FilesBufferOnDevice(checkpoint, tensors, places, paths)
+
+    def _together(self) -> tuple[Checkpoint, dict[str, Place], dict[Place, str]]:
+        """All files as one checkpoint, where the tensors are that the filter keeps, and the paths by place."""
+        paths: dict[Place, str] = {}
+        for rank in range(self.pg.size()):
+            mine = sorted(path for path in self._files if self._rank_of[path] == rank)
+            paths.update({(rank, number): path for number, path in enumerate(mine)})
+        checkpoint = next(iter(self._files.values())) if len(paths) == 1 else open(sorted(self._files))
+        kept = self._keep or (lambda name: True)
+        places = {name: place for place, path in paths.items() for name in self._files[path] if kept(name)}
+        return checkpoint, places, paths
 
     def reset(self) -> None:
         """Forgets the files, for others to be added."""
-        self._files, self._file_of = {}, {}
+        self._files, self._rank_of, self._file_of = {}, {}, {}
 
     def close(self) -> None:
         """Forgets the files; the loader is of no more use. Tensors and buffers stay."""
         self.reset()
         self._closed = True
-
-
-class FilesBufferOnDevice:
-    """Tensors of a `SafeTensorsFileLoader`. They may be kept when the buffer is closed.
-
-    Attributes:
-        key_to_rank_lidx: {name: (0, number of its file among the sorted paths)}.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint | None, tensors: dict[str, Any], files: dict[str, int], paths: list[str]
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._tensors: dict[str, Any] | None = tensors
-        self._paths = paths
-        self.key_to_rank_lidx = {name: (0, number) for name, number in files.items()}
-
-    def _file(self, name: str) -> int:
-        if name not in self.key_to_rank_lidx:
-            raise MissingTensorError(f"tensor {name} is in none of the files, or is filtered out", tensor=name)
-        return self.key_to_rank_lidx[name][1]
-
-    def _tensor(self, name: str) -> Any:
-        self._file(name)
-        if self._tensors is None:
-            raise ClosedError(f"tensor {name}: the buffer has been closed", tensor=name)
-        return self._tensors[name]
-
-    def get_filename(self, tensor_name: str) -> str:
-        """Path of the tensor's file, as it was added."""
-        return self._paths[self._file(tensor_name)]
-
-    def get_shape(self, tensor_name: str) -> list[int]:
-        """Extent per dimension, in elements, as in the header."""
-        self._file(tensor_name)
-        return [] if self._checkpoint is None else list(self._checkpoint[tensor_name].shape)
-
-    def get_tensor(self, tensor_name: str, device: Any = None, dtype: Any = DType.AUTO) -> Any:
-        """The tensor called ``tensor_name``, the same one each time; on another device, in another dtype, if asked.
-
-        Raises:
-            MissingTensorError: (a KeyError and a ValueError) no such tensor, or it is filtered out.
-            ClosedError: the buffer has been closed.
-        """
-        tensor, target = self._tensor(tensor_name), torch_dtype(dtype)
-        return tensor if device is None and target is None else converted(tensor, device, target, tensor_name)
-
-    def get_tensor_wrapped(self, tensor_name: str, device: Any = None, dtype: Any = DType.AUTO) -> TorchTensor:
-        """`get_tensor`, in a wrapper."""
-        return TorchTensor.of(self.get_tensor(tensor_name, device, dtype))
-
-    def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: Any = DType.AUTO) -> Any:
-        """This rank's part of a tensor that is cut along ``dim``: of one rank, the whole."""
-        return self.get_tensor(tensor_name, device, dtype)
-
-    def get_sharded_wrapped(
-        self, tensor_name: str, dim: int, device: Any = None, dtype: Any = DType.AUTO
-    ) -> TorchTensor:
-        """`get_sharded`, in a wrapper."""
-        return self.get_tensor_wrapped(tensor_name, device, dtype)
-
-    def push_tensor(self, tensor_name: str, dst_rank: int, device: Any = None, dtype: Any = DType.AUTO) -> Any:
-        """The tensor, for the rank that it is meant for: of one rank, this one."""
-        return self.get_tensor(tensor_name, device, dtype)
-
-    def get_multi_cols(
-        self, tensor_names: Sequence[str], dim: int, device: Any = None, dtype: Any = DType.AUTO
-    ) -> TorchTensor:
-        """The tensors joined along ``dim``, those of one file together and files in order; in a wrapper."""
-        import torch
-
-        names = sorted(tensor_names, key=self._file)
-        tensors = [self._tensor(name) for name in names]
-        if len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].element_size() == 1:
-            # Not every torch joins every dtype of 8 bits and less
-            one = torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim=dim).view(tensors[0].dtype)
-        else:
-            one = torch.cat(tensors, dim=dim)
-        return TorchTensor.of(converted(one, device, torch_dtype(dtype), ", ".join(names)))
-
-    def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TorchTensor]:
-        """The tensors named, each cut along its dimension: of one rank, whole; in wrappers."""
-        return {name: self.get_tensor_wrapped(name) for name in tensor_shard_dim}
-
-    def iter_local_tensors(self, tensor_names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) of the tensors named."""
-        for name in tensor_names:
-            yield name, self._tensor(name)
-
-    def close(self) -> None:
-        """Lets go of the tensors. Those that somebody has stay. Idempotent."""
-        self._tensors = None
 
 
 class fastsafe_open:

@@ -14,8 +14,9 @@ from .._core import Options
 from .._errors import InvalidError, NotFoundError, UnsupportedError
 from .._paths import local_path
 from ._errors import ClosedError
-from ._fastsafetensors_loader import _BOUNCE_KB, _THREADS, check_framework, check_group, settings_for
+from ._fastsafetensors_loader import _BOUNCE_KB, _THREADS, check_framework, group_of, settings_for
 from ._fastsafetensors_types import device_for
+from ._process_group import told_of_stream
 
 CONFIG_ENV_VAR, DEFAULT_CONFIG_PATH = "FASTSAFETENSORS_CONFIG", "fastsafetensors.json"
 # Settings that all loaders share, which are not handed on to a single one
@@ -33,7 +34,7 @@ class ParallelLoader:
     `iterate_weights` opens the files. With ``device_memory_budget`` they are opened at once, to be compared with it.
 
     Args:
-        pg: None, `SingleGroup`, or a group of one rank; any group with ``all_local``.
+        pg: None, `SingleGroup`, or a process group. Its ranks load together, and each yields every tensor.
         hf_weights_files: Paths. They are read in natural order.
         use_tqdm_on_load: Whether to show progress, on a terminal.
         device, bbuf_size_kb, max_threads, framework: As in `SafeTensorsFileLoader`.
@@ -50,7 +51,7 @@ class ParallelLoader:
     broadcast_run_tensors and overlap_io are accepted, and mean nothing here: tensors are read to where they stay.
 
     Raises:
-        UnsupportedError: a group of several ranks, or a framework other than torch.
+        UnsupportedError: a framework other than torch.
         BudgetInfeasibleError: (a ValueError) the tensors that are kept, and the largest other one, exceed the budget.
         InvalidError: (a ValueError) settings that make no sense, alone or together.
     """
@@ -83,10 +84,11 @@ class ParallelLoader:
         borrowed_tensors: bool = False,
     ) -> None:
         check_framework(framework)
-        if not all_local:
-            check_group(pg)
+        self._ranks = None if all_local else group_of(pg)
         if max_concurrent_producers != 1:
             raise InvalidError(f"max_concurrent_producers={max_concurrent_producers!r}: give 1")
+        if borrowed_tensors and self._ranks is not None:
+            raise InvalidError("borrowed_tensors=True: give all_local=True with it, or a group of one rank")
         if borrowed_tensors and accumulate_resident:
             raise InvalidError("borrowed_tensors=True: give accumulate_resident=False with it")
         if resident_tensor is not None and not accumulate_resident:
@@ -110,9 +112,9 @@ class ParallelLoader:
             self._settings["window"] = min(window, Options().window) if max_batch_bytes is None else window
         self._closed = False
 
-    def _opened(self) -> Checkpoint | None:
-        """The checkpoint, opened once; None where there are no files."""
-        if self._checkpoint is None and self._files:
+    def _opened(self) -> Checkpoint:
+        """The checkpoint, opened once."""
+        if self._checkpoint is None:
             checkpoint = open_as("hf_weights_files", self._files, network=False)
             if self._filter is not None:
                 self._names = [name for name in checkpoint if self._filter(name)]
@@ -121,8 +123,9 @@ class ParallelLoader:
 
     def _spare(self, budget: int, kept: Callable[[str], bool]) -> int:
         """What the budget leaves for reading ahead once what is kept, and the largest of the rest, is on the device."""
-        checkpoint, resident, passing = self._opened(), 0, 0
-        if checkpoint is not None:
+        resident, passing = 0, 0
+        if self._files:
+            checkpoint = self._opened()
             for name in checkpoint if self._names is None else self._names:
                 nbytes = checkpoint[name].nbytes
                 if kept(name):
@@ -142,11 +145,14 @@ class ParallelLoader:
         """
         if self._closed:
             raise ClosedError("the loader has been closed")
-        checkpoint = self._opened()
-        if checkpoint is None:
+        if not self._files:
             return iter(())
+        company = None if self._ranks is None else self._ranks.company()
+        with told_of_stream(company):
+            checkpoint = self._opened()
+        group = None if company is None else company.member
         return checkpoint.stream(
-            self._device, self._names, framework="pt", progress=self._progress, options=self._settings
+            self._device, self._names, framework="pt", progress=self._progress, options=self._settings, group=group
         )
 
     def close(self) -> None:

@@ -1,34 +1,85 @@
-"""Process groups, of which there is one kind so far: those of a single process."""
+"""Process groups as programs pass them: who is in them, and how a rank tells the others that it does not go on."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from .._errors import InvalidError, UnsupportedError
+from .._errors import InvalidError, PenstockError
+
+if TYPE_CHECKING:
+    from .._group import Member
+    from .._group_stream import Company
 
 
-def check_alone(group: Any, argument: str) -> None:
-    """Raises unless ``group`` means this process alone: it is None, or its ``size()`` is 1.
+class Ranks:
+    """A process group of several ranks, of which this process is one."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+
+    def size(self) -> int:
+        """How many ranks."""
+        return self.member.size
+
+    def rank(self) -> int:
+        """The number of this one."""
+        return self.member.rank
+
+    def company(self) -> Company:
+        """The same ranks, for one object. All ranks make theirs in the same order."""
+        from .._group_stream import Company
+
+        return Company(self.member)
+
+
+def ranks_of(group: Any, argument: str) -> Ranks | None:
+    """The ranks of a group; None if this process is alone: ``group`` is None, or its ``size()`` is 1.
 
     Args:
-        group: What the program passed as its process group.
+        group: What the program passed as its process group: what ``group=`` of `Checkpoint.load` takes.
         argument: What the program calls that argument.
 
     Raises:
-        UnsupportedError: a group of several ranks.
-        InvalidError: nothing that has a ``size()``.
+        InvalidError: it is no group, or this process is not in it.
     """
     if group is None:
-        return
+        return None
+    if not isinstance(group, tuple) and not hasattr(group, "mesh_dim_names"):
+        try:
+            size = int(group.size())
+        except (AttributeError, TypeError, ValueError):
+            raise InvalidError(f"{argument}={group!r}: give None or a process group, something with size()") from None
+        if size < 1:
+            raise InvalidError(f"{argument}={group!r}: this process is not in that group")
+        if size == 1:
+            return None
+    from .._group import member_of
+
+    member = member_of(group)
+    return Ranks(member) if member.size > 1 else None
+
+
+@contextmanager
+def told(company: Company | None) -> Iterator[None]:
+    """What is raised in it is told to the other ranks, which wait for this one in the next load."""
     try:
-        ranks = int(group.size())
-    except (AttributeError, TypeError, ValueError):
-        raise InvalidError(f"{argument}={group!r}: give None or a process group, something with size()") from None
-    if ranks > 1:
-        raise UnsupportedError(
-            f"{argument} has {ranks} ranks: ranks that share out the reading and exchange the bytes are not supported "
-            f"yet. With {argument}=None each rank reads for itself, and of a checkpoint opened with penstock.open only "
-            "the slices that it asks for"
-        )
-    if ranks < 1:
-        raise InvalidError(f"{argument}={group!r}: this process is not in that group")
+        yield
+    except PenstockError as error:
+        if company is not None:
+            company.say(error)
+        raise
+
+
+@contextmanager
+def told_of_stream(company: Company | None) -> Iterator[None]:
+    """As `told`, where the others wait for this one at the beginning of the first stream."""
+    try:
+        yield
+    except PenstockError as error:
+        if company is not None:
+            from .._group_stream import corner, say
+
+            say(corner(company.member), error)
+        raise

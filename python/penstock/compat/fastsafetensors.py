@@ -12,7 +12,8 @@ submodules (`DType`, `Device`, `TensorFrame`, `WriteEntry`, `plain_entry`, `save
 and what differs, is in docs/compatibility.md.
 """
 
-from ._fastsafetensors_loader import FilesBufferOnDevice, SafeTensorsFileLoader, SingleGroup, fastsafe_open
+from ._fastsafetensors_buffer import FilesBufferOnDevice
+from ._fastsafetensors_loader import SafeTensorsFileLoader, SingleGroup, fastsafe_open
 from ._fastsafetensors_saver import ParallelSaver, WriteEntry, plain_entry, save_sharded
 from ._fastsafetensors_stream import AutoLoader, BudgetInfeasibleError, LoaderConfig, ParallelLoader, load_config
 from ._fastsafetensors_types import Device, DeviceType, DType, TensorFrame, TorchTensor

@@ -17,19 +17,25 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from .. import _device, _dtypes
 from .._checkpoint import Source, open_as
 from .._choices import NameMatch
 from .._core import Options
-from .._errors import InvalidError, UnsupportedError
-from .._frameworks import need, need_torch
+from .._errors import CancelledError, InvalidError, UnsupportedError
+from .._frameworks import device_for, need, need_torch
+from .._options import make_options
 from .._paths import local_path
+from .._request import Request, prepare
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
-from ._process_group import check_alone
+from ._process_group import ranks_of, told, told_of_stream
+
+if TYPE_CHECKING:
+    from .._framework import Adapter
+    from .._group_stream import Company
 
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
 
@@ -112,7 +118,7 @@ class safe_open:
         filename: A file or a list of files; a directory or an index file does as well.
         framework: "pt".
         device: A GPU as a number, "cuda:0" or torch.device; or the CPU.
-        process_group: None, or a group of one rank. Its ranks do not share the reading yet.
+        process_group: None, or a process group. Its ranks load together: each gets every tensor that its filter leaves.
         buffer_size: Most bytes read ahead of the consumer; bounds staging memory too where it is less than that.
         chunk_size: Most bytes of one read, rounded up to whole pages.
         concurrency: Threads that read and copy; 0 adapts.
@@ -135,8 +141,7 @@ class safe_open:
         buffer_size: Most bytes read ahead.
 
     Raises:
-        UnsupportedError: (a RuntimeError) a process group of several ranks; a dtype that torch lacks; none of the
-            backends can be used, and why not each.
+        UnsupportedError: (a RuntimeError) a dtype that torch lacks; none of the backends can be used, and why not each.
         InvalidError: (a ValueError) settings that make no sense. It lists those that do.
         NotFoundError: (a FileNotFoundError) and every other PenstockError of `penstock.open`.
     """
@@ -162,7 +167,7 @@ class safe_open:
         if framework not in ("pt", "torch", "pytorch"):
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
         need_torch()
-        check_alone(process_group, "process_group")
+        ranks = ranks_of(process_group, "process_group")
         _check_fraction(max_free_mem_usage)
         matches = _matcher([] if tensor_filter is None else tensor_filter, tensor_name_match_mode)
         on_cpu = _device.parse_device(device).is_cpu
@@ -170,9 +175,11 @@ class safe_open:
         options, backends = Options(**self._settings), candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
-        self._checkpoint = open_as("filename", filename, network=False)
-        files = [local_path(file, "filename") for file in self._checkpoint.files]
-        io = io_for(backends, files, mapped=on_cpu and not copy)
+        self._company = None if ranks is None else ranks.company()
+        with told_of_stream(self._company):
+            self._checkpoint = open_as("filename", filename, network=False)
+            files = [local_path(file, "filename") for file in self._checkpoint.files]
+            io = io_for(backends, files, mapped=on_cpu and not copy)
         if io is not None:
             self._settings["io"] = io
         self._names = None if tensor_filter is None else [name for name in self._checkpoint if matches(name)]
@@ -193,7 +200,8 @@ class safe_open:
 
     def _stream(self, names: list[str] | None) -> Any:
         """An iterator that has checked device and dtypes, and not yet read anything."""
-        return self._checkpoint.stream(self.device, names, framework="pt", options=self._settings)
+        group = None if self._company is None else self._company.member
+        return self._checkpoint.stream(self.device, names, framework="pt", options=self._settings, group=group)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -204,6 +212,7 @@ class safe_open:
 
         Raises:
             ClosedError: (a RuntimeError) the context exited, before or in the middle.
+            PeerError: another rank has failed, or left its iterator before the end.
         """
         self._check_open()
         stream, self._checked = self._checked or self._stream(self._names), None
@@ -225,12 +234,15 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """The tensor called ``name``. Asked for one after the other as in `keys`, tensors are read ahead.
 
+        All ranks of a process group ask for the same tensors, in the same order.
+
         Raises:
             UnknownTensorError: (a KeyError) no such tensor, or the filter leaves it out.
             ClosedError: (a RuntimeError) the context exited.
         """
-        self._check_open()
-        info = self._info(name)
+        with told(None if self._closed else self._company):
+            self._check_open()
+            info = self._info(name)
         if self._order is None:
             self._order = self.keys()
         if self._asked < len(self._order) and self._order[self._asked] == name:
@@ -244,8 +256,19 @@ class safe_open:
         elif self._following is not None:
             self._following.close()
             self._following, self._asked = None, len(self._order)  # each alone from now on
+        return self._alone(name) if self._company is None else self._together(self._company, name)
+
+    def _alone(self, name: str) -> Any:
         alone = self._checkpoint.load(self.device, [name], framework="pt", progress=False, options=self._settings)
         return alone[name]
+
+    def _together(self, company: Company, name: str) -> Any:
+        options = make_options(self._settings)
+
+        def prepared() -> tuple[Request, Adapter]:
+            return prepare(self._checkpoint, device_for(self.device, "pt"), [name], None, "pt", options)
+
+        return company.load(self._checkpoint._core, options, prepared)[name]
 
     def _info(self, name: str) -> TensorInfo:
         if self._selected is not None and name not in self._selected:
@@ -293,8 +316,13 @@ class safe_open:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        asked = self._order is not None and not self._closed
         self._closed = True
         self._checked = self._following = None
         for stream in self._running:
             stream.close()
         self._running.clear()
+        if self._company is not None:
+            if asked and self._asked < len(self.keys()):
+                self._company.say(CancelledError("its safe_open context exited"))
+            self._company.close()

@@ -297,6 +297,15 @@ impl Homes {
     }
 }
 
+/// Numbers of all tensors of a checkpoint, in the order in which a load of all of them reads: see [`Layout::new`].
+pub fn tensors_in_order(checkpoint: &Checkpoint, order: Order) -> Vec<u32> {
+    let by_file: Vec<u32> = (0..checkpoint.len() as u32).collect();
+    match order {
+        Order::File => by_file,
+        Order::Layer => by_layer(checkpoint, &Want::all(checkpoint), &by_file),
+    }
+}
+
 /// Want numbers grouped by layer, see [`Layout::new`].
 fn by_layer(checkpoint: &Checkpoint, wants: &[Want], by_file: &[u32]) -> Vec<u32> {
     let mut stacks: HashMap<(&str, bool), u32> = HashMap::new();

@@ -1,0 +1,387 @@
+"""Streams of ranks that load together: one load of all ranks after the other, each of one window.
+
+Windows are cut where whole tensors end, so they are the same on all ranks, whatever each wants of them. Everything that
+a stream leaves in the store lies in a corner of its own. So it does not matter in which order ranks go on with several
+streams, or when they let go of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from array import array
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from . import _core, _load
+from ._core import Options
+from ._errors import CancelledError, PeerError, PenstockError, raise_if_forked
+from ._framework import Adapter
+from ._group import _LEFT, _PROTOCOL, Gathering, Member, _address, _compare, _Entry, _host, _identity, member_of
+from ._group_watch import Watch
+from ._job import Job
+from ._progress import INTERVAL, Meter, Progress
+from ._rendezvous import Rendezvous, Store
+from ._report import Report, merged
+from ._request import Request
+from ._selection import Selection
+
+#: Seconds between two looks at the connections.
+_LOOK = 0.05
+
+
+class _Corner:
+    """A part of a store, for keys that nobody else has."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.underlying_store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: Any) -> None:
+        self.underlying_store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.underlying_store.get(self._prefix + key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.underlying_store.add(self._prefix + key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.underlying_store.check([self._prefix + key for key in keys])
+
+    def delete_key(self, key: str) -> None:
+        delete = getattr(self.underlying_store, "delete_key", None)
+        if delete is not None:
+            delete(self._prefix + key)
+
+
+def corner(group: Any) -> Member:
+    """A group of the same ranks, with a part of the store for itself. All ranks make theirs in the same order."""
+    store, rank, size = member_of(group)
+    number = Rendezvous(store, Options().peer_timeout).add(f"penstock/corners/{rank}", 1) if size > 1 else 0
+    return Member(_Corner(store, f"penstock/corner/{number}/"), rank, size)
+
+
+def say(member: Member, error: BaseException) -> None:
+    """Tells the other ranks why this one does not come to their next load."""
+    if member.size > 1:
+        with suppress(BaseException), Gathering(member):
+            raise error
+
+
+class _Settling(Gathering):
+    """What ranks agree on before the first of several loads."""
+
+    watch: Watch | None = None
+    """Connections to the others, and ``hosts`` theirs, once all have come."""
+    hosts: Sequence[str] = ()
+
+    def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
+        """Compares what all ranks mean. ``described`` says in an error what ``meant`` stands for.
+
+        Returns the bits that any rank has in ``mine``.
+
+        Raises:
+            PeerError: a rank did not come, or cannot load.
+            PlanMismatchError: ranks have different checkpoints, or mean something else.
+        """
+        deadline = time.monotonic() + options.join_timeout
+        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; {described}"
+        address = _address(self._store)
+        token = os.urandom(16).hex() if self._rank == 0 else ""
+        self.watch = Watch(address)
+        entry = _Entry(
+            _PROTOCOL, _host(), address, self.watch.port, token, f"{core.fingerprint():016x}", _identity(core),
+            described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "",
+        )  # fmt: skip
+        self._store.set(self._key(self._rank), json.dumps(entry))
+        _LEFT[id(self._store.store), self._rank] = self._store.store, self._prefix, None  # the first load deletes it
+        entries = self._entries(deadline)
+        _compare(entries)
+        if len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
+        addresses = [(entry.address, entry.port) for entry in entries]
+        self.watch.join(self._rank, addresses, bytes.fromhex(entries[0].token), deadline, self._go_on)
+        self.hosts = [entry.host for entry in entries]
+        self._over = True
+        found = 0
+        for entry in entries:
+            found |= int(entry.wants, 16)
+        return found
+
+    def gone(self, patience: float = 0.0) -> PeerError | None:
+        """The error for a rank that has closed its connections."""
+        limit = time.monotonic() + patience
+        while self.watch is not None:
+            rank = self.watch.gone()
+            if rank is not None:
+                text = f"rank {rank} ({self.hosts[rank]}) is gone: its process has ended, or it has given up"
+                return PeerError(text, rank=rank, host=self.hosts[rank])
+            if time.monotonic() >= limit:
+                break
+            time.sleep(_LOOK)
+        return None
+
+    def blamed(self, error: Exception) -> Exception:
+        """What to raise for an error of the store: its host may be the rank that is gone."""
+        of_store = not isinstance(error, PenstockError) or (isinstance(error, PeerError) and error.rank is None)
+        return (self.gone(patience=1.0) if of_store else None) or error
+
+    def clean(self) -> None:
+        """Closes the connections, and deletes what only this rank has used in the store. Idempotent."""
+        if self.watch is not None:
+            self.watch.close()
+        _LEFT.pop((id(self._store.store), self._rank), None)
+        with suppress(PenstockError):
+            self._store.delete([f"penstock/loads/{self._rank}"])
+
+
+class _Meeting(Gathering):
+    """A load of ranks that have settled, before it begins: a rank that is gone is not waited for."""
+
+    def __init__(self, settled: _Settling, member: Member) -> None:
+        super().__init__(member, compared=True)
+        self._settled = settled
+
+    def _go_on(self) -> bool:
+        super()._go_on()
+        gone = self._settled.gone()
+        if gone is not None:
+            super()._go_on()  # it has said why before it went
+            if not self._met and gone.rank is not None and self._store.check([self._key(gone.rank)]):
+                return True  # it has come, and has loaded alone meanwhile; or its connections will tell
+            raise gone
+        return True
+
+
+class Company:
+    """The ranks of one object whose calls are loads of them all. All ranks make theirs in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        self.member = corner(group)
+        self._settled: _Settling | None = None
+
+    def load(
+        self, core: _core.Checkpoint, options: Options, prepare: Callable[[], tuple[Request, Adapter]]
+    ) -> dict[str, Any]:
+        """One load of all ranks. The others hear what ``prepare`` raises. The first one compares their checkpoints."""
+        if self._settled is None:
+            together = _Settling(self.member)
+            try:
+                with together:
+                    together.settle(core, options, "loads", "loaded by several calls")
+            except BaseException:
+                if together.watch is not None:
+                    together.watch.close()
+                raise
+            self._settled = together
+        try:
+            with _Meeting(self._settled, self.member) as meeting:
+                request, adapter = prepare()
+                return _load.load(request._replace(group=meeting), adapter, False)
+        except Exception as error:
+            blamed = self._settled.blamed(error)
+            if blamed is error:
+                raise
+            raise blamed from error
+
+    def say(self, error: BaseException) -> None:
+        """Tells the others why this rank does not come to their next load."""
+        say(self.member, error)
+
+    def close(self) -> None:
+        """There are no more loads. Idempotent."""
+        if self._settled is not None:
+            self._settled.clean()
+
+
+class _Window(NamedTuple):
+    """What is loaded at once."""
+
+    nbytes: int
+    """Of the whole tensors."""
+    wants: list[int]
+    """This rank's, in the order of reading."""
+
+
+def _windows(selection: Selection, sequence: Sequence[int], most: int) -> list[_Window]:
+    """Cuts the tensors ``sequence`` into windows of at most ``most`` bytes, or of one tensor."""
+    wants = {selection.tensor(want): want for want in range(len(selection))}
+    windows: list[_Window] = []
+    nbytes, mine = 0, list[int]()
+    for tensor in sequence:
+        _, _, _, _, begin, end = selection.core.info(tensor)
+        if nbytes and nbytes + end - begin > most:
+            windows.append(_Window(nbytes, mine))
+            nbytes, mine = 0, []
+        nbytes += end - begin
+        if tensor in wants:
+            mine.append(wants[tensor])
+    windows.append(_Window(nbytes, mine))
+    return windows
+
+
+def _nbytes(selection: Selection) -> int:
+    """Bytes of what is wanted."""
+    total = 0
+    for want in range(len(selection)):
+        _, _, shape, _, begin, end = selection.core.info(selection.tensor(want))
+        _, part = selection.describe(want)
+        total += (end - begin) * math.prod(part) // max(1, math.prod(shape))
+    return total
+
+
+class _Plan(NamedTuple):
+    """What a stream needs to know when it begins."""
+
+    request: Request
+    sequence: Sequence[int]
+    adapter: Callable[[Selection], Adapter]
+    progress: Progress
+    ended: Callable[[Report], object]
+    member: Member
+    together: _Settling
+
+
+def _start(plan: _Plan, window: _Window) -> Job | Exception:
+    """The load of a window, or why there is none: what was loaded before is handed out first."""
+    try:
+        with _Meeting(plan.together, plan.member) as together:
+            part = plan.request.selection.part(window.wants)
+            return Job(plan.request._replace(selection=part, group=together), plan.adapter(part))
+    except Exception as error:
+        return plan.together.blamed(error)
+
+
+def _result(job: Job | Exception | None, meter: Meter, before: int, total: int) -> tuple[dict[str, Any], Report]:
+    assert job is not None
+    if isinstance(job, Exception):
+        raise job
+    try:
+        while not job.wait(INTERVAL if meter.active else None):
+            meter.update(before + job.progress[0], total)
+        return job.result(), job.report
+    except BaseException:
+        job.cancel()  # which the others hear, if they do not know yet
+        raise
+
+
+def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
+    owner, most = os.getpid(), plan.request.options.window
+    selection = plan.request.selection
+    reports: list[Report] = []
+    job: Job | Exception | None = None
+    following: _Window | None = None
+    told = False  # the others know, or need not know, that this rank goes on no more
+    try:
+        with Meter(plan.progress, "load") as meter:
+            told = True
+            with plan.together:
+                # One half is handed out while the other one is read
+                windows = _windows(selection, plan.sequence, max(1, most // 2))
+                mine = sum(1 << number for number, window in enumerate(windows) if window.wants)
+                meant = f"stream {hashlib.sha256(array('I', plan.sequence).tobytes()).hexdigest()[:16]} {most}"
+                described = (
+                    f"a stream of {len(plan.sequence)} tensors by {plan.request.order}, with a window of {most} bytes"
+                )
+                wanted = plan.together.settle(selection.core, plan.request.options, meant, described, mine)
+            windows = [window for number, window in enumerate(windows) if wanted >> number & 1] or windows[:1]
+            done, total = 0, _nbytes(selection) if meter.active else 0
+            job = _start(plan, windows[0])
+            for number, window in enumerate(windows):
+                following = windows[number + 1] if number + 1 < len(windows) else None
+                told = True
+                tensors, report = _result(job, meter, done, total)
+                job, told = None, False
+                reports.append(report)
+                done += report["nbytes"]
+                meter.update(done, total, final=following is None)
+                if following is not None and window.nbytes + following.nbytes <= most:
+                    told = True
+                    job = _start(plan, following)
+                    told = isinstance(job, Exception)
+                for want in window.wants:
+                    name = selection.names[want]
+                    yield name, tensors.pop(name)
+                    raise_if_forked(owner, "stream")
+                if following is not None and job is None:
+                    told = True
+                    job = _start(plan, following)
+            told = True
+            plan.ended(merged(reports, sum(r["seconds"] for r in reports), sum(r["cpu_seconds"] for r in reports)))
+    finally:
+        if os.getpid() == owner:
+            if not told:
+                _leave(plan, job, following)
+            plan.together.clean()
+
+
+def _leave(plan: _Plan, job: Job | Exception | None, following: _Window | None) -> None:
+    """Tells the other ranks that this one goes on no more."""
+    ended = False
+    if isinstance(job, Job):
+        job.cancel()
+        with suppress(PenstockError):
+            ended = job._load.wait(0)
+    # A load that was under way has failed, and the others hear that. Else they are about to wait for this rank
+    if following is not None and (job is None or ended):
+        say(plan.member, CancelledError("its iterator was closed before the end"))
+
+
+class GroupStream:
+    """An iterator over (name, tensor), as `Checkpoint.stream` gives it where several ranks load together."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._owner = os.getpid()
+        self._together: _Settling | None = plan.together
+        # Its frame must not refer to this object, or dropping this would not end it
+        self._steps = _steps(plan)
+
+    def __iter__(self) -> GroupStream:
+        return self
+
+    def __next__(self) -> tuple[str, Any]:
+        self._together = None
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Stops it. The other ranks get what all have read, and then a PeerError. Idempotent."""
+        together, self._together = self._together, None
+        if together is not None and os.getpid() == self._owner:
+            together._fail(CancelledError("its iterator was closed before it began"))
+        self._steps.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+def stream(
+    group: Any,
+    prepare: Callable[[], Request],
+    adapter: Callable[[Selection], Adapter],
+    progress: Progress,
+    ended: Callable[[Report], object],
+    sequence: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """The stream of one rank of a group. Every rank makes one, in the same order as its loads.
+
+    Args:
+        prepare: Makes sense of the arguments of the stream. The other ranks hear what it raises.
+        adapter: Makes the adapter for a part of what is wanted.
+        ended: Gets the report of the whole.
+        sequence: Numbers of the tensors among which those that ranks want are, in the order of reading; None: all.
+    """
+    member = corner(group)
+    together = _Settling(member)
+    with together:
+        request = prepare()
+    if member.size == 1:
+        return _load.stream(request, adapter(request.selection), progress)
+    if sequence is None:
+        sequence = request.selection.core.in_order(request.order)
+    return GroupStream(_Plan(request, sequence, adapter, progress, ended, member, together))

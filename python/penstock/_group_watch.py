@@ -1,0 +1,115 @@
+"""Connections that tell a rank that another one is gone, where no load is under way that would."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ._errors import PeerError
+
+#: Seconds that a stranger may take to say nothing.
+_HELLO = 1.0
+#: Seconds between two looks at whether to go on waiting.
+_LOOK = 0.05
+
+
+class Watch:
+    """Connections to all other ranks, on which nothing is said: a process that ends closes its own."""
+
+    def __init__(self, address: str) -> None:
+        self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener: socket.socket | None = socket.socket(self._family, socket.SOCK_STREAM)
+        self._of: dict[socket.socket, int] = {}
+        try:
+            self._listener.bind((address, 0))
+            self._listener.listen(1024)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def port(self) -> int:
+        """Where others reach this rank."""
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
+
+    def join(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: bytes,
+        deadline: float,
+        go_on: Callable[[], bool],
+    ) -> None:
+        """Connects to all others, which listen already. ``token`` names those that belong together.
+
+        Raises PeerError if one does not come before ``deadline``, and what ``go_on`` raises.
+        """
+        for other, (host, port) in enumerate(addresses[:rank]):
+            one = socket.socket(self._family, socket.SOCK_STREAM)
+            self._of[one] = other
+            one.settimeout(max(1.0, deadline - time.monotonic()))
+            try:
+                one.connect((host, port))
+                one.sendall(token + rank.to_bytes(4, "big"))
+            except OSError as error:
+                raise PeerError(f"rank {other} cannot be reached at {host}: {error}", rank=other) from error
+            one.setblocking(False)
+        listener = self._listener
+        assert listener is not None
+        missing = set(range(rank + 1, len(addresses)))
+        while missing:
+            go_on()
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank {min(missing)} did not connect in time", rank=min(missing))
+            poll = select.poll()  # `select` takes no descriptor of 1024 and more
+            poll.register(listener, select.POLLIN)
+            if poll.poll(_LOOK * 1e3):
+                one, _ = listener.accept()
+                other = _hello(one, token)
+                if other in missing:
+                    missing.remove(other)
+                    self._of[one] = other
+                    one.setblocking(False)
+                else:
+                    one.close()
+        listener.close()
+        self._listener = None
+
+    def gone(self) -> int | None:
+        """A rank whose connection is closed; None if all are there."""
+        poll = select.poll()
+        by_number = {one.fileno(): rank for one, rank in self._of.items()}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        found = [by_number[number] for number, _ in poll.poll(0)]
+        return min(found, default=None)
+
+    def close(self) -> None:
+        """Closes them. Idempotent."""
+        for one in [*self._of, *([self._listener] if self._listener is not None else [])]:
+            with suppress(OSError):
+                one.close()
+        self._of, self._listener = {}, None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _hello(one: socket.socket, token: bytes) -> int:
+    """The rank that has connected; -1: nobody of ours."""
+    said = b""
+    limit = time.monotonic() + _HELLO
+    try:
+        while len(said) < len(token) + 4:
+            one.settimeout(max(0.01, limit - time.monotonic()))
+            more = one.recv(len(token) + 4 - len(said))
+            if not more:
+                return -1
+            said += more
+    except OSError:
+        return -1
+    return int.from_bytes(said[len(token) :], "big") if said.startswith(token) else -1
