@@ -65,6 +65,7 @@ assert not [text for text in texts if isinstance(text, str)]  # as annotations t
     [
         *[("safe_open", "_safe_open"), ("load_file", "_safe_open"), ("save", "_save"), ("save_file", "_save")],
         *[("patch", "_patch"), ("Patch", "_patch"), ("Destination", "_destination")],
+        *[("get_sharded", "_sharded"), ("broadcast", "_sharded")],
     ],
 )
 def test_what_not_every_program_needs_is_imported_when_it_is_asked_for(python, name, module):

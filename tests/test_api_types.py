@@ -73,6 +73,8 @@ FUNCTIONS = [
     _checkpoint.Checkpoint.start,
     _checkpoint.Checkpoint.stream,
     _checkpoint.Checkpoint.load_into,
+    penstock.get_sharded,
+    penstock.broadcast,
     _safe_open.safe_open.__init__,
     _safe_open.safe_open.tensors,
     penstock.load_file,

@@ -54,8 +54,8 @@ def same(found, slices=None):
 def settled(left):
     # No more threads and descriptors than before, soon: a thread that has answered may still be ending
     limit = time.monotonic() + 5
-    while any(now > then for now, then in zip(found := counted(), left)):
-        assert time.monotonic() < limit, (found, left)
+    while any(now > then for now, then in zip(counted(), left)):
+        assert time.monotonic() < limit, (counted(), left)
         time.sleep(0.01)
 
 def counted():

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ._patch import Patch, patch
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
+    from ._sharded import broadcast, get_sharded
     from ._torch import torch_dtype
 
 __all__ = [
@@ -95,6 +96,8 @@ __all__ = [
     "UnsupportedError",
     "WriteError",
     "__version__",
+    "broadcast",
+    "get_sharded",
     "load_file",
     "open",
     "patch",
@@ -117,6 +120,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _safe_open as module
             elif name in ("save", "save_file"):
                 from . import _save as module
+            elif name in ("broadcast", "get_sharded"):
+                from . import _sharded as module
             elif name == "Destination":
                 from . import _destination as module
             elif name == "torch_dtype":

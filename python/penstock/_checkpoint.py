@@ -22,7 +22,7 @@ from ._paths import is_web, source_path, without_secrets
 from ._progress import Progress
 from ._report import Report, report_of
 from ._request import Request, prepare
-from ._selection import Names, Selection, Slices, TensorInfo, info_of, select, unknown
+from ._selection import Names, Rule, Selection, Slices, TensorInfo, info_of, select, unknown
 
 if TYPE_CHECKING:
     from ._digest import Digest
@@ -154,6 +154,45 @@ class Checkpoint:
 
     # Getting it out
 
+    def for_rank(
+        self, rank: int, mesh_shape: int | Sequence[int], rule: Rule
+    ) -> dict[str, tuple[slice | list[slice], ...]]:
+        """What one rank of a mesh wants: of each tensor the part that DTensor's placements give it.
+
+        Nothing is read, no other rank is asked, and torch is not needed, except to write placements.
+
+            wants = checkpoint.for_rank(3, (2, 4), rule)
+            state = checkpoint.load(names=wants, slices=wants)
+
+        Args:
+            rank: Its number in the mesh, from 0; the last dimension counts fastest.
+            mesh_shape: The ranks in each dimension of the mesh, such as ``(2, 4)``, or one number.
+            rule: A function that takes a `TensorInfo` and returns its placements: a list with ``Shard(dim)``,
+                ``Replicate()`` or ``_StridedShard(dim, split_factor=...)`` of `torch.distributed.tensor` for each
+                dimension of the mesh, or None if this rank does not want the tensor. If it has two arguments without a
+                default, the second is the rank's coordinates in the mesh, a tuple: so stages of a pipeline can be told
+                apart. Or a dict of placements by name, where tensors that it lacks are not wanted.
+
+        Returns:
+            By name, in file order, what `load` takes for ``slices``: a slice for each dimension, or a list of slices
+            where the part is not contiguous. Tensors are divided as `torch.chunk` does: the last parts may be smaller,
+            or empty. The names that are missing are not wanted.
+
+        Raises:
+            InvalidError: no such rank or mesh, or placements that a tensor cannot have.
+            UnknownTensorError: a dict has a name that the checkpoint lacks.
+        """
+        with importing():
+            from ._placements import Mesh, at_rank, cut_of
+
+        mesh, wants = Mesh(*at_rank(rank, mesh_shape), rule), {}
+        mesh.check_names(self._core)
+        for info in self.values():
+            placements = mesh.placements(info)
+            if placements is not None:
+                wants[info.name] = cut_of(mesh.axes(info, placements))
+        return wants
+
     def load(
         self,
         device: Any = "cpu",
@@ -166,6 +205,7 @@ class Checkpoint:
         slices: Slices = None,
         order: Order = "file",
         group: Any = None,
+        placements: Rule | None = None,
     ) -> dict[str, Any]:
         """Loads tensors.
 
@@ -183,12 +223,16 @@ class Checkpoint:
             options: `Options`, or a dict with the same keywords.
             slices: Loads only a part of some tensors: {name: slice or tuple of slices}, or a function that takes a
                 `TensorInfo` and returns such a slice or None. Only the bytes of that part are read. All other tensors
-                are loaded whole.
+                are loaded whole. In place of a slice of one dimension, a list of slices gives what they name, one after
+                the other.
             order: "file", or "layer" to read layer by layer across files.
-            group: The ranks that load together, each what it wants: a process group, a `DeviceMesh` of one dimension,
-                or (store, rank, size) with a rendezvous store of torch.distributed. All of them make the same call.
-                What several want is read by one of them and sent to the others. The call returns when all have
-                everything.
+            group: The ranks that load together, each what it wants: a process group, a `DeviceMesh`, or (store, rank,
+                size) with a rendezvous store of torch.distributed. All of them make the same call. What several want is
+                read by one of them and sent to the others. The call returns when all have everything. The ranks of a
+                mesh of several dimensions meet in the store of the default process group.
+            placements: Where each tensor goes on the mesh, with ``group=`` a `DeviceMesh`: the ``rule`` of `for_rank`.
+                Each rank loads its local shard, on the mesh's kind of device, and the tensors are DTensors. The rule
+                must say the same on every rank. Not with ``slices``.
 
         Returns:
             Tensors by name, in the order of ``names`` (in file order for globs and functions). Each tensor has its own
@@ -199,10 +243,11 @@ class Checkpoint:
             UnsupportedError: the framework lacks a dtype. Nothing has been read.
             PeerError: another rank of ``group`` has failed, died or does not answer.
             PlanMismatchError: the ranks of ``group`` have different checkpoints. Nothing has been read.
+            InvalidError: placements that a tensor cannot have, or that do not go with another argument.
             PenstockError: any other failure, with the name of the file.
         """
         with _gathering(group) as together:
-            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order)
+            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
             return _load.load(request._replace(group=together), adapter, progress)
 
     def start(
@@ -216,6 +261,7 @@ class Checkpoint:
         slices: Slices = None,
         order: Order = "file",
         group: Any = None,
+        placements: Rule | None = None,
     ) -> Job:
         """Starts a `load` in the background and returns at once. `Job.result` gives the tensors.
 
@@ -223,7 +269,7 @@ class Checkpoint:
         ``group`` the call returns when all ranks have made it.
         """
         with _gathering(group) as together:
-            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order)
+            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
             return Job(request._replace(group=together), adapter)
 
     def stream(
@@ -282,9 +328,21 @@ class Checkpoint:
         options: Options | Mapping[str, Any] | None,
         slices: Slices,
         order: Order,
+        group: Any = None,
+        placements: Rule | None = None,
     ) -> tuple[Request, Adapter]:
         where, made = device_for(device, framework), make_options(options)
-        return prepare(self, where, names, dtype, framework, made, slices, order)
+        if placements is None:
+            return prepare(self, where, names, dtype, framework, made, slices, order)
+        if slices is not None:
+            raise InvalidError("placements= and slices= both say which part is wanted: give one of them")
+        with importing():
+            from ._placed import Placing
+
+        placing = Placing(group, placements, framework, dtype)
+        wants = placing.wants(select(self._core, names))
+        request, adapter = prepare(self, where, wants, dtype, framework, made, wants, order)
+        return request._replace(finish=placing.finish(where, request.finish, request.selection.names)), adapter
 
     def load_into(
         self,
@@ -303,8 +361,9 @@ class Checkpoint:
         Args:
             into: A torch module (its parameters and persistent buffers are filled), a mapping of names to torch tensors
                 or numpy arrays, or a list of `Destination`. They may be on several devices, and they may be strided.
-                Tied tensors of a module or mapping are loaded once; the checkpoint needs only one of their names. A U8
-                tensor takes the bytes of any dtype of 8 bits. A few are filled through a temporary copy, and the
+                Of a DTensor the local shard is filled, with the part of the tensor that its placements give this rank.
+                Tied tensors of a module or mapping are loaded once; the checkpoint needs only one of their names. A
+                U8 tensor takes the bytes of any dtype of 8 bits. A few are filled through a temporary copy, and the
                 report lists them in ``copied_through``: numpy arrays with negative strides, and destinations with
                 ``cast`` on a GPU, or of a tensor that its file misaligns.
             strict: True: a name that only one side has is an error. False: the report lists such names, as ``missing``
@@ -437,7 +496,7 @@ def _gathering(group: Any) -> AbstractContextManager[Gathering | None]:
     with importing():
         from ._group import Gathering
 
-    return Gathering(group)
+    return nullcontext(group) if isinstance(group, Gathering) else Gathering(group)
 
 
 def open(source: Source, *, stall_timeout: float | None = None, storage: Storage | None = None) -> Checkpoint:

@@ -104,6 +104,8 @@ def indexing(info: TensorInfo) -> Indexing:
 
 
 class _Framework(Framework):
+    joins = False
+
     def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
         return DLPack(selection, device, target)
 

@@ -68,6 +68,9 @@ class Framework:
     views = True
     """Whether tensors are views on the memory of a load. Others are copies of it."""
 
+    joins = True
+    """Whether there is a `joined`."""
+
     def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
         """What makes the tensors of a load, cast to ``target``: a dtype of the format, or `RAW`.
 

@@ -4,15 +4,18 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _choices
 from ._device import Device, any_device
-from ._dtypes import cast_target
+from ._dtypes import RAW, cast_target
 from ._errors import ArgumentTypeError, InvalidError, MissingFrameworkError, UnsupportedError
 from ._framework import Adapter, Framework
 from ._late_imports import importing
 from ._selection import Selection
+
+if TYPE_CHECKING:
+    from ._pieces import Joining
 
 
 class _Known(NamedTuple):
@@ -130,3 +133,24 @@ def make_adapter(framework: str | None, selection: Selection, device: Device, dt
     name, target = framework_named(framework), cast_target(dtype)
     check_device(name, device)
     return need(name).adapter(selection, device, target)
+
+
+def make_joining(framework: str | None, selection: Selection, dtype: Any) -> "tuple[Selection, Joining]":
+    """A selection whose scattered wants are taken apart, and what joins their pieces; imports the framework.
+
+    Raises:
+        UnsupportedError: this framework joins no tensors.
+    """
+    name = framework_named(framework)
+    found = need(name)
+    if cast_target(dtype) == RAW or not found.joins:
+        what = f'dtype="{RAW}"' if found.joins else f"framework={name!r}"
+        want = selection.names[min(selection.scattered)]
+        raise UnsupportedError(
+            f"slice of {want}: {what} takes one slice per dimension, and joins no tensors of several", tensor=want
+        )
+    with importing():
+        from ._pieces import Joining, apart
+
+    parts, grids = apart(selection)
+    return parts, Joining(grids, found.joined)

@@ -33,6 +33,9 @@ _LOOK = (0.001, 0.05)
 _SHOWN = 8
 
 
+#: By ranks: the store of the default group, and the part of it that a mesh of several dimensions uses.
+_MESHES: dict[str, tuple[Any, Any]] = {}
+
 #: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted). The
 #: store is kept with it: another one must not be taken for it because it lies where that one lay.
 _LEFT: dict[tuple[int, int], tuple[Store, str, str | None]] = {}
@@ -82,13 +85,10 @@ def member_of(group: Any) -> Member:
         if not all(callable(getattr(store, name, None)) for name in ("set", "get", "add", "check")):
             raise ArgumentTypeError(f"group: {store!r} is no store: it has no set, get, add and check")
         return Member(store, rank, size)
-    mesh_group = getattr(group, "get_group", None)
-    if mesh_group is not None and hasattr(group, "mesh_dim_names"):
+    if is_mesh(group):
         if group.ndim != 1:
-            raise InvalidError(
-                f"group: this DeviceMesh has {group.ndim} dimensions: give one of them (mesh[name]), or mesh._flatten()"
-            )
-        group = mesh_group()
+            return _member_of_mesh(group)
+        group = group.get_group()
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise ArgumentTypeError(
             f"group: a {type(group).__name__} is no process group, no DeviceMesh and no (store, rank, size)"
@@ -99,6 +99,54 @@ def member_of(group: Any) -> Member:
     if known is None:
         raise InvalidError("group: this process is no member of that process group, or it was destroyed")
     return Member(known[1], group.rank(), group.size())
+
+
+def is_mesh(group: Any) -> bool:
+    """Whether this is a `DeviceMesh`."""
+    return hasattr(group, "mesh_dim_names") and callable(getattr(group, "get_coordinate", None))
+
+
+def coordinates_in(mesh: Any) -> tuple[int, ...]:
+    """Where this process is in a `DeviceMesh`. Raises InvalidError if it is no member."""
+    found = mesh.get_coordinate()
+    if found is None:
+        raise InvalidError("group: this process is no member of that DeviceMesh")
+    return tuple(found)
+
+
+def place_in(group: Any) -> tuple[int, int]:
+    """(rank, size) of this process in a group. In a `DeviceMesh` the last dimension counts fastest."""
+    if not is_mesh(group):
+        _, rank, size = member_of(group)
+        return rank, size
+    rank, size = 0, 1
+    for at, count in zip(coordinates_in(group), group.shape, strict=True):
+        rank, size = rank * count + at, size * count
+    return rank, size
+
+
+def _member_of_mesh(mesh: Any) -> Member:
+    """The rank in a mesh of several dimensions. torch has no group of its ranks, and to make one all would be needed.
+
+    So its ranks meet in a part of the default group's store that is named after them.
+    """
+    import hashlib
+
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    world: Any = distributed.group.WORLD
+    rank, size = place_in(mesh)
+    known = distributed_c10d._world.pg_map.get(world)
+    if known is None:
+        raise InvalidError("group: a DeviceMesh of several dimensions needs the default process group, which is gone")
+    ranks = f"{tuple(mesh.shape)} {mesh.mesh.flatten().tolist()}"
+    base, part = _MESHES.get(ranks, (None, None))
+    if base is not known[1]:
+        base = known[1]
+        part = distributed_c10d.PrefixStore(f"penstock/mesh/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}", base)
+        _MESHES[ranks] = base, part
+    return Member(part, rank, size)
 
 
 class Gathering:

@@ -14,6 +14,7 @@ from ._device import Device
 from ._errors import InvalidError, MismatchError, PenstockError, SliceError
 from ._fills import Fill, fitted
 from ._frameworks import make_adapter
+from ._late_imports import importing
 from ._load import stream
 from ._memory import Memory, is_numpy, is_torch, memories, memory_of, memory_problems
 from ._progress import Meter, Progress
@@ -39,7 +40,7 @@ class _Matched:
 def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matched:
     """Tensors of a module or mapping and the wants of their names. Raises MismatchError listing all that is wrong."""
     wants = {name: want for want, name in enumerate(selection.names)}
-    pairs: list[tuple[int, Fill]] = []
+    pairs: list[tuple[int, Region | None, Fill]] = []
     missing: list[str] = []
     problems: list[str] = []
     known: set[str] = set()
@@ -53,19 +54,49 @@ def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matche
         if to.problem is not None:
             problems.append(f"{name} {to.problem}")
             continue
-        dtype, shape = selection.describe(wants[name])
-        fill, wrong = fitted(to, name, dtype, shape)
-        problems += wrong
-        pairs.append((wants[name], fill))
+        want = wants[name]
+        dtype, shape = selection.describe(want)
+        if to.placed is None and want not in selection.scattered:
+            fill, wrong = fitted(to, name, dtype, shape)
+            problems += wrong
+            pairs.append((want, None if selection.regions is None else selection.regions[want], fill))
+            continue
+        there = to.shape if to.placed is None else to.placed[0]
+        if shape != there:
+            problems.append(f"{name} has shape {list(shape)} in the checkpoint, but {list(there)} in its destination")
+            continue
+        for region, part in _parts(selection, want, to):
+            fill, wrong = fitted(part, name, dtype, tuple(len(range(*one)) for one in region))
+            pairs.append((want, region, fill))
+            if wrong:
+                problems += wrong
+                break  # the other parts have the same
     unexpected = [name for name in selection.names if name not in known]
-    problems += memory_problems([fill.memory for _, fill in pairs])
+    problems += memory_problems([fill.memory for _, _, fill in pairs])
     if strict:
         problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
         problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]
     if problems:
         raise _mismatch(selection.core.files(), problems)
     pairs.sort(key=lambda pair: pair[0])
-    return _Matched(selection.part([want for want, _ in pairs]), [fill for _, fill in pairs], missing, unexpected)
+    filled = selection.with_regions([(want, region) for want, region, _ in pairs])
+    return _Matched(filled, [fill for _, _, fill in pairs], missing, unexpected)
+
+
+def _parts(selection: Selection, want: int, to: Memory) -> Iterator[tuple[Region, Memory]]:
+    """The regions of a want that go to a destination, and the memory of each."""
+    with importing():
+        from ._pieces import pieces_of
+        from ._placements import of_part
+
+    axes = selection.axes(want)
+    if to.placed is not None:
+        if to.placed[1] is None:
+            return
+        axes = of_part(axes, to.placed[1])
+    pieces = list(pieces_of(axes))
+    for region, place in pieces:
+        yield region, to if len(pieces) == 1 else to.part(place)
 
 
 def _by_destination(core: _core.Checkpoint, given: Sequence[Destination], strict: bool) -> _Matched:
@@ -195,16 +226,22 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
         for part in parts:
             part.load.close()
         touched = [fill for part in parts for fill in (part.fills[i] for i in part.load.touched())] + copied
-        _say_touched(error, [name for fill in touched for name in fill.memory.names])
+        _say_touched(error, _names(touched))
         raise
     finally:
         for part in parts:
             part.load.close()
-    _bump_versions(fill.memory.tensor for _, fill in straight)
+    _bump_versions(tensor for _, fill in straight for tensor in (fill.memory.tensor, fill.memory.within))
     report = merged(reports, *took)
     report["missing"], report["unexpected"] = matched.missing, matched.unexpected
-    report["copied_through"] = [name for _, fill in roundabout for name in fill.memory.names]
+    report["copied_through"] = _names([fill for _, fill in roundabout])
     return report
+
+
+def _names(fills: Sequence[Fill]) -> list[str]:
+    """The names of the destinations, of which each may be filled in several pieces."""
+    each = {id(fill.memory.names): fill.memory.names for fill in fills}
+    return [name for names in each.values() for name in names]
 
 
 class _Detour:

@@ -49,6 +49,7 @@ class Job:
         self._checkpoint = request.checkpoint
         self._names = request.selection.names
         self._adapter = adapter
+        self._finish = request.finish
         self._cancelled = False
         self._result: dict[str, Any] | None = None
         self._error: Exception | None = None
@@ -185,7 +186,8 @@ class Job:
             start = time.perf_counter()
             with collector_paused():
                 tensors = adapter.tensors(self._load, range(len(names)))
-                made = None if adapter.casts else dict(zip(names, tensors, strict=True))
+                plain = self._finish is None and not adapter.casts
+                made = dict(zip(names, tensors, strict=True)) if plain else None
             self._report = self._checkpoint._ended(self._load)
             self._report.handed_out(time.perf_counter() - start, cast=self._adapter.casts)
             self._load.mark("hand-out", start, time.perf_counter())
@@ -193,9 +195,14 @@ class Job:
         finally:
             self._load.close()
         if made is None:
-            for i, tensor in enumerate(tensors):
-                tensors[i] = adapter.cast(tensor)
-            made = dict(zip(names, tensors, strict=True))
+            made = {}
+            for want, name in enumerate(names):
+                tensor, tensors[want] = adapter.cast(tensors[want]), None  # no two copies of all
+                complete = True
+                if self._finish is not None:
+                    complete, tensor = self._finish.add(want, tensor)
+                if complete:
+                    made[name] = tensor
         self._result = made
         return made
 

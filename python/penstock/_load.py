@@ -41,13 +41,15 @@ def stream(
 
     ``reports`` gets the report of this load: another thread may have ended a load of the checkpoint since.
     """
-    owner, names = os.getpid(), request.selection.names
+    owner, names, finish = os.getpid(), request.selection.names, request.finish
     with Meter(progress, "load") as meter:
         load = _running.begin(request, adapter, stream=True)
         try:
             if request.device.is_meta:
-                for name, tensor in zip(names, adapter.tensors(load, range(len(names))), strict=True):
-                    yield name, adapter.cast(tensor)
+                for number, tensor in enumerate(adapter.tensors(load, range(len(names)))):
+                    complete, tensor = (True, tensor) if finish is None else finish.add(number, tensor)
+                    if complete:
+                        yield names[number], adapter.cast(tensor)
             while True:
                 want = load.next(INTERVAL if meter.active else None)
                 if want is None:
@@ -63,6 +65,10 @@ def stream(
                 load.take(want)
                 if adapter.casts:
                     tensor = adapter.cast(tensor)
+                if finish is not None:
+                    complete, tensor = finish.add(want, tensor)
+                    if not complete:
+                        continue
                 begun = time.perf_counter() if load.traced else 0.0
                 yield names[want], tensor
                 del tensor  # or the frame would keep it until the next one is there

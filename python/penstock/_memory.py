@@ -15,12 +15,15 @@ from ._device import CPU, Device
 from ._dtypes import DTYPES
 from ._errors import InvalidError, UnsupportedError
 from ._late_imports import importing
+from ._selection import Axes, Region
 
 
 class Memory:
     """The memory of one tensor that is to be filled, with every name that the tensor goes by."""
 
-    __slots__ = ("address", "contiguous", "device", "dtype", "names", "nbytes", "problem", "shape", "tensor")
+    __slots__ = (
+        "address", "contiguous", "device", "dtype", "names", "nbytes", "placed", "problem", "shape", "tensor", "within"
+    )  # fmt: skip
 
     def __init__(self, tensor: Any) -> None:
         self.names: list[str] = []
@@ -32,6 +35,20 @@ class Memory:
         self.shape: tuple[int, ...] = ()
         self.contiguous = True
         self.problem: str | None = None
+        self.within: Any = None
+        """The DTensor whose local shard this is, or None."""
+        self.placed: tuple[tuple[int, ...], Axes | None] | None = None
+        """Of a local shard: the shape of the whole, and which part of it this is; no part: this process has none."""
+
+    def part(self, place: Region) -> Memory:
+        """The memory of a part of it, by the same names."""
+        if self.dtype == "F4":
+            place = [*place[:-1], (place[-1][0] // 2, place[-1][1] // 2, 1)]
+        tensor = self.tensor.detach() if is_torch(self.tensor) else self.tensor
+        found = memory_of(tensor[tuple(slice(*one) for one in place)])
+        assert found is not None
+        found.names, found.within = self.names, self.within
+        return found
 
     def item_size(self) -> int:
         """Bytes of an element."""
@@ -136,6 +153,53 @@ def _numpy_memory(array: Any) -> Memory:
     return to
 
 
+def _is_dtensor(value: Any) -> bool:
+    """Whether this is a `DTensor` of torch. Its module takes long to import, and need not be there."""
+    return is_torch(value) and all(hasattr(type(value), name) for name in ("device_mesh", "placements", "to_local"))
+
+
+def _of_dtensor(value: Any) -> Memory:
+    """The memory of a DTensor's local shard, and which part of the whole that is."""
+    with importing():
+        import torch
+
+        from ._placements import paired, placed, placed_backwards, shape_of
+
+    with torch.no_grad():
+        to = _torch_memory(value.to_local())
+    to.within = value
+    whole = tuple(value.shape)
+    if to.dtype == "F4" and whole:
+        whole = (*whole[:-1], 2 * whole[-1])
+    mesh, coordinates, placements = value.device_mesh, value.device_mesh.get_coordinate(), value.placements
+    if coordinates is None:
+        to.placed = whole, None
+        return to
+    try:
+        axes = paired(to.dtype, whole, lambda shape: placed(placements, shape, mesh.shape, coordinates))
+        fsdps = paired(
+            to.dtype, whole, lambda shape: placed_backwards(placements, shape, mesh.shape, coordinates) or []
+        )
+    except InvalidError as error:
+        to.problem = f"is a DTensor that cannot be loaded: {error.message}"
+        return to
+    ways = [axes, fsdps] if fsdps and fsdps != axes else [axes]
+    fitting = [one for one in ways if shape_of(one) == to.shape]
+    to.placed = whole, (fitting or [axes])[0]
+    if to.problem is not None or len(fitting) == 1:
+        return to
+    placed_so = f"is a DTensor of shape {list(whole)}, placed as ({', '.join(map(str, placements))}) on {mesh.shape}"
+    if fitting:
+        to.problem = (
+            f"{placed_so}, which does not divide it evenly: its local shard may be what FSDP2 makes of it, or "
+            "distribute_tensor, and these differ: pad the tensor, or load the part with a list of Destination"
+        )
+    else:
+        given = list(shape_of(axes))
+        to.problem = f"{placed_so}: its local shard has shape {list(to.shape)}, and this rank's is {given}"
+    return to
+
+
 def memory_of(tensor: Any) -> Memory | None:
     """The memory of a torch tensor or a numpy array; None if it is neither."""
     if is_torch(tensor):
@@ -160,14 +224,15 @@ def memories(given: Any) -> list[Memory]:
     for name, value in values:
         if not isinstance(name, str):
             raise InvalidError(f"load_into: {name!r} is not the name of a tensor: give a string")
-        to = memory_of(value)
+        to = _of_dtensor(value) if _is_dtensor(value) else memory_of(value)
         if to is None:
             raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
         strides: Any = ()
         if to.problem is None and not to.contiguous:
-            strides = value.stride() if is_torch(value) else value.strides
+            strides = to.tensor.stride() if is_torch(value) else value.strides
         # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
-        same: Any = (to.device, to.address, to.dtype, to.shape, strides) if to.address and to.nbytes else id(value)
+        seen = (to.device, to.address, to.dtype, to.shape, strides, str(to.placed))
+        same: Any = seen if to.address and to.nbytes else id(value)
         to = by_memory.setdefault(same, to)
         if not to.names:
             found.append(to)

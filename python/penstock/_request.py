@@ -6,7 +6,7 @@ from ._choices import ORDERS, Framework, Order, check_choice
 from ._core import Checkpoint, Load, Mesh, Options, Shares
 from ._device import Device
 from ._framework import Adapter
-from ._frameworks import make_adapter
+from ._frameworks import make_adapter, make_joining
 from ._report import Report
 from ._selection import Names, Selection, Slices, select
 
@@ -41,6 +41,13 @@ class Together(Protocol):
     def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None: ...
 
 
+class Finish(Protocol):
+    """Makes what the caller gets of the tensors of wants, as they come. It is of one load."""
+
+    def add(self, want: int, tensor: Any) -> tuple[bool, Any]:
+        """Whether what the want is (a piece of) is complete, and the caller's tensor if it is."""
+
+
 class Request(NamedTuple):
     """What of a checkpoint is wanted, where and how."""
 
@@ -51,6 +58,8 @@ class Request(NamedTuple):
     order: Order
     group: Together | None = None
     """The ranks that load it together."""
+    finish: Finish | None = None
+    """What makes the caller's tensors of the wants'; None: they are these."""
 
 
 def prepare(
@@ -64,7 +73,9 @@ def prepare(
     order: Order = "file",
 ) -> tuple[Request, Adapter]:
     """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
-    selection = select(checkpoint._core, names, slices)
+    selection, finish = select(checkpoint._core, names, slices), None
+    if selection.scattered:
+        selection, finish = make_joining(framework, selection, dtype)
     adapter = make_adapter(framework, selection, device, dtype)
     check_choice("order", order, ORDERS)
-    return Request(checkpoint, selection, device, options, order), adapter
+    return Request(checkpoint, selection, device, options, order, finish=finish), adapter

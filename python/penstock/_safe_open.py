@@ -403,7 +403,10 @@ class safe_open:
         options = self._options if threads is None else make_options(self._options, threads=threads)
         names = None if plan is None else sorted(plan, key=checkpoint._core.index)
         slices = None if plan is None else {name: cut for name, cut in plan.items() if cut is not None}
-        return PrefetchLoader(*prepare(checkpoint, where, names, None, self._framework, options, slices))
+        request, adapter = prepare(checkpoint, where, names, None, self._framework, options, slices)
+        if request.finish is not None:
+            raise SliceError("prefetch: a plan takes one slice per dimension, and no list of them")
+        return PrefetchLoader(request, adapter)
 
     def tensors(self, names: Names = None, order: Order = "file") -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) and reads ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""

@@ -10,16 +10,29 @@ from ._late_imports import importing
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """A glob, a list of names and globs, or a function from a name to True or False; None is every tensor."""
 
-Cut = slice | tuple[Any, ...]
+Cut = slice | list[slice] | tuple[Any, ...]
 """A slice, or a tuple with one slice per dimension. Missing dimensions are whole; one Ellipsis fills the rest.
 
-Steps are 1 or more."""
+Steps are 1 or more. ``slices=`` also takes a list of slices in place of one: what they name, one after the other."""
 
 Slices = Mapping[str, Cut] | Callable[["TensorInfo"], Cut | None] | None
 """The wanted part by name, or a function that takes a `TensorInfo` and returns the part or None (the whole)."""
 
-Region = list[tuple[int, int, int]]
-"""(first, past-the-last, step) per dimension, in elements; the step is 1 or more."""
+Placements = Sequence[Any]
+"""One for each dimension of a mesh: `Shard`, `Replicate` or `_StridedShard` of torch, or what is like them."""
+
+Rule = Callable[..., Placements | None] | Mapping[str, Placements | None]
+"""From a `TensorInfo` to its placements, or None where this rank does not want it; or these by name. A function with
+two required arguments also gets the rank's coordinates in the mesh."""
+
+Range = tuple[int, int, int]
+"""(first, past-the-last, step) in elements; the step is 1 or more."""
+
+Region = list[Range]
+"""A range per dimension."""
+
+Axes = list[list[Range]]
+"""Ranges per dimension, at least one in each: the positions that they name, one after the other."""
 
 _GLOB = frozenset("*?[")
 """What makes a name a glob."""
@@ -43,9 +56,12 @@ class TensorInfo(NamedTuple):
 
 
 class Selection:
-    """The wants of one load: tensor numbers, their names, and the regions of those that are cut."""
+    """The wants of one load: tensor numbers, their names, and the regions of those that are cut.
 
-    __slots__ = ("core", "names", "regions", "wants")
+    A want in ``scattered`` is not one region but several ranges in some dimension. A load takes it apart first.
+    """
+
+    __slots__ = ("core", "names", "regions", "scattered", "wants")
 
     def __init__(
         self,
@@ -58,6 +74,7 @@ class Selection:
         self.names = names
         self.wants = wants
         self.regions = regions
+        self.scattered: dict[int, Axes] = {}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -69,8 +86,30 @@ class Selection:
     def describe(self, want: int) -> tuple[str, tuple[int, ...]]:
         """(dtype, shape in elements) of what is wanted."""
         _, dtype, shape, _, _, _ = self.core.info(self.tensor(want))
+        if want in self.scattered:
+            return dtype, tuple(sum(len(range(*part)) for part in parts) for parts in self.scattered[want])
         region = None if self.regions is None else self.regions[want]
         return dtype, shape if region is None else tuple(len(range(*part)) for part in region)
+
+    def axes(self, want: int) -> Axes:
+        """What is wanted, as ranges of the tensor's positions."""
+        if want in self.scattered:
+            return self.scattered[want]
+        region = None if self.regions is None else self.regions[want]
+        return [[part] for part in (self._whole(want) if region is None else region)]
+
+    def _whole(self, want: int) -> Region:
+        return [(0, size, 1) for size in self.core.info(self.tensor(want))[2]]
+
+    def with_regions(self, found: Sequence[tuple[int, Region | None]]) -> "Selection":
+        """Of these wants the regions that are given, None for the whole tensor. A want may come several times."""
+        regions = [None if region is None or region == self._whole(want) else region for want, region in found]
+        return Selection(
+            self.core,
+            [self.names[want] for want, _ in found],
+            [self.tensor(want) for want, _ in found],
+            regions if any(region is not None for region in regions) else None,
+        )
 
     def by_dtype(self) -> dict[str, list[int]]:
         """Want numbers by dtype."""
@@ -155,6 +194,11 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
 
 def region_of(info: TensorInfo, cut: Any) -> Region:
     """The part of a tensor that a slice, or a tuple of slices, means. Raises SliceError."""
+    return [one for [one] in axes_of(info, cut, several=False)]
+
+
+def axes_of(info: TensorInfo, cut: Any, several: bool = True) -> Axes:
+    """As `region_of`, where a list of slices may stand for one if there may be ``several``."""
     name, shape = info.name, info.shape
 
     def refused(why: str) -> SliceError:
@@ -168,9 +212,8 @@ def region_of(info: TensorInfo, cut: Any) -> Region:
         cuts[dots[0] : dots[0] + 1] = [slice(None)] * max(0, len(shape) - len(cuts) + 1)
     if len(cuts) > len(shape):
         raise refused(f"{len(cuts)} slices for the {len(shape)} dimensions of {list(shape)}")
-    region = []
-    for d, size in enumerate(shape):
-        c = cuts[d] if d < len(cuts) else slice(None)
+
+    def range_of(c: Any, d: int, size: int) -> Range:
         if not isinstance(c, slice):
             raise refused(f"dimension {d} needs a slice(start, stop), not {c!r}")
         if c.step is not None and (not isinstance(c.step, int) or c.step < 1):
@@ -183,8 +226,17 @@ def region_of(info: TensorInfo, cut: Any) -> Region:
             if bound is not None and not -size <= bound <= size:
                 raise refused(f"{c.start}:{c.stop} is outside dimension {d} of {list(shape)}")
         start, stop, step = c.indices(size)
-        region.append((start, max(start, stop), step))
-    return region
+        return start, max(start, stop), step
+
+    axes: Axes = []
+    for d, size in enumerate(shape):
+        c = cuts[d] if d < len(cuts) else slice(None)
+        if several and isinstance(c, list):
+            ranges = [range_of(one, d, size) for one in c]
+            axes.append([one for one in ranges if one[0] < one[1]] or [(0, 0, 1)])
+        else:
+            axes.append([range_of(c, d, size)])
+    return axes
 
 
 def info_of(core: _core.Checkpoint, index: int, files: Sequence[str] | None = None) -> TensorInfo:
@@ -208,12 +260,20 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
         return selection
     regions: list[Region | None] = [None] * len(keys)
     files = core.files()
+
+    def cut_to(want: int, info: TensorInfo, cut: Any) -> None:
+        axes = axes_of(info, cut)
+        if any(len(ranges) > 1 for ranges in axes):
+            selection.scattered[want] = axes
+        elif any(ranges[0] != (0, size, 1) for ranges, size in zip(axes, info.shape, strict=True)):
+            regions[want] = [ranges[0] for ranges in axes]
+
     if callable(slices):
         for want in range(len(keys)):
             info = info_of(core, selection.tensor(want), files)
             cut = slices(info)
             if cut is not None:
-                regions[want] = region_of(info, cut)
+                cut_to(want, info, cut)
     else:
         if not isinstance(slices, Mapping):
             raise ArgumentTypeError(f"slices={slices!r}: give a dict by name, or a function that takes a TensorInfo")
@@ -224,7 +284,7 @@ def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -
                     raise unknown(core, name)
                 raise InvalidError(f"slices: {name} is not among the names to load")
             want = place[name]
-            regions[want] = region_of(info_of(core, selection.tensor(want), files), cut)
+            cut_to(want, info_of(core, selection.tensor(want), files), cut)
     if any(r is not None for r in regions):
         selection.regions = regions
     return selection

@@ -285,6 +285,8 @@ class _Framework(Framework):
         return indexing(info)
 
     def joined(self, parts: list[Any], axis: int) -> Any:
+        if parts[0].dtype == getattr(torch, "float4_e2m1fn_x2", None):  # torch joins bytes, and none of these
+            return torch.cat([part.view(torch.uint8) for part in parts], axis).view(parts[0].dtype)
         return torch.cat(parts, axis)
 
 

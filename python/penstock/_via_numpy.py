@@ -126,6 +126,10 @@ class ViaNumpy(Framework):
     def indexing(self, info: TensorInfo) -> Indexing:
         return _numpy.indexing(info)._replace(take=lambda tensor, index: tensor[index])
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self._joined is not None
+
     def joined(self, parts: list[Any], axis: int) -> Any:
         assert self._joined is not None
         return self._joined(parts, axis)
