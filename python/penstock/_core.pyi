@@ -40,6 +40,7 @@ __all__ = [
     "stop_fills",
     "storage_defaults",
     "storage_settings",
+    "traffic",
     "unwritable",
     "warm",
 ]
@@ -295,6 +296,16 @@ class Shares:
     def __new__(cls, checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int]) -> Shares: ...
     def shared_bytes(self) -> list[int]:
         """For each rank: bytes that it reads for itself and others."""
+
+def traffic(
+    checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int], nodes: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What ranks that load together read, send and receive, and what they would read alone. Opens no file.
+
+    nodes: for each rank, the number of its node. Returns for each rank (wanted, read, reads, parcels, sent, received,
+    read alone, reads alone), and for each node (read, read alone, sent to other nodes, received from other nodes), in
+    bytes.
+    """
 
 def pack_wants(
     checkpoint: Checkpoint,

@@ -8,6 +8,8 @@ mod among;
 mod drive;
 mod handle;
 mod shared;
+#[cfg(test)]
+mod simulator;
 mod start;
 
 pub use handle::{Load, Next};

@@ -11,6 +11,7 @@ pub mod schedule;
 pub mod shares;
 pub mod strides;
 mod survey;
+pub mod traffic;
 pub mod want;
 
 pub(crate) use planned::Planned;
