@@ -112,7 +112,6 @@ class Cut:
                 f"pp is {pp}, and this checkpoint has {len(layers)} layers that are numbered in its names"
             )
         self._stage = {layer: at * pp // len(layers) for at, layer in enumerate(sorted(layers))}
-        self._known: dict[tuple[int, int, int], dict[str, tuple[slice, ...] | None]] = {}
         #: Bytes of which tensor parallelism gives every rank of a stage the whole.
         self.whole_bytes = sum(info.nbytes for info in self._tensors if self._is_whole(info))
 
@@ -128,21 +127,20 @@ class Cut:
             return self._stage[int(found[1])]
         return 0 if _FIRST.search(name) else self._parallel.pp - 1
 
-    def wants(self, rank: int) -> dict[str, tuple[slice, ...] | None]:
-        """What a rank wants: the part of each tensor by name, None for the whole. Equal ranks get the same object.
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """The rank's number along tp, pp and ep. Ranks with equal numbers want the same.
 
         Ranks are counted along tp first, then pp, then dp. Experts are divided among ``ep`` of the tp x dp ranks of a
         stage, whole; with ``ep`` 1 their matrices are divided by tp, as others are.
         """
         tp, pp, _, ep = self._parallel
         tp_rank, pp_rank, dp_rank = rank % tp, rank // tp % pp, rank // tp // pp
-        key = tp_rank, pp_rank, (dp_rank * tp + tp_rank) % ep
-        if key not in self._known:
-            self._known[key] = self._wants(*key)
-        return self._known[key]
+        return tp_rank, pp_rank, (dp_rank * tp + tp_rank) % ep
 
-    def _wants(self, tp_rank: int, pp_rank: int, ep_rank: int) -> dict[str, tuple[slice, ...] | None]:
+    def wants(self, rank: int) -> dict[str, tuple[slice, ...] | None]:
+        """What a rank wants: the part of each tensor by name, None for the whole."""
         tp, _, _, ep = self._parallel
+        tp_rank, pp_rank, ep_rank = self.place(rank)
         wants: dict[str, tuple[slice, ...] | None] = {}
         for info in self._tensors:
             if self.stage(info.name) != pp_rank:

@@ -134,15 +134,20 @@ def plan(core: _core.Checkpoint, wants_of_ranks: Sequence[Wants], nodes: int | S
         raise ArgumentTypeError(f"wants: a {type(wants_of_ranks).__name__} is no list with what each rank wants")
     if not wants_of_ranks:
         raise InvalidError("wants: the list is empty; give what each rank wants")
-    of_rank, files = nodes_of(nodes, len(wants_of_ranks)), core.files()
+    files = core.files()
     known: dict[int, bytes] = {}  # replicas often are one object
     for wants in wants_of_ranks:
         if id(wants) not in known:
             known[id(wants)] = packed(core, wants, files)
-    lists = list(dict.fromkeys(known.values()))
+    return plan_of([known[id(wants)] for wants in wants_of_ranks], core, nodes)
+
+
+def plan_of(packed_wants: Sequence[bytes], core: _core.Checkpoint, nodes: int | Sequence[int] | None) -> Plan:
+    """The plan of ranks whose wants are packed."""
+    of_rank = nodes_of(nodes, len(packed_wants))
+    lists = list(dict.fromkeys(packed_wants))
     numbers = {blob: number for number, blob in enumerate(lists)}
-    listed = [numbers[known[id(wants)]] for wants in wants_of_ranks]
-    by_rank, by_node = _core.traffic(core, lists, listed, of_rank)
+    by_rank, by_node = _core.traffic(core, lists, [numbers[blob] for blob in packed_wants], of_rank)
     ranks = []
     for rank, (node, row) in enumerate(zip(of_rank, by_rank, strict=True)):
         wanted, read, reads, parcels, sent, received, alone, alone_reads = row

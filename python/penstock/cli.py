@@ -354,11 +354,18 @@ def _load(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     from ._cut import Cut, Parallel
+    from ._plan import packed, plan_of
 
     checkpoint = _open(args, args.stall_timeout)
     parallel = Parallel(args.tp, args.pp, args.dp, args.ep)
     cut = Cut(checkpoint.values(), parallel)
-    plan = checkpoint.plan([cut.wants(rank) for rank in range(parallel.ranks)], args.nodes)
+    core, files = checkpoint._core, checkpoint.files
+    known: dict[tuple[int, int, int], bytes] = {}
+    places = [cut.place(rank) for rank in range(parallel.ranks)]
+    for rank, place in enumerate(places):
+        if place not in known:  # one after the other: those of all ranks may be more than memory holds
+            known[place] = packed(core, cut.wants(rank), files)
+    plan = plan_of([known[place] for place in places], core, args.nodes)
     times = plan.seconds(storage_rate=args.storage_rate, node_rate=args.node_rate, network=args.network)
     alone, together = times["alone"]["seconds"], times["together"]["seconds"]
     quicker = None if alone is None else "together" if together < alone else "alone" if alone < together else "equal"

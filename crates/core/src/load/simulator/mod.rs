@@ -125,8 +125,8 @@ fn judge(model: &Model, seed: u64, mistakes: Mistakes) -> Result<Option<Outcome>
 }
 
 fn check(world: &World<'_>, scenario: &Scenario, ended: &[Option<Ended>]) -> Result<Outcome, String> {
-    if world.peak > scenario.setting.slabs {
-        return Err(format!("{} slabs of {}", world.peak, scenario.setting.slabs));
+    if let Some(rank) = world.keeps_slabs() {
+        return Err(format!("rank {rank} has ended and keeps a slab"));
     }
     let errors = ended.iter().flatten().filter(|ended| ended.error.is_some()).count();
     let harmless = match scenario.incident {
