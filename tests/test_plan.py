@@ -10,6 +10,7 @@ from typing import Any
 
 import penstock
 import pytest
+import torch.distributed as dist
 from penstock._cut import Cut, Parallel, dimension
 from penstock._plan import Plan
 from penstock.synthetic import layouts, synth
@@ -109,39 +110,13 @@ def test_what_cannot_be_planned_is_refused(two: penstock.Checkpoint) -> None:
         _ = two.plan([None]).bytes
 
 
-class _Store:
-    """A rendezvous store for threads of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.lock = threading.Lock()
-
-    def set(self, key: str, value: Any) -> None:
-        with self.lock:
-            self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
-
-    def get(self, key: str) -> bytes:
-        with self.lock:
-            return self.values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self.lock:
-            found = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(found).encode()
-            return found
-
-    def check(self, keys: list[str]) -> bool:
-        with self.lock:
-            return all(key in self.values for key in keys)
-
-
 @pytest.mark.parametrize(
     "parallel", [Parallel(dp=3), Parallel(tp=4), Parallel(tp=2, pp=2), Parallel(tp=2, dp=2), Parallel(pp=3)], ids=str
 )
 def test_loads_read_and_exchange_what_was_planned(llama: penstock.Checkpoint, parallel: Parallel) -> None:
     cut = Cut(llama.values(), parallel)
     wants = [cut.wants(rank) for rank in range(parallel.ranks)]
-    plan, store = llama.plan(wants), _Store()
+    plan, store = llama.plan(wants), dist.HashStore()
     reports: list[Any] = [None] * parallel.ranks
 
     def load(rank: int) -> None:
