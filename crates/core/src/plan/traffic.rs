@@ -277,7 +277,9 @@ mod tests {
         let read: Vec<u64> = found.ranks.iter().map(|rank| rank.read).collect();
         let (least, most) = (read.iter().min().unwrap(), read.iter().max().unwrap());
         assert_eq!(read.iter().sum::<u64>(), 16 << 30);
-        assert!(*most < (16 << 30) / 1000 + 2 * PAGE && *least > (16 << 30) / 1000 * 4 / 5, "{least} to {most}");
+        // What the others read in whole pages the last one lacks.
+        let share = (16 << 30) / 1000;
+        assert!(*most < share + 2 * PAGE && *least > share / 2, "{least} to {most}");
     }
 
     /// Two ranks want half of the columns each (4 KiB of 8 KiB rows): alone each reads everything, together half of it.
