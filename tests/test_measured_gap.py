@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import penstock
 import pytest
 import slow_fs
 import torch
+import torch.distributed as dist
 from penstock.synthetic.synth import Tensor, write_file
 
 ROWS, ROW, PART = 5000, 24 << 10, 4 << 10
@@ -64,6 +66,27 @@ def test_nothing_is_timed_for_few_holes(matrix: Path) -> None:
         fs.tell(latency=0.003)
         report = load_part(fs.path / "model.safetensors", matrix, rows=100)
         assert (reads(report), report["gap_limit"]) == (100, LEAST)
+
+
+@needs_fuse
+def test_nothing_is_timed_for_columns_that_ranks_exchange(matrix: Path) -> None:
+    ranks, store, found = 4, dist.HashStore(), {}
+
+    def load(rank: int, path: Path) -> None:
+        columns = {"matrix": (slice(None), slice(rank * ROW // ranks, (rank + 1) * ROW // ranks))}
+        checkpoint = penstock.open(path)
+        checkpoint.load(slices=columns, group=(store, rank, ranks), options={"cache": "bypass"}, progress=False)
+        found[rank] = checkpoint.last_report
+
+    with slow_fs.mounted(matrix) as fs:
+        path = fs.path / "model.safetensors"
+        fs.tell(latency=0.003)
+        threads = [threading.Thread(target=load, args=(rank, path)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert [found[rank]["gap_limit"] for rank in range(ranks)] == [LEAST] * ranks
 
 
 @needs_fuse

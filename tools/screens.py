@@ -5,7 +5,7 @@
 Runs each command that stands behind a `$` in docs/cli.md, and puts what it printed below it. The commands run in a
 folder with two checkpoints: `gpt2` (GPT-2's exact tensors, 548 MB) and `moe` (a thin Qwen3-30B-A3B). A server of the
 tests has that folder at http://127.0.0.1:8000, whatever its port. `--check` writes nothing. It fails where a screen
-that does not depend on the machine has changed: `inspect`, `--help`, mistyped words.
+that does not depend on the machine has changed: `inspect`, `plan`, `--help`, mistyped words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SERVER = Path(__file__).resolve().parent.parent / "tests" / "web_server.py"
 ADDRESS = "http://127.0.0.1:8000"
 CHECKPOINTS = {"gpt2": ("gpt2", "--align", "8"), "moe": ("qwen3-30b-a3b", "--scale", "0.002")}
 #: Commands whose output is the same on every machine.
-SAME = re.compile(r"penstock (inspect|\S+ --help|lod|load --devcie|load gpt2 --names|load gpt2 -o stagin)")
+SAME = re.compile(r"penstock (inspect|plan|\S+ --help|lod|load --devcie|load gpt2 --names|load gpt2 -o stagin)")
 
 
 def run(command: str, folder: Path) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._group import Gathering
     from ._hub import Expected, Snapshot
     from ._hub_network import Digests
+    from ._plan import Plan, Wants
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A shard file, several files, a folder, an index file, web addresses of files or of an index, or the name of a
@@ -402,6 +403,32 @@ class Checkpoint:
             report = _into.load_into(request, into, strict, progress)
         self._last_report = report
         return report
+
+    # Planning
+
+    def plan(self, wants: Sequence[Wants], nodes: int | Sequence[int] | None = None) -> Plan:
+        """What ranks that load this checkpoint with ``group=`` read, send and receive. Reads and asks nothing.
+
+        Every rank of such a load finds the same plan from the same wants, so this is what they will do.
+
+        Args:
+            wants: What each rank wants, in the order of the ranks: a mapping from names to slices (as in ``slices=``;
+                None is the whole tensor, and a name that is missing is not wanted), or None for everything.
+            nodes: How many nodes there are; the ranks are divided among them in their order. Or the number of each
+                rank's node. None: all ranks are on one.
+
+        Returns:
+            A `Plan`: bytes and reads of each rank and node, and their sums.
+
+        Raises:
+            UnknownTensorError, SliceError: a rank wants what is not there.
+            LimitError: slices with too many holes, as in a load.
+            InvalidError: no ranks, or nodes that do not fit them.
+        """
+        with importing():
+            from ._plan import plan
+
+        return plan(self._core, wants, nodes)
 
     # Checking it
 

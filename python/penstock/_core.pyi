@@ -41,6 +41,7 @@ __all__ = [
     "stop_fills",
     "storage_defaults",
     "storage_settings",
+    "traffic",
     "unwritable",
     "warm",
 ]
@@ -311,6 +312,16 @@ def is_resident(
     regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
 ) -> bool:
     """Whether this machine's page cache holds everything that a rank wants. Asks the file systems."""
+
+def traffic(
+    checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int], nodes: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What ranks that load together read, send and receive, and what they would read alone. Opens no file.
+
+    nodes: for each rank, the number of its node. Returns for each rank (wanted, read, reads, parcels, sent, received,
+    read alone, reads alone), and for each node (read, read alone, sent to other nodes, received from other nodes), in
+    bytes.
+    """
 
 def pack_wants(
     checkpoint: Checkpoint,

@@ -1,6 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: ``penstock inspect | load | verify | warm | evict | doctor | trace | bench | convert | synth |
-engines``.
+"""The command line: ``penstock inspect | load | plan | verify | warm | evict | doctor | trace | bench | convert |
+synth | engines``.
 
 Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 130
 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the traceback. With ``--json`` standard
@@ -52,7 +52,7 @@ _SOURCE = """a safetensors file, several files, a folder, an index file, or the 
 Hugging Face Hub: org/name, org/name@revision"""
 
 
-_OVER_NETWORK = ("inspect", "load", "verify", "doctor", "convert")
+_OVER_NETWORK = ("inspect", "load", "plan", "verify", "doctor", "convert")
 """Commands that take web addresses, and ask the Hub for what its local cache lacks."""
 _WRITTEN = ("into", "folder", "trace", "html", "json")
 """Arguments that name what is to be written."""
@@ -350,6 +350,56 @@ def _load(args: argparse.Namespace) -> None:
     _print(args, dict(report), lambda: _shown(report))
 
 
+# plan
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from ._cut import Cut, Parallel
+    from ._plan import packed, plan_of
+
+    checkpoint = _open(args, args.stall_timeout)
+    parallel = Parallel(args.tp, args.pp, args.dp, args.ep)
+    cut = Cut(checkpoint.values(), parallel)
+    core, files = checkpoint._core, checkpoint.files
+    known: dict[tuple[int, int, int], bytes] = {}
+    places = [cut.place(rank) for rank in range(parallel.ranks)]
+    for rank, place in enumerate(places):
+        if place not in known:  # one after the other: those of all ranks may be more than memory holds
+            known[place] = packed(core, cut.wants(rank), files)
+    plan = plan_of([known[place] for place in places], core, args.nodes)
+    times = plan.seconds(storage_rate=args.storage_rate, node_rate=args.node_rate, network=args.network)
+    alone, together = times["alone"]["seconds"], times["together"]["seconds"]
+    quicker = None if alone is None else "together" if together < alone else "alone" if alone < together else "equal"
+    document = {
+        "parallel": parallel._asdict(),
+        "whole_bytes": cut.whole_bytes,
+        "rates": {"storage": args.storage_rate, "node": args.node_rate, "network": args.network},
+        "times": times,
+        "quicker": quicker,
+        **plan,
+    }
+
+    def text() -> str:
+        ways = ", ".join(f"{name} {value}" for name, value in parallel._asdict().items() if value > 1) or "one rank"
+        count = len(plan["nodes"])
+        head = f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}; {ways}: {parallel.ranks} rank"
+        head += f"{'s' * (parallel.ranks != 1)} on {count} node{'s' * (count != 1)}"
+        lines = [styled(head, "bold")]
+        if parallel.tp > 1:
+            lines.append(wrapped(f"not divided by tp: {size_text(cut.whole_bytes)}, whole on every rank that has them"))
+        lines += ["", table(plan.rows(times), right=(1, 2)), ""]
+        if quicker is None:
+            lines.append(wrapped("give --storage-rate, --node-rate or --network for times"))
+        elif quicker == "equal":
+            lines.append("both take as long")
+        else:
+            more, less = max(alone, together), min(alone, together)
+            lines.append(f"{quicker} is quicker: {more / less:.1f} times" if less else f"{quicker} is quicker")
+        return "\n".join(lines)
+
+    _print(args, document, text)
+
+
 # verify
 
 
@@ -643,6 +693,19 @@ def _size(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 3GB, 512MiB or 3e9")
 
 
+def _rate(text: str) -> float:
+    rate = _size(text.strip().lower().removesuffix("/s"))
+    if rate <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 10GB/s")
+    return rate
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 1 or more")
+    return int(text)
+
+
 def _synth(args: argparse.Namespace) -> None:
     try:
         from .synthetic import layouts, synth
@@ -749,6 +812,23 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
     for group, options in _core.Options.groups().items():
         listed = [f"{name}={_OPTIONS[name][0]}\t{_OPTIONS[name][1]}" for name in options]
         made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
+
+    help = "say what the ranks of a parallel model will read, alone and together, and how long that takes"
+    made = with_storage(with_patience(with_source(command("plan", _plan, help))))
+    for name, help in (
+        ("tp", "ranks that divide matrices"),
+        ("pp", "ranks that divide layers"),
+        ("dp", "replicas"),
+        ("ep", "ranks that divide experts: of the tp x dp ranks that have the same layers"),
+        ("nodes", "nodes, among which the ranks are divided in their order"),
+    ):
+        made.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=f"{help} (default: 1)")
+    for name, help in (
+        ("storage-rate", "what the storage gives to all nodes together, such as 10GB/s"),
+        ("node-rate", "what one node gets of it"),
+        ("network", "what one node sends to others, and receives at the same time"),
+    ):
+        made.add_argument(f"--{name}", type=_rate, metavar="RATE", help=f"{help} (default: no bound)")
 
     help = "check headers, bounds and index; with --sha256 every byte"
     made = with_storage(with_patience(with_source(command("verify", _verify, help))))

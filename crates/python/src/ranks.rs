@@ -8,6 +8,8 @@ use penstock::options::MIB;
 use penstock::peers::{Mesh as CoreMesh, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{Party, Shares as CoreShares};
+use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
+use penstock::Want;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -165,6 +167,35 @@ pub(crate) fn is_resident<'py>(
         let (core, wants) = (checkpoint.0.clone(), wants_of(&checkpoint.0, wants, regions)?);
         detached(py, || penstock::plan::is_resident(&core, &wants))
     })
+}
+
+/// For each rank (wanted, read, reads, parcels, sent, received, bytes read alone, reads alone), and for each node (read, read
+/// alone, sent, received).
+type Table = (Vec<[u64; 8]>, Vec<[u64; 4]>);
+
+/// What ranks that load together read, send and receive, and what they would read alone. Opens no file.
+#[pyfunction]
+pub(crate) fn traffic<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    lists: Listed<PyBackedBytes>,
+    of_rank: Listed<u32>,
+    nodes: Listed<u32>,
+) -> Answer<'py, Table> {
+    answer(py, || {
+        let core = checkpoint.0.clone();
+        detached(py, || -> penstock::Result<Table> {
+            let lists = unpacked(&lists, core.len() as u32)?;
+            let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0)?;
+            let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
+            let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
+            Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))
+        })
+    })
+}
+
+fn unpacked(lists: &Listed<PyBackedBytes>, tensors: u32) -> penstock::Result<Vec<Vec<Want>>> {
+    lists.0.iter().map(|list| packed::unpack(list, tensors)).collect()
 }
 
 /// What a rank wants, as bytes for the others.

@@ -259,7 +259,9 @@ impl<S> Engine<S> {
                 let goes_on = |stage: Stage| if theirs { stage.is_reading() } else { stage == Stage::Reading };
                 let known = self.expect(now, ticket, goes_on).is_some();
                 let own = self.reads_in_flight() + self.copies_in_flight - self.received;
-                if known && (!theirs || own == 0) && !mutated!(self, StallForgetsBytes) {
+                let theirs_count = own == 0 || mutated!(self, PeersExcuseOwnStall);
+                let theirs_count = theirs_count && !mutated!(self, PeersDoNotMove);
+                if known && (!theirs || theirs_count) && !mutated!(self, StallForgetsBytes) {
                     self.moved(now);
                 }
             }
@@ -337,6 +339,9 @@ impl<S> Engine<S> {
     fn land(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
         let last = mutated!(self, LandLastArrivalFirst);
         if !self.may_send_more() && self.arrivals.front().is_some_and(|&extent| self.is_sent(extent as usize)) {
+            if mutated!(self, SentArrivalsBlockOthers) {
+                return None;
+            }
             // What others send needs no other slab.
             let other = self.arrivals.iter().position(|&extent| !self.is_sent(extent as usize))?;
             self.arrivals.swap(0, other);
@@ -415,7 +420,7 @@ impl<S> Engine<S> {
     }
 
     fn may_send_more(&self) -> bool {
-        self.bounds.sent.is_none_or(|most| self.sent < most)
+        self.bounds.sent.is_none_or(|most| self.sent < most) || mutated!(self, IgnoreSentBound)
     }
 
     /// A slab, if there is one. The ring is asked once a turn: its answer costs a system call.
@@ -970,8 +975,10 @@ impl<S> Engine<S> {
         let r = self.schedule.extents[i].pieces.clone();
         self.bytes_arrived += match self.schedule.extents[i].shared {
             // Others may want more of it than this rank.
-            Some(_) => self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum(),
-            None => self.schedule.extents[i].wanted,
+            Some(_) if !mutated!(self, CountWholeParcels) => {
+                self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum()
+            }
+            _ => self.schedule.extents[i].wanted,
         };
         for p in &self.schedule.pieces[r.start as usize..r.end as usize] {
             let missing = &mut self.missing[p.want as usize];
@@ -992,7 +999,7 @@ impl<S> Engine<S> {
 
     /// Gives back the slab of an extent, if it has one.
     fn let_go(&mut self, i: usize) {
-        if self.slabs[i].take().is_some() && self.is_sent(i) {
+        if self.slabs[i].take().is_some() && self.is_sent(i) && !mutated!(self, ForgetSentSlab) {
             self.sent -= 1;
         }
     }

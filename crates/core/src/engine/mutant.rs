@@ -8,7 +8,7 @@ macro_rules! listed {
         pub(crate) enum $name { $($(#[$why])* $variant,)* }
 
         impl $name {
-            pub(super) const ALL: &[$name] = &[$($name::$variant,)*];
+            pub(crate) const ALL: &[$name] = &[$($name::$variant,)*];
         }
     };
 }
@@ -94,5 +94,24 @@ listed! {
         TouchWhileReading,
         ForgetHung,
         IgnoreNeverBegun,
+        // What several ranks want.
+        IgnoreSentBound,
+        ForgetSentSlab,
+        SentArrivalsBlockOthers,
+        CountWholeParcels,
+        PeersExcuseOwnStall,
+        PeersDoNotMove,
     }
+}
+
+impl Mutant {
+    /// Those that only ranks which load together can show: `load/simulator` catches them, `engine/simulator` the others.
+    pub(crate) const OF_RANKS: &[Mutant] = &[
+        Mutant::IgnoreSentBound,
+        Mutant::ForgetSentSlab,
+        Mutant::SentArrivalsBlockOthers,
+        Mutant::CountWholeParcels,
+        Mutant::PeersExcuseOwnStall,
+        Mutant::PeersDoNotMove,
+    ];
 }

@@ -94,7 +94,7 @@ impl Among {
 }
 
 /// Which bytes of the file a rank wants of a parcel, in the order in which they travel: (offset, length).
-fn rows(shares: &Shares, checkpoint: &Checkpoint, parcel: u32, rank: u32) -> Vec<(u64, u64)> {
+pub(super) fn rows(shares: &Shares, checkpoint: &Checkpoint, parcel: u32, rank: u32) -> Vec<(u64, u64)> {
     let mut found: Vec<(u64, u64)> = Vec::new();
     for part in shares.parts(checkpoint, rank, &shares.parcels()[parcel as usize]) {
         for (at, dense) in shares.runs(rank, part.want).rows(part.dense) {

@@ -9,6 +9,8 @@ mod choosing;
 mod drive;
 mod handle;
 mod shared;
+#[cfg(test)]
+mod simulator;
 mod start;
 
 pub use handle::{Load, Next};

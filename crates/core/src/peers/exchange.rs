@@ -5,7 +5,7 @@ use super::desk::{Desk, OnDesk, Outbound, Over, Placed};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
 use super::source::Receiving;
-use super::watch::{Heard, Watch};
+use super::watch::{Heard, PeerWatch};
 use crate::device::{Copied, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
@@ -188,7 +188,7 @@ struct Awaited {
 struct Serving {
     peers: Vec<Peer>,
     /// What is known of them, by the same numbers.
-    watch: Watch,
+    watch: PeerWatch,
     rows: RowsOf,
     desk: Arc<Desk>,
     /// Parcels whose sending has to be prepared.
@@ -215,7 +215,7 @@ impl Serving {
         }
         Serving {
             peers,
-            watch: Watch::new(mesh.rank, others, (silence, patience), now),
+            watch: PeerWatch::new(mesh.rank, others, (silence, patience), now),
             rows,
             desk,
             unsent: VecDeque::new(),

@@ -13,7 +13,7 @@ mod device;
 mod exchange;
 mod mesh;
 mod source;
-mod watch;
+pub(crate) mod watch;
 
 pub(crate) use exchange::Peers;
 pub use mesh::{Mesh, Seat};

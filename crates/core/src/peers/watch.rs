@@ -1,7 +1,7 @@
 //! Who of the ranks is alive, has everything, or has failed: what a rank concludes from what it hears, and what it says.
 //!
 //! It has no sockets, no thread and no clock: the time is an argument. [`exchange`](super::exchange) tells it what was heard
-//! ([`on`](Watch::on)), looks at it regularly ([`look`](Watch::look)), and sleeps [`until`](Watch::until) it has to look again. So a
+//! ([`on`](PeerWatch::on)), looks at it regularly ([`look`](PeerWatch::look)), and sleeps [`until`](PeerWatch::until) it has to look again. So a
 //! simulator of many ranks can use it as it is.
 //!
 //! Four rules:
@@ -14,7 +14,6 @@
 //! - **Together.** A load that is complete ends when all ranks have said that they are.
 
 use crate::error::{Error, ErrorKind};
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 /// In a rank's silence that ends its load, it would have said so many times that it is alive.
@@ -59,14 +58,15 @@ struct Known {
 
 /// What a rank knows of the others. See the module's documentation.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct PeerWatch {
     rank: u32,
     silence: Duration,
     patience: Duration,
+    /// In the order of the ranks.
     others: Vec<Known>,
-    /// By rank: where it is in the list. This rank is not there.
-    of_rank: HashMap<u32, usize>,
     said_complete: bool,
+    /// How many others have not everything yet.
+    incomplete: usize,
     /// When it stops telling the others that its load has failed or is over, and whose failure that is.
     leaves: Option<(Instant, Option<u32>)>,
     #[cfg(test)]
@@ -86,14 +86,14 @@ macro_rules! lapsed {
     }};
 }
 
-impl Watch {
-    /// The watch of `rank` over these others: (rank, host).
+impl PeerWatch {
+    /// The watch of `rank` over these others: (rank, host), in the order of the ranks.
     pub(crate) fn new(
         rank: u32,
         others: impl IntoIterator<Item = (u32, String)>,
         (silence, patience): (Duration, Duration),
         now: Instant,
-    ) -> Watch {
+    ) -> PeerWatch {
         let known = |(rank, host)| Known {
             rank,
             host,
@@ -105,14 +105,14 @@ impl Watch {
             broken: None,
         };
         let others: Vec<Known> = others.into_iter().map(known).collect();
-        let of_rank = others.iter().map(|other| other.rank).zip(0..).collect();
-        Watch {
+        let incomplete = others.len();
+        PeerWatch {
             rank,
             silence,
             patience,
             others,
-            of_rank,
             said_complete: false,
+            incomplete,
             leaves: None,
             #[cfg(test)]
             mutant: None,
@@ -121,7 +121,7 @@ impl Watch {
 
     /// The number of a rank among the others.
     pub(crate) fn number_of(&self, rank: u32) -> Option<usize> {
-        self.of_rank.get(&rank).copied()
+        self.others.binary_search_by_key(&rank, |other| other.rank).ok()
     }
 
     /// Whether its connection for words is closed.
@@ -156,7 +156,7 @@ impl Watch {
                 None
             }
             Heard::Complete => {
-                other.complete = true;
+                self.incomplete -= usize::from(!std::mem::replace(&mut other.complete, true));
                 None
             }
             Heard::Failed(culprit, why) => {
@@ -189,7 +189,7 @@ impl Watch {
 
     /// Whether every rank has everything, as far as this one has heard.
     pub(crate) fn all_complete(&self) -> bool {
-        self.said_complete && (lapsed!(self, LeaveFirst) || self.others.iter().all(|other| other.complete))
+        self.said_complete && (self.incomplete == 0 || lapsed!(self, LeaveFirst))
     }
 
     /// Something was said to another rank.
@@ -295,6 +295,21 @@ pub(crate) mod mutant {
         /// Ranks that have everything still need each other.
         NobodyParts,
     }
+
+    impl Lapse {
+        pub(crate) const ALL: &[Lapse] = &[
+            Lapse::NeverSilent,
+            Lapse::SayNothing,
+            Lapse::WordsAreNoLife,
+            Lapse::OwnSilenceCounts,
+            Lapse::NoPatience,
+            Lapse::BrokenIsDead,
+            Lapse::GoneIsForgiven,
+            Lapse::BlameWhoSaysSo,
+            Lapse::LeaveFirst,
+            Lapse::NobodyParts,
+        ];
+    }
 }
 
 #[cfg(test)]
@@ -303,10 +318,10 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn watch(ranks: u32) -> (Watch, Instant) {
+    fn watch(ranks: u32) -> (PeerWatch, Instant) {
         let now = Instant::now();
         let others = (1..ranks).map(|rank| (rank, format!("host-{rank}")));
-        (Watch::new(0, others, (5 * SECOND, 60 * SECOND), now), now)
+        (PeerWatch::new(0, others, (5 * SECOND, 60 * SECOND), now), now)
     }
 
     fn culprit(error: Option<Error>) -> Option<u32> {

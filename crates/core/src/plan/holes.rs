@@ -10,18 +10,11 @@ use std::ops::Range;
 const MANY: u64 = 4096;
 
 /// Where to time reads of file number `file`, of `size` bytes: in places that the load wants and that are not `resident`.
-/// `None` if it has few holes that could be read, not skipped, or few such places. What is read for several ranks (`shared`,
-/// ascending) has no holes: they want columns, and get them out of rows.
-pub(super) fn sample(
-    layout: &Layout,
-    file: u32,
-    resident: &[Range<u64>],
-    shared: &[Range<u64>],
-    size: u64,
-) -> Option<Sample> {
+/// `None` if it has few holes that could be read, not skipped, or few such places.
+pub(super) fn sample(layout: &Layout, file: u32, resident: &[Range<u64>], size: u64) -> Option<Sample> {
     let with_holes = |&(want, of): &(usize, &u32)| {
         let hole = layout.runs[want].axes.last().map_or(0, |(_, stride)| stride - layout.runs[want].len);
-        *of == file && (LEAST_GAP + 1..=LONG_BYTES).contains(&hole) && !is_within(shared, layout.runs[want].start)
+        *of == file && (LEAST_GAP + 1..=LONG_BYTES).contains(&hole)
     };
     let runs: Vec<_> = layout.files.iter().enumerate().filter(with_holes).map(|(want, _)| &layout.runs[want]).collect();
     let holes: u64 = runs.iter().map(|r| r.count()).sum();
@@ -40,14 +33,14 @@ pub(super) fn sample(
     // The long ones lie between the short ones.
     let spread = |count: usize, len: u64, shift: u64| -> Vec<u64> {
         let places = (0..count as u64).map(|i| offset((holes * (2 * i + shift) / (2 * count as u64)).min(holes - 1)));
-        places.filter(|at| at + len <= size && !is_within(resident, *at)).collect()
+        places.filter(|at| at + len <= size && !is_resident(resident, *at)).collect()
     };
     let found = Sample { short: spread(SHORT, PAGE, 0), long: spread(LONG, LONG_BYTES, 1) };
     (found.short.len() >= SHORT / 2 && found.long.len() >= LONG / 2).then_some(found)
 }
 
-fn is_within(ranges: &[Range<u64>], at: u64) -> bool {
-    ranges.get(ranges.partition_point(|r| r.end <= at)).is_some_and(|r| r.start <= at)
+fn is_resident(resident: &[Range<u64>], at: u64) -> bool {
+    resident.get(resident.partition_point(|r| r.end <= at)).is_some_and(|r| r.start <= at)
 }
 
 #[cfg(test)]
@@ -63,7 +56,7 @@ mod tests {
     }
 
     fn found(layout: &Layout, resident: &[Range<u64>]) -> Option<(usize, usize)> {
-        sample(layout, 0, resident, &[], SIZE).map(|found| (found.short.len(), found.long.len()))
+        sample(layout, 0, resident, SIZE).map(|found| (found.short.len(), found.long.len()))
     }
 
     #[test]
@@ -78,21 +71,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_for_several_ranks_has_no_holes() {
-        let layout = rows(MANY, 4096, 24 << 10);
-        assert!(sample(&layout, 0, &[], from_ref(&(0..1 << 20)), SIZE).is_none());
-        assert!(sample(&layout, 0, &[], from_ref(&(1 << 20..SIZE)), SIZE).is_some());
-    }
-
-    #[test]
     fn what_is_in_memory_is_not_timed_nor_what_is_past_the_end() {
         let layout = rows(5000, 4096, 24 << 10);
         let half = 5000 * (24 << 10) / 2;
         assert_eq!(found(&layout, from_ref(&(0..SIZE))), None);
         assert_eq!(found(&layout, from_ref(&(0..half))), Some((SHORT / 2, LONG / 2)));
-        let sample = sample(&layout, 0, from_ref(&(0..half)), &[], SIZE).unwrap();
+        let sample = sample(&layout, 0, from_ref(&(0..half)), SIZE).unwrap();
         assert!(sample.short.iter().chain(&sample.long).all(|at| *at >= half / PAGE * PAGE && at % PAGE == 0));
         let end = 5000 * (24 << 10) / 4;
-        assert!(super::sample(&layout, 0, &[], &[], end).is_none(), "too few places are left");
+        assert!(super::sample(&layout, 0, &[], end).is_none(), "too few places are left");
     }
 }

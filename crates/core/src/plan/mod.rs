@@ -12,6 +12,7 @@ pub mod schedule;
 pub mod shares;
 pub mod strides;
 mod survey;
+pub mod traffic;
 pub mod want;
 
 pub use planned::is_resident;

@@ -86,7 +86,12 @@ impl Planned {
         let uses_disk = routing.cold != Cold::None && survey.files.iter().flatten().any(is_cached);
         let mut slab = None;
         report.gap_limit = options.least_gap();
-        let measured = gaps_measured(&survey, &routing, &layout, files, options, ranks)?;
+        // Ranks exchange columns, so their holes decide about nothing. Each of them would read some MB to find out how long a read
+        // takes, at the same time as the others.
+        let measured = match ranks {
+            Some(_) => vec![None; survey.files.len()],
+            None => gaps_measured(&survey, &routing, &layout, files, options)?,
+        };
         let traits = survey.files.into_iter().zip(&routing.ways).zip(measured).map(|((surveyed, way), measured)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
             report.resident_bytes += surveyed.warm();
@@ -180,7 +185,6 @@ fn gaps_measured(
     layout: &Layout,
     files: &Storage,
     options: &Options,
-    ranks: Option<&OneOfRanks<'_>>,
 ) -> Result<Vec<Option<u64>>> {
     let mut found = vec![None; survey.files.len()];
     if options.gap.is_some() || routing.cold == Cold::None {
@@ -193,14 +197,7 @@ fn gaps_measured(
         let key = (surveyed.facts.storage, *cold == Route::Direct);
         if let Some(answer) = known.get(&key) {
             found[file as usize] = *answer;
-            continue;
-        }
-        // Those that find out whether to exchange may read all of it alone.
-        let settled = ranks.filter(|ranks| ranks.shares.both_ways().is_none());
-        let parcels = settled.iter().flat_map(|ranks| ranks.shares.parcels());
-        let shared: Vec<_> =
-            parcels.filter(|parcel| parcel.file == file).map(|parcel| parcel.start..parcel.end).collect();
-        if let Some(sample) = holes::sample(layout, file, &surveyed.resident, &shared, files.size(file)) {
+        } else if let Some(sample) = holes::sample(layout, file, &surveyed.resident, files.size(file)) {
             found[file as usize] = files.hole(file, key.1, &sample)?;
             known.insert(key, found[file as usize]);
         }

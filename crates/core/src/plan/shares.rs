@@ -27,13 +27,22 @@ const LONG_RUN: u64 = 512 * KIB;
 const MOST_RANGES: u64 = 1 << 20;
 
 /// What all ranks want: ranks that want the same share one list.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Party<'a, L = Vec<Want>> {
     /// The lists of wants: each is one, or its bytes.
     pub lists: &'a [L],
     /// For each rank, the number of its list.
     pub of_rank: &'a [u32],
 }
+
+// Derived, they would ask the same of the lists.
+impl<L> Clone for Party<'_, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<L> Copy for Party<'_, L> {}
 
 /// A range of a file that one rank reads for itself and others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +57,13 @@ pub struct Parcel {
     pub reader: u32,
     /// Who wants bytes of it, as a number for [`Shares::audience`]. The reader is among them.
     audience: u32,
+}
+
+impl Parcel {
+    /// The number of its audience: equal for parcels that the same ranks want.
+    pub(crate) fn audience_number(&self) -> u32 {
+        self.audience
+    }
 }
 
 /// DensePart of a want that lies in a range of the file: dense bytes.
@@ -188,6 +204,11 @@ impl Shares {
         &self.audiences[parcel.audience as usize]
     }
 
+    /// An audience, by its number.
+    pub(crate) fn audience_of(&self, number: u32) -> &[u32] {
+        &self.audiences[number as usize]
+    }
+
     /// What a rank wants of a parcel: in the order in which it travels, which is that of the tensors, then of the wants.
     pub fn parts<'a>(
         &'a self,
@@ -219,7 +240,10 @@ impl Shares {
         for cell in cells {
             let audience = &self.audiences[cell.audience as usize];
             let len = cell.range.end - cell.range.start;
-            let turn = len.div_ceil(audience.len() as u64).next_multiple_of(PAGE).clamp(LEAST_TURN, TURN);
+            // As many turns for each: of 1,024 turns for 1,000 ranks 24 ranks would have two, and send twice as much as the others.
+            let ranks = audience.len() as u64;
+            let rounds = len.div_ceil(ranks * TURN).max(1);
+            let turn = len.div_ceil(ranks * rounds).next_multiple_of(PAGE).clamp(LEAST_TURN, TURN);
             let mut at = cell.range.start;
             while at < cell.range.end {
                 let end = (at / PAGE * PAGE + turn).min(cell.range.end);

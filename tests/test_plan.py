@@ -1,0 +1,263 @@
+"""`Checkpoint.plan` and `penstock plan`: what ranks read and send, against arithmetic by hand and against loads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import torch.distributed as dist
+from penstock._cut import Cut, Parallel, dimension
+from penstock._plan import Plan
+from penstock.synthetic import layouts, synth
+from penstock.synthetic.synth import Tensor
+
+MIB = 1 << 20
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> penstock.Checkpoint:
+    """Two matrices of 4 MiB; the data begin at a page."""
+    path = tmp_path_factory.mktemp("plan") / "model.safetensors"
+    tensors = [Tensor("v", "BF16", (512, 4096)), Tensor("w", "BF16", (512, 4096))]
+    return penstock.open(synth.write_file(path, tensors, align=PAGE))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> penstock.Checkpoint:
+    folder = tmp_path_factory.mktemp("llama")
+    synth.write(layouts.build("llama-3-8b", scale=0.001, layers=6), folder)
+    return penstock.open(folder)
+
+
+def test_replicas_read_a_part_each_and_exchange_the_rest(two: penstock.Checkpoint) -> None:
+    plan = two.plan([None] * 4, nodes=2)
+    assert plan.alone_bytes == 4 * 8 * MIB and plan.together_bytes == 8 * MIB
+    for number, rank in enumerate(plan.ranks):
+        assert rank == {
+            "rank": number,
+            "node": number // 2,
+            "wanted_bytes": 8 * MIB,
+            "together_bytes": 2 * MIB,
+            "reads": 2,
+            "parcels": 2,
+            "sent_bytes": 6 * MIB,
+            "received_bytes": 6 * MIB,
+            "alone_bytes": 8 * MIB,
+            "alone_reads": 2,
+        }
+    crossing = {"sent_bytes": 8 * MIB, "received_bytes": 8 * MIB}
+    assert plan.nodes == [{"together_bytes": 4 * MIB, "alone_bytes": 16 * MIB, **crossing}] * 2
+    assert json.loads(json.dumps(plan)) == plan
+
+
+def test_columns_bring_their_neighbours_unless_ranks_exchange(two: penstock.Checkpoint) -> None:
+    halves = [{"w": (slice(None), slice(2048 * rank, 2048 * (rank + 1)))} for rank in range(2)]
+    plan = two.plan(halves, nodes=[7, 3])
+    for rank in plan.ranks:
+        assert (rank["wanted_bytes"], rank["together_bytes"], rank["received_bytes"]) == (2 * MIB, 2 * MIB, MIB)
+        assert rank["alone_bytes"] == 4 * MIB - PAGE  # from the first wanted half row to the last one
+    assert [rank["node"] for rank in plan.ranks] == [1, 0]
+
+
+def test_what_a_rank_wants_alone_is_not_exchanged(two: penstock.Checkpoint) -> None:
+    plan = two.plan([{"v": None}, {"w": slice(None)}, {}])
+    assert [rank["together_bytes"] for rank in plan.ranks] == [4 * MIB, 4 * MIB, 0]
+    assert plan.alone_bytes == plan.together_bytes == 8 * MIB and plan.sent_bytes == 0
+    assert len(plan.nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("rates", "alone", "together"),
+    [
+        ({"storage_rate": MIB}, (32, "storage"), (8, "storage")),
+        ({"storage_rate": 8 * MIB, "node_rate": MIB}, (16, "node"), (4, "node")),
+        ({"storage_rate": 8 * MIB, "network": MIB}, (4, "storage"), (8, "network")),
+        ({}, (None, None), (None, None)),
+    ],
+)
+def test_the_slowest_part_bounds_the_time(two: penstock.Checkpoint, rates: Any, alone: Any, together: Any) -> None:
+    times = two.plan([None] * 4, nodes=2).seconds(**rates)
+    assert {way: (found["seconds"], found["bound"]) for way, found in times.items()} == {
+        "alone": alone,
+        "together": together,
+    }
+
+
+def test_what_cannot_be_planned_is_refused(two: penstock.Checkpoint) -> None:
+    with pytest.raises(penstock.UnknownTensorError, match="u"):
+        two.plan([{"u": None}])
+    with pytest.raises(penstock.SliceError, match="outside"):
+        two.plan([{"v": slice(0, 513)}])
+    with pytest.raises(penstock.InvalidError, match="empty"):
+        two.plan([])
+    for nodes in (0, 3, [0]):
+        with pytest.raises(penstock.InvalidError, match="nodes"):
+            two.plan([None, None], nodes=nodes)
+    for wants in ({"v": None}, "v", [["v"]], None):
+        with pytest.raises(TypeError, match="wants"):
+            two.plan(wants)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="nodes"):
+        two.plan([None], nodes="1")  # type: ignore[arg-type]
+    with pytest.raises(penstock.InvalidError, match="storage_rate"):
+        two.plan([None]).seconds(storage_rate=0)
+    with pytest.raises(AttributeError, match="together_bytes"):
+        _ = two.plan([None]).bytes
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(dp=3), Parallel(tp=4), Parallel(tp=2, pp=2), Parallel(tp=2, dp=2), Parallel(pp=3)], ids=str
+)
+def test_loads_read_and_exchange_what_was_planned(llama: penstock.Checkpoint, parallel: Parallel) -> None:
+    cut = Cut(llama.values(), parallel)
+    wants = [cut.wants(rank) for rank in range(parallel.ranks)]
+    plan, store = llama.plan(wants), dist.HashStore()
+    reports: list[Any] = [None] * parallel.ranks
+
+    def load(rank: int) -> None:
+        checkpoint = penstock.open(llama.files)
+        slices = {name: part for name, part in wants[rank].items() if part is not None}
+        group = (store, rank, parallel.ranks)
+        options = {"cache": "bypass", "copy": True}
+        checkpoint.load(names=list(wants[rank]), slices=slices, group=group, options=options, progress=False)
+        reports[rank] = checkpoint.last_report
+
+    threads = [threading.Thread(target=load, args=(rank,)) for rank in range(parallel.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for rank, report in zip(plan.ranks, reports, strict=True):
+        assert report.nbytes == rank["wanted_bytes"]
+        assert report.exchange["sent_bytes"] == rank["sent_bytes"]
+        assert report.exchange["received_bytes"] == rank["received_bytes"]
+    assert plan.sent_bytes > 0 or parallel.tp * parallel.dp == 1
+
+
+# --- the rule of `penstock plan` ---
+
+
+def info(name: str, *shape: int) -> penstock.TensorInfo:
+    return penstock.TensorInfo(name, "BF16", shape, 0, "", (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "along"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), 0),
+        ("model.layers.0.self_attn.q_proj.bias", (8,), 0),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 8), 1),
+        ("model.layers.0.self_attn.o_proj.bias", (8,), None),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", (4, 4), 1),
+        ("model.layers.0.input_layernorm.weight", (8,), None),
+        ("model.layers.0.mlp.gate.weight", (8, 8), None),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", (8, 8), 0),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", (4, 8, 8, 16), 1),
+        ("model.layers.0.mlp.experts.down_proj_blocks", (4, 8, 8, 16), 2),
+        ("model.layers.0.mlp.experts.down_proj_bias", (4, 8), None),
+        ("model.embed_tokens.weight", (8, 8), 0),
+        ("transformer.h.0.self_attention.dense.weight", (8, 8), 1),
+        ("encoder.layer.0.attention.output.dense.weight", (8, 8), 1),
+        ("encoder.layer.0.intermediate.dense.weight", (8, 8), 0),
+        ("h.0.attn.c_attn.weight", (8, 24), 1),
+        ("h.0.attn.c_attn.bias", (24,), 0),
+        ("h.0.attn.c_proj.weight", (8, 8), 0),
+        ("h.0.attn.c_proj.bias", (8,), None),
+        ("scalar", (), None),
+    ],
+)
+def test_matrices_are_divided_along_what_megatron_divides(name: str, shape: Any, along: int | None) -> None:
+    assert dimension(info(name, *shape)) == along
+
+
+@pytest.mark.parametrize("parallel", [Parallel(2, 2, 2), Parallel(4, 2, 1, 4), Parallel(2, 1, 4, 8)], ids=str)
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt2"])
+def test_the_ranks_of_a_replica_have_everything(model: str, parallel: Parallel) -> None:
+    layout = layouts.build(model, layers=4)
+    tensors = [info(tensor.name, *tensor.shape) for tensor in layout.tensors]
+    cut, all_names = Cut(tensors, parallel), {tensor.name for tensor in tensors}
+    names: set[str] = set()
+    for tensor in tensors:
+        elements: set[tuple[int, ...]] = set()
+        whole = False
+        for rank in range(parallel.ranks):
+            wants = cut.wants(rank)
+            if tensor.name in wants:
+                names.add(tensor.name)
+                part = wants[tensor.name]
+                whole |= part is None
+                if part is not None:
+                    elements.update((len(part) - 1, at) for at in range(*part[-1].indices(tensor.shape[len(part) - 1])))
+        assert whole or len(elements) == tensor.shape[next(iter(elements))[0]], tensor.name
+    assert names == all_names
+
+
+def test_stages_have_layers_in_order_and_experts_are_whole_with_ep() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(5) for e in range(8)]
+    tensors = [info(name, 4, 4) for name in ["model.embed_tokens.weight", *names, "lm_head.weight"]]
+    cut = Cut(tensors, Parallel(tp=2, pp=2, dp=2, ep=4))
+    assert [cut.stage(f"model.layers.{layer}.x.weight") for layer in range(5)] == [0, 0, 0, 1, 1]
+    assert (cut.stage("model.embed_tokens.weight"), cut.stage("lm_head.weight")) == (0, 1)
+    # Ranks along tp, then pp, then dp: 0, 1, 4 and 5 have the first stage
+    of_layer = [{name for name in cut.wants(rank) if ".layers.0." in name} for rank in (0, 1, 4, 5)]
+    assert [sorted(name.split(".")[5] for name in found) for found in of_layer] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4", "5"],
+        ["6", "7"],
+    ]
+    assert all(cut.wants(0)[name] is None for name in of_layer[0])
+    assert cut.wants(0)["model.embed_tokens.weight"] == (slice(0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "why"), [(Parallel(pp=7), "pp"), (Parallel(tp=2, ep=3), "ep"), (Parallel(tp=0), "tp")]
+)
+def test_ranks_that_do_not_fit_the_model_are_refused(parallel: Parallel, why: str) -> None:
+    with pytest.raises(penstock.InvalidError, match=why):
+        Cut([info("h.0.attn.c_attn.weight", 4, 4)], parallel)
+
+
+# --- the command ---
+
+
+def test_the_command_says_what_the_plan_says(
+    llama: penstock.Checkpoint, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = str(Path(llama.files[0]).parent)
+    shape = ["--tp", "2", "--pp", "2", "--dp", "2", "--nodes", "4"]
+    rates = ["--storage-rate", "100MB/s", "--network", "1GB/s"]
+    found = cli("plan", folder, *shape, *rates, "--json")
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    cut = Cut(llama.values(), Parallel(2, 2, 2))
+    plan = llama.plan([cut.wants(rank) for rank in range(8)], nodes=4)
+    assert {key: said[key] for key in plan} == plan
+    assert said["times"] == plan.seconds(storage_rate=100e6, network=1e9)
+    assert said["parallel"] == {"tp": 2, "pp": 2, "dp": 2, "ep": 1} and said["quicker"] == "together"
+    text = cli("plan", folder, *shape, *rates).stdout
+    assert "together is quicker: " in text and "8 ranks on 4 nodes" in text and "storage" in text
+    assert "give --storage-rate" in cli("plan", folder).stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--tp", "0"], ["--storage-rate", "fast"], ["--storage-rate", "0"], ["--nodes", "2"], ["--ep", "3"]]
+)
+def test_the_command_refuses_what_means_nothing(
+    llama: penstock.Checkpoint, cli: Callable[..., Any], wrong: list[str]
+) -> None:
+    assert cli("plan", llama.files[0], *wrong).returncode == 2
+
+
+def test_a_plan_prints_a_table(two: penstock.Checkpoint) -> None:
+    plan = two.plan([None] * 4, nodes=2)
+    assert isinstance(plan, Plan)
+    assert str(plan).splitlines()[0] == "4 ranks on 2 nodes want 33.55 MB in sum, of 8.39 MB"
+    assert [line.split("  ")[0] for line in str(plan).splitlines()[1:]][1:4:2] == ["read from storage", "reads"]
+    assert str(plan).splitlines()[1].split() == ["alone", "together"]
+    assert str(plan).splitlines()[2].split()[-4:] == ["33.55", "MB", "8.39", "MB"]
