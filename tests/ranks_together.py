@@ -99,8 +99,12 @@ def names_of(order, rank):
         wait_for(f"{folder}/{name}.go")
 
     def traces():
-        threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-        found = []
+        threads, found = [], []
+        for task in os.listdir("/proc/self/task"):
+            try:
+                threads.append(open(f"/proc/self/task/{task}/comm").read().strip())
+            except OSError:
+                pass  # it has just ended
         for fd in os.listdir("/proc/self/fd"):
             try:
                 found.append(os.readlink(f"/proc/self/fd/{fd}"))

@@ -330,13 +330,15 @@ def _address(store: Rendezvous) -> str:
             return socket.gethostbyname(socket.gethostname())
         except OSError:
             return "127.0.0.1"
-    try:
-        kind, _, _, _, to = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    name = host
+
+    def reached() -> str:
+        kind, _, _, _, to = socket.getaddrinfo(name, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(to)  # sends nothing
             return str(probe.getsockname()[0])
-    except OSError as error:
-        raise store.failed(f"cannot be reached: {error}") from error
+
+    return store.ask(reached, "cannot be reached")
 
 
 def _address_of(interface: str) -> str:
