@@ -23,7 +23,7 @@ from ._rendezvous import Rendezvous, Store, host_of
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
-_PROTOCOL = 1
+_PROTOCOL = 2
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
 _LOOK = (0.001, 0.05)
 #: Names that an error lists.
@@ -49,6 +49,8 @@ class _Entry(NamedTuple):
     host: str
     address: str
     port: int
+    #: The port at which it says that it is there.
+    pulse: int
     token: str
     checkpoint: str
     #: What tells the versions of its files apart; those of two machines differ.
@@ -104,6 +106,8 @@ class Gathering:
         self._number: int | None = None
         #: The store has failed after it was needed.
         self._deaf = False
+        #: The addresses of all ranks are known.
+        self._watches = False
 
     def __enter__(self) -> Gathering:
         return self
@@ -184,7 +188,7 @@ class Gathering:
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
-            _PROTOCOL, _host(), address, seat.port, token, f"{core.fingerprint():016x}", _identity(core), described,
+            _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core), described,
             order, wanted, options.peer_timeout,
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
@@ -194,6 +198,8 @@ class Gathering:
         if left is not None:  # all ranks have come to this load, so the last one is over
             self._forget(*left)
         _compare(entries)
+        seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
+        self._watches = True
         if len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
@@ -220,6 +226,8 @@ class Gathering:
         while not self._store.check(keys):
             self._go_on()
             time.sleep(pause)
+            if pause == _LOOK[1]:
+                self._look(keys)
             pause = min(2 * pause, _LOOK[1])
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -232,6 +240,18 @@ class Gathering:
                     rank=missing[0],
                 )
         return [self._store.get(key) for key in keys]
+
+    def _look(self, keys: Sequence[str]) -> None:
+        """Raises the error of a rank that has come, and is not there any more. ``keys``: what ranks are waited for."""
+        if self._seat is None or not self._watches:
+            return
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        try:
+            self._seat.look(missing)
+        except PeerError:
+            self._go_on()  # it may have said why
+            if not self._store.check(keys):
+                raise
 
     def _compare_contents(
         self, core: _core.Checkpoint, entries: Sequence[_Entry], deadline: float, stall_timeout: float

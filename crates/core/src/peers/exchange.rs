@@ -25,8 +25,8 @@ pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> Vec<(u64, u64)> + Send>;
 /// Before the bytes of a parcel: its number, four bytes of zero, and how many bytes.
 const HEADER: usize = 16;
 /// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
-const WORD: usize = 5;
-const ALIVE: u8 = 0;
+pub(super) const WORD: usize = 5;
+pub(super) const ALIVE: u8 = 0;
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
 /// No rank says this.
