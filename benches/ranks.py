@@ -10,6 +10,8 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | `alone` | each rank loads what it wants, as without a group: through the page cache, where others find it |
 | `alone, bypass` | the same past the page cache, as on nodes of their own |
 | `together` | one load of all ranks, past the page cache: what several want is read by one and sent to the others |
+| `auto` | one load of all ranks that choose for themselves, and otherwise have their defaults |
+| `auto, bypass` | the same past the page cache |
 
 The page cache holds nothing of the files before each load. The time goes from the signal to all ranks to the end of
 the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least* the time by what it takes at that
@@ -45,7 +47,9 @@ RANKS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"options": {"copy": True}},
     "alone, bypass": {"options": {"copy": True, "cache": "bypass"}},
-    "together": {"options": {"cache": "bypass"}, "together": True},
+    "together": {"options": {"cache": "bypass", "exchange": "on"}, "together": True},
+    "auto": {"options": {}, "together": True},
+    "auto, bypass": {"options": {"cache": "bypass"}, "together": True},
 }
 
 

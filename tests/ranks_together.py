@@ -253,10 +253,11 @@ class Nursery:
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
         command = [*prefix, sys.executable, "-c", NURSERY]
-        # Otherwise torch warns, for each connection, that this network has no name server
-        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # Otherwise torch warns, for each connection, that this network has no name server. And with files in the page
+        # cache ranks would have nothing to say to each other
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=quiet
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._orders, self._answers = self.process.stdin, self.process.stdout

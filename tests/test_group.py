@@ -95,7 +95,9 @@ class Ranks:
         script = folder / "ranks.py"
         script.write_text(PRELUDE.replace("{program}", textwrap.indent(textwrap.dedent(program), "    ")))
         command = [sys.executable, str(script), str(size), str(path), str(self.server.port), str(folder)]
-        self.parent = subprocess.Popen(command, start_new_session=True)
+        # With files in the page cache they would have nothing to say to each other
+        environment = {**os.environ, "PENSTOCK_EXCHANGE": "on"}
+        self.parent = subprocess.Popen(command, start_new_session=True, env=environment)
         until(lambda: (folder / "pids").exists() or self.parent.poll() is not None)
         self.pids: list[int] = json.loads((folder / "pids").read_text())
 
@@ -287,6 +289,72 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_ranks_that_find_everything_in_the_page_cache_load_alone(run, model):
+    program = """
+    checkpoint = penstock.open(path)
+    for exchange in ("auto", "off"):
+        said[exchange] = same(checkpoint.load(group=(store, rank, size), options={"exchange": exchange}))
+        said[exchange] = checkpoint.last_report.exchange
+    into = {name: torch.empty_like(tensor) for name, tensor in checkpoint.load().items()}
+    said["into"] = checkpoint.load_into(into, group=(store, rank, size), options={"exchange": "auto"}).exchange
+    same(into)
+    if rank == 0:
+        store.set("over", "")
+    store.wait(["over"])
+    """
+    model.read_bytes()
+    with run(program, 3, model) as ranks:
+        for rank in range(3):
+            said = ranks.said(rank)
+            for found in said.values():
+                assert (found["ranks"], found["choice"], found["sent_bytes"], found["received_bytes"]) == (
+                    3,
+                    "off",
+                    0,
+                    0,
+                )
+            assert said["off"]["reason"] == "asked for"
+            assert "page cache" in said["auto"]["reason"] and said["into"] == said["auto"]
+
+
+@pytest.mark.parametrize("wants", ["whole", "sharded"])
+def test_ranks_try_both_ways_and_decide_alike(run, large, wants):
+    """Past the page cache, so that it does not matter what that holds."""
+    program = f"""
+    checkpoint = penstock.open(path)
+    slices = None if {wants!r} == "whole" else lambda info: slice(rank, None) if int(info.name) % 2 else None
+    options = {{"exchange": "auto", "io": "direct"}}
+    said["tensors"] = same(checkpoint.load(group=(store, rank, size), slices=slices, options=options), slices)
+    said["first"] = checkpoint.last_report.exchange
+    job = checkpoint.start(group=(store, rank, size), slices=slices, options=options)
+    said["tensors"] = same(job.result(), slices)
+    said["reads"] = sum(way["bytes"] for way in checkpoint.last_report.routes.values())
+    said["second"] = checkpoint.last_report.exchange
+    """
+    with run(program, 3, large) as ranks:
+        said = [ranks.said(rank) for rank in range(3)]
+    for load in ("first", "second"):
+        found = [one[load] for one in said]
+        assert len({(one["choice"], one["reason"]) for one in found}) == 1, found
+        assert found[0]["reason"].startswith("tried: ")
+        sent, received = (sum(one[key] for one in found) for key in ("sent_bytes", "received_bytes"))
+        assert sent == received > 2 * (40 << 20)  # what was tried together
+
+
+def test_ranks_that_were_asked_for_different_exchange_are_told(run, model):
+    program = """
+    checkpoint = penstock.open(path)
+    try:
+        checkpoint.load(group=(store, rank, size), options={"exchange": "off" if rank == 1 else "on"})
+    except penstock.PlanMismatchError as error:
+        said.update(ranks=error.ranks, text=str(error))
+    """
+    with run(program, 3, model) as ranks:
+        assert not ranks.said(1)
+        for rank in (0, 2):
+            assert ranks.said(rank)["ranks"] == [1] and "has another exchange" in ranks.said(rank)["text"]
+
+
 FAULTS = {
     # What the rank does in the middle of its load, and what the others say of it
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "gone", 1.0),
@@ -296,8 +364,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("which", [0, 2])
-def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(run, large, fault, which):
+@pytest.mark.parametrize(("which", "exchange"), [(0, "on"), (2, "on"), (2, "auto")])
+def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(run, large, fault, which, exchange):
     does, says, limit = FAULTS[fault]
     program = f"""
     def progress(done, total):
@@ -305,7 +373,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_ag
             said["at"] = done
             {does}
     checkpoint = penstock.open(path)
-    options = {{"cache": "bypass", "peer_timeout": 2.0, "depth": 1, "threads": 1}}
+    options = {{"io": "direct", "peer_timeout": 2.0, "depth": 1, "threads": 1, "exchange": {exchange!r}}}
     try:
         checkpoint.load(group=(store, rank, size), options=options, progress=progress)
     except penstock.PeerError as error:

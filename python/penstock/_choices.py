@@ -9,6 +9,7 @@ from typing import Literal, TypedDict, get_args
 
 from ._errors import InvalidError
 
+Exchange = Literal["auto", "on", "off"]
 Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
 """`Options.io`: the way of reading."""
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, FillState, Io, Layout, Order, Storage
+from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Storage
 
 __all__ = [
     "CacheFill",
@@ -31,6 +31,7 @@ __all__ = [
     "head",
     "look",
     "names_in",
+    "is_resident",
     "pack_wants",
     "probe",
     "proxy",
@@ -63,6 +64,7 @@ class Options:
         extent: int | str | None = None,
         depth: int | None = None,
         gap: int | str | None = None,
+        exchange: Exchange | None = None,
         peer_timeout: float | None = None,
         join_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -89,6 +91,8 @@ class Options:
     def gap(self) -> int | Literal["auto"]: ...
     @property
     def _least_gap(self) -> int: ...
+    @property
+    def exchange(self) -> Exchange: ...
     @property
     def peer_timeout(self) -> float: ...
     @property
@@ -297,11 +301,21 @@ class Shares:
     """Who reads what of a checkpoint that several ranks load together.
 
     lists: what ranks want, as `pack_wants` gives it. of_rank: the number of each rank's list.
+    trial: the ranks find out whether they exchange it.
     """
 
-    def __new__(cls, checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int]) -> Shares: ...
+    def __new__(
+        cls, checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int], trial: bool = False
+    ) -> Shares: ...
     def shared_bytes(self) -> list[int]:
         """For each rank: bytes that it reads for itself and others."""
+
+def is_resident(
+    checkpoint: Checkpoint,
+    wants: Sequence[int] | None = None,
+    regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
+) -> bool:
+    """Whether this machine's page cache holds everything that a rank wants. Asks the file systems."""
 
 def pack_wants(
     checkpoint: Checkpoint,
@@ -333,6 +347,7 @@ class Load:
         dlpack_device: tuple[int, int] | None = None,
         misaligned: bool = False,
         together: tuple[Shares, Mesh] | None = None,
+        apart: tuple[int, str] | None = None,
     ) -> Load:
         """Plans and starts.
 

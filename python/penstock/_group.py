@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 
 from . import _core
 from ._core import Options
+from ._device import Device
 from ._errors import ArgumentTypeError, InvalidError, PeerError, PenstockError, PlanMismatchError
+from ._options import make_options
 from ._rendezvous import Rendezvous, Store, host_of
+from ._request import Agreement
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
@@ -60,6 +63,10 @@ class _Entry(NamedTuple):
     wants: str
     #: Its `peer_timeout`.
     silence: float
+    #: What it was asked for: "auto", "on" or "off".
+    exchange: str
+    #: Why it had rather load alone, where it may choose; "" if it has no reason.
+    alone: str
 
 
 def member_of(group: Any) -> Member:
@@ -160,12 +167,8 @@ class Gathering:
     def _key(self, rank: int) -> str:
         return f"{self._prefix}rank/{rank}"
 
-    def agree(
-        self, selection: Selection, options: Options, order: str
-    ) -> tuple[tuple[_core.Shares, _core.Mesh], float] | None:
+    def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None:
         """Compares what all ranks mean, divides what they want, and connects them. None: this rank is alone.
-
-        Returns shares and connections, and the longest ``peer_timeout`` of all ranks.
 
         Raises:
             PeerError: a rank did not come, or cannot load.
@@ -188,16 +191,26 @@ class Gathering:
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
-            _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core), described,
-            order, wanted, options.peer_timeout,
+            _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core),
+            described, order, wanted, options.peer_timeout, options.exchange, _rather_alone(selection, options, device),
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store.store), self._rank
         left, _LEFT[here] = _LEFT.get(here), (self._prefix, wanted)
+        if options.exchange == "off" or mine.alone == _ON_GPU:
+            # It waits for nobody. Ranks that were asked for something else see it here
+            if left is not None:
+                self._forget(*left)
+            return self._apart(options, _ON_GPU if mine.alone else "asked for")
         entries = self._entries(deadline)
         if left is not None:  # all ranks have come to this load, so the last one is over
             self._forget(*left)
         _compare(entries)
+        unreachable = _unreachable(entries)
+        if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
+            return self._apart(options, reason)
+        if unreachable:
+            raise InvalidError(f"group: {unreachable}")
         seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
         self._watches = True
         if len({entry.identity for entry in entries}) > 1:
@@ -205,7 +218,7 @@ class Gathering:
         lists = sorted({entry.wants for entry in entries})
         packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]
         of_rank = [lists.index(entry.wants) for entry in entries]
-        shares = _core.Shares(core, [zlib.decompress(blob) for blob in packed], of_rank)
+        shares = _core.Shares(core, [zlib.decompress(blob) for blob in packed], of_rank, options.exchange == "auto")
         addresses = [(entry.address, entry.port) for entry in entries]
         seconds = max(1.0, deadline - time.monotonic())
         mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
@@ -214,7 +227,15 @@ class Gathering:
         first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
         self._forget(self._prefix, wanted if first == self._rank else None)
         _LEFT.pop(here, None)
-        return (shares, mesh), max(entry.silence for entry in entries)
+        silence = max(entry.silence for entry in entries)
+        return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
+
+    def _apart(self, options: Options, reason: str) -> Agreement:
+        """Each rank loads alone."""
+        self._over = True
+        if self._seat is not None:
+            self._seat.close()
+        return Agreement(None, options, (self._size, reason))
 
     def _entries(self, deadline: float) -> list[_Entry]:
         return [_Entry(*json.loads(blob)) for blob in self._gathered("rank", deadline)]
@@ -308,6 +329,7 @@ def _compare(entries: Sequence[_Entry]) -> None:
         ("has another version of penstock", lambda e: e.protocol),
         ("has another checkpoint", lambda e: e.checkpoint),
         ("has another order", lambda e: e.order),
+        ("has another exchange", lambda e: e.exchange),
     ]
     for what, of in differences:
         values = [of(entry) for entry in entries]
@@ -321,14 +343,49 @@ def _compare(entries: Sequence[_Entry]) -> None:
                 ranks=odd,
             )
 
-    far = {entry.host for entry in entries}
-    if len(far) > 1:
+
+def _unreachable(entries: Sequence[_Entry]) -> str:
+    """Which rank others cannot reach, and why; "" if there is none."""
+    if len({entry.host for entry in entries}) > 1:
         for rank, entry in enumerate(entries):
             if entry.address.startswith("127."):
-                raise InvalidError(
-                    f"group: rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
+                return (
+                    f"rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
                     "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach"
                 )
+    return ""
+
+
+#: Why a rank had rather load alone.
+_RESIDENT = "every rank has what it wants in its page cache"
+_ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
+
+
+def _rather_alone(selection: Selection, options: Options, device: Device) -> str:
+    """Why this rank had rather load alone, if it may choose; "" if it has no reason."""
+    if options.exchange != "auto":
+        return ""
+    if not device.is_cpu and not device.is_meta:
+        return _ON_GPU
+    if options.io not in ("auto", "mapped", "buffered", "uring_buffered"):
+        return ""  # past the page cache, whatever that holds
+    from ._patience import patiently
+
+    core = selection.core
+    files = core.files()
+    resident = patiently(
+        lambda: _core.is_resident(core, selection.wants, selection.regions),
+        options.stall_timeout,
+        files[0] if files else "",
+    )
+    return _RESIDENT if resident else ""
+
+
+def _all_alone(entries: Sequence[_Entry]) -> str:
+    """Why all ranks load alone; "" if they find out."""
+    if any(entry.alone == _ON_GPU for entry in entries):
+        return _ON_GPU
+    return _RESIDENT if all(entry.alone == _RESIDENT for entry in entries) else ""
 
 
 def _host() -> str:

@@ -102,6 +102,7 @@ class Report(dict[str, Any]):
         if exchange := get("exchange"):
             sent, received = size_text(exchange["sent_bytes"]), size_text(exchange["received_bytes"])
             line("exchanged", f"{received} came from {exchange['ranks'] - 1} other ranks, {sent} went to them")
+            line("exchange", f"{exchange['choice']} ({exchange['reason']})")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
         waits = {k: v for k, v in get("waits", {}).items() if v}

@@ -25,10 +25,20 @@ class Opened(Protocol):
     def _ended(self, load: Load) -> Report: ...
 
 
+class Agreement(NamedTuple):
+    """What ranks have agreed on."""
+
+    together: tuple[Shares, Mesh] | None
+    """Who reads what, and the connections; None if each rank loads alone."""
+    options: Options
+    apart: tuple[int, str] | None = None
+    """If each loads alone: how many they are, and why."""
+
+
 class Together(Protocol):
     """The ranks that load together, before they do: `_group.Gathering` is one."""
 
-    def agree(self, selection: Selection, options: Options, order: str) -> tuple[tuple[Shares, Mesh], float] | None: ...
+    def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None: ...
 
 
 class Request(NamedTuple):

@@ -12,7 +12,6 @@ from . import _core
 from ._errors import PenstockError
 from ._framework import Adapter
 from ._late_imports import importing
-from ._options import make_options
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
@@ -60,12 +59,12 @@ def begin(
     """Starts a load in the core. The caller must close it."""
     selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
-    together, options = None, request.options
+    together, options, apart = None, request.options, None
     if request.group is not None:
-        agreed = request.group.agree(selection.part([]) if nothing else selection, options, request.order)
+        wanted = selection.part([]) if nothing else selection
+        agreed = request.group.agree(wanted, options, request.order, request.device)
         if agreed is not None:
-            together, silence = agreed
-            options = make_options(options, peer_timeout=silence)
+            together, options, apart = agreed
     load = _core.Load.start(
         selection.core,
         options,
@@ -83,6 +82,7 @@ def begin(
         dlpack_device=None if adapter is None else adapter.dlpack_device,
         misaligned=adapter is not None and adapter.misaligned,
         together=together,
+        apart=apart,
     )
     _begun.add(load)
     if caller_blocks and not stream and adapter is not None:

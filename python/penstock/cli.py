@@ -282,6 +282,7 @@ _OPTIONS = {
     "extent": ("SIZE", "the most bytes of one read (4MiB)"),
     "depth": ("N", "the most reads in flight (0: adapts)"),
     "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
+    "exchange": ("auto|on|off", "of ranks that load together: read for each other"),
     "peer_timeout": ("SECONDS", "of ranks that load together: fail if one says nothing for so long (5)"),
     "join_timeout": ("SECONDS", "how long a rank waits for the others before a load (300)"),
     "trace": ("FILE", "write what happened when, as --trace does"),

@@ -58,7 +58,7 @@ def test_ranks_that_read_for_each_other_have_the_same_parameters_and_read_each_b
 def test_an_unknown_exchange_is_refused() -> None:
     from penstock.integrations._engine import settings_of
 
-    with pytest.raises(penstock.InvalidError, match=r"exchange='fast': must be one of on, off"):
+    with pytest.raises(penstock.InvalidError, match=r"""exchange='fast': must be one of "auto", "on", "off\""""):
         settings_of({"exchange": "fast"}, "vLLM")
-    assert settings_of({"exchange": "on"}, "vLLM").exchange
-    assert not settings_of({}, "vLLM").exchange
+    assert settings_of({"exchange": "on"}, "vLLM").options.exchange == "on"
+    assert settings_of({}, "vLLM").options.exchange == "auto"

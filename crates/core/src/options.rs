@@ -5,7 +5,8 @@ use std::time::Duration;
 
 /// 1 KiB, 1 MiB, 1 GiB in bytes.
 pub(crate) const KIB: u64 = 1 << 10;
-pub(crate) const MIB: u64 = 1 << 20;
+/// 2^20.
+pub const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
 /// 1e9 bytes, the unit of rates.
 pub(crate) const GB: f64 = 1e9;
@@ -81,6 +82,18 @@ pub enum Cache {
     Bypass,
 }
 
+/// Whether ranks that load together exchange what several of them want.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Exchanging {
+    /// They try both ways, and go on in the quicker one.
+    #[default]
+    Auto,
+    /// One reads it and sends it to the others.
+    On,
+    /// Each reads what it wants.
+    Off,
+}
+
 /// In which order tensors are read and handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
@@ -122,6 +135,8 @@ pub struct Options {
     pub window: u64,
     /// If nothing moves for this long, reads count as hung and the load fails.
     pub stall_timeout: Duration,
+    /// Whether ranks that load together exchange what several of them want.
+    pub exchange: Exchanging,
     /// Of several ranks that load together: one that says nothing for this long is dead, and the load fails.
     pub peer_timeout: Duration,
     /// How long a rank waits for the others before a load.
@@ -146,6 +161,7 @@ impl Default for Options {
             order: Order::File,
             window: GIB,
             stall_timeout: Duration::from_secs(120),
+            exchange: Exchanging::Auto,
             peer_timeout: Duration::from_secs(5),
             join_timeout: Duration::from_secs(300),
             trace: String::new(),

@@ -86,8 +86,29 @@ impl Tally {
     }
 }
 
+/// Bytes that are read and that nobody wants.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Unwanted {
+    /// Only because O_DIRECT reads whole sectors.
+    pub slack: u64,
+    /// Between wanted ones, because skipping them would have cost more.
+    pub gap: u64,
+    /// Those between wanted ones by the number of the tensor that they are in, or come behind. Tensors without any are left
+    /// out.
+    pub of_tensors: BTreeMap<u32, u64>,
+}
+
+impl Unwanted {
+    pub(crate) fn and(mut self, more: Unwanted) -> Unwanted {
+        self.slack += more.slack;
+        self.gap += more.gap;
+        more.of_tensors.into_iter().for_each(|(tensor, bytes)| *self.of_tensors.entry(tensor).or_default() += bytes);
+        self
+    }
+}
+
 /// What a rank has exchanged with those that it loads with.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct AmongRanks {
     /// How many ranks, this one included.
     pub ranks: usize,
@@ -95,6 +116,13 @@ pub struct AmongRanks {
     pub sent: u64,
     /// Wanted bytes that others have read and sent.
     pub received: u64,
+    /// What the ranks found out before they went on: seconds for a megabyte (1e6 bytes) of what several of them want, read by
+    /// each of them that wants it, and read by one and sent. `None` if they did not try.
+    pub tried: Option<[f64; 2]>,
+    /// Whether they exchange what several of them want; if they tried, what was tried does not count.
+    pub exchanged: bool,
+    /// Why, if they did not try.
+    pub reason: &'static str,
 }
 
 /// The report of one load. Times are in seconds of wall clock unless the field says otherwise; GB are 1e9 bytes.
@@ -118,14 +146,10 @@ pub struct Report {
     pub routes: [RouteTotals; Route::ALL.len()],
     /// Extents that travelled by another route than planned: after a refusal, or as the pace of the storage decided.
     pub rerouted_extents: u64,
-    /// Bytes read only because O_DIRECT reads whole sectors.
-    pub slack_bytes: u64,
-    /// Extra bytes between wanted ones, read because skipping them would have cost more.
-    pub gap_bytes: u64,
+    /// Bytes that were read and that nobody wants.
+    pub unwanted: Unwanted,
     /// Holes between two wanted runs were read, not skipped, up to this many bytes; of several files the largest.
     pub gap_limit: u64,
-    /// Those bytes by the number of the tensor that they are in, or come behind. Tensors without any are left out.
-    pub gaps: BTreeMap<u32, u64>,
     /// Bytes in the page cache when the load began, between the first and the last wanted byte of each file.
     pub resident_bytes: u64,
     /// System calls for finding that out.

@@ -356,7 +356,7 @@ fn parts_of_one_tensor_are_read_once() {
             for turned in [false, true] {
                 let report = matrix(ROWS, COLUMNS, dtype, parts, turned);
                 let read: u64 = report.routes.iter().map(|r| r.bytes).sum();
-                assert_eq!((read, report.gap_bytes, report.slack_bytes), (nbytes, 0, 0), "{dtype:?} {turned}");
+                assert_eq!((read, report.unwanted.gap, report.unwanted.slack), (nbytes, 0, 0), "{dtype:?} {turned}");
             }
         }
     }

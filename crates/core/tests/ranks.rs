@@ -3,16 +3,20 @@
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use penstock::error::ErrorKind;
+use penstock::extent::Ticket;
 use penstock::format::Checkpoint;
+use penstock::memory::Keep;
 use penstock::options::{Cache, Options};
 use penstock::peers::Seat;
 use penstock::plan::request::Together;
-use penstock::plan::shares::{Party, Shares};
+use penstock::plan::shares::{Parcel, Party, Shares};
 use penstock::plan::want::Runs;
+use penstock::source::{Destination, Progress, Read, Source};
 use penstock::stats::Report;
 use penstock::{Load, Memory, Request, Want, Where};
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -78,7 +82,19 @@ impl Model {
     /// Each rank's load in a thread of its own: its report, or its error.
     fn load(&self, lists: &[Vec<Want>], options: &Options) -> Vec<penstock::Result<Report>> {
         let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
-        let shares = Arc::new(Shares::new(&self.checkpoint, Party { lists, of_rank: &of_rank }).unwrap());
+        let shares = Shares::new(&self.checkpoint, Party { lists, of_rank: &of_rank }).unwrap();
+        self.load_as(shares, lists, options, &[])
+    }
+
+    /// The same, divided in a given way. Reads of `slow` parcels take ten milliseconds longer.
+    fn load_as(
+        &self,
+        shares: Shares,
+        lists: &[Vec<Want>],
+        options: &Options,
+        slow: &[Parcel],
+    ) -> Vec<penstock::Result<Report>> {
+        let shares = Arc::new(shares);
         let seats: Vec<Seat> = lists.iter().map(|_| Seat::new(HERE).unwrap()).collect();
         let addresses: Vec<SocketAddr> = seats.iter().map(|seat| seat.address().unwrap()).collect();
         std::thread::scope(|scope| {
@@ -95,7 +111,9 @@ impl Model {
                         options: options.clone(),
                         stream: false,
                     };
-                    let load = Load::start_together(request, Together { shares, mesh }, || true)?;
+                    let load = Load::start_together_through(request, Together { shares, mesh }, |inner, _| {
+                        Ok(Box::new(Slow { inner, parcels: slow.to_vec() }))
+                    })?;
                     load.wait(None)?;
                     for (number, want) in (0..).zip(wants) {
                         let view = load.view(number).unwrap();
@@ -110,6 +128,46 @@ impl Model {
             let ranks: Vec<_> = ranks.collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
+    }
+}
+
+/// A source that takes longer for reads that begin in some parcels.
+struct Slow {
+    inner: Box<dyn Source>,
+    parcels: Vec<Parcel>,
+}
+
+impl Source for Slow {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        let slow = |p: &Parcel| p.file == read.file && (p.start..p.end).contains(&(read.offset + read.need - 1));
+        if self.parcels.iter().any(slow) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.inner.submit(read)
+    }
+
+    fn flush(&mut self) -> penstock::Result<()> {
+        self.inner.flush()
+    }
+
+    fn poll(&mut self, events: &mut Vec<Progress>) -> penstock::Result<()> {
+        self.inner.poll(events)
+    }
+
+    fn land(&mut self, ticket: Ticket, into: Destination, keep: Keep) -> penstock::Result<()> {
+        self.inner.land(ticket, into, keep)
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.inner.wake()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
     }
 }
 
@@ -154,7 +212,7 @@ fn tensor_parallel_ranks_and_replicas_read_every_byte_once() {
                 let options = Options { cache, ..Options::default() };
                 let reports: Vec<Report> = model.load(&lists, &options).into_iter().map(|r| r.unwrap()).collect();
                 let read: u64 = reports.iter().flat_map(|r| r.routes).map(|route| route.bytes).sum();
-                let slack: u64 = reports.iter().map(|r| r.slack_bytes + r.gap_bytes).sum();
+                let slack: u64 = reports.iter().map(|r| r.unwanted.slack + r.unwanted.gap).sum();
                 let [sent, received] =
                     [|r: &Report| r.exchange.unwrap().sent, |r: &Report| r.exchange.unwrap().received]
                         .map(|of| reports.iter().map(of).sum::<u64>());
@@ -241,6 +299,64 @@ fn every_wanted_byte_has_one_reader_and_comes_once() {
         let lists: Vec<Vec<Want>> = of_rank.iter().map(|&list| distinct[list as usize].clone()).collect();
         for report in model.load(&lists, &Options::default()) {
             report.unwrap();
+        }
+        // The same with a trial: whichever way it goes.
+        let party = Party { lists: &distinct, of_rank: &of_rank };
+        let tried = Shares::with_trial(&model.checkpoint, party, 8192 + random.below(1 << 18)).unwrap();
+        let differ = |r: &penstock::Result<Report>| r.as_ref().unwrap().exchange.unwrap().exchanged;
+        let both_ways = tried.both_ways().is_some();
+        let reports = model.load_as(tried, &lists, &Options::default(), &[]);
+        assert!(reports.iter().all(|r| differ(r) == differ(&reports[0])), "case {case}: ranks decide differently");
+        for report in reports {
+            assert_eq!(report.unwrap().exchange.unwrap().tried.is_some(), both_ways, "case {case}");
+        }
+    }
+}
+
+#[test]
+fn ranks_go_on_in_the_way_that_was_quicker() {
+    let model = Model::new(&transformer(), &mut Random(6));
+    for (kind, lists) in [
+        ("tp", (0..4).map(|rank| sharded(&model.checkpoint, rank, 4)).collect::<Vec<_>>()),
+        ("dp", (0..4).map(|_| Want::all(&model.checkpoint)).collect()),
+    ] {
+        let shares = || {
+            let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
+            Shares::with_trial(&model.checkpoint, party, 400_000).unwrap()
+        };
+        let both = shares().both_ways().unwrap().clone();
+        let slow_ones = [(true, both.alone.clone()), (false, both.together.clone())];
+        for (exchanged, slow) in slow_ones {
+            let slow = shares().parcels()[slow.start as usize..slow.end as usize].to_vec();
+            let options = Options { cache: Cache::Bypass, ..Options::default() };
+            let reports = model.load_as(shares(), &lists, &options, &slow);
+            let reports: Vec<Report> = reports.into_iter().map(|r| r.unwrap()).collect();
+            let mut total = [0; 4];
+            for report in &reports {
+                let exchange = report.exchange.unwrap();
+                assert_eq!(exchange.exchanged, exchanged, "{kind}: {:?}", exchange.tried);
+                let read: u64 = report.routes.iter().map(|route| route.bytes).sum();
+                let useful = read - report.unwanted.slack - report.unwanted.gap;
+                let bytes = [exchange.sent, exchange.received, useful, report.nbytes];
+                total.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+            }
+            let [sent, received, useful, wanted] = total;
+            assert_eq!(sent, received, "{kind}");
+            match exchanged {
+                true => assert!(
+                    useful <= model.checkpoint.nbytes() + 3 * both.nbytes[0],
+                    "{kind}: {useful} of {} {both:?}",
+                    model.checkpoint.nbytes()
+                ),
+                false => assert!(received <= 3 * both.nbytes[1], "{kind}: {received}"),
+            }
+            if kind == "dp" {
+                assert_eq!(received + useful, wanted);
+                assert_eq!(
+                    received,
+                    3 * if exchanged { model.checkpoint.nbytes() - both.nbytes[0] } else { both.nbytes[1] }
+                );
+            }
         }
     }
 }

@@ -141,7 +141,7 @@ fn a_checkpoint_of_a_registered_store_opens_and_loads_like_one_of_files() {
         model.check(&load);
         let report = load.report();
         assert!(report.fallbacks.is_empty(), "{:?}", report.fallbacks);
-        assert_eq!(model.server.served.load(Ordering::Relaxed), report.nbytes + report.gap_bytes);
+        assert_eq!(model.server.served.load(Ordering::Relaxed), report.nbytes + report.unwanted.gap);
         assert!(report.peak_staging <= 512 * KIB);
 
         // One layout, wherever the bytes are and whatever becomes of the page cache.
@@ -180,7 +180,7 @@ fn slices_and_streams_fetch_what_they_want_and_no_more() {
     }
     seen.sort_unstable();
     assert_eq!(seen, [0, 1, 2]);
-    assert_eq!(model.server.served.load(Ordering::Relaxed), nbytes + load.report().gap_bytes);
+    assert_eq!(model.server.served.load(Ordering::Relaxed), nbytes + load.report().unwanted.gap);
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn a_store_declares_how_long_its_reads_are_and_which_gaps_they_bridge() {
         let load = Load::start(request).unwrap();
         load.wait(None).unwrap();
         model.check(&load);
-        (model.server.reads.load(Ordering::Relaxed), load.report().gap_bytes)
+        (model.server.reads.load(Ordering::Relaxed), load.report().unwanted.gap)
     };
     // 40 KiB apart: more than the gap of the options, less than that of the store.
     let apart = |b| vec![Want::part(b, [0..100 * KIB]), Want::part(b, [140 * KIB..200 * KIB])];
@@ -385,7 +385,7 @@ fn from_a_store_to_a_device_that_both_are_one_file() {
         let found = unsafe { std::slice::from_raw_parts(pointer(view.address()) as *const u8, view.nbytes() as usize) };
         assert!(view.nbytes() == 0 || found == model.expected(&checkpoint, want), "want {number}");
     }
-    assert_eq!(load.report().nbytes, model.server.served.load(Ordering::Relaxed) - load.report().gap_bytes);
+    assert_eq!(load.report().nbytes, model.server.served.load(Ordering::Relaxed) - load.report().unwanted.gap);
 }
 
 #[test]

@@ -18,7 +18,7 @@ use penstock::memory::View as CoreView;
 use penstock::options::Order;
 use penstock::plan::request::{Memory, Request, Together, Where};
 use penstock::plan::strides::Foreign;
-use penstock::stats::Report;
+use penstock::stats::{AmongRanks, Report};
 use penstock::{DType, Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -51,6 +51,8 @@ pub(crate) struct Kept(#[allow(dead_code)] pub(crate) Py<PyAny>);
 pub(crate) struct Load {
     core: Held<Core>,
     device: (c_int, c_int),
+    /// It is one of so many ranks that exchange nothing, and why.
+    apart: Option<(usize, String)>,
 }
 
 impl Drop for Load {
@@ -67,7 +69,7 @@ impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
                         stream = false, caller_blocks = false, into = None, strides = None, casts = None, keep = None,
-                        fence = 0, dlpack_device = None, misaligned = false, together = None))]
+                        fence = 0, dlpack_device = None, misaligned = false, together = None, apart = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -87,6 +89,7 @@ impl Load {
         dlpack_device: Option<(c_int, c_int)>,
         misaligned: bool,
         together: Option<(Bound<'_, Shares>, Bound<'_, Mesh>)>,
+        apart: Option<(usize, String)>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let core = &checkpoint.0;
@@ -133,7 +136,7 @@ impl Load {
                 };
                 Ok((core, own))
             })?;
-            Ok(Self { core: Held::new(core), device: dlpack_device.unwrap_or(own) })
+            Ok(Self { core: Held::new(core), device: dlpack_device.unwrap_or(own), apart })
         })
     }
 
@@ -209,7 +212,14 @@ impl Load {
     }
 
     fn report<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
-        answer(py, || report(py, &self.core.report()))
+        answer(py, || {
+            let mut found = self.core.report();
+            if let Some((ranks, _)) = self.apart {
+                found.exchange = Some(AmongRanks { ranks, ..AmongRanks::default() });
+            }
+            let given = self.apart.as_ref().map(|apart| apart.1.as_str());
+            report(py, &found, given)
+        })
     }
 
     #[getter]
@@ -417,7 +427,19 @@ pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec
     fallbacks.iter().map(one).collect()
 }
 
-fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
+/// Why ranks exchange what several of them want, or do not.
+fn why(exchange: &AmongRanks) -> String {
+    let Some([alone, together]) = exchange.tried else { return exchange.reason.to_owned() };
+    let rate = |pace: f64| 1.0 / pace.max(1e-9);
+    format!(
+        "tried: {:.0} MB/s where each rank reads what it wants, {:.0} MB/s where one reads it for all",
+        rate(alone),
+        rate(together)
+    )
+}
+
+/// `reason`: why the rank exchanges nothing, if that was settled before.
+fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
     d.set_item("seconds", r.seconds)?;
     d.set_item("plan_seconds", r.plan_seconds)?;
@@ -435,9 +457,9 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
         routes.set_item(kind.name(), route)?;
     }
     d.set_item("routes", routes)?;
-    d.set_item("slack_bytes", r.slack_bytes)?;
-    d.set_item("gap_bytes", r.gap_bytes)?;
-    d.set_item("gaps", &r.gaps)?;
+    d.set_item("slack_bytes", r.unwanted.slack)?;
+    d.set_item("gap_bytes", r.unwanted.gap)?;
+    d.set_item("gaps", &r.unwanted.of_tensors)?;
     d.set_item("gap_limit", r.gap_limit)?;
     d.set_item("rerouted_extents", r.rerouted_extents)?;
     d.set_item("resident_bytes", r.resident_bytes)?;
@@ -474,6 +496,8 @@ fn report<'py>(py: Python<'py>, r: &Report) -> PyResult<Bound<'py, PyDict>> {
     let exchange = r.exchange.map(|exchange| {
         let d = PyDict::new(py);
         d.set_item("ranks", exchange.ranks)?;
+        d.set_item("choice", if exchange.exchanged { "on" } else { "off" })?;
+        d.set_item("reason", reason.map_or_else(|| why(&exchange), str::to_owned))?;
         d.set_item("sent_bytes", exchange.sent)?;
         d.set_item("received_bytes", exchange.received)?;
         Ok::<_, PyErr>(d)

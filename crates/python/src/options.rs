@@ -2,7 +2,7 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Io, Options as Core, MOST_EXTENT};
+use penstock::options::{Cache, Exchanging, Io, Options as Core, MOST_EXTENT};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -23,10 +23,12 @@ const IO: Spellings<Io> = &[
 ];
 const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
 
+const EXCHANGE: Spellings<Exchanging> = &[("auto", Exchanging::Auto), ("on", Exchanging::On), ("off", Exchanging::Off)];
+
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
 /// Options for measurements, for unusual storage, and for finding out what is wrong.
-const ADVANCED: [&str; 7] = ["io", "extent", "depth", "gap", "peer_timeout", "join_timeout", "trace"];
+const ADVANCED: [&str; 8] = ["io", "extent", "depth", "gap", "exchange", "peer_timeout", "join_timeout", "trace"];
 
 fn names() -> impl Iterator<Item = &'static str> {
     EVERYDAY.into_iter().chain(ADVANCED)
@@ -59,6 +61,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 /// - depth: the most reads in flight; 0 (the default) adapts.
 /// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too. "auto" (the default): 16 KiB;
 ///   more where a load has thousands of longer holes and a read of this storage, timed, costs more.
+/// - exchange: "auto" | "on" | "off": of several ranks that load together, whether one reads what several of them want and
+///   sends it to the others. "auto" (the default) tries both ways with the first 64 MiB of it, and goes on in the quicker one.
 /// - peer_timeout: seconds. Of several ranks that load together, one that says nothing for so long is dead, and the load fails
 ///   on the others (default 5).
 /// - join_timeout: seconds that a rank waits for the others before a load (default 300).
@@ -136,6 +140,11 @@ impl Options {
     #[getter]
     fn stall_timeout<'py>(&self, py: Python<'py>) -> Answer<'py, f64> {
         answer(py, || Ok(self.0.stall_timeout.as_secs_f64()))
+    }
+
+    #[getter]
+    fn exchange<'py>(&self, py: Python<'py>) -> Answer<'py, &'static str> {
+        answer(py, || Ok(spelling(EXCHANGE, self.0.exchange)))
     }
 
     #[getter]
@@ -221,7 +230,7 @@ impl Options {
         let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={gap}, peer_timeout={}, join_timeout={}, trace={:?})",
+             depth={}, gap={gap}, exchange={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -230,6 +239,7 @@ impl Options {
             spelling(IO, self.0.io),
             self.0.extent,
             self.0.depth,
+            spelling(EXCHANGE, self.0.exchange),
             self.0.peer_timeout.as_secs_f64(),
             self.0.join_timeout.as_secs_f64(),
             self.0.trace,
@@ -324,6 +334,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
     match name {
         "io" => o.io = parse(IO, text)?,
         "cache" => o.cache = parse(CACHE, text)?,
+        "exchange" => o.exchange = parse(EXCHANGE, text)?,
         "staging" => o.staging = size(text)?,
         "extent" => o.extent = size(text)?,
         "depth" => o.depth = whole()?,
@@ -353,7 +364,7 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = |what: &str| PyTypeError::new_err(format!("{name} must be {what}, not {}", repr(value)));
     match name {
         "copy" => o.copy = value.extract::<Option<bool>>().map_err(|_| wrong("True, False or None"))?,
-        "io" | "cache" => {
+        "io" | "cache" | "exchange" => {
             let text: String = value.extract().map_err(|_| wrong("a string"))?;
             set_text(o, name, &text).map_err(refuse)?;
         }

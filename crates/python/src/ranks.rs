@@ -4,6 +4,7 @@ use crate::checkpoint::Checkpoint;
 use crate::errors::{detached, interruptibly, invalid, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::wants::{wants_of, Region};
+use penstock::options::MIB;
 use penstock::peers::{Mesh as CoreMesh, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{Party, Shares as CoreShares};
@@ -13,6 +14,9 @@ use pyo3::types::PyBytes;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+/// Bytes with which ranks find out whether to exchange what several of them want.
+const TRIED: u64 = 64 * MIB;
 
 /// A rank's own address, before it knows those of the others.
 #[pyclass(frozen, module = "penstock._core")]
@@ -145,19 +149,27 @@ impl Mesh {
 
 #[pymethods]
 impl Shares {
-    /// `lists`: what ranks want, as `pack_wants` gives it; `of_rank`: the number of each rank's list.
+    /// `lists`: what ranks want, as `pack_wants` gives it; `of_rank`: the number of each rank's list; `trial`: whether the ranks
+    /// find out if they exchange it.
     #[new]
+    #[pyo3(signature = (checkpoint, lists, of_rank, trial = false))]
     fn new(
         py: Python<'_>,
         checkpoint: &Checkpoint,
         lists: Listed<PyBackedBytes>,
         of_rank: Listed<u32>,
+        trial: bool,
     ) -> PyResult<Self> {
         guarded(py, || {
             let core = checkpoint.0.clone();
             let shares = detached(py, || {
                 let lists: Vec<&[u8]> = lists.0.iter().map(|list| &list[..]).collect();
-                CoreShares::new(&core, Party { lists: &lists, of_rank: &of_rank.0 })
+                let party = Party { lists: &lists, of_rank: &of_rank.0 };
+                if trial {
+                    CoreShares::with_trial(&core, party, TRIED)
+                } else {
+                    CoreShares::new(&core, party)
+                }
             })?;
             Ok(Self(Held::new(Arc::new(shares))))
         })
@@ -171,6 +183,21 @@ impl Shares {
             Ok(read)
         })
     }
+}
+
+/// Whether this machine's page cache holds everything that a rank wants. Asks the file systems.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, wants = None, regions = None))]
+pub(crate) fn is_resident<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    wants: Option<Listed<u32>>,
+    regions: Option<Listed<Region>>,
+) -> Answer<'py, bool> {
+    answer(py, || {
+        let (core, wants) = (checkpoint.0.clone(), wants_of(&checkpoint.0, wants, regions)?);
+        detached(py, || penstock::plan::is_resident(&core, &wants))
+    })
 }
 
 /// What a rank wants, as bytes for the others.

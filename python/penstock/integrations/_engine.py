@@ -24,9 +24,8 @@ from ._remote import RemoteWeights
 
 logger = logging.getLogger("penstock")
 
-WEIGHTS, STORAGE, EXCHANGE = "weights", "storage", "exchange"
-"""The keys: another place for the weights, how its server is asked, and whether ranks read for each other."""
-_EXCHANGES = ("on", "off")
+WEIGHTS, STORAGE = "weights", "storage"
+"""The keys: another place for the weights, and how its server is asked."""
 _SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
 """Settings of servers that engines would log: they log the arguments that they are given."""
 
@@ -38,8 +37,6 @@ class Settings(NamedTuple):
     weights: str | Mapping[str, str] | None
     """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
-    exchange: bool = False
-    """Whether what several ranks want is read by one of them and sent to the others."""
 
     def place_of(self, model: str) -> str:
         """Where the weights of a model are that the engine knows by this path."""
@@ -54,7 +51,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, EXCHANGE, *Options.names()]
+    known = [WEIGHTS, STORAGE, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -66,11 +63,8 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
         raise InvalidError(text)
     if storage is not None:
         _check_storage(storage, engine)
-    exchange = given.get(EXCHANGE, "off")
-    if exchange not in _EXCHANGES:
-        raise InvalidError(f"{engine}: {EXCHANGE}={exchange!r}: must be one of {', '.join(_EXCHANGES)}")
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, EXCHANGE)}
-    return Settings(make_options(options), weights, storage, exchange == "on")
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}
+    return Settings(make_options(options), weights, storage)
 
 
 def _check_storage(storage: Any, engine: str) -> None:
@@ -124,6 +118,12 @@ class Loads:
         self._device = device
         self._mark = mark
         self._met = False
+
+    def join(self, ranks: Callable[[], Any]) -> None:
+        """Loads with these ranks, if the options say so. On a GPU nothing is exchanged unless it was asked for."""
+        exchange = make_options(self.options).exchange
+        if exchange == "on" or (exchange == "auto" and self._device.type == "cpu"):
+            self.group = ranks()
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]

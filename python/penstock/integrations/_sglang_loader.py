@@ -137,7 +137,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
                     yield from own(files, *more, **named)
                 else:
                     loads.options = settings.options
-                    loads.group = _ranks() if settings.exchange else None
+                    loads.join(_ranks)
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
             return later()

@@ -72,7 +72,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.settings.options)
-        loads.group = _ranks() if self.settings.exchange else None
+        loads.join(_ranks)
         self.reports, self.fallbacks = [], loads.fallbacks
         try:
             with loads.barrier():

@@ -26,6 +26,7 @@ use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
 use deadline::Deadlines;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use window::Window;
 use words::Stage;
@@ -54,6 +55,10 @@ pub(crate) struct Engine<S> {
     slabs: Vec<Option<S>>,
     /// Next extent to start. Extents start strictly in order: hand-out follows it closely.
     cursor: usize,
+    /// No extent from here on starts.
+    gate: usize,
+    /// Extents that are left out.
+    skipped: Range<usize>,
     granted: Vec<bool>,
     /// Extents before this one have all their blocks granted.
     all_granted_before: usize,
@@ -131,6 +136,8 @@ impl<S> Engine<S> {
             stages: vec![Stage::Waiting; extents],
             slabs: std::iter::repeat_with(|| None).take(extents).collect(),
             cursor: 0,
+            gate: extents,
+            skipped: extents..extents,
             granted: vec![false; layout.blocks.len()],
             all_granted_before: 0,
             landed: VecDeque::new(),
@@ -164,6 +171,40 @@ impl<S> Engine<S> {
             bounds,
             schedule,
             layout,
+        }
+    }
+
+    /// How many extents there are.
+    pub(crate) fn extents(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// No extent from this one on starts until another gate is set.
+    pub(crate) fn set_gate(&mut self, extent: usize) {
+        self.gate = extent;
+    }
+
+    /// Whether everything before the gate has arrived, and nothing is in flight.
+    pub(crate) fn is_at_gate(&self) -> bool {
+        self.cursor >= self.gate && self.is_quiet() && self.failure.is_none()
+    }
+
+    /// Leaves these extents out, none of which has started: others bring what they would.
+    pub(crate) fn skip(&mut self, extents: Range<usize>) {
+        for i in extents.clone() {
+            let r = &self.schedule.extents[i].pieces;
+            for piece in &self.schedule.pieces[r.start as usize..r.end as usize] {
+                self.missing[piece.want as usize] -= 1;
+            }
+            self.stages[i] = Stage::Dropped;
+        }
+        self.skipped = extents;
+        self.pass_skipped();
+    }
+
+    fn pass_skipped(&mut self) {
+        if self.cursor == self.skipped.start {
+            self.cursor = self.skipped.end;
         }
     }
 
@@ -327,6 +368,9 @@ impl<S> Engine<S> {
 
     /// Starts the next extent.
     fn start(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
+        if self.cursor >= self.gate {
+            return None;
+        }
         let e = self.schedule.extents.get(self.cursor)?;
         let (landing, on_arrival, staging, wanted) = (e.landing, e.lands_on_arrival(), e.staging, e.wanted);
         if !self.has_depth(staging) || !self.window_admits(self.cursor) {
@@ -355,6 +399,7 @@ impl<S> Engine<S> {
         }
         if !(mutated!(self, StartExtentTwice) && self.cursor % 5 == 4) {
             self.cursor += 1;
+            self.pass_skipped();
         }
         Some(Action::Read { extent })
     }
@@ -667,7 +712,12 @@ impl<S> Engine<S> {
                 _ => Wait::Source,
             };
         }
-        if self.failure.is_none() && self.schedule.extents.get(self.cursor).is_some_and(|e| self.has_depth(e.staging)) {
+        if self.is_at_gate() {
+            // Others decide when it opens.
+            return Wait::Nothing;
+        }
+        let next = self.schedule.extents.get(self.cursor).filter(|_| self.cursor < self.gate);
+        if self.failure.is_none() && next.is_some_and(|e| self.has_depth(e.staging)) {
             if !self.window_admits(self.cursor) {
                 return if self.next_is_ready() { Wait::Consumer } else { self.what_moves() };
             }
@@ -776,10 +826,12 @@ impl<S> Engine<S> {
 
     /// Whether everything has arrived.
     fn has_arrived(&self) -> bool {
-        self.cursor == self.stages.len()
-            && self.reads_in_flight() + self.copies_in_flight == 0
-            && self.landed.is_empty()
-            && self.failure.is_none()
+        self.cursor == self.stages.len() && self.is_quiet() && self.failure.is_none()
+    }
+
+    /// Whether nothing is in flight, and nothing that has come waits for its copy.
+    fn is_quiet(&self) -> bool {
+        self.reads_in_flight() + self.copies_in_flight == 0 && self.landed.is_empty()
     }
 
     /// Whether the load has ended, one way or the other.

@@ -68,24 +68,25 @@ impl Among {
         Ok((Box::new(source), Some(found)))
     }
 
-    /// The device, which now sends what other ranks want too; and how many bytes that are.
+    /// The device, which now sends what other ranks want too; and how many bytes that are, for each extent.
     pub(super) fn device(
         &self,
         inner: Box<dyn Device>,
         schedule: &Schedule,
         checkpoint: &Checkpoint,
         rearranges: bool,
-    ) -> Result<(Box<dyn Device>, u64)> {
-        let (mut sends, mut bytes) = (HashMap::new(), 0);
+    ) -> Result<(Box<dyn Device>, HashMap<Ticket, u64>)> {
+        let (mut sends, mut bytes) = (HashMap::new(), HashMap::new());
         for (ticket, e) in (0..).map(Ticket).zip(&schedule.extents) {
             let Some(InCommon::Sent(number)) = e.shared else { continue };
             let parcel = &self.shares.parcels()[number as usize];
             let others = self.shares.audience(parcel).iter().copied().filter(|rank| *rank != self.rank);
             let others: Vec<u32> = others.collect();
-            for &rank in &others {
-                let parts = self.shares.parts(checkpoint, rank, parcel);
-                bytes += parts.map(|part| part.dense.end - part.dense.start).sum::<u64>();
-            }
+            let wanted = |rank: &u32| {
+                let parts = self.shares.parts(checkpoint, *rank, parcel);
+                parts.map(|part| part.dense.end - part.dense.start).sum::<u64>()
+            };
+            bytes.insert(ticket, others.iter().map(wanted).sum());
             sends.insert(ticket, (number, e.offset, others));
         }
         Ok((self.peers.device(inner, sends, rearranges)?, bytes))

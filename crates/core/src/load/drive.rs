@@ -1,6 +1,7 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
 use super::addresses::Addresses;
+use super::choosing::{Choosing, Settled};
 use super::shared::{internal, somewhere, Message, Shared};
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
@@ -20,6 +21,8 @@ use crate::store::{patiently, CacheFill, DiskUse, Storage};
 use crate::sync::lock;
 use crate::timeline::{Lane, Span, Timeline};
 use crate::way::{Cold, Routing, Through};
+use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -58,6 +61,12 @@ pub(super) struct Driver {
     /// the load, unless the bytes were kept.
     pub(super) trial: Option<Chosen>,
     pub(super) record: Option<Record>,
+    /// How many bytes other ranks get of each extent that is sent.
+    pub(super) sends: HashMap<Ticket, u64>,
+    /// What the ranks are finding out, if they are.
+    pub(super) choosing: Option<Choosing>,
+    /// Extents that were left out.
+    pub(super) skipped: Range<usize>,
     /// The other ranks of the load. The last to go: they are told how it ended.
     pub(super) peers: Option<Peers>,
 }
@@ -218,8 +227,11 @@ impl Driver {
             report.cache = choice.cold.name();
             report.cache_reason = choice.reason;
             if let (Cold::Bypass, Ok(()), Ok(files)) = (choice.cold, &outcome, self.checkpoint.local_files()) {
-                let past = self.schedule.extents.iter().filter(|e| e.route == Route::Direct);
-                let past = past.map(|e| (e.file, e.offset..e.offset + e.len)).collect();
+                let past = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
+                    let read = !self.skipped.contains(number) && !matches!(e.shared, Some(InCommon::Received(_)));
+                    read && e.route == Route::Direct
+                });
+                let past = past.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
                 let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
                 report.cache_fill = CacheFill::new(files, past, &whole);
                 report.cache = if report.cache_fill.is_some() { "fill" } else { report.cache };
@@ -257,14 +269,15 @@ impl Driver {
             self.read_inbox(clock);
             let more = self.allocate_blocks(clock);
             self.listen(clock, &mut events, &mut copied);
+            self.choose(clock);
             let cancelled = self.act(clock);
             let revoked = self.publish(clock, &mut told);
             match self.engine.outcome() {
                 Some(Err(e)) => return Err(self.stalled_at(e)),
-                Some(Ok(())) => return self.part(),
+                Some(Ok(())) if self.choosing.is_none() => return self.part(),
                 // Else the source may have something at once, or the engine does.
-                None if more || cancelled || revoked => {}
-                None => self.sleep(clock),
+                _ if more || cancelled || revoked => {}
+                _ => self.sleep(clock),
             }
         }
     }
@@ -275,6 +288,20 @@ impl Driver {
         // Before the others hear that all is well.
         self.unchanged(None)?;
         peers.part(|| !self.shared.lock().messages.iter().any(|m| matches!(m, Message::Cancel)))
+    }
+
+    /// Goes on with finding out whether to exchange, if that is not settled.
+    fn choose(&mut self, clock: Clock) {
+        let (Some(choosing), Some(peers)) = (&mut self.choosing, &self.peers) else { return };
+        let Some(Settled { pace, skip }) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
+        let unexchanged = self.choosing.take().map(|choosing| choosing.unexchanged);
+        let exchange = self.report.exchange.get_or_insert_default();
+        exchange.tried = Some(pace);
+        exchange.exchanged = pace[1] <= pace[0];
+        if let Some(unwanted) = unexchanged.filter(|_| !exchange.exchanged) {
+            self.report.unwanted = unwanted;
+        }
+        self.skipped = skip;
     }
 
     /// Tells the engine what source and device have done.
@@ -322,6 +349,10 @@ impl Driver {
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
                 let span = record.span(Lane::Copying, "transfer", ticket.0);
                 record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
+            }
+            if let (Ok(()), Some(bytes), Some(exchange)) = (&result, self.sends.get(&ticket), &mut self.report.exchange)
+            {
+                exchange.sent += bytes;
             }
             let result = result.map_err(|e| self.located(e, ticket));
             self.engine.on(now, Event::CopyDone(ticket, result, begun));

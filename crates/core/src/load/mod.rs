@@ -5,6 +5,7 @@
 
 pub(crate) mod addresses;
 mod among;
+mod choosing;
 mod drive;
 mod handle;
 mod shared;

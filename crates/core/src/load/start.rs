@@ -1,6 +1,7 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
 use super::among::{Among, Received};
+use super::choosing::Choosing;
 use super::drive::{Began, Driver, GpuBlocks, Record};
 use super::handle::Load;
 use super::shared::{somewhere, Shared};
@@ -16,7 +17,7 @@ use crate::extent::TakesSlab;
 use crate::extent::{Extent, Landing};
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
-use crate::options::{pool_bytes, Io, Options, PAGE};
+use crate::options::{pool_bytes, Exchanging, Io, Options, PAGE};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
@@ -29,6 +30,7 @@ use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use crate::way::{Cold, Routing};
 use serde_json::json;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Copy workers by default: more do not use the memory bus any better.
@@ -90,6 +92,17 @@ impl Load {
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
+    }
+
+    /// One rank of several, with its source decorated, for tests.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn start_together_through(
+        request: Request,
+        together: Together,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+    ) -> Result<Load> {
+        let (together, decorate): (_, Option<Decorate<'_>>) = (Some(together), Some(Box::new(decorate)));
+        start(request, StandIns { together, decorate, ..StandIns::default() }, || true)
     }
 
     /// The same with a source that answers late, for tests: slabs are taken when the first byte of a read has arrived.
@@ -213,13 +226,27 @@ fn assemble(
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
-    let mut sent = 0;
+    let mut sends = HashMap::new();
     if let (Some(among), Some(inner)) = (&among, device.take_if(|_| among.is_some())) {
-        let (decorated, sent_bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
-        sent = sent_bytes;
+        let (decorated, bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+        sends = bytes;
         device = Some(decorated);
     }
-    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.hosts.len(), sent, received: 0 });
+    let exchanged = schedule.sections.is_none();
+    let reason = match options.exchange {
+        Exchanging::Auto => "several ranks want too few bytes to try both ways",
+        Exchanging::On | Exchanging::Off => "asked for",
+    };
+    plan.report.exchange =
+        among.as_ref().map(|among| AmongRanks { ranks: among.hosts.len(), exchanged, reason, ..AmongRanks::default() });
+    let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
+    let choosing = match (schedule.sections, both_ways, plan.unexchanged) {
+        (Some(sections), Some(both), Some(unwanted)) => {
+            engine.set_gate(sections.alone);
+            Some(Choosing::new(sections, both.nbytes, unwanted))
+        }
+        _ => None,
+    };
     let mut ring = Ring::process().join(plan.slab, options.staging)?;
     if let Some(device) = &mut device {
         // A parcel holds its slab until other ranks have taken it.
@@ -251,6 +278,9 @@ fn assemble(
         _disk: disk,
         routing: routing.clone(),
         trial,
+        sends,
+        choosing,
+        skipped: 0..0,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
         peers: among.take().map(|among| among.peers),
     };

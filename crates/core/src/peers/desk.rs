@@ -26,11 +26,15 @@ pub(super) struct OnDesk {
     pub(super) landed: Vec<Placed>,
     pub(super) sends: Vec<Outbound>,
     pub(super) cancelled: bool,
+    /// How long this rank took for a step of the trial, to be said to the others: (step, nanoseconds).
+    pub(super) took: Option<(u8, u64)>,
     /// The load of this rank is over.
     pub(super) over: Option<Over>,
     /// News.
     pub(super) events: Vec<Progress>,
     pub(super) copied: Vec<Copied>,
+    /// For each step of the trial: how many others have said how long it took them, and the longest time.
+    pub(super) others_took: [(usize, u64); 2],
     /// Why the load cannot go on.
     pub(super) failure: Option<Error>,
     /// Every rank has everything, and knows it.

@@ -29,6 +29,8 @@ pub(super) const WORD: usize = 5;
 pub(super) const ALIVE: u8 = 0;
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
+/// How long a step of the trial took it: one byte for the step, eight for nanoseconds.
+const TOOK: u8 = 3;
 /// No rank says this.
 const GARBLED: u8 = u8::MAX;
 /// The longest text, in bytes. A longer one is cut off.
@@ -47,6 +49,8 @@ const REPORTED: Duration = Duration::from_secs(1);
 /// The other ranks of a load.
 pub(crate) struct Peers {
     rank: u32,
+    /// How many other ranks there are.
+    others: usize,
     desk: Arc<Desk>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -62,11 +66,11 @@ impl Peers {
             reads: Wake::new()?,
             copies: Wake::new()?,
         });
-        let rank = mesh.rank;
+        let (rank, others) = (mesh.rank, mesh.hosts.len() - 1);
         let serving = Serving::new(mesh, rows, (silence, patience), desk.clone());
         let thread = Builder::new().name("penstock-peers".to_owned()).spawn(move || serving.run());
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
-        Ok(Peers { rank, desk, thread: Mutex::new(Some(thread)) })
+        Ok(Peers { rank, others, desk, thread: Mutex::new(Some(thread)) })
     }
 
     /// What other ranks read for this one, as a source. `parcels`: the parcel of each ticket.
@@ -96,6 +100,19 @@ impl Peers {
         }
         drop(state);
         self.desk.orders.notify();
+    }
+
+    /// Tells the others how long a step of the trial (0 or 1) took this rank.
+    pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
+        lock(&self.desk.state).took = Some((step, nanoseconds));
+        self.desk.orders.notify();
+    }
+
+    /// The longest time that a step took one of the other ranks, when all of them have said so. The source of what they read
+    /// wakes its driver then.
+    pub(crate) fn took(&self, step: u8) -> Option<u64> {
+        let (said, longest) = *lock(&self.desk.state).others_took.get(usize::from(step))?;
+        (said == self.others).then_some(longest)
     }
 
     /// Waits until all ranks have everything. Every wait ends, because ranks that fail, die or stop are noticed.
@@ -309,12 +326,18 @@ impl Serving {
         let mut state = lock(&desk.state);
         let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
         let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
+        let took = state.took.take();
         let over = match &state.over {
             Some(Over::Complete) => Some(Over::Complete),
             Some(Over::Failed(culprit, text)) => Some(Over::Failed(*culprit, text.clone())),
             None => None,
         };
         drop(state);
+        if let Some((step, nanoseconds)) = took {
+            let mut said = vec![step];
+            said.extend(nanoseconds.to_le_bytes());
+            self.say_all(TOOK, &said);
+        }
         for (parcel, mut read) in reads {
             let places = match std::mem::replace(&mut read.into, Destination::OnArrival) {
                 Destination::OnArrival => None,
@@ -448,18 +471,31 @@ impl Serving {
                 Err(e) => break Some(e.to_string()),
             }
         };
-        let (mut failed, mut garbled) = (None, false);
+        let (mut failed, mut garbled, mut took) = (None, false, Vec::new());
         while let Some((kind, text)) = word(&mut peer.heard) {
             match kind {
                 ALIVE => {}
                 COMPLETE => peer.complete = true,
                 FAILED => failed = Some(text),
+                TOOK => match <[u8; 9]>::try_from(text) {
+                    Ok([step @ 0..2, nanoseconds @ ..]) => took.push((step, u64::from_le_bytes(nanoseconds))),
+                    _ => garbled = true,
+                },
                 _ => garbled = true,
             }
         }
         let gone = gone.or_else(|| garbled.then(|| "it says something that no rank says".to_owned()));
         peer.gone = gone.is_some();
         let (rank, host) = (peer.rank, peer.host.clone());
+        if !took.is_empty() {
+            let mut state = lock(&self.desk.state);
+            for (step, nanoseconds) in took {
+                let (said, longest) = &mut state.others_took[usize::from(step)];
+                (*said, *longest) = (*said + 1, nanoseconds.max(*longest));
+            }
+            drop(state);
+            self.desk.reads.notify();
+        }
         let parted = self.said_complete && self.peers[at].complete;
         match (failed, gone) {
             (Some(text), _) => {

@@ -14,4 +14,5 @@ pub mod strides;
 mod survey;
 pub mod want;
 
+pub use planned::is_resident;
 pub(crate) use planned::Planned;

@@ -5,18 +5,20 @@ use super::layout::{Layout, Target};
 use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
-use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
+use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule, Sections};
 use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{InCommon, Landing, Piece, Route};
+use crate::format::Checkpoint;
 use crate::machine;
-use crate::options::{Io, Options, HUGE_PAGE, LEAST_EXTENT, PAGE};
-use crate::stats::Report;
+use crate::options::{Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE};
+use crate::stats::{Report, Unwanted};
 use crate::store::{FsKind, Storage};
 use crate::way::{Cold, Routing, Way};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// What is to be read, where to, and how it travels.
 pub(crate) struct Planned {
@@ -29,6 +31,8 @@ pub(crate) struct Planned {
     pub(crate) uses_disk: bool,
     /// What is known before the load.
     pub(crate) report: Report,
+    /// What is read in vain if the ranks of the load find that they exchange nothing; `None` where they do not find out.
+    pub(crate) unexchanged: Option<Unwanted>,
 }
 
 impl Planned {
@@ -120,15 +124,14 @@ impl Planned {
             Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
             None => Schedule::new(checkpoint, &layout, &traits, &limits),
         };
-        for e in schedule.extents.iter().filter(|e| !matches!(e.shared, Some(InCommon::Received(_)))) {
-            // A direct read covers whole sectors. The part past the end of the file never arrives.
-            let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
-            report.slack_bytes += e.slack.saturating_sub(past_end);
-            let gap = e.len.saturating_sub(e.wanted + e.slack);
-            report.gap_bytes += gap;
-            if gap > 0 {
-                let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
-                gaps_of_tensors(pieces, wants, &mut report.gaps);
+        let mut unexchanged = None;
+        match schedule.sections {
+            None => report.unwanted = unwanted(&schedule, 0..schedule.extents.len(), wants, files),
+            Some(Sections { together, exchanged, .. }) => {
+                let tried = unwanted(&schedule, 0..together, wants, files);
+                unexchanged =
+                    Some(tried.clone().and(unwanted(&schedule, exchanged..schedule.extents.len(), wants, files)));
+                report.unwanted = tried.and(unwanted(&schedule, together..exchanged, wants, files));
             }
         }
         let slab = slab.unwrap_or(options.extent);
@@ -137,8 +140,36 @@ impl Planned {
             schedule.extents.iter().filter(|e| e.shared.is_some() && e.landing == Landing::Slab).map(|e| e.len);
         let slab = slab.max(longest.max().unwrap_or(0).next_multiple_of(HUGE_PAGE));
         let slab = if ranks.is_some() { slab.max(2 * PARCEL) } else { slab };
-        Ok(Planned { layout, schedule, routing, slab, uses_disk, report })
+        Ok(Planned { layout, schedule, routing, slab, uses_disk, report, unexchanged })
     }
+}
+
+/// Whether this machine's page cache holds everything from the first to the last wanted byte of each file. Asks the file
+/// systems.
+///
+/// # Errors
+/// Those of [`Layout::new`], and what the file systems say.
+pub fn is_resident(checkpoint: &Checkpoint, wants: &[Want]) -> Result<bool> {
+    let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
+    let survey = Survey::new(checkpoint, wants, &layout, &checkpoint.storage()?)?;
+    Ok(survey.files.iter().flatten().all(|s| s.facts.kind != FsKind::Remote && s.missing() == 0))
+}
+
+/// What these extents read that nobody wants.
+fn unwanted(schedule: &Schedule, which: Range<usize>, wants: &[Want], files: &Storage) -> Unwanted {
+    let mut found = Unwanted::default();
+    for e in schedule.extents[which].iter().filter(|e| !matches!(e.shared, Some(InCommon::Received(_)))) {
+        // A direct read covers whole sectors. The part past the end of the file never arrives.
+        let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
+        found.slack += e.slack.saturating_sub(past_end);
+        let gap = e.len.saturating_sub(e.wanted + e.slack);
+        found.gap += gap;
+        if gap > 0 {
+            let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+            gaps_of_tensors(pieces, wants, &mut found.of_tensors);
+        }
+    }
+    found
 }
 
 /// For each file, the longest hole that is read, not skipped, where the storage was asked what a read costs: for cold bytes

@@ -7,7 +7,7 @@
 //! mapped and read: its mapped bytes are populated separately.
 
 use super::layout::{BlockKind, Layout};
-use super::shares::{Parcel, Shares};
+use super::shares::{BothWays, Parcel, Shares};
 use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
@@ -78,6 +78,21 @@ pub struct Schedule {
     /// so that one read can land in several of them: all of a mapped file, and in private memory those whose distance is
     /// within the gap that is read.
     pub stretches: Vec<u32>,
+    /// Set if the load finds out what several ranks of it exchange.
+    pub(crate) sections: Option<Sections>,
+}
+
+/// The extents of a load that finds out whether to exchange what several ranks want ([`BothWays`](super::shares::BothWays)):
+/// what is tried alone, what is tried together, then the rest of the load twice, with exchange and without. One of the two
+/// is left out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Sections {
+    /// One past the last extent of what is tried alone.
+    pub(crate) alone: usize,
+    /// One past the last one of what is tried together.
+    pub(crate) together: usize,
+    /// One past the last one of the rest with exchange.
+    pub(crate) exchanged: usize,
 }
 
 /// What several ranks want of a checkpoint, and which of them plans.
@@ -169,8 +184,7 @@ impl Schedule {
         ranks: Option<&OneOfRanks<'_>>,
     ) -> Schedule {
         let count = layout.runs.len();
-        let by_file = layout.by_file();
-        let in_file_order = layout.order == by_file;
+        let in_file_order = layout.order == layout.by_file();
         let mut plan = Making {
             layout,
             schedule: Schedule {
@@ -186,39 +200,27 @@ impl Schedule {
             carry: Vec::new(),
             scratch: Vec::new(),
             ranks,
+            alone: Alone::All,
             made: 0,
             into_memory: limits.scatter.is_some(),
         };
-        let (mut mapped, mut read) = (Vec::new(), Vec::new());
-        for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
-            let file = layout.files[wants[0] as usize];
-            mapped.clear();
-            read.clear();
-            for &want in wants.iter().filter(|&&w| layout.runs[w as usize].len > 0) {
-                match plan.kind(want) {
-                    BlockKind::Mirror { .. } if files[file as usize].way.mapped => mapped.push(want),
-                    _ => read.push(want),
-                }
-            }
-            let traits = &files[file as usize];
-            let size = checkpoint.files()[file as usize].size;
-            let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
-            let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
-            plan.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
-            plan.file(&Rules::read(file, traits, limits, size), &read);
-        }
-        if let Some(ranks) = ranks {
-            plan.parcels(checkpoint, files, limits, ranks, true);
-        }
-        plan.schedule.sort(layout, files, in_file_order, limits);
-        if let Some(ranks) = ranks {
-            let own = std::mem::take(&mut plan.schedule.extents);
-            plan.parcels(checkpoint, files, limits, ranks, false);
-            plan.schedule.extents.extend(own);
-        }
+        let all = ranks.map_or(0, |ranks| ranks.shares.parcels().len() as u32);
+        let Some(both) = ranks.and_then(|ranks| ranks.shares.both_ways()).cloned() else {
+            plan.section(checkpoint, files, limits, (Alone::Outside(0..all), 0..all));
+            return plan.schedule;
+        };
+        let BothWays { alone, together, .. } = both;
+        let end = |plan: &Making<'_>| plan.schedule.extents.len();
+        plan.section(checkpoint, files, limits, (Alone::Inside(alone.clone()), 0..0));
+        let mut sections = Sections { alone: end(&plan), ..Sections::default() };
+        plan.section(checkpoint, files, limits, (Alone::Inside(0..0), together.clone()));
+        sections.together = end(&plan);
+        plan.section(checkpoint, files, limits, (Alone::Outside(0..all), together.end..all));
+        sections.exchanged = end(&plan);
+        plan.section(checkpoint, files, limits, (Alone::Outside(0..together.end), 0..0));
+        plan.schedule.sections = Some(sections);
         plan.schedule
     }
-
     /// Orders the extents by the first want that needs them, and interleaves storage devices.
     ///
     /// In a stream they interleave within half a window. What another device brings before its turn waits for the consumer,
@@ -589,6 +591,26 @@ fn outside(parcels: &[Parcel], atom: Atom, mut give: impl FnMut(Atom)) {
     }
 }
 
+/// The parts of an atom that lie in one of these parcels, which are in order.
+fn inside(parcels: &[Parcel], atom: Atom, mut give: impl FnMut(Atom)) {
+    let (start, end) = (atom.start, atom.end());
+    for parcel in &parcels[parcels.partition_point(|parcel| parcel.end <= start)..] {
+        if parcel.start >= end {
+            break;
+        }
+        atom.clip(parcel.start.max(start), parcel.end.min(end), &mut give);
+    }
+}
+
+/// What a rank reads for itself alone, by the numbers of parcels.
+enum Alone {
+    All,
+    /// What lies in none of these.
+    Outside(Range<u32>),
+    /// What lies in one of these.
+    Inside(Range<u32>),
+}
+
 /// A schedule that is being made.
 struct Making<'a> {
     layout: &'a Layout,
@@ -606,6 +628,8 @@ struct Making<'a> {
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     scratch: Vec<Piece>,
     ranks: Option<&'a OneOfRanks<'a>>,
+    /// What this rank reads for itself alone.
+    alone: Alone,
     /// Extents that were made.
     made: u32,
     /// Whether bytes that arrive can be written to their places: memory of the host.
@@ -627,14 +651,66 @@ impl Making<'_> {
         }
     }
 
+    /// Appends extents: for what this rank reads for itself alone, and for the parcels with these numbers.
+    fn section(
+        &mut self,
+        checkpoint: &Checkpoint,
+        files: &[FileTraits],
+        limits: &Limits,
+        (alone, exchanged): (Alone, Range<u32>),
+    ) {
+        let layout = self.layout;
+        let by_file = layout.by_file();
+        let in_file_order = layout.order == by_file;
+        let before = std::mem::take(&mut self.schedule.extents);
+        self.alone = alone;
+        let (mut mapped, mut read) = (Vec::new(), Vec::new());
+        for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
+            let file = layout.files[wants[0] as usize];
+            mapped.clear();
+            read.clear();
+            for &want in wants.iter().filter(|&&w| layout.runs[w as usize].len > 0) {
+                match self.kind(want) {
+                    BlockKind::Mirror { .. } if files[file as usize].way.mapped => mapped.push(want),
+                    _ => read.push(want),
+                }
+            }
+            let traits = &files[file as usize];
+            let size = checkpoint.files()[file as usize].size;
+            let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
+            let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
+            self.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
+            self.file(&Rules::read(file, traits, limits, size), &read);
+        }
+        if let Some(ranks) = self.ranks {
+            self.parcels(checkpoint, files, limits, ranks, exchanged.clone(), true);
+        }
+        self.schedule.sort(layout, files, in_file_order, limits);
+        let own = std::mem::replace(&mut self.schedule.extents, before);
+        if let Some(ranks) = self.ranks {
+            // What comes from others is asked for first.
+            self.parcels(checkpoint, files, limits, ranks, exchanged, false);
+        }
+        self.schedule.extents.extend(own);
+    }
+
     fn file(&mut self, rules: &Rules, wants: &[u32]) {
         let layout = self.layout;
         let atoms =
             Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
         let Some(ranks) = self.ranks else { return self.spans(rules, atoms) };
         let mut alone = Vec::new();
-        let parcels = ranks.shares.parcels_of(rules.file);
-        atoms.for_each(|atom| outside(parcels, atom, |part| alone.push(part)));
+        match &self.alone {
+            Alone::All => alone.extend(atoms),
+            Alone::Outside(numbers) => {
+                let parcels = ranks.shares.parcels_of(rules.file, numbers);
+                atoms.for_each(|atom| outside(parcels, atom, |part| alone.push(part)));
+            }
+            Alone::Inside(numbers) => {
+                let parcels = ranks.shares.parcels_of(rules.file, numbers);
+                atoms.for_each(|atom| inside(parcels, atom, |part| alone.push(part)));
+            }
+        }
         alone.sort_by_key(|atom| atom.start);
         self.spans(rules, alone.into_iter());
     }
@@ -850,17 +926,19 @@ impl Making<'_> {
         }
     }
 
-    /// The parcels that this rank reads (`own`), or those that come from others.
+    /// Of the parcels with these numbers those that this rank reads (`own`), or those that come from others.
     fn parcels(
         &mut self,
         checkpoint: &Checkpoint,
         files: &[FileTraits],
         limits: &Limits,
         ranks: &OneOfRanks<'_>,
+        numbers: Range<u32>,
         own: bool,
     ) {
         let (shares, rank) = (ranks.shares, ranks.rank);
-        for (number, parcel) in (0..).zip(shares.parcels()) {
+        for number in numbers {
+            let parcel = &shares.parcels()[number as usize];
             if (parcel.reader == rank) != own || !shares.audience(parcel).contains(&rank) {
                 continue;
             }

@@ -59,11 +59,24 @@ pub struct DensePart {
     pub dense: Range<u64>,
 }
 
+/// How ranks find out whether to exchange what several of them want: they load the first bytes of it both ways, and see
+/// which takes longer for a byte.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BothWays {
+    /// Numbers of the parcels that each rank reads for itself, as far as it wants them. They come first.
+    pub alone: Range<u32>,
+    /// Numbers of the next ones, which one rank reads for all.
+    pub together: Range<u32>,
+    /// Bytes of both.
+    pub nbytes: [u64; 2],
+}
+
 /// Who reads what. See the module's documentation.
 #[derive(Debug, Clone)]
 pub struct Shares {
     /// In order of file and offset, apart from each other.
     parcels: Vec<Parcel>,
+    both_ways: Option<BothWays>,
     audiences: Vec<Box<[u32]>>,
     patterns: Patterns,
     lists: Vec<List>,
@@ -71,6 +84,7 @@ pub struct Shares {
 }
 
 /// Bytes of a file that the same ranks want, or rows in which they want columns.
+#[derive(Clone)]
 struct Cell {
     file: u32,
     range: Range<u64>,
@@ -84,6 +98,19 @@ impl Shares {
     /// Those of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
     /// `Invalid` if a rank's list does not exist.
     pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>) -> Result<Shares> {
+        Self::divided(checkpoint, party, 0)
+    }
+
+    /// The same, with the first bytes of what several ranks want, `tried` of them at most, set apart to be loaded both ways
+    /// ([`BothWays`]). Where ranks share no more than twice that, there is nothing to find out.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
+        Self::divided(checkpoint, party, tried)
+    }
+
+    fn divided<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
         if let Some(list) = party.of_rank.iter().find(|list| **list as usize >= party.lists.len()) {
             let text = format!("a rank has list {list} of {}", party.lists.len());
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -107,9 +134,35 @@ impl Shares {
         };
         dividing.all_tensors(checkpoint)?;
         let Dividing { audiences, cells, alone, .. } = dividing;
-        let mut shares = Shares { parcels: Vec::new(), audiences, patterns, lists, of_rank: party.of_rank.to_vec() };
-        shares.cut(&cells, alone);
+        let of_rank = party.of_rank.to_vec();
+        let mut shares = Shares { parcels: Vec::new(), both_ways: None, audiences, patterns, lists, of_rank };
+        let total: u64 = cells.iter().map(|cell| cell.range.end - cell.range.start).sum();
+        if tried == 0 || total <= 2 * tried {
+            shares.cut(&cells, alone);
+            return Ok(shares);
+        }
+        // Read alone, a byte leaves the storage for each rank that wants it: both ways shall take about the same from there.
+        let weight = |cell: &Cell| shares.audiences[cell.audience as usize].len() as u64;
+        let (first, rest) = split(cells, tried / 4 * 3, weight, tried / 2);
+        let nbytes = |cells: &[Cell]| cells.iter().map(|cell| cell.range.end - cell.range.start).sum::<u64>();
+        let alone_bytes = nbytes(&first);
+        let (second, rest) = split(rest, tried - alone_bytes, |_| 1, u64::MAX);
+        let together_bytes = nbytes(&second);
+        // Everybody shall have its part in each of them.
+        let none = vec![0; alone.len()];
+        shares.cut(&first, none.clone());
+        let middle = shares.parcels.len() as u32;
+        shares.cut(&second, none);
+        let end = shares.parcels.len() as u32;
+        shares.cut(&rest, alone);
+        let nbytes = [alone_bytes, together_bytes];
+        shares.both_ways = Some(BothWays { alone: 0..middle, together: middle..end, nbytes });
         Ok(shares)
+    }
+
+    /// What is loaded both ways, if anything.
+    pub fn both_ways(&self) -> Option<&BothWays> {
+        self.both_ways.as_ref()
     }
 
     /// How many ranks there are.
@@ -122,11 +175,12 @@ impl Shares {
         &self.parcels
     }
 
-    /// Those of one file.
-    pub(crate) fn parcels_of(&self, file: u32) -> &[Parcel] {
-        let from = self.parcels.partition_point(|parcel| parcel.file < file);
-        let past = self.parcels.partition_point(|parcel| parcel.file <= file);
-        &self.parcels[from..past]
+    /// Those of them that lie in one file.
+    pub(crate) fn parcels_of(&self, file: u32, numbers: &Range<u32>) -> &[Parcel] {
+        let parcels = &self.parcels[numbers.start as usize..numbers.end as usize];
+        let from = parcels.partition_point(|parcel| parcel.file < file);
+        let past = parcels.partition_point(|parcel| parcel.file <= file);
+        &parcels[from..past]
     }
 
     /// The ranks that want bytes of a parcel, ascending.
@@ -355,6 +409,30 @@ impl Dividing<'_> {
             _ => self.cells.push(Cell { file, range, audience }),
         }
     }
+}
+
+/// Divides cells at a page: the first ones are together `bytes`, each byte counted as often as `weight` says, or `most`
+/// bytes, whichever is less.
+fn split(cells: Vec<Cell>, bytes: u64, weight: impl Fn(&Cell) -> u64, most: u64) -> (Vec<Cell>, Vec<Cell>) {
+    let (mut first, mut rest, mut left, mut room) = (Vec::new(), Vec::new(), bytes, most);
+    for cell in cells {
+        let (len, each) = (cell.range.end - cell.range.start, weight(&cell));
+        let taken = (left / each).min(room);
+        if rest.is_empty() && len <= taken {
+            left -= len * each;
+            room -= len;
+            first.push(cell);
+            continue;
+        }
+        let at = cell.range.start + if rest.is_empty() { taken } else { 0 };
+        let at = (at / PAGE * PAGE).max(cell.range.start);
+        if at > cell.range.start {
+            first.push(Cell { range: cell.range.start..at, ..cell });
+        }
+        left = 0;
+        rest.push(Cell { range: at..cell.range.end, ..cell });
+    }
+    (first, rest)
 }
 
 /// The ranges of one tensor that hold all runs of these wants, without the holes that are worth skipping; `None` if there are
