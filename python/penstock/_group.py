@@ -262,7 +262,7 @@ class Gathering:
                 )
         return [self._store.get(key) for key in keys]
 
-    def _look(self, keys: Sequence[str]) -> None:
+    def _look(self, keys: list[str]) -> None:
         """Raises the error of a rank that has come, and is not there any more. ``keys``: what ranks are waited for."""
         if self._seat is None or not self._watches:
             return

@@ -5,7 +5,6 @@
 //! for a rank asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
 //! When the ranks are connected, the thread says on each connection that this rank is alive, until the exchange does.
 
-use super::exchange::{ALIVE, WORD};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::wake::Wake;
@@ -15,6 +14,10 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
+pub(super) const WORD: usize = 5;
+/// The word of a rank that is alive: it has no text.
+pub(super) const ALIVE: u8 = 0;
 /// What a rank answers.
 const ANSWER: &[u8; 8] = b"penstock";
 /// From one question to the next, and from one word to the next. Ranks that meet at once ask nothing.
@@ -108,13 +111,13 @@ fn alive(mut connection: &TcpStream) {
 /// Asks other ranks whether they are there.
 #[derive(Debug)]
 pub(super) struct Pulses {
-    of: Vec<Asked>,
+    of: Vec<Inquiry>,
     silence: Duration,
     looked: Instant,
 }
 
 #[derive(Debug)]
-struct Asked {
+struct Inquiry {
     address: SocketAddr,
     /// When it was waited for first, or has answered last.
     heard: Option<Instant>,
@@ -127,7 +130,7 @@ impl Pulses {
     /// `addresses`: of all ranks. `silence`: one that does not answer for so long was stopped.
     pub(super) fn new(addresses: &[SocketAddr], silence: Duration) -> Pulses {
         let now = Instant::now();
-        let asked = |address: &SocketAddr| Asked { address: *address, heard: None, next: now + EVERY, answer: None };
+        let asked = |address: &SocketAddr| Inquiry { address: *address, heard: None, next: now + EVERY, answer: None };
         Pulses { of: addresses.iter().map(asked).collect(), silence, looked: now }
     }
 
