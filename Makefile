@@ -41,7 +41,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks loom asan tsan valgrind miri fuzz nfs netem msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
+.PHONY: checks ranks loom asan tsan valgrind miri fuzz nfs netem msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -50,6 +50,7 @@ help:
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
 	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make ranks   ranks that load together: killed and stopped at 50 points, starved, beside a thousand rounds of collectives (ten minutes)"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
 	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
@@ -269,6 +270,10 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 msrv:
 	rustup toolchain install $(MSRV) --profile minimal --no-self-update
 	cargo +$(MSRV) check --locked --workspace
+
+# All of what `make test` runs a sample of
+ranks: develop
+	PENSTOCK_TEST_RANKS=1 $(RUN) -m pytest --durations=10 $(wildcard tests/test_group*.py)
 
 # Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
 NFS_KERNELS ?= 6.1 6.12

@@ -163,6 +163,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Save.wait": Call(saving, 1.0),
         "Seat.__new__": Call(None, "127.0.0.1"),
         "Seat.close": Call(seat),
+        "Seat.look": Call(seat, [0]),
+        "Seat.watch": Call(seat, [("127.0.0.1", 1)], 1.0),
         "Seat.join": Call(seat, 0, [("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares.__new__": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
         "is_resident": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),

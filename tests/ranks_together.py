@@ -99,8 +99,12 @@ def names_of(order, rank):
         wait_for(f"{folder}/{name}.go")
 
     def traces():
-        threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-        found = []
+        threads, found = [], []
+        for task in os.listdir("/proc/self/task"):
+            try:
+                threads.append(open(f"/proc/self/task/{task}/comm").read().strip())
+            except OSError:
+                pass  # it has just ended
         for fd in os.listdir("/proc/self/fd"):
             try:
                 found.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -249,10 +253,11 @@ class Nursery:
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
         command = [*prefix, sys.executable, "-c", NURSERY]
-        # Otherwise torch warns, for each connection, that this network has no name server
-        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
+        # Otherwise torch warns, for each connection, that this network has no name server. And with files in the page
+        # cache ranks would have nothing to say to each other
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=quiet
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._orders, self._answers = self.process.stdin, self.process.stdout

@@ -271,6 +271,13 @@ class Seat:
     def __new__(cls, host: str) -> Seat: ...
     @property
     def port(self) -> int: ...
+    @property
+    def pulse(self) -> int:
+        """The port at which others ask whether this rank is there."""
+    def watch(self, pulses: Sequence[tuple[str, int]], silence: float) -> None:
+        """Watches the other ranks from now on. pulses: (host, pulse) of all. silence: seconds without an answer."""
+    def look(self, ranks: Sequence[int]) -> None:
+        """Raises PeerError if one of these ranks is not there any more. One that has failed is not there either."""
     def close(self) -> None:
         """Listens no more."""
     def join(

@@ -56,6 +56,8 @@ class _Entry(NamedTuple):
     host: str
     address: str
     port: int
+    #: The port at which it says that it is there.
+    pulse: int
     token: str
     checkpoint: str
     #: What tells the versions of its files apart; those of two machines differ.
@@ -166,6 +168,8 @@ class Gathering:
         self._number: int | None = None
         #: The store has failed after it was needed.
         self._deaf = False
+        #: The addresses of all ranks are known.
+        self._watches = False
 
     def __enter__(self) -> Gathering:
         return self
@@ -242,8 +246,8 @@ class Gathering:
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
-            _PROTOCOL, _host(), address, seat.port, token, f"{core.fingerprint():016x}", _identity(core), described,
-            order, wanted, options.peer_timeout, options.exchange, _rather_alone(selection, options, device),
+            _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core),
+            described, order, wanted, options.peer_timeout, options.exchange, _rather_alone(selection, options, device),
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         here = id(store.store), self._rank
@@ -263,6 +267,8 @@ class Gathering:
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
+        seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
+        self._watches = True
         if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         lists = sorted({entry.wants for entry in entries})
@@ -297,6 +303,8 @@ class Gathering:
         while not self._store.check(keys):
             self._go_on()
             time.sleep(pause)
+            if pause == _LOOK[1]:
+                self._look(keys)
             pause = min(2 * pause, _LOOK[1])
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -309,6 +317,18 @@ class Gathering:
                     rank=missing[0],
                 )
         return [self._store.get(key) for key in keys]
+
+    def _look(self, keys: list[str]) -> None:
+        """Raises the error of a rank that has come, and is not there any more. ``keys``: what ranks are waited for."""
+        if self._seat is None or not self._watches:
+            return
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        try:
+            self._seat.look(missing)
+        except PeerError:
+            self._go_on()  # it may have said why
+            if not self._store.check(keys):
+                raise
 
     def _compare_contents(
         self, core: _core.Checkpoint, entries: Sequence[_Entry], deadline: float, stall_timeout: float
@@ -443,13 +463,15 @@ def _address(store: Rendezvous) -> str:
             return socket.gethostbyname(socket.gethostname())
         except OSError:
             return "127.0.0.1"
-    try:
-        kind, _, _, _, to = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    name = host
+
+    def reached() -> str:
+        kind, _, _, _, to = socket.getaddrinfo(name, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(to)  # sends nothing
             return str(probe.getsockname()[0])
-    except OSError as error:
-        raise store.failed(f"cannot be reached: {error}") from error
+
+    return store.ask(reached, "cannot be reached")
 
 
 def _address_of(interface: str) -> str:

@@ -95,7 +95,7 @@ class _Settling(Gathering):
         token = os.urandom(16).hex() if self._rank == 0 else ""
         self.watch = Watch(address)
         entry = _Entry(
-            _PROTOCOL, _host(), address, self.watch.port, token, f"{core.fingerprint():016x}", _identity(core),
+            _PROTOCOL, _host(), address, self.watch.port, 0, token, f"{core.fingerprint():016x}", _identity(core),
             described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "",
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))

@@ -37,24 +37,25 @@ class Rendezvous:
         self.limit = limit
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(lambda: self.store.set(key, value))
+        self.ask(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda: self.store.get(key))
+        return self.ask(lambda: self.store.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: self.store.add(key, amount))
+        return self.ask(lambda: self.store.add(key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: self.store.check(keys))
+        return self.ask(lambda: self.store.check(keys))
 
     def delete(self, keys: list[str]) -> None:
         """Deletes what is there of these, if the store can."""
         delete = getattr(self.store, "delete_key", None)
         if delete is not None:
-            self._ask(lambda: [delete(key) for key in keys])
+            self.ask(lambda: [delete(key) for key in keys])
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def ask(self, question: Callable[[], T], says: str = "is gone") -> T:
+        """The answer, or the error that says what is the matter with the store."""
         try:
             # On another thread: no signal handler runs while a store waits
             return patiently(question, self.limit)
@@ -65,7 +66,7 @@ class Rendezvous:
             ) from None
         except Exception as error:
             lines = str(error).splitlines() or [type(error).__name__]
-            raise self.failed(f"is gone: {lines[0]}") from error
+            raise self.failed(f"{says}: {lines[0]}") from error
 
     def failed(self, why: str) -> PeerError:
         """The error that says what is the matter with the store."""

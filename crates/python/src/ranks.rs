@@ -36,6 +36,10 @@ fn address_of(host: &str) -> PyResult<IpAddr> {
     host.parse().map_err(|_| invalid(format!("{host:?} is no address of the internet protocol, such as \"10.0.0.7\"")))
 }
 
+fn address((host, port): &(String, u16)) -> PyResult<SocketAddr> {
+    Ok(SocketAddr::new(address_of(host)?, *port))
+}
+
 #[pymethods]
 impl Seat {
     /// Listens at this address, on a port of its own.
@@ -54,6 +58,36 @@ impl Seat {
             let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let seat = seat.as_ref().ok_or_else(|| invalid("this seat was taken"))?;
             seat.address().map(|address| address.port()).map_err(|e| raise(py, &e))
+        })
+    }
+
+    /// The port at which others ask whether this rank is there.
+    #[getter]
+    fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
+        answer(py, || {
+            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(seat.as_ref().ok_or_else(|| invalid("this seat was taken"))?.pulse().port())
+        })
+    }
+
+    /// Watches the other ranks from now on: (host, port) of what answers there. `silence`: seconds without an answer.
+    fn watch<'py>(&self, py: Python<'py>, pulses: Listed<(String, u16)>, silence: f64) -> Answer<'py, ()> {
+        answer(py, || {
+            let pulses = pulses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let mut seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let seat = seat.as_mut().ok_or_else(|| invalid("this seat was taken"))?;
+            seat.watch(&pulses, Duration::try_from_secs_f64(silence).unwrap_or_default());
+            Ok(())
+        })
+    }
+
+    /// Raises PeerError if one of these ranks is not there any more.
+    fn look(&self, py: Python<'_>, ranks: Listed<u32>) -> PyResult<()> {
+        guarded(py, || {
+            detached(py, || {
+                let mut seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+                seat.as_mut().map_or(Ok(()), |seat| seat.look(&ranks.0))
+            })
         })
     }
 
@@ -80,7 +114,6 @@ impl Seat {
         guarded(py, || {
             let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
             let seat = seat.ok_or_else(|| invalid("this seat was taken"))?;
-            let address = |(host, port): &(String, u16)| Ok(SocketAddr::new(address_of(host)?, *port));
             let addresses = addresses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
             if rank as usize >= addresses.len() {
                 return Err(invalid(format!("rank {rank} of {}", addresses.len())));

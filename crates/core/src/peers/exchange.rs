@@ -4,6 +4,7 @@ use super::calls::{later, Spans};
 use super::desk::{Desk, OnDesk, Outbound, Over, Placed};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
+use super::pulse::{ALIVE, WORD};
 use super::source::Receiving;
 use super::watch::{Heard, PeerWatch};
 use crate::device::{Copied, Device};
@@ -25,9 +26,7 @@ pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> Vec<(u64, u64)> + Send>;
 
 /// Before the bytes of a parcel: its number, four bytes of zero, and how many bytes.
 const HEADER: usize = 16;
-/// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
-const WORD: usize = 5;
-const ALIVE: u8 = 0;
+/// What a rank says besides [`ALIVE`].
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
 /// How long a step of the trial took it: one byte for the step, eight for nanoseconds.

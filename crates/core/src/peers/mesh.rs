@@ -1,5 +1,6 @@
 //! How the ranks of a load find each other: every rank listens, and connects to those before it.
 
+use super::pulse::{Pulse, Pulses};
 use crate::error::{Error, ErrorKind, Result};
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -17,10 +18,15 @@ const STRANGERS: usize = 64;
 /// Connections that the kernel keeps until they are accepted: those of all ranks may come at once.
 const BACKLOG: i32 = 4096;
 
+const CANCELLED: &str = "the load was cancelled while its ranks met";
+
 /// A rank's own address, before it knows those of the others.
 #[derive(Debug)]
 pub struct Seat {
     listener: TcpListener,
+    pulse: Pulse,
+    /// Those of the other ranks.
+    pulses: Option<Pulses>,
 }
 
 /// The connections of one rank to all others.
@@ -31,6 +37,8 @@ pub struct Mesh {
     pub(super) links: Vec<Option<Pair>>,
     /// By rank.
     pub(super) hosts: Vec<String>,
+    /// Says that this rank is alive, as long as nobody else does.
+    _pulse: Pulse,
 }
 
 /// The connections to one rank.
@@ -98,7 +106,7 @@ impl Seat {
         listener.set_nonblocking(true).map_err(failed)?;
         // SAFETY: a plain system call on our own socket. It makes the queue longer.
         unsafe { libc::listen(listener.as_raw_fd(), BACKLOG) };
-        Ok(Seat { listener })
+        Ok(Seat { listener, pulse: Pulse::start(at)?, pulses: None })
     }
 
     /// The address at which it listens.
@@ -109,13 +117,33 @@ impl Seat {
         self.listener.local_addr().map_err(|e| Error::io("ask for the address of a socket", &e))
     }
 
+    /// The address at which others ask whether this rank is there.
+    pub fn pulse(&self) -> SocketAddr {
+        self.pulse.address()
+    }
+
+    /// Watches the other ranks from now on: `pulses` are those of all. One that does not answer for `silence` was stopped.
+    pub fn watch(&mut self, pulses: &[SocketAddr], silence: Duration) {
+        self.pulses = Some(Pulses::new(pulses, silence));
+    }
+
+    /// Whether these ranks, which this one waits for, are there. To be asked every 50 ms or so; asks nobody unless ranks are
+    /// watched.
+    ///
+    /// # Errors
+    /// `Peer`: one of them is gone, or was stopped. One that has failed is gone too.
+    pub fn look(&mut self, ranks: &[u32]) -> Result<()> {
+        self.pulses.as_mut().map_or(Ok(()), |pulses| pulses.look(ranks))
+    }
+
     /// Connects to all others: `addresses` are those of all ranks, and `token` names this load. Ranks of another load are
     /// turned away. `go_on` is asked every 50 ms.
     ///
     /// # Errors
-    /// `Peer` if a rank did not come within `patience`: it names the first. `Cancelled` if `go_on` says no.
+    /// `Peer` if a rank did not come within `patience`, or is not there any more: it names the first. `Cancelled` if `go_on`
+    /// says no.
     pub fn join(
-        self,
+        mut self,
         rank: u32,
         addresses: &[SocketAddr],
         token: [u8; 16],
@@ -139,9 +167,16 @@ impl Seat {
         let missing = |found: &[Meeting]| {
             (0..).zip(found).find(|(peer, f)| *peer != rank && (f.data.is_none() || f.control.is_none())).map(|f| f.0)
         };
+        // A rank that is not there may have met everybody before: what it has said then is heard first.
+        let mut lost: Option<(u32, Error)> = None;
         while let Some(first) = missing(&found) {
             if !go_on() {
-                return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled while its ranks met"));
+                return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
+            }
+            if let Some((peer, error)) = lost.take() {
+                if found[peer as usize].data.is_none() || found[peer as usize].control.is_none() {
+                    return Err(error);
+                }
             }
             if Instant::now() >= until {
                 let all = (0..).zip(&found).filter(|(peer, f)| *peer != rank && f.data.is_none()).map(|f| f.0);
@@ -151,6 +186,10 @@ impl Seat {
                 return Err(Error::new(ErrorKind::Peer, text).of_peer(first, hosts[first as usize].clone()));
             }
             wait(&self.listener, &silent);
+            let awaited =
+                (0..).zip(&found).filter(|(peer, f)| *peer != rank && (f.data.is_none() || f.control.is_none()));
+            let awaited: Vec<u32> = awaited.map(|(peer, _)| peer).collect();
+            lost = self.look(&awaited).err().and_then(|error| Some((error.peer()?.0, error)));
             while let Ok((stream, _)) = self.listener.accept() {
                 if ready(&stream).is_ok() {
                     let since = Instant::now();
@@ -184,6 +223,9 @@ impl Seat {
                     // Whoever comes may be anybody. Whom we have called must be a rank of this load.
                     Said::Stranger(why) => {
                         if let Some((peer, _)) = silent.swap_remove(at).expected {
+                            if !go_on() {
+                                return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
+                            }
                             let text = format!("rank {peer} did not join this load: {why}");
                             return Err(Error::new(ErrorKind::Peer, text).of_peer(peer, hosts[peer as usize].clone()));
                         }
@@ -191,8 +233,10 @@ impl Seat {
                 }
             }
         }
-        let links = found.into_iter().map(|f| Some(Pair { data: f.data?, control: f.control? })).collect();
-        Ok(Mesh { rank, links, hosts })
+        let links: Vec<Option<Pair>> =
+            found.into_iter().map(|f| Some(Pair { data: f.data?, control: f.control? })).collect();
+        self.pulse.speak(links.iter().flatten().map(|link| &link.control))?;
+        Ok(Mesh { rank, links, hosts, _pulse: self.pulse })
     }
 }
 
@@ -224,7 +268,7 @@ fn gone(peer: u32, hosts: &[String], why: &std::io::Error) -> Error {
 fn connect(peer: u32, address: SocketAddr, until: Instant, go_on: &mut impl FnMut() -> bool) -> Result<TcpStream> {
     loop {
         if !go_on() {
-            return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled while its ranks met"));
+            return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
         }
         let left = until.saturating_duration_since(Instant::now());
         let why = match TcpStream::connect_timeout(&address, left.clamp(LOOK, Duration::from_secs(1))) {
@@ -233,6 +277,10 @@ fn connect(peer: u32, address: SocketAddr, until: Instant, go_on: &mut impl FnMu
         };
         let may_pass = matches!(why.kind(), Why::TimedOut | Why::HostUnreachable | Why::NetworkUnreachable);
         if left.is_zero() || !may_pass {
+            // It may have said why.
+            if !go_on() {
+                return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
+            }
             let text = format!("rank {peer} does not answer at {address}: {why}");
             return Err(Error::new(ErrorKind::Peer, text).of_peer(peer, address.ip().to_string()));
         }

@@ -12,6 +12,7 @@ mod desk;
 mod device;
 mod exchange;
 mod mesh;
+mod pulse;
 mod source;
 pub(crate) mod watch;
 

@@ -265,7 +265,7 @@ struct Dividing<'a> {
     patterns: &'a Patterns,
     lists: &'a [List],
     /// How tensors are divided that are wanted in the same way.
-    known: HashMap<Box<[WantedBy]>, Box<[Given]>>,
+    known: HashMap<Box<[WantedBy]>, Box<[Portion]>>,
     audiences: Vec<Box<[u32]>>,
     /// Of each audience.
     numbers: HashMap<Box<[u32]>, u32>,
@@ -282,7 +282,7 @@ type WantedBy = (u32, u32);
 
 /// What becomes of a part of a tensor.
 #[derive(Clone)]
-enum Given {
+enum Portion {
     /// A rank wants so many bytes, which nobody else wants.
     Alone(u32, u64),
     /// An audience wants a range, which is counted from the first byte of the tensor.
@@ -334,12 +334,12 @@ impl Dividing<'_> {
     }
 
     /// Divides a tensor.
-    fn tensor(&mut self, checkpoint: &Checkpoint, tensor: u32, wanted: &[WantedBy]) -> Result<Vec<Given>> {
+    fn tensor(&mut self, checkpoint: &Checkpoint, tensor: u32, wanted: &[WantedBy]) -> Result<Vec<Portion>> {
         let (lists, patterns) = (self.lists, self.patterns);
         let first = &lists[wanted[0].0 as usize].ranks;
         let of = |wanted: &WantedBy| patterns.runs(wanted.1);
         if first.len() == 1 && wanted.iter().all(|w| w.0 == wanted[0].0) {
-            return Ok(vec![Given::Alone(first[0], wanted.iter().map(|w| of(w).nbytes()).sum())]);
+            return Ok(vec![Portion::Alone(first[0], wanted.iter().map(|w| of(w).nbytes()).sum())]);
         }
         let too_many = || {
             let info = checkpoint.tensor(tensor);
@@ -388,13 +388,13 @@ impl Dividing<'_> {
     }
 
     /// These lists have wants in a range.
-    fn given(&mut self, range: Range<u64>, lists: &[u32]) -> Given {
+    fn given(&mut self, range: Range<u64>, lists: &[u32]) -> Portion {
         let mut ranks: Vec<u32> =
             lists.iter().flat_map(|&list| self.lists[list as usize].ranks.iter().copied()).collect();
         ranks.sort_unstable();
         ranks.dedup();
         if let [rank] = ranks[..] {
-            return Given::Alone(rank, range.end - range.start);
+            return Portion::Alone(rank, range.end - range.start);
         }
         let audience = match self.numbers.get(&ranks[..]) {
             Some(number) => *number,
@@ -405,18 +405,18 @@ impl Dividing<'_> {
                 number
             }
         };
-        Given::Together(audience, range)
+        Portion::Together(audience, range)
     }
 
     /// Gives a part of a tensor.
-    fn give(&mut self, file: u32, tensor: u32, given: Given) {
+    fn give(&mut self, file: u32, tensor: u32, given: Portion) {
         let (audience, range) = match given {
-            Given::Alone(rank, nbytes) => {
+            Portion::Alone(rank, nbytes) => {
                 self.alone[rank as usize] += nbytes;
                 self.apart = self.cells.len();
                 return;
             }
-            Given::Together(audience, Range { start, end }) => {
+            Portion::Together(audience, Range { start, end }) => {
                 let begin = self.patterns.begin(tensor);
                 (audience, begin + start..begin + end)
             }

@@ -1,0 +1,249 @@
+//! Whether a rank is there while ranks meet. Before they are connected, a rank that plans is as silent as one that was
+//! stopped.
+//!
+//! A rank that has told the others its address has a [`Pulse`]: a thread that answers whoever connects to it. Whoever waits
+//! for a rank asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
+//! When the ranks are connected, the thread says on each connection that this rank is alive, until the exchange does.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{lock, Builder, JoinHandle, Mutex};
+use crate::wake::Wake;
+use std::io::{ErrorKind as Why, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
+pub(super) const WORD: usize = 5;
+/// The word of a rank that is alive: it has no text.
+pub(super) const ALIVE: u8 = 0;
+/// What a rank answers.
+const ANSWER: &[u8; 8] = b"penstock";
+/// From one question to the next, and from one word to the next. Ranks that meet at once ask nothing.
+const EVERY: Duration = Duration::from_millis(250);
+/// How long a connection may take. Kernels answer, not processes.
+const CONNECTED: Duration = Duration::from_millis(100);
+/// Ranks that are asked at the same time: of those that a rank waits for, the first.
+const ASKED: usize = 8;
+
+/// A rank that answers.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    address: SocketAddr,
+    beating: Arc<Beating>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Beating {
+    over: Wake,
+    /// Connections on which to say that this rank is alive.
+    said_on: Mutex<Vec<TcpStream>>,
+}
+
+impl Pulse {
+    /// Answers at a port of its own.
+    pub(super) fn start(at: IpAddr) -> Result<Pulse> {
+        let failed = |e: std::io::Error| Error::io(&format!("listen at {at}"), &e);
+        let listener = TcpListener::bind((at, 0)).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let beating = Arc::new(Beating { over: Wake::new()?, said_on: Mutex::new(Vec::new()) });
+        let its = beating.clone();
+        let thread = Builder::new().name("penstock-pulse".to_owned()).spawn(move || its.run(&listener));
+        let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
+        Ok(Pulse { address, beating, thread: Some(thread) })
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Says from now on that this rank is alive, on these connections. The exchange, which is to come, says it there too.
+    pub(super) fn speak<'a>(&self, connections: impl Iterator<Item = &'a TcpStream>) -> Result<()> {
+        let connections = connections.map(TcpStream::try_clone).collect::<std::io::Result<Vec<TcpStream>>>();
+        let connections = connections.map_err(|e| Error::io("keep a connection", &e))?;
+        connections.iter().for_each(alive);
+        *lock(&self.beating.said_on) = connections;
+        Ok(())
+    }
+}
+
+impl Drop for Pulse {
+    fn drop(&mut self) {
+        self.beating.over.notify();
+        if let Some(thread) = self.thread.take() {
+            let _nobody_was_told = thread.join();
+        }
+    }
+}
+
+impl Beating {
+    fn run(&self, listener: &TcpListener) {
+        loop {
+            let fds = [self.over.fd(), listener.as_raw_fd()];
+            let mut polled = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+            // SAFETY: two entries, as the count says.
+            unsafe { libc::poll(polled.as_mut_ptr(), 2, EVERY.as_millis() as i32) };
+            if polled[0].revents != 0 {
+                return;
+            }
+            if let Ok((mut stream, _)) = listener.accept() {
+                // It always fits into an empty buffer of the kernel. Whoever asks may be gone by now.
+                let _sent = stream.set_nonblocking(true).and_then(|()| stream.write_all(ANSWER));
+            } else if polled[1].revents != 0 {
+                // No descriptors are left, or the like: it passes
+                std::thread::sleep(EVERY / 5);
+            }
+            lock(&self.said_on).iter().for_each(alive);
+        }
+    }
+}
+
+/// A few bytes each time: they fit, or others wait there to be read.
+fn alive(mut connection: &TcpStream) {
+    let mut word = [0; WORD];
+    word[0] = ALIVE;
+    let _it_may_be_gone = connection.write(&word);
+}
+
+/// Asks other ranks whether they are there.
+#[derive(Debug)]
+pub(super) struct Pulses {
+    of: Vec<Inquiry>,
+    silence: Duration,
+    looked: Instant,
+}
+
+#[derive(Debug)]
+struct Inquiry {
+    address: SocketAddr,
+    /// When it was waited for first, or has answered last.
+    heard: Option<Instant>,
+    next: Instant,
+    /// Where its answer comes, and how much of it came.
+    answer: Option<(TcpStream, usize)>,
+}
+
+impl Pulses {
+    /// `addresses`: of all ranks. `silence`: one that does not answer for so long was stopped.
+    pub(super) fn new(addresses: &[SocketAddr], silence: Duration) -> Pulses {
+        let now = Instant::now();
+        let asked = |address: &SocketAddr| Inquiry { address: *address, heard: None, next: now + EVERY, answer: None };
+        Pulses { of: addresses.iter().map(asked).collect(), silence, looked: now }
+    }
+
+    /// Asks those of these ranks whose turn it is, and hears answers.
+    ///
+    /// # Errors
+    /// `Peer`: one of them is gone, or was stopped. A rank that has failed, or has met all others, is gone too: whoever asks
+    /// looks first whether that is so.
+    pub(super) fn look(&mut self, ranks: &[u32]) -> Result<()> {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.looked) > self.silence / 2 {
+            // This process itself was stopped, and has heard nobody
+            self.of.iter_mut().filter(|asked| asked.heard.is_some()).for_each(|asked| asked.heard = Some(now));
+        }
+        for &rank in ranks.iter().take(ASKED) {
+            let Some(asked) = self.of.get_mut(rank as usize) else { continue };
+            let host = asked.address.ip().to_string();
+            let failed = |why: String| {
+                let text = format!("rank {rank} ({host}) {why}");
+                Err(Error::new(ErrorKind::Peer, text).of_peer(rank, host.clone()))
+            };
+            if asked.answer.is_none() && now >= asked.next {
+                asked.next = now + EVERY;
+                match TcpStream::connect_timeout(&asked.address, CONNECTED) {
+                    Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
+                    Err(e) if e.kind() == Why::ConnectionRefused => {
+                        return failed("is gone: its process has ended".into())
+                    }
+                    // It may pass. If not, that is silence.
+                    _ => {}
+                }
+            }
+            let heard = *asked.heard.get_or_insert(now);
+            if let Some((stream, have)) = &mut asked.answer {
+                let mut rest = [0; ANSWER.len()];
+                match stream.read(&mut rest[*have..]) {
+                    Ok(more) => {
+                        *have += more;
+                        if *have == ANSWER.len() {
+                            asked.heard = Some(now);
+                        }
+                        if more == 0 || *have == ANSWER.len() {
+                            asked.answer = None;
+                        }
+                    }
+                    Err(e) if matches!(e.kind(), Why::WouldBlock | Why::Interrupted) => {}
+                    Err(_) => asked.answer = None,
+                }
+            }
+            let silent = now.saturating_duration_since(heard);
+            if silent >= self.silence && asked.heard == Some(heard) {
+                return failed(format!(
+                    "has said nothing for {:.1} s: its process was stopped, or its host or network is down",
+                    silent.as_secs_f64()
+                ));
+            }
+        }
+        self.looked = Instant::now();
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    const SILENCE: Duration = Duration::from_millis(600);
+
+    /// Looks until it fails, at most for two silences and a half.
+    fn watched(addresses: &[SocketAddr], ranks: &[u32]) -> Option<Error> {
+        let mut pulses = Pulses::new(addresses, SILENCE);
+        let begun = Instant::now();
+        while begun.elapsed() < SILENCE * 5 / 2 {
+            if let Err(e) = pulses.look(ranks) {
+                return Some(e);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        None
+    }
+
+    #[test]
+    fn a_rank_that_answers_is_there_and_one_whose_process_has_ended_is_not() {
+        let pulses = [Pulse::start(HERE).unwrap(), Pulse::start(HERE).unwrap()];
+        let addresses = pulses.each_ref().map(Pulse::address);
+        assert!(watched(&addresses, &[0, 1]).is_none());
+        let [first, second] = pulses;
+        drop(second);
+        let error = watched(&addresses, &[0, 1]).unwrap();
+        assert_eq!(error.peer().map(|peer| peer.0), Some(1), "{error}");
+        assert!(watched(&addresses, &[0]).is_none());
+        drop(first);
+    }
+
+    #[test]
+    fn a_rank_that_does_not_answer_was_stopped() {
+        // The kernel connects, as for a process that was stopped
+        let stopped = TcpListener::bind((HERE, 0)).unwrap();
+        let error = watched(&[stopped.local_addr().unwrap()], &[0]).unwrap();
+        assert!(error.to_string().contains("has said nothing"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_says_on_its_connections_that_it_is_alive() {
+        let pulse = Pulse::start(HERE).unwrap();
+        let listener = TcpListener::bind((HERE, 0)).unwrap();
+        let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut there, _) = listener.accept().unwrap();
+        pulse.speak([&here].into_iter()).unwrap();
+        let mut words = [1; 3 * WORD];
+        there.read_exact(&mut words).unwrap();
+        assert_eq!(words, [0; 3 * WORD]);
+    }
+}
