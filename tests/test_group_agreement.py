@@ -1,4 +1,7 @@
-"""What ranks say to each other before a byte moves, and how long that takes: 371,474 tensors, eight ranks."""
+"""What ranks say to each other before a byte moves, and how long that takes: 371,474 tensors.
+
+Three ranks; with `PENSTOCK_TEST_RANKS=1` (`make ranks`) eight.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from ranks_together import Ranks
 
 WHOLE = os.environ.get("PENSTOCK_TEST_RANKS") == "1"
+SIZE = 8 if WHOLE else 3
 
 PROGRAM = """
 import re
@@ -80,12 +84,12 @@ except Agreed:
 
 #: It takes each rank a second or two to say what it wants of so many.
 @pytest.mark.parametrize("layout", ["tp", "ep"] if WHOLE else ["tp"])
-def test_eight_ranks_agree_on_371_474_tensors_within_a_second_and_2_mb(
+def test_ranks_agree_on_371_474_tensors_within_a_second_and_2_mb(
     together: Callable[..., Ranks], many: Path, layout: str
 ) -> None:
     """A second where each rank has a core. The bytes are those of all ranks."""
     assert len(penstock.open(many)) == 371_474
-    with together(PROGRAM, 8, many, layout=layout) as ranks:
+    with together(PROGRAM, SIZE, many, layout=layout) as ranks:
         ranks.held("ready")
         ranks.release("ready")
         said: list[dict[str, Any]] = ranks.all()
@@ -94,6 +98,6 @@ def test_eight_ranks_agree_on_371_474_tensors_within_a_second_and_2_mb(
         f"{layout}: {seconds:.2f} s, {[round(one['cpu'], 2) for one in said]} CPU s, {sum(o['bytes'] for o in said)} B"
     )
     assert sum(one["bytes"] for one in said) <= 2_000_000
-    assert sorted(one["cpu"] for one in said)[4] <= 0.5, "what a rank computes, where it is not disturbed"
+    assert sorted(one["cpu"] for one in said)[SIZE // 2] <= 0.5, "what a rank computes, where it is not disturbed"
     cores = len(os.sched_getaffinity(0))
-    assert seconds <= 1.0 * max(1.0, 8 / cores) * ordeal.load_factor()
+    assert seconds <= 1.0 * max(1.0, SIZE / cores) * ordeal.load_factor()

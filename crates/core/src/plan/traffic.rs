@@ -56,7 +56,7 @@ pub struct PlannedTraffic {
 }
 
 /// What one audience gets: the bytes of each list, from each reader.
-struct Group {
+struct Alike {
     /// (list, one of its ranks).
     lists: Vec<(u32, u32)>,
     /// By reader: bytes of each list.
@@ -84,7 +84,7 @@ impl PlannedTraffic {
             let of_list = (0..).zip(party.of_rank).filter(|(_, list)| **list == number).map(|(rank, _)| rank);
             let of_list: Vec<u32> = of_list.collect();
             let Some(&first) = of_list.first() else { continue };
-            let reading = Reading::new(checkpoint, wants)?;
+            let reading = Counting::new(checkpoint, wants)?;
             let alone = reading.bytes(&reading.alone());
             let wanted = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes())).sum::<Result<u64>>()?;
             for &rank in &of_list {
@@ -99,7 +99,7 @@ impl PlannedTraffic {
             }
         }
         let mut nodes_found = vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)];
-        let mut groups: BTreeMap<u32, Group> = BTreeMap::new();
+        let mut groups: BTreeMap<u32, Alike> = BTreeMap::new();
         for parcel in shares.parcels() {
             let size = checkpoint.files()[parcel.file as usize].size;
             let reader = &mut ranks[parcel.reader as usize];
@@ -113,7 +113,7 @@ impl PlannedTraffic {
                         lists.push((party.of_rank[rank as usize], rank));
                     }
                 }
-                Group { lists, of_reader: BTreeMap::new() }
+                Alike { lists, of_reader: BTreeMap::new() }
             });
             let of_lists = group.of_reader.entry(parcel.reader).or_insert_with(|| vec![0; group.lists.len()]);
             for (sum, (_, rank)) in of_lists.iter_mut().zip(&group.lists) {
@@ -132,7 +132,7 @@ impl PlannedTraffic {
     }
 }
 
-impl Group {
+impl Alike {
     /// Adds what its audience sends and receives.
     fn exchange(&self, audience: &[u32], of_rank: &[u32], nodes: &[u32], ranks: &mut [OfRank], found: &mut [OfNode]) {
         let number = |rank: u32| self.lists.iter().position(|(list, _)| *list == of_rank[rank as usize]).unwrap_or(0);
@@ -171,15 +171,15 @@ impl Group {
 }
 
 /// The reads of one list of wants, past the page cache.
-struct Reading<'a> {
+struct Counting<'a> {
     checkpoint: &'a Checkpoint,
     layout: Layout,
     files: Vec<FileTraits>,
     limits: Limits,
 }
 
-impl<'a> Reading<'a> {
-    fn new(checkpoint: &'a Checkpoint, wants: &[Want]) -> Result<Reading<'a>> {
+impl<'a> Counting<'a> {
+    fn new(checkpoint: &'a Checkpoint, wants: &[Want]) -> Result<Counting<'a>> {
         let options = Options::default();
         let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
         let way = Way { cold: Route::Direct, ..Way::default() };
@@ -193,7 +193,7 @@ impl<'a> Reading<'a> {
             window: None,
         };
         Schedule::check(checkpoint, wants, &layout, &files, &limits)?;
-        Ok(Reading { checkpoint, layout, files, limits })
+        Ok(Counting { checkpoint, layout, files, limits })
     }
 
     fn alone(&self) -> Vec<Extent> {
