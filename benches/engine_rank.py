@@ -45,6 +45,8 @@ class Order:
     """Whether fastsafetensors is told to use the CPU. vLLM names a GPU to it."""
     poisoned: bool
     """Whether the parameters hold other bytes before the load, and are memory in use. vLLM gives them fresh memory."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """More of it."""
 
 
 def main(order: Order, pipe: Connection) -> None:
@@ -59,6 +61,7 @@ def main(order: Order, pipe: Connection) -> None:
 
 
 def _load(order: Order, pipe: Connection) -> None:
+    os.environ.update(order.environment)
     arguments = {"model": str(order.folder), "tensor_parallel_size": order.size, "use_tqdm_on_load": False}
     config = configured({**arguments, **order.arguments}, order.load_format)
     joined(config, order.size, order.rank, order.meeting)
@@ -74,12 +77,13 @@ def _load(order: Order, pipe: Connection) -> None:
     if group is not None:
         group.write_text(str(os.getpid()))
     torch.distributed.barrier()
-    disk, processor, begun = _from_disk(), _processor(), time.perf_counter()
+    before, processor, begun = _read(), _processor(), time.perf_counter()
     load(loader, model, config)
     own = time.perf_counter() - begun
-    processor, disk = _processor() - processor, _from_disk() - disk
+    processor, after = _processor() - processor, _read()
     torch.distributed.barrier()
-    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor, "disk": disk}
+    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor}
+    found |= {name: after[key] - before[key] for name, key in (("disk", "read_bytes"), ("calls", "rchar"))}
     found["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
     found["reports"] = [_told(report) for report in getattr(loader, "reports", [])]
     pipe.send(found)
@@ -112,6 +116,7 @@ def _told(report: penstock.Report) -> dict[str, Any]:
         "gap_bytes",
         "slack_bytes",
         "routes",
+        "exchange",
         "cache",
         "cache_reason",
         "fallbacks",
@@ -119,10 +124,10 @@ def _told(report: penstock.Report) -> dict[str, Any]:
     return {key: report[key] for key in keys if key in report}
 
 
-def _from_disk() -> int:
-    """Bytes that the disk has given to this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
+def _read() -> dict[str, int]:
+    """Bytes that this process has read: of the disk, and by calls of `read` and its like (not by io_uring or maps)."""
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {key: int(value) for key, value in lines}
 
 
 def _processor() -> float:

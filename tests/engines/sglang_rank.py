@@ -242,8 +242,15 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
         "left": left(mine),
         "reports": reports(),
         "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "ranks": [exchanged(one) for one in _sglang_loader.last_reports],
         "path": config.model_path,
     }
+
+
+def exchanged(report: dict[str, Any]) -> dict[str, Any]:
+    """What a load read for all ranks, and what it got of the others."""
+    read = sum(way["bytes"] for way in report["routes"].values())
+    return {"read": read, "slack_bytes": report["slack_bytes"], "exchange": report["exchange"]}
 
 
 def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], temporary: str) -> Any:
