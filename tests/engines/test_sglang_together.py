@@ -17,10 +17,10 @@ RANKS = 2
 def together(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All models, past the page cache, which would hide what is read twice."""
     extra = [{"exchange": "on", "cache": "bypass", "gap": 0}] * RANKS
-    tasks = [
-        {"name": name, "do": "elsewhere", "with": dict.fromkeys(("folder", "weights"), str(places[name])) | {"extra": extra}}
-        for name in MODELS
-    ]
+    tasks = []
+    for name in MODELS:
+        folders = dict.fromkeys(("folder", "weights"), str(places[name]))
+        tasks.append({"name": name, "do": "elsewhere", "with": {**folders, "extra": extra}})
     return Run(RANKS, tasks, tmp_path_factory.mktemp("together"))
 
 

@@ -57,15 +57,15 @@ class Group:
 
 
 @contextmanager
-def group(folder: Path, ranks: int, do: str, **given: Any) -> Iterator[Group]:
-    folder.mkdir()
-    spec = folder / "specification.json"
-    spec.write_text(json.dumps({"folder": str(folder), "ranks": ranks, "do": do, "with": given}))
-    with (folder / "log").open("wb") as log:
+def group(place: Path, ranks: int, do: str, **given: Any) -> Iterator[Group]:
+    place.mkdir()
+    spec = place / "specification.json"
+    spec.write_text(json.dumps({"folder": str(place), "ranks": ranks, "do": do, "with": given}))
+    with (place / "log").open("wb") as log:
         command = [sys.executable, str(HERE / "vllm_group.py"), str(spec)]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        yield Group(folder, ranks, process)
+        yield Group(place, ranks, process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_an_adapter_on_a_model_that_ranks_have_loaded_together(
     exchanged(found)
     for one in found:
         assert one["different"] == []
-        assert one["of adapter"] >= one["not zero"] > 0
+        assert one["of adapter"] >= one["not zero"] == 4 * 3 * 2  # two matrices of three modules of four layers
 
 
 @pytest.mark.parametrize("which", [0, 2])

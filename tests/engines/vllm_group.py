@@ -3,8 +3,8 @@
     python vllm_group.py SPECIFICATION.json
 
 The specification has a folder, the number of ranks, and what they do: the name of a function here, with what it takes.
-In the folder each rank leaves `pid.RANK`, what it says (`said.RANK`), its error (`error.RANK`), and when its process has
-ended, the status (`ended.RANK`).
+In the folder each rank leaves `pid.RANK`, what it says (`said.RANK`), its error (`error.RANK`), and the status when its
+process has ended (`ended.RANK`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-import penstock.integrations._vllm_loader  # noqa: F401 - once, before the forks
+import penstock.integrations._vllm_loader
 import pytest
 import stubs
 import torch
@@ -29,7 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm_model import addresses, configured, created, current, digests, joined, left_deferred, load, poison
+from vllm_model import addresses, as_bytes, configured, created, current, digests, joined, left_deferred, load, poison
 
 PATIENCE = 120
 
@@ -100,7 +100,7 @@ def adapters(rank: Rank, folder: str, adapter: str, options: dict[str, Any]) -> 
         "different": sorted(
             name
             for name in theirs.keys() | mine.keys()
-            if name not in theirs or name not in mine or not torch.equal(theirs[name], mine[name])
+            if name not in theirs or name not in mine or not torch.equal(as_bytes(theirs[name]), as_bytes(mine[name]))
         ),
     }
 
