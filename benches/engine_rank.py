@@ -77,13 +77,12 @@ def _load(order: Order, pipe: Connection) -> None:
     if group is not None:
         group.write_text(str(os.getpid()))
     torch.distributed.barrier()
-    before, processor, begun = _read(), _processor(), time.perf_counter()
+    disk, processor, begun = _from_disk(), _processor(), time.perf_counter()
     load(loader, model, config)
     own = time.perf_counter() - begun
-    processor, after = _processor() - processor, _read()
+    processor, disk = _processor() - processor, _from_disk() - disk
     torch.distributed.barrier()
-    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor}
-    found |= {name: after[key] - before[key] for name, key in (("disk", "read_bytes"), ("calls", "rchar"))}
+    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor, "disk": disk}
     found["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
     found["reports"] = [_told(report) for report in getattr(loader, "reports", [])]
     pipe.send(found)
@@ -124,10 +123,10 @@ def _told(report: penstock.Report) -> dict[str, Any]:
     return {key: report[key] for key in keys if key in report}
 
 
-def _read() -> dict[str, int]:
-    """Bytes that this process has read: of the disk, and by calls of `read` and its like (not by io_uring or maps)."""
-    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {key: int(value) for key, value in lines}
+def _from_disk() -> int:
+    """Bytes that the disk has given to this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
 
 
 def _processor() -> float:

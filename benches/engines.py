@@ -91,13 +91,15 @@ CONTESTANTS = {
     "runai_streamer": Contestant("runai_streamer"),
     "penstock keep": _options("penstock", cache="keep"),
     "penstock bypass": _options("penstock", cache="bypass"),
-    "penstock exchange": _options("penstock", exchange="on"),
-    "penstock exchange bypass": _options("penstock", exchange="on", cache="bypass"),
+    "penstock bypass, exchange off": _options("penstock", exchange="off", cache="bypass"),
+    "penstock bypass, exchange on": _options("penstock", exchange="on", cache="bypass"),
     "safetensors prefetch": Contestant("safetensors", {"safetensors_load_strategy": "prefetch"}, extra=True),
     "safetensors multithread": _options("safetensors", enable_multithread_load=True),
-    "runai_streamer direct": _options("runai_streamer", _PAST_THE_CACHE),
+    "runai_streamer past the cache": _options("runai_streamer", _PAST_THE_CACHE),
     "runai_streamer distributed": _options("runai_streamer", _TOGETHER, distributed=True),
-    "runai_streamer distributed direct": _options("runai_streamer", {**_TOGETHER, **_PAST_THE_CACHE}, distributed=True),
+    "runai_streamer distributed, past the cache": _options(
+        "runai_streamer", {**_TOGETHER, **_PAST_THE_CACHE}, distributed=True
+    ),
 }
 
 #: How a ceiling is measured, and in which state of the page cache.
@@ -194,7 +196,6 @@ class Bench:
             "own": [rank["own"] for rank in ranks],
             "cpu": sum(rank["cpu"] for rank in ranks),
             "disk": sum(rank["disk"] for rank in ranks),
-            "calls": sum(rank["calls"] for rank in ranks),
             "reports": [report for rank in ranks for report in rank["reports"]],
             "parameters": sum(rank["parameters"] for rank in ranks),
             "wrong": sum(
@@ -323,8 +324,7 @@ def show(document: dict[str, Any]) -> None:
             print(f"- **{contestant} has loaded other parameters than {RIGHT}**: {often}")
         for state, turns in of["turns"].items():
             print(
-                f"\n| {name}, {state} | seconds | beside Penstock | processor s | disk GB | calls GB | memory GB |\n|"
-                + "---|" * 7
+                f"\n| {name}, {state} | seconds | beside Penstock | processor s | disk GB | memory GB |\n|" + "---|" * 6
             )
             for contestant, loads in turns.items():
                 print(f"| {' | '.join(cells(contestant, loads, turns.get(OURS, []), of['checks']))} |")
@@ -341,10 +341,9 @@ def cells(name: str, loads: list[Turn], ours: list[Turn], checks: dict[str, Turn
         low, high = interval(ratios)
         told.append(f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
     if name in CEILINGS:
-        return [*told, "", "", "", ""]
+        return [*told, "", "", ""]
     told.append(f"{statistics.median(load['cpu'] for load in loads):.2f}")
-    for counted in ("disk", "calls"):
-        told.append(f"{statistics.median(load[counted] for load in loads) / 1e9:.2f}")
+    told.append(f"{statistics.median(load['disk'] for load in loads) / 1e9:.2f}")
     return [*told, f"{checks[name]['peak'] / 1e9:.2f}"]
 
 
