@@ -19,7 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -506,6 +506,10 @@ def main() -> None:
             except BaseException:
                 found = {"error": traceback.format_exc()}
             out.write_text(json.dumps(found))
+            # The first rank has the rendezvous store, which others may still read: an engine does not end after a load
+            with suppress(Exception):
+                if torch.distributed.is_initialized() and "error" not in found:
+                    torch.distributed.barrier()
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         if not out.exists():
