@@ -162,6 +162,24 @@ mod tests {
     }
 
     #[test]
+    fn a_request_takes_what_is_no_further_than_the_gap() {
+        let taken = |gap: u64| {
+            let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+            let mut waiting = ReadQueue::default();
+            for (number, start) in (0..).zip([0, 10, 30]) {
+                let object = Some((100, Version::Strong("\"e\"".into())));
+                let expected = Expected { object, range: start..start + 10 };
+                let places = Some(BodyPlaces::one(std::ptr::null_mut(), 10));
+                waiting.add(RangeRead::new(Ticket(number), Route::Buffered, site.clone(), expected, places));
+            }
+            let request = RangeRequest::take(&mut waiting, 0, 1000, gap).unwrap();
+            (request.reads.len(), request.asked)
+        };
+        assert_eq!((taken(0), taken(9)), ((2, 0..20), (2, 0..20)));
+        assert_eq!(taken(10), (3, 0..40));
+    }
+
+    #[test]
     fn one_receive_fills_the_places_of_several_reads() {
         let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
         let memory = [0u8; 100];
