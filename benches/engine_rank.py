@@ -45,6 +45,8 @@ class Order:
     """Whether fastsafetensors is told to use the CPU. vLLM names a GPU to it."""
     poisoned: bool
     """Whether the parameters hold other bytes before the load, and are memory in use. vLLM gives them fresh memory."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """More of it."""
 
 
 def main(order: Order, pipe: Connection) -> None:
@@ -59,6 +61,7 @@ def main(order: Order, pipe: Connection) -> None:
 
 
 def _load(order: Order, pipe: Connection) -> None:
+    os.environ.update(order.environment)
     arguments = {"model": str(order.folder), "tensor_parallel_size": order.size, "use_tqdm_on_load": False}
     config = configured({**arguments, **order.arguments}, order.load_format)
     joined(config, order.size, order.rank, order.meeting)
@@ -112,6 +115,7 @@ def _told(report: penstock.Report) -> dict[str, Any]:
         "gap_bytes",
         "slack_bytes",
         "routes",
+        "exchange",
         "cache",
         "cache_reason",
         "fallbacks",

@@ -70,10 +70,17 @@ class Contestant:
     """Whether fastsafetensors is told to use the CPU."""
     extra: bool = False
     """Whether it takes part only if it is named, or with --extras."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What the ranks find in it."""
 
 
-def _options(load_format: str, **options: Any) -> Contestant:
-    return Contestant(load_format, {"model_loader_extra_config": options}, extra=True)
+def _options(load_format: str, environment: dict[str, str] | None = None, **options: Any) -> Contestant:
+    return Contestant(load_format, {"model_loader_extra_config": options}, extra=True, environment=environment or {})
+
+
+#: Run:ai's ranks read for each other over gloo only if they are told to; else each reads everything.
+_TOGETHER = {"RUNAI_STREAMER_DIST": "1"}
+_PAST_THE_CACHE = {"RUNAI_STREAMER_FS_STRATEGY": "io_uring_direct", "RUNAI_STREAMER_FS_QUEUE_DEPTH": "8"}
 
 
 CONTESTANTS = {
@@ -84,9 +91,15 @@ CONTESTANTS = {
     "runai_streamer": Contestant("runai_streamer"),
     "penstock keep": _options("penstock", cache="keep"),
     "penstock bypass": _options("penstock", cache="bypass"),
+    "penstock bypass, exchange off": _options("penstock", exchange="off", cache="bypass"),
+    "penstock bypass, exchange on": _options("penstock", exchange="on", cache="bypass"),
     "safetensors prefetch": Contestant("safetensors", {"safetensors_load_strategy": "prefetch"}, extra=True),
     "safetensors multithread": _options("safetensors", enable_multithread_load=True),
-    "runai_streamer distributed": _options("runai_streamer", distributed=True),
+    "runai_streamer past the cache": _options("runai_streamer", _PAST_THE_CACHE),
+    "runai_streamer distributed": _options("runai_streamer", _TOGETHER, distributed=True),
+    "runai_streamer distributed, past the cache": _options(
+        "runai_streamer", {**_TOGETHER, **_PAST_THE_CACHE}, distributed=True
+    ),
 }
 
 #: How a ceiling is measured, and in which state of the page cache.
@@ -158,6 +171,7 @@ class Bench:
                     contestant.arguments,
                     contestant.on_cpu,
                     first,
+                    contestant.environment,
                 )
                 process = self._context.Process(target=main, args=(order, theirs))
                 process.start()

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -242,8 +242,15 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
         "left": left(mine),
         "reports": reports(),
         "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "ranks": [exchanged(one) for one in _sglang_loader.last_reports],
         "path": config.model_path,
     }
+
+
+def exchanged(report: dict[str, Any]) -> dict[str, Any]:
+    """What a load read for all ranks, and what it got of the others."""
+    read = sum(way["bytes"] for way in report["routes"].values())
+    return {"read": read, "slack_bytes": report["slack_bytes"], "exchange": report["exchange"]}
 
 
 def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], temporary: str) -> Any:
@@ -499,6 +506,10 @@ def main() -> None:
             except BaseException:
                 found = {"error": traceback.format_exc()}
             out.write_text(json.dumps(found))
+            # The first rank has the rendezvous store, which others may still read: an engine does not end after a load
+            with suppress(Exception):
+                if torch.distributed.is_initialized() and "error" not in found:
+                    torch.distributed.barrier()
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         if not out.exists():

@@ -84,6 +84,8 @@ pub struct Routing {
     pub requests: usize,
     /// Reads of `depth` that io_uring does through the page cache, at most.
     pub buffered_depth: usize,
+    /// Bytes between two reads that one request to a server brings too, at most. None: what such a store finds best.
+    pub gap: Option<u64>,
 }
 
 impl Routing {
@@ -99,6 +101,7 @@ impl Default for Routing {
     fn default() -> Self {
         let (ways, reason) = (Vec::new(), String::new());
         let (depth, requests, buffered_depth) = (64, 64, 8);
-        Routing { ways, cold: Cold::Bypass, reason, here: false, threads: 12, depth, requests, buffered_depth }
+        let (cold, here, threads, gap) = (Cold::Bypass, false, 12, None);
+        Routing { ways, cold, reason, here, threads, depth, requests, buffered_depth, gap }
     }
 }

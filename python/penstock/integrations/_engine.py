@@ -142,6 +142,9 @@ class Loads:
         except UnsupportedError as error:
             return self.fall_back(str(error), chosen, otherwise)
         self.recorders.append(recorder)
+        # With several places, ranks could differ in whose tensors they touch first
+        for one in self.recorders:
+            one.expect(self.group if len(self.recorders) == 1 else None)
         return self._marked(recorder)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,7 +167,7 @@ class Loads:
             with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
                 yield
         except BaseException as error:
-            if self.group is not None and not self._met:
+            if self.group is not None and not self._met and not any(one.joined for one in self.recorders):
                 # The others wait for this rank, or will
                 with suppress(BaseException), Gathering(self.group):
                     raise error

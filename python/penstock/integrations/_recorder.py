@@ -234,8 +234,20 @@ class Recorder:
             if info.nbytes <= _SMALL and info.dtype != "F4" and (keep is None or keep(info.name))
         }
         self._written: list[str] = []
+        self._group: Any = None
+        self._given = False
+        #: Whether the load of all ranks has been made, or tried.
+        self.joined = False
 
     # What the loader gets
+
+    def expect(self, group: Any) -> None:
+        """Has the load of all ranks made before `run`, if the loader has got all tensors and then touches one.
+
+        Every rank makes one such load of each recorder; what else has to be read each reads alone. None: not before
+        `run`.
+        """
+        self._group = group
 
     def check(self) -> None:
         """Raises MissingDtypeError if torch has no dtype for a tensor, UnsupportedError if no shape. Reads nothing."""
@@ -269,6 +281,7 @@ class Recorder:
             if twin is None:
                 twin = twins[shape, dtype] = torch.empty(shape, dtype=dtype, device="meta")
             yield prefix + info.name, Deferred(Root(self, number, shape, dtype), twin, self._device)
+        self._given = True
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
@@ -342,7 +355,8 @@ class Recorder:
         with self._lock:
             met = self._outstanding.meeting(storage, begin, end)
             if any(_share_bytes(copy.destination.into, tensor) for copy in met):
-                self._load()
+                # Some models change their parameters at the end of their own loader, on all ranks
+                self._load(self._group if self._given else None)
 
     def count(self, operation: str, nbytes: int) -> None:
         """Counts an operation that got a real tensor; see `Recording`."""
@@ -352,8 +366,10 @@ class Recorder:
 
     def _load(self, group: Any = None) -> None:
         """Makes all copies that are outstanding, in one load: with a group in one of all its ranks, and always."""
+        group = None if self.joined else group
         copies = self._outstanding.take()
         if copies or group is not None:
+            self.joined = self.joined or group is not None
             with phase("reading"), _disable_current_modes():
                 destinations = [copy.destination for copy in copies]
                 try:

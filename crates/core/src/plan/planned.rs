@@ -63,7 +63,10 @@ impl Planned {
         }
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
-        let routing = routing::route(&survey, into, options, &machine);
+        let mut routing = routing::route(&survey, into, options, &machine);
+        // What lies between the reads of a rank are others' bytes: nobody shall bring them too.
+        let settled = ranks.is_some_and(|ranks| ranks.shares.both_ways().is_none());
+        routing.gap = settled.then(|| options.least_gap());
         if options.io == Io::Mapped {
             if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.mapped) {
                 return Err(Error::new(
@@ -103,7 +106,7 @@ impl Planned {
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
             slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
             let least = options.least_gap();
-            let declared = surveyed.facts.gap.or(measured);
+            let declared = surveyed.facts.gap.filter(|_| !settled).or(measured);
             let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
             report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
             FileTraits {

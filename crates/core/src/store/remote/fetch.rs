@@ -37,15 +37,15 @@ pub(super) enum NextBytes {
 }
 
 impl RangeRequest {
-    /// Read number `first` of those that wait, with its neighbours up to `most` bytes.
-    pub(super) fn take(waiting: &mut ReadQueue, first: usize, most: u64) -> Option<RangeRequest> {
+    /// Read number `first` of those that wait, with its neighbours up to `most` bytes, with at most `gap` between two.
+    pub(super) fn take(waiting: &mut ReadQueue, first: usize, most: u64, gap: u64) -> Option<RangeRequest> {
         let read = waiting.take(first)?;
         let asked = read.missing();
         let mut fetch = RangeRequest { at: asked.start, asked, reads: VecDeque::from([read]), pinned: false };
         let mut at = first;
         while at < first + LOOKED_AT && fetch.asked.end - fetch.asked.start < most {
             let Some(next) = waiting.get(at) else { break };
-            if fetch.takes(next, most) {
+            if fetch.takes(next, most, gap) {
                 fetch.asked.end = next.missing().end;
                 fetch.reads.extend(waiting.take(at));
             } else {
@@ -56,10 +56,10 @@ impl RangeRequest {
     }
 
     /// Whether the body can bring this read too.
-    fn takes(&self, next: &RangeRead, most: u64) -> bool {
+    fn takes(&self, next: &RangeRead, most: u64, gap: u64) -> bool {
         let Some(last) = self.reads.back() else { return false };
         let Range { start, end } = next.missing();
-        let near = start >= self.asked.end && start - self.asked.end <= GAP && end - self.asked.start <= most;
+        let near = start >= self.asked.end && start - self.asked.end <= gap && end - self.asked.start <= most;
         // A read that holds a slab, or gets one, never comes behind one that waits for one: all slabs could be held so.
         let no_wait = !next.arrived || self.reads.iter().all(RangeRead::has_place);
         near && no_wait && next.object().is_some() && Arc::ptr_eq(&next.site, &last.site)
@@ -158,7 +158,25 @@ mod tests {
             read.arrived = *arrived;
             waiting.add(read);
         }
-        RangeRequest::take(&mut waiting, 0, 1000).unwrap().reads.len()
+        RangeRequest::take(&mut waiting, 0, 1000, GAP).unwrap().reads.len()
+    }
+
+    #[test]
+    fn a_request_takes_what_is_no_further_than_the_gap() {
+        let taken = |gap: u64| {
+            let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+            let mut waiting = ReadQueue::default();
+            for (number, start) in (0..).zip([0, 10, 30]) {
+                let object = Some((100, Version::Strong("\"e\"".into())));
+                let expected = Expected { object, range: start..start + 10 };
+                let places = Some(BodyPlaces::one(std::ptr::null_mut(), 10));
+                waiting.add(RangeRead::new(Ticket(number), Route::Buffered, site.clone(), expected, places));
+            }
+            let request = RangeRequest::take(&mut waiting, 0, 1000, gap).unwrap();
+            (request.reads.len(), request.asked)
+        };
+        assert_eq!((taken(0), taken(9)), ((2, 0..20), (2, 0..20)));
+        assert_eq!(taken(10), (3, 0..40));
     }
 
     #[test]

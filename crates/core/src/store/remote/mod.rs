@@ -284,8 +284,7 @@ impl Objects for WebObjects {
     }
 
     fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
-        let depth = routing.depth.max(routing.requests);
         let (common, objects, counts) = (self.common.clone(), self.objects.clone(), self.counts.clone());
-        Ok(Box::new(WebSource::new(common, objects, counts, depth)?))
+        Ok(Box::new(WebSource::new(common, objects, counts, routing)?))
     }
 }

@@ -3,7 +3,7 @@
 use super::address::{Address, Server};
 use super::answer::Verdict;
 use super::counts::Counts;
-use super::fetch::RangeRequest;
+use super::fetch::{RangeRequest, GAP};
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
 use super::names::Names;
@@ -89,6 +89,8 @@ pub(super) struct Net<W: Wires> {
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
+    /// Bytes between two reads of one request, at most.
+    pub(super) gap: u64,
     /// Requests that were sent here.
     pub(super) asked: u64,
     /// Requests that were moved because their connection was slow or silent.
@@ -116,6 +118,7 @@ impl<W: Wires> Net<W> {
             rate_limit,
             look_at: now,
             counts,
+            gap: GAP,
             asked: 0,
             stragglers: 0,
             last: now,
@@ -274,7 +277,7 @@ impl<W: Wires> Net<W> {
                 continue;
             };
             let share = self.share();
-            if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share) {
+            if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share, self.gap) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
                 self.asked += 1;

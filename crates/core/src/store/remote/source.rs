@@ -14,6 +14,7 @@ use crate::source::{Destination, Done, Progress, Read, Source};
 use crate::store::version::Version;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::wake::Wake;
+use crate::way::Routing;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::mem;
@@ -39,6 +40,8 @@ pub(super) struct WebSource {
     last: (usize, (u32, u64), u64),
     /// Bytes of neighbouring reads that go to one lane: those of a request.
     row: u64,
+    /// Bytes between two neighbours, at most.
+    gap: u64,
     /// Notified when a lane has news.
     to_owner: Arc<Wake>,
     /// Reads whose arrival was reported, and which have no place yet.
@@ -83,9 +86,10 @@ enum ToNet {
 unsafe impl Send for ToNet {}
 
 impl NetLane {
-    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>) -> Result<NetLane> {
+    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
         let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
+        net.gap = gap;
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
@@ -102,11 +106,12 @@ impl WebSource {
         common: Arc<Common>,
         objects: Arc<Vec<Option<Remote>>>,
         counts: Arc<Counts>,
-        depth: usize,
+        routing: &Routing,
     ) -> Result<WebSource> {
+        let (depth, gap) = (routing.depth.max(routing.requests), routing.gap.unwrap_or(GAP).min(GAP));
         let to_owner = Arc::new(Wake::new()?);
         let (lanes, each) = common.divided();
-        let lane = |_| NetLane::new(each.clone(), counts.clone(), to_owner.clone());
+        let lane = |_| NetLane::new(each.clone(), counts.clone(), to_owner.clone(), gap);
         // Those that run already end if one cannot start.
         let mut source = WebSource {
             lanes: Vec::new(),
@@ -115,6 +120,7 @@ impl WebSource {
             in_flight: HashMap::new(),
             last: (0, (0, 0), 0),
             row: common.settings.request_bytes,
+            gap,
             to_owner: to_owner.clone(),
             arrived: HashSet::new(),
             given_up: HashSet::new(),
@@ -129,7 +135,7 @@ impl WebSource {
     fn lane_for(&mut self, read: &Read) -> usize {
         let (lane, end, row) = self.last;
         let start = (read.file, read.offset);
-        let near = start.0 == end.0 && start.1 >= end.1 && start.1 - end.1 <= GAP;
+        let near = start.0 == end.0 && start.1 >= end.1 && start.1 - end.1 <= self.gap;
         let (lane, row) = match near && row + read.len <= self.row {
             true => (lane, row + read.len),
             false => {

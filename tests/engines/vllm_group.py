@@ -1,0 +1,176 @@
+"""Ranks of vLLM that load together and then do something else: each is a fork of one process that has imported vLLM.
+
+    python vllm_group.py SPECIFICATION.json
+
+The specification has a folder, the number of ranks, and what they do: the name of a function here, with what it takes.
+In the folder each rank leaves `pid.RANK`, what it says (`said.RANK`), its error (`error.RANK`), and the status when its
+process has ended (`ended.RANK`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock
+import penstock.integrations._vllm_loader
+import pytest
+import stubs
+import torch
+import vllm.model_executor.models.llama
+import vllm.model_executor.models.qwen3_moe  # noqa: F401
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm_model import addresses, as_bytes, configured, created, current, digests, joined, left_deferred, load, poison
+
+PATIENCE = 120
+
+
+class Rank:
+    """What a function here is given."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+
+    def write(self, name: str, text: str) -> None:
+        written = self.folder / f"{name}.{self.rank}.new"
+        written.write_text(text)
+        written.rename(self.folder / f"{name}.{self.rank}")
+
+    def join(self, args: dict[str, Any], load_format: str, **options: Any) -> Any:
+        """vLLM's configuration. The first one makes its groups."""
+        args = {"tensor_parallel_size": self.ranks, "model_loader_extra_config": options, **args}
+        config = configured(args, load_format)
+        if not torch.distributed.is_initialized():
+            joined(config, self.ranks, self.rank, self.folder / "meeting")
+        return config
+
+
+def _served(config: Any) -> tuple[Any, torch.nn.Module]:
+    """The loader, and a model that is loaded and processed as for serving."""
+    loader = get_model_loader(config.load_config)
+    with current(config):
+        return loader, loader.load_model(config, config.model_config)
+
+
+def reloads(rank: Rank, folders: list[str], options: dict[str, Any], times: int) -> Any:
+    """A load with the others, then reloads of one checkpoint and another in turn, each from memory that is poisoned."""
+    expected = [digests(_served(rank.join({"model": folder}, "safetensors"))[1]) for folder in folders]
+    config = rank.join({"model": folders[0]}, "penstock", **options)
+    loader, model = _served(config)
+    (report,) = loader.reports
+    found = {"differ": expected[0] != expected[1], "exchange": report["exchange"], "fallbacks": report["fallbacks"]}
+    found["first"], where = _different(expected[0], model), addresses(model)
+    found |= {"reloads": [], "moved": []}
+    for number in range(1, times + 1):
+        poison(model)
+        with current(config):
+            reload_weights(config, model, None, folders[number % 2], True)
+        found["reloads"].append(_different(expected[number % 2], model))
+        found["moved"] += [name for name, at in addresses(model).items() if where[name] != at]
+    return found
+
+
+def _different(expected: dict[str, str], model: torch.nn.Module) -> list[str]:
+    found = digests(model)
+    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+
+
+def adapters(rank: Rank, folder: str, adapter: str, options: dict[str, Any]) -> Any:
+    """vLLM's own manager of adapters, for a model of its own loader and for one that the ranks have loaded together."""
+    more = {"model": folder, "enable_lora": True, "max_lora_rank": 8}
+    theirs, _ = _with_adapter(rank.join(more, "safetensors"), adapter)
+    with penstock.patch():
+        mine, loader = _with_adapter(rank.join(more, "penstock", **options), adapter)
+    (report,) = loader.reports
+    return {
+        "exchange": report["exchange"],
+        "fallbacks": report["fallbacks"],
+        "tensors": len(mine),
+        "of adapter": sum("lora" in name and "stacked" in name for name in mine),
+        "not zero": sum("stacked" in name and bool(one.any()) for name, one in mine.items()),
+        "different": sorted(
+            name
+            for name in theirs.keys() | mine.keys()
+            if name not in theirs or name not in mine or not torch.equal(as_bytes(theirs[name]), as_bytes(mine[name]))
+        ),
+    }
+
+
+def _with_adapter(config: Any, adapter: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """All parameters of a model, and the matrices of its adapter as this rank has them."""
+    loader, model = _served(config)
+    manager = WorkerLoRAManager(config, torch.device("cpu"), getattr(model, "embedding_modules", {}))
+    with current(config):
+        model = manager.create_lora_manager(model, config)
+        request = LoRARequest("one", 1, adapter)
+        assert manager.add_adapter(request)
+        manager._adapter_manager.activate_adapter(1)
+    found = {name: one.detach().clone() for name, one in model.named_parameters()}
+    for name, module in model.named_modules():
+        for kind in ("lora_a_stacked", "lora_b_stacked"):
+            for number, one in enumerate(getattr(module, kind, ())):
+                found[f"{name}.{kind}.{number}"] = one.clone()
+    return found, loader
+
+
+def loads(rank: Rank, folder: str, options: dict[str, Any]) -> Any:
+    """One load, which begins when the test says so. When and with what it fails is said."""
+    config = rank.join({"model": folder}, "penstock", **options)
+    loader, model = created(config)
+    rank.write("ready", "")
+    limit = time.monotonic() + PATIENCE
+    while not (rank.folder / "go").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    try:
+        load(loader, model, config)
+    except penstock.PeerError as error:
+        rank.write("failed", json.dumps({"when": time.time(), "rank": error.rank, "text": str(error)}))
+        raise
+    return {"left": left_deferred(model)}
+
+
+def _main(spec: dict[str, Any], number: int) -> int:
+    rank = Rank(Path(spec["folder"]), number, spec["ranks"])
+    rank.write("pid", str(os.getpid()))
+    try:
+        does: Callable[..., Any] = globals()[spec["do"]]
+        rank.write("said", json.dumps(does(rank, **spec["with"])))
+    except BaseException:
+        rank.write("error", traceback.format_exc())
+        return 1
+    return 0
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    stubs.process_weights(pytest.MonkeyPatch())
+    ranks = {}
+    for number in range(spec["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = _main(spec, number)
+            finally:
+                os._exit(status)
+        ranks[pid] = number
+    while ranks:
+        pid, status = os.wait()
+        number = ranks.pop(pid)
+        at = Path(spec["folder"], f"ended.{number}.new")
+        at.write_text(json.dumps({"when": time.time(), "status": os.waitstatus_to_exitcode(status)}))
+        at.rename(at.with_suffix(""))
+
+
+if __name__ == "__main__":
+    main()
