@@ -327,6 +327,24 @@ def test_ranks_that_find_everything_in_the_page_cache_load_alone(run, model):
             assert "page cache" in said["auto"]["reason"] and said["into"] == said["auto"]
 
 
+def test_a_rank_that_hosts_the_store_may_end_when_its_load_has(run, model):
+    """Others may not have read what it says when it knows that each loads alone."""
+    program = """
+    if rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store.set("port", str(own.port))
+    else:
+        own = dist.TCPStore("127.0.0.1", int(store.get("port")), None, False)
+    for _ in range(3):
+        checkpoint = penstock.open(path)
+        said["tensors"] = len(checkpoint.load(group=(own, rank, size), options={"exchange": "auto"}))
+    said["choice"] = checkpoint.last_report.exchange["choice"]
+    """
+    model.read_bytes()
+    with run(program, 4, model) as ranks:
+        assert [ranks.said(rank)["choice"] for rank in range(4)] == ["off"] * 4
+
+
 @pytest.mark.parametrize("wants", ["whole", "sharded"])
 def test_ranks_try_both_ways_and_decide_alike(run, large, wants):
     """Past the page cache, so that it does not matter what that holds."""

@@ -28,7 +28,7 @@ from ._selection import Selection
 #: What ranks of different versions must not do together.
 _PROTOCOL = 2
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
-_LOOK = (0.001, 0.05)
+_LOOK = (0.001, 0.02)
 #: Names that an error lists.
 _SHOWN = 8
 
@@ -264,6 +264,7 @@ class Gathering:
         _compare(entries)
         unreachable = _unreachable(entries)
         if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
+            self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
@@ -285,6 +286,18 @@ class Gathering:
         _LEFT.pop(here, None)
         silence = max(entry.silence for entry in entries)
         return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
+
+    def _part(self, deadline: float) -> None:
+        """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
+        pause = _LOOK[0]
+        try:
+            if self._store.add(self._prefix + "read", 1) == self._size:
+                self._store.set(self._prefix + "parted", "")
+            while not self._store.check([self._prefix + "parted"]) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK[1])
+        except PeerError:  # nobody needs the store any more
+            return
 
     def _apart(self, options: Options, reason: str) -> Agreement:
         """Each rank loads alone."""
@@ -354,6 +367,8 @@ class Gathering:
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
         keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples")]
+        if self._rank == 0:
+            keys += [prefix + what for what in ("read", "parted")]
         try:
             self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
         except PenstockError:  # not every store can
