@@ -179,6 +179,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Save": saving,
         "CacheFill": filling,
         "Seat": seat,
+        "Mesh": lambda: seat().join(0, [("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares": lambda: _core.Shares(checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
     }
     for name in found() - set(table):  # those without arguments

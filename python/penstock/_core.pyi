@@ -299,6 +299,9 @@ class Seat:
 class Mesh:
     """The connections of a rank to all others. A load takes them."""
 
+    def close(self) -> None:
+        """Closes them, if no load has taken them."""
+
 @final
 class Shares:
     """Who reads what of a checkpoint that several ranks load together.

@@ -150,7 +150,7 @@ class Cut:
                 if int(found[1]) * ep // count == ep_rank:
                     wants[info.name] = None
             elif ep > 1 and _fused(info.name) is not None:
-                wants[info.name] = _part(info, 0, ep_rank, ep)
+                wants[info.name] = _part(info, 0 if info.shape else None, ep_rank, ep)
             else:
                 wants[info.name] = _part(info, dimension(info), tp_rank, tp)
         return wants

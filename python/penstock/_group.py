@@ -6,6 +6,7 @@ ranks needs none of the others, and nothing that the program sends through its g
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from . import _core
 from ._core import Options
@@ -33,12 +35,13 @@ _LOOK = (0.001, 0.02)
 _SHOWN = 8
 
 
-#: By ranks: the store of the default group, and the part of it that a mesh of several dimensions uses.
-_MESHES: dict[str, tuple[Any, Any]] = {}
+#: By the store of the default group, then by ranks: the part of it that a mesh of several dimensions uses.
+_MESHES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
-#: By store and rank: what a load that failed has left there, until a next one comes (prefix, what was wanted). The
-#: store is kept with it: another one must not be taken for it because it lies where that one lay.
-_LEFT: dict[tuple[int, int], tuple[Store, str, str | None]] = {}
+#: By store, then by rank: what loads have left there, until a next one comes (prefix, what was wanted).
+_LEFT: WeakKeyDictionary[Store, dict[int, list[tuple[str, str | None]]]] = WeakKeyDictionary()
+#: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
+_KEPT = 8
 
 
 class Member(NamedTuple):
@@ -143,12 +146,19 @@ def _member_of_mesh(mesh: Any) -> Member:
     if known is None:
         raise InvalidError("group: a DeviceMesh of several dimensions needs the default process group, which is gone")
     ranks = f"{tuple(mesh.shape)} {mesh.mesh.flatten().tolist()}"
-    base, part = _MESHES.get(ranks, (None, None))
-    if base is not known[1]:
-        base = known[1]
-        part = distributed_c10d.PrefixStore(f"penstock/mesh/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}", base)
-        _MESHES[ranks] = base, part
-    return Member(part, rank, size)
+    parts = _MESHES.setdefault(known[1], {})
+    if ranks not in parts:
+        prefix = f"penstock/mesh/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
+        parts[ranks] = distributed_c10d.PrefixStore(prefix, known[1])
+    return Member(parts[ranks], rank, size)
+
+
+def left_in(store: Store, rank: int) -> list[tuple[str, str | None]]:
+    """What loads have left in a store: (prefix, what was wanted). It may be changed."""
+    try:
+        return _LEFT.setdefault(store, {}).setdefault(rank, [])
+    except TypeError:  # no weak reference to it can be made: it would be kept for ever
+        return []
 
 
 class Gathering:
@@ -195,6 +205,8 @@ class Gathering:
         failed = [self._rank, _host(), f"cannot load: {type(error).__name__}: {error}"]
         if isinstance(error, PeerError):
             failed = [error.rank, error.host, f"(rank {self._rank} says so): {error}"]
+        if self._store.stalled:
+            return  # it would not answer now either
         try:
             if not self._store.check([self._prefix + "failed"]):
                 self._store.set(self._prefix + "failed", json.dumps(failed))
@@ -241,30 +253,36 @@ class Gathering:
         wanted = hashlib.sha256(wants).hexdigest()[:32]
         address = _address(store)
         seat = self._seat = _core.Seat(address)
-        if not store.check([self._prefix + wanted]):
+        alone = _rather_alone(selection, options, device)
+        waits = options.exchange != "off" and alone != _ON_GPU
+        if waits and not store.check([self._prefix + wanted]):
             store.set(self._prefix + wanted, wants)
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
             _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core),
-            described, order, wanted, options.peer_timeout, options.exchange, _rather_alone(selection, options, device),
+            described, order, wanted, options.peer_timeout, options.exchange, alone,
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
-        here = id(store.store), self._rank
-        left, _LEFT[here] = _LEFT.get(here), (store.store, self._prefix, wanted)
-        if options.exchange == "off" or mine.alone == _ON_GPU:
-            # It waits for nobody. Ranks that were asked for something else see it here
-            if left is not None:
-                self._forget(*left[1:])
-            return self._apart(options, _ON_GPU if mine.alone else "asked for")
+        left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
+        before = list(left)
+        left.append(this)
+        if not waits:
+            # Ranks that were asked for something else see that here
+            for one in before[: -_KEPT + 1]:
+                left.remove(one)
+                self._forget(*one)
+            return self._apart(options, alone or "asked for")
         entries = self._entries(deadline)
         self._met = True
-        if left is not None:  # all ranks have come to this load, so the last one is over
-            self._forget(*left[1:])
+        for one in before:  # all ranks have come to this load, so those are over
+            left.remove(one)
+            self._forget(*one)
         _compare(entries)
         unreachable = _unreachable(entries)
         if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
-            self._part(min(deadline, time.monotonic() + options.peer_timeout))
+            if reason != _ON_GPU:  # those do not wait
+                self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
@@ -279,13 +297,17 @@ class Gathering:
         addresses = [(entry.address, entry.port) for entry in entries]
         seconds = max(1.0, deadline - time.monotonic())
         mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
-        self._over = True
-        # Whoever is connected has read everything
-        first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
-        self._forget(self._prefix, wanted if first == self._rank else None)
-        _LEFT.pop(here, None)
-        silence = max(entry.silence for entry in entries)
-        return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
+        try:
+            self._over = True
+            # All are connected, so all have read everything
+            first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
+            self._forget(self._prefix, wanted if first == self._rank else None)
+            left.remove(this)
+            silence = max(entry.silence for entry in entries)
+            return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
+        except BaseException:
+            mesh.close()  # a traceback would keep it, and it says that this rank is alive
+            raise
 
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
@@ -307,7 +329,13 @@ class Gathering:
         return Agreement(None, options, (self._size, reason))
 
     def _entries(self, deadline: float) -> list[_Entry]:
-        return [_Entry(*json.loads(blob)) for blob in self._gathered("rank", deadline)]
+        found = [json.loads(blob) for blob in self._gathered("rank", deadline)]
+        odd = [rank for rank, fields in enumerate(found) if fields[0] != _PROTOCOL]
+        if odd:
+            ranks = ", ".join(map(str, odd[:_SHOWN]))
+            text = f"rank {ranks} has another version of penstock than rank {self._rank}; nothing was read"
+            raise PlanMismatchError(text, ranks=odd)
+        return [_Entry(*fields) for fields in found]
 
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
         """What every rank has said of something."""
@@ -397,7 +425,6 @@ def _identity(core: _core.Checkpoint) -> str:
 def _compare(entries: Sequence[_Entry]) -> None:
     """Raises PlanMismatchError if ranks mean different things: it names those that differ from most."""
     differences: list[tuple[str, Callable[[_Entry], object]]] = [
-        ("has another version of penstock", lambda e: e.protocol),
         ("has another checkpoint", lambda e: e.checkpoint),
         ("has another order", lambda e: e.order),
         ("has another exchange", lambda e: e.exchange),
@@ -419,7 +446,7 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
     """Which rank others cannot reach, and why; "" if there is none."""
     if len({entry.host for entry in entries}) > 1:
         for rank, entry in enumerate(entries):
-            if entry.address.startswith("127."):
+            if ipaddress.ip_address(entry.address).is_loopback:
                 return (
                     f"rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
                     "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach"

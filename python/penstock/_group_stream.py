@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from . import _core, _load
 from ._core import Options
-from ._errors import CancelledError, PeerError, PenstockError, raise_if_forked
+from ._errors import CancelledError, PeerError, PenstockError, UnsupportedError, raise_if_forked
 from ._framework import Adapter
-from ._group import _LEFT, _PROTOCOL, Gathering, Member, _address, _compare, _Entry, _host, _identity, member_of
+from ._group import _PROTOCOL, Gathering, Member, _address, _compare, _Entry, _host, _identity, left_in, member_of
 from ._group_watch import Watch
 from ._job import Job
 from ._progress import INTERVAL, Meter, Progress
@@ -99,7 +99,7 @@ class _Settling(Gathering):
             described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "",
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
-        _LEFT[id(self._store.store), self._rank] = self._store.store, self._prefix, None  # the first load deletes it
+        left_in(self._store.store, self._rank).append((self._prefix, None))  # the first load deletes it
         entries = self._entries(deadline)
         _compare(entries)
         if len({entry.identity for entry in entries}) > 1:
@@ -135,7 +135,7 @@ class _Settling(Gathering):
         """Closes the connections, and deletes what only this rank has used in the store. Idempotent."""
         if self.watch is not None:
             self.watch.close()
-        _LEFT.pop((id(self._store.store), self._rank), None)
+        left_in(self._store.store, self._rank).clear()
         with suppress(PenstockError):
             self._store.delete([f"penstock/loads/{self._rank}"])
 
@@ -380,6 +380,9 @@ def stream(
     together = _Settling(member)
     with together:
         request = prepare()
+        if request.finish is not None and member.size > 1:
+            text = "stream with group=: slices= has a list of slices in one dimension; load such tensors with load"
+            raise UnsupportedError(text)
     if member.size == 1:
         return _load.stream(request, adapter(request.selection), progress)
     if sequence is None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ._errors import PeerError
+from ._errors import LimitError, PeerError
 
 #: Seconds that a stranger may take to say nothing.
 _HELLO = 1.0
@@ -21,14 +21,15 @@ class Watch:
 
     def __init__(self, address: str) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener: socket.socket | None = socket.socket(self._family, socket.SOCK_STREAM)
         self._of: dict[socket.socket, int] = {}
+        self._listener: socket.socket | None = None
         try:
+            self._listener = socket.socket(self._family, socket.SOCK_STREAM)
             self._listener.bind((address, 0))
             self._listener.listen(1024)
-        except BaseException:
+        except OSError as error:
             self.close()
-            raise
+            raise LimitError(f"cannot listen at {address} for other ranks: {error}") from error
 
     @property
     def port(self) -> int:
@@ -56,6 +57,7 @@ class Watch:
                 one.connect((host, port))
                 one.sendall(token + rank.to_bytes(4, "big"))
             except OSError as error:
+                go_on()  # it may have said why
                 raise PeerError(f"rank {other} cannot be reached at {host}: {error}", rank=other) from error
             one.setblocking(False)
         listener = self._listener

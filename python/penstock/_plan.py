@@ -134,7 +134,7 @@ def plan(core: _core.Checkpoint, wants_of_ranks: Sequence[Wants], nodes: int | S
         raise ArgumentTypeError(f"wants: a {type(wants_of_ranks).__name__} is no list with what each rank wants")
     if not wants_of_ranks:
         raise InvalidError("wants: the list is empty; give what each rank wants")
-    files = core.files()
+    wants_of_ranks, files = list(wants_of_ranks), core.files()
     known: dict[int, bytes] = {}  # replicas often are one object
     for wants in wants_of_ranks:
         if id(wants) not in known:

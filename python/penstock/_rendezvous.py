@@ -30,11 +30,13 @@ class Rendezvous:
     Attributes:
         store: The store itself.
         limit: Seconds that an answer may take.
+        stalled: Whether one took longer.
     """
 
     def __init__(self, store: Store, limit: float) -> None:
         self.store = store
         self.limit = limit
+        self.stalled = False
 
     def set(self, key: str, value: Any) -> None:
         self.ask(lambda: self.store.set(key, value))
@@ -60,6 +62,7 @@ class Rendezvous:
             # On another thread: no signal handler runs while a store waits
             return patiently(question, self.limit)
         except StalledError:
+            self.stalled = True
             raise self.failed(
                 f"has not answered for {self.limit:.1f} s: its host was stopped, or the network to it is down "
                 "(peer_timeout raises the limit)"

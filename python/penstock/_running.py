@@ -65,25 +65,30 @@ def begin(
         agreed = request.group.agree(wanted, options, request.order, request.device)
         if agreed is not None:
             together, options, apart = agreed
-    load = _core.Load.start(
-        selection.core,
-        options,
-        wants=[] if nothing else selection.wants,
-        regions=None if nothing else selection.regions,
-        device=request.device.of_core,
-        order=request.order,
-        stream=stream,
-        caller_blocks=caller_blocks,
-        into=into,
-        strides=strides,
-        casts=casts,
-        keep=keep,
-        fence=fence,
-        dlpack_device=None if adapter is None else adapter.dlpack_device,
-        misaligned=adapter is not None and adapter.misaligned,
-        together=together,
-        apart=apart,
-    )
+    try:
+        load = _core.Load.start(
+            selection.core,
+            options,
+            wants=[] if nothing else selection.wants,
+            regions=None if nothing else selection.regions,
+            device=request.device.of_core,
+            order=request.order,
+            stream=stream,
+            caller_blocks=caller_blocks,
+            into=into,
+            strides=strides,
+            casts=casts,
+            keep=keep,
+            fence=fence,
+            dlpack_device=None if adapter is None else adapter.dlpack_device,
+            misaligned=adapter is not None and adapter.misaligned,
+            together=together,
+            apart=apart,
+        )
+    except BaseException:
+        if together is not None:
+            together[1].close()  # a traceback would keep the connections, and they say that this rank is alive
+        raise
     _begun.add(load)
     if caller_blocks and not stream and adapter is not None:
         try:

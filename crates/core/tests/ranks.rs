@@ -361,6 +361,51 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
     }
 }
 
+/// Ranks of a trial: two want everything, one nothing, one what is tried first.
+fn unequal(model: &Model) -> Vec<Vec<Want>> {
+    vec![Want::all(&model.checkpoint), Vec::new(), Want::all(&model.checkpoint), vec![Want::whole(0)]]
+}
+
+fn tried(model: &Model, lists: &[Vec<Want>]) -> Shares {
+    let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
+    let shares = Shares::with_trial(&model.checkpoint, Party { lists, of_rank: &of_rank }, 300_000).unwrap();
+    assert!(shares.both_ways().is_some());
+    shares
+}
+
+#[test]
+fn ranks_that_want_nothing_of_what_is_tried_say_so_at_once() {
+    let model = Model::new(&transformer(), &mut Random(7));
+    let lists = unequal(&model);
+    for _ in 0..20 {
+        for report in model.load_as(tried(&model, &lists), &lists, &Options::default(), &[]) {
+            assert!(report.unwrap().exchange.unwrap().tried.is_some());
+        }
+    }
+}
+
+#[test]
+fn a_failure_in_the_trial_reaches_ranks_that_have_nothing_left_to_do() {
+    let model = Model::new(&transformer(), &mut Random(8));
+    let lists = unequal(&model);
+    let parcels = tried(&model, &lists);
+    // The last byte of what is tried, in each of the two ways, and what follows are gone.
+    let both = parcels.both_ways().unwrap().clone();
+    let path = model.checkpoint.files()[0].location.as_path().to_path_buf();
+    let whole = std::fs::read(&path).unwrap();
+    for last in [both.together.end, both.alone.end] {
+        let parcel = parcels.parcels()[last as usize - 1];
+        assert_eq!(parcel.file, 0);
+        std::fs::write(&path, &whole[..parcel.end as usize - 1]).unwrap();
+        let begun = Instant::now();
+        for outcome in model.load_as(tried(&model, &lists), &lists, &Options::default(), &[]) {
+            let error = outcome.map(drop).unwrap_err();
+            assert!(error.to_string().contains("model-1"), "{error}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+}
+
 #[test]
 fn a_rank_that_is_done_hears_of_a_later_failure() {
     let model = Model::new(&transformer(), &mut Random(4));

@@ -150,6 +150,18 @@ impl Mesh {
 }
 
 #[pymethods]
+impl Mesh {
+    /// Closes the connections, if no load has taken them.
+    fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
+        answer(py, || {
+            let mesh = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+            py.detach(|| drop(mesh));
+            Ok(())
+        })
+    }
+}
+
+#[pymethods]
 impl Shares {
     /// `lists`: what ranks want, as `pack_wants` gives it; `of_rank`: the number of each rank's list; `trial`: whether the ranks
     /// find out if they exchange it.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .._errors import InvalidError, PenstockError
+from .._errors import InvalidError
 
 if TYPE_CHECKING:
     from .._group import Member
@@ -66,7 +66,7 @@ def told(company: Company | None) -> Iterator[None]:
     """What is raised in it is told to the other ranks, which wait for this one in the next load."""
     try:
         yield
-    except PenstockError as error:
+    except BaseException as error:
         if company is not None:
             company.say(error)
         raise
@@ -77,9 +77,10 @@ def told_of_stream(company: Company | None) -> Iterator[None]:
     """As `told`, where the others wait for this one at the beginning of the first stream."""
     try:
         yield
-    except PenstockError as error:
+    except BaseException as error:
         if company is not None:
             from .._group_stream import corner, say
 
             say(corner(company.member), error)
+            company.say(error)  # they may begin with another call
         raise

@@ -151,6 +151,10 @@ class Loads:
         """What the engine's own way gives. The reason goes into the reports."""
         chosen.refuse_fallback(why)
         self.fallbacks.append(why)
+        if self.group is not None:
+            # Ranks that do not fall back would wait for this one
+            with suppress(BaseException), Gathering(self.group):
+                raise UnsupportedError(f"it loads as the engine does: {why}")
         logger.warning("penstock: loading as the engine does: %s", why)
         return iter(otherwise())
 
@@ -167,7 +171,8 @@ class Loads:
             with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
                 yield
         except BaseException as error:
-            if self.group is not None and not self._met and not any(one.joined for one in self.recorders):
+            joined = [one.joined for one in self.recorders]
+            if self.group is not None and (not all(joined) if self._met else not any(joined)):
                 # The others wait for this rank, or will
                 with suppress(BaseException), Gathering(self.group):
                     raise error
@@ -176,8 +181,8 @@ class Loads:
     def run(self, model: torch.nn.Module) -> list[Report]:
         """Makes the loads."""
         reports: list[Report] = []
+        self._met = True
         for number, recorder in enumerate(self.recorders):
-            self._met = True
             try:
                 reports.append(recorder.run(model, self.group))
             except BaseException as error:

@@ -46,6 +46,9 @@ pub(crate) use deadline::{nanos, Nanos};
 pub(crate) use mutant::Mutant;
 pub(crate) use words::{Action, Bounds, Event, Ready, Slabs, Wait};
 
+/// No gate.
+const OPEN: usize = usize::MAX;
+
 /// See the module's documentation.
 pub(crate) struct Engine<S> {
     schedule: Arc<Schedule>,
@@ -55,7 +58,7 @@ pub(crate) struct Engine<S> {
     slabs: Vec<Option<S>>,
     /// Next extent to start. Extents start strictly in order: hand-out follows it closely.
     cursor: usize,
-    /// No extent from here on starts.
+    /// No extent from here on starts, and the load does not end; `OPEN`: there is no gate.
     gate: usize,
     /// Extents that are left out.
     skipped: Range<usize>,
@@ -136,7 +139,7 @@ impl<S> Engine<S> {
             stages: vec![Stage::Waiting; extents],
             slabs: std::iter::repeat_with(|| None).take(extents).collect(),
             cursor: 0,
-            gate: extents,
+            gate: OPEN,
             skipped: extents..extents,
             granted: vec![false; layout.blocks.len()],
             all_granted_before: 0,
@@ -179,9 +182,14 @@ impl<S> Engine<S> {
         self.stages.len()
     }
 
-    /// No extent from this one on starts until another gate is set.
+    /// No extent from this one on starts, and the load does not end, until the gate is moved or opened.
     pub(crate) fn set_gate(&mut self, extent: usize) {
         self.gate = extent;
+    }
+
+    /// All extents may start.
+    pub(crate) fn open_gate(&mut self) {
+        self.gate = OPEN;
     }
 
     /// Whether everything before the gate has arrived, and nothing is in flight.
@@ -831,7 +839,7 @@ impl<S> Engine<S> {
 
     /// Whether everything has arrived.
     fn has_arrived(&self) -> bool {
-        self.cursor == self.stages.len() && self.is_quiet() && self.failure.is_none()
+        self.gate == OPEN && self.cursor == self.stages.len() && self.is_quiet() && self.failure.is_none()
     }
 
     /// Whether nothing is in flight, and nothing that has come waits for its copy.

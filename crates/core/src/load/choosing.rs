@@ -62,7 +62,7 @@ impl Choosing {
         let all = engine.extents();
         let skip = if self.pace[1] <= self.pace[0] { exchanged..all } else { together..exchanged };
         engine.skip(skip.clone());
-        engine.set_gate(all);
+        engine.open_gate();
         Some(Settled { pace: self.pace, skip })
     }
 }

@@ -67,6 +67,8 @@ pub(super) struct Driver {
     pub(super) choosing: Option<Choosing>,
     /// Extents that were left out.
     pub(super) skipped: Range<usize>,
+    /// The owner has said that the load is to end.
+    pub(super) cancelled: bool,
     /// The other ranks of the load. The last to go: they are told how it ended.
     pub(super) peers: Option<Peers>,
 }
@@ -274,7 +276,7 @@ impl Driver {
             let revoked = self.publish(clock, &mut told);
             match self.engine.outcome() {
                 Some(Err(e)) => return Err(self.stalled_at(e)),
-                Some(Ok(())) if self.choosing.is_none() => return self.part(),
+                Some(Ok(())) => return self.part(),
                 // Else the source may have something at once, or the engine does.
                 _ if more || cancelled || revoked => {}
                 _ => self.sleep(clock),
@@ -282,12 +284,17 @@ impl Driver {
         }
     }
 
+    /// Whether the owner wants the load to end.
+    fn is_cancelled(&self) -> bool {
+        self.cancelled || self.shared.lock().messages.iter().any(|m| matches!(m, Message::Cancel))
+    }
+
     /// Waits until the other ranks have everything too: what one of them lacks may be this rank's.
     fn part(&self) -> Result<()> {
         let Some(peers) = &self.peers else { return Ok(()) };
         // Before the others hear that all is well.
         self.unchanged(None)?;
-        peers.part(|| !self.shared.lock().messages.iter().any(|m| matches!(m, Message::Cancel)))
+        peers.part(|| !self.is_cancelled())
     }
 
     /// Goes on with finding out whether to exchange, if that is not settled.
@@ -417,7 +424,10 @@ impl Driver {
                     }
                 }
                 Message::Take(want) => Event::Taken(want),
-                Message::Cancel => Event::Cancelled,
+                Message::Cancel => {
+                    self.cancelled = true;
+                    Event::Cancelled
+                }
             };
             self.engine.on(clock.now(), event);
         }

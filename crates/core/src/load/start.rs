@@ -180,6 +180,8 @@ fn assemble(
     if stand_ins.late {
         plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
     }
+    // A rank that wants nothing waits for the others: not on the caller's thread.
+    plan.routing.here &= among.is_none();
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
     let disk = plan.uses_disk.then(DiskUse::begin);
@@ -234,6 +236,7 @@ fn assemble(
     }
     let exchanged = schedule.sections.is_none();
     let reason = match options.exchange {
+        _ if !exchanged => "the load ended before both ways were tried",
         Exchanging::Auto => "several ranks want too few bytes to try both ways",
         Exchanging::On | Exchanging::Off => "asked for",
     };
@@ -281,6 +284,7 @@ fn assemble(
         sends,
         choosing,
         skipped: 0..0,
+        cancelled: false,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
         peers: among.take().map(|among| among.peers),
     };

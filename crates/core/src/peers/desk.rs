@@ -26,8 +26,8 @@ pub(super) struct OnDesk {
     pub(super) landed: Vec<Placed>,
     pub(super) sends: Vec<Outbound>,
     pub(super) cancelled: bool,
-    /// How long this rank took for a step of the trial, to be said to the others: (step, nanoseconds).
-    pub(super) took: Option<(u8, u64)>,
+    /// How long this rank took for steps of the trial, to be said to the others: (step, nanoseconds).
+    pub(super) took: Vec<(u8, u64)>,
     /// The load of this rank is over.
     pub(super) over: Option<Over>,
     /// News.

@@ -100,7 +100,7 @@ impl Peers {
 
     /// Tells the others how long a step of the trial (0 or 1) took this rank.
     pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
-        lock(&self.desk.state).took = Some((step, nanoseconds));
+        lock(&self.desk.state).took.push((step, nanoseconds));
         self.desk.orders.notify();
     }
 
@@ -285,14 +285,14 @@ impl Serving {
         let mut state = lock(&desk.state);
         let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
         let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
-        let took = state.took.take();
+        let took = std::mem::take(&mut state.took);
         let over = match &state.over {
             Some(Over::Complete) => Some(Over::Complete),
             Some(Over::Failed(culprit, text)) => Some(Over::Failed(*culprit, text.clone())),
             None => None,
         };
         drop(state);
-        if let Some((step, nanoseconds)) = took {
+        for (step, nanoseconds) in took {
             let mut said = vec![step];
             said.extend(nanoseconds.to_le_bytes());
             self.say_all(TOOK, &said);

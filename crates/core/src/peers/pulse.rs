@@ -20,8 +20,11 @@ pub(super) const WORD: usize = 5;
 pub(super) const ALIVE: u8 = 0;
 /// What a rank answers.
 const ANSWER: &[u8; 8] = b"penstock";
-/// From one question to the next, and from one word to the next. Ranks that meet at once ask nothing.
+/// From one question to the next, at most: in a rank's silence that ends the load there are several. Ranks that meet at once ask
+/// nothing.
 const EVERY: Duration = Duration::from_millis(250);
+/// From one word to the next.
+const BEAT: Duration = Duration::from_millis(50);
 /// How long a connection may take. Kernels answer, not processes.
 const CONNECTED: Duration = Duration::from_millis(100);
 /// Ranks that are asked at the same time: of those that a rank waits for, the first.
@@ -81,11 +84,12 @@ impl Drop for Pulse {
 
 impl Beating {
     fn run(&self, listener: &TcpListener) {
+        let mut spoken = Instant::now();
         loop {
             let fds = [self.over.fd(), listener.as_raw_fd()];
             let mut polled = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             // SAFETY: two entries, as the count says.
-            unsafe { libc::poll(polled.as_mut_ptr(), 2, EVERY.as_millis() as i32) };
+            unsafe { libc::poll(polled.as_mut_ptr(), 2, BEAT.as_millis() as i32) };
             if polled[0].revents != 0 {
                 return;
             }
@@ -94,9 +98,12 @@ impl Beating {
                 let _sent = stream.set_nonblocking(true).and_then(|()| stream.write_all(ANSWER));
             } else if polled[1].revents != 0 {
                 // No descriptors are left, or the like: it passes
-                std::thread::sleep(EVERY / 5);
+                std::thread::sleep(BEAT);
             }
-            lock(&self.said_on).iter().for_each(alive);
+            if spoken.elapsed() >= BEAT {
+                spoken = Instant::now();
+                lock(&self.said_on).iter().for_each(alive);
+            }
         }
     }
 }
@@ -113,7 +120,8 @@ fn alive(mut connection: &TcpStream) {
 pub(super) struct Pulses {
     of: Vec<Inquiry>,
     silence: Duration,
-    looked: Instant,
+    /// From one question to the next.
+    every: Duration,
 }
 
 #[derive(Debug)]
@@ -121,6 +129,8 @@ struct Inquiry {
     address: SocketAddr,
     /// When it was waited for first, or has answered last.
     heard: Option<Instant>,
+    /// When it was looked at last.
+    looked: Instant,
     next: Instant,
     /// Where its answer comes, and how much of it came.
     answer: Option<(TcpStream, usize)>,
@@ -130,8 +140,12 @@ impl Pulses {
     /// `addresses`: of all ranks. `silence`: one that does not answer for so long was stopped.
     pub(super) fn new(addresses: &[SocketAddr], silence: Duration) -> Pulses {
         let now = Instant::now();
-        let asked = |address: &SocketAddr| Inquiry { address: *address, heard: None, next: now + EVERY, answer: None };
-        Pulses { of: addresses.iter().map(asked).collect(), silence, looked: now }
+        let every = EVERY.min(silence / 8);
+        let asked = |address: &SocketAddr| {
+            let (address, next) = (*address, now + every);
+            Inquiry { address, heard: None, looked: now, next, answer: None }
+        };
+        Pulses { of: addresses.iter().map(asked).collect(), silence, every }
     }
 
     /// Asks those of these ranks whose turn it is, and hears answers.
@@ -141,10 +155,6 @@ impl Pulses {
     /// looks first whether that is so.
     pub(super) fn look(&mut self, ranks: &[u32]) -> Result<()> {
         let now = Instant::now();
-        if now.saturating_duration_since(self.looked) > self.silence / 2 {
-            // This process itself was stopped, and has heard nobody
-            self.of.iter_mut().filter(|asked| asked.heard.is_some()).for_each(|asked| asked.heard = Some(now));
-        }
         for &rank in ranks.iter().take(ASKED) {
             let Some(asked) = self.of.get_mut(rank as usize) else { continue };
             let host = asked.address.ip().to_string();
@@ -152,8 +162,13 @@ impl Pulses {
                 let text = format!("rank {rank} ({host}) {why}");
                 Err(Error::new(ErrorKind::Peer, text).of_peer(rank, host.clone()))
             };
+            if now.saturating_duration_since(asked.looked) > self.silence / 2 {
+                // This process itself was stopped, or has not waited for this rank meanwhile: it has not heard it
+                asked.heard = asked.heard.and(Some(now));
+            }
+            asked.looked = now;
             if asked.answer.is_none() && now >= asked.next {
-                asked.next = now + EVERY;
+                asked.next = now + self.every;
                 match TcpStream::connect_timeout(&asked.address, CONNECTED) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
                     Err(e) if e.kind() == Why::ConnectionRefused => {
@@ -188,7 +203,6 @@ impl Pulses {
                 ));
             }
         }
-        self.looked = Instant::now();
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{InCommon, Landing, Piece, Route};
 use crate::format::Checkpoint;
 use crate::machine;
-use crate::options::{Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE};
+use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE};
 use crate::stats::{Report, Unwanted};
 use crate::store::{FsKind, Storage};
 use crate::way::{Cold, Routing, Way};
@@ -64,9 +64,15 @@ impl Planned {
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
         let mut routing = routing::route(&survey, into, options, &machine);
+        if routing.cold == Cold::Try && ranks.is_some_and(|ranks| ranks.shares.both_ways().is_some()) {
+            // One trial at a time: this one would time what ranks wait for each other. One may find what another has read.
+            let options = Options { cache: Cache::Keep, ..options.clone() };
+            routing = routing::route(&survey, into, &options, &machine);
+            routing.reason = "ranks try something else: whether to exchange what several of them want".to_owned();
+        }
         // What lies between the reads of a rank are others' bytes: nobody shall bring them too.
-        let settled = ranks.is_some_and(|ranks| ranks.shares.both_ways().is_none());
-        routing.gap = settled.then(|| options.least_gap());
+        let among = ranks.is_some();
+        routing.gap = among.then(|| options.least_gap());
         if options.io == Io::Mapped {
             if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.mapped) {
                 return Err(Error::new(
@@ -106,7 +112,7 @@ impl Planned {
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
             slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
             let least = options.least_gap();
-            let declared = surveyed.facts.gap.filter(|_| !settled).or(measured);
+            let declared = surveyed.facts.gap.filter(|_| !among).or(measured);
             let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
             report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
             FileTraits {

@@ -164,8 +164,8 @@ impl Schedule {
     }
 
     /// The same for one rank of several. What several want are parcels, which are extents of their own, in slabs: those that this
-    /// rank reads stand in the order with the rest. Those that others read come first, as files behind those of the checkpoint,
-    /// one for each rank.
+    /// rank reads stand in the order with the rest. Those that others read come first (of a section, where the ranks find out
+    /// whether to exchange), as files behind those of the checkpoint, one for each rank.
     pub fn together(
         checkpoint: &Checkpoint,
         layout: &Layout,

@@ -158,7 +158,8 @@ impl Shares {
             return Ok(shares);
         }
         // Read alone, a byte leaves the storage for each rank that wants it: both ways shall take about the same from there.
-        let weight = |cell: &Cell| shares.audiences[cell.audience as usize].len() as u64;
+        // But of few bytes a time says nothing, however many ranks read them.
+        let weight = |cell: &Cell| (shares.audiences[cell.audience as usize].len() as u64).min(6);
         let (first, rest) = split(cells, tried / 4 * 3, weight, tried / 2);
         let nbytes = |cells: &[Cell]| cells.iter().map(|cell| cell.range.end - cell.range.start).sum::<u64>();
         let alone_bytes = nbytes(&first);
