@@ -123,7 +123,7 @@ def test_loads_read_and_exchange_what_was_planned(llama: penstock.Checkpoint, pa
         checkpoint = penstock.open(llama.files)
         slices = {name: part for name, part in wants[rank].items() if part is not None}
         group = (store, rank, parallel.ranks)
-        options = {"cache": "bypass", "copy": True}
+        options = {"cache": "bypass", "copy": True, "exchange": "on"}
         checkpoint.load(names=list(wants[rank]), slices=slices, group=group, options=options, progress=False)
         reports[rank] = checkpoint.last_report
 
@@ -182,11 +182,11 @@ def test_the_ranks_of_a_replica_have_everything(model: str, parallel: Parallel) 
     tensors = [info(tensor.name, *tensor.shape) for tensor in layout.tensors]
     cut, all_names = Cut(tensors, parallel), {tensor.name for tensor in tensors}
     names: set[str] = set()
+    wants_of = [cut.wants(rank) for rank in range(parallel.ranks)]
     for tensor in tensors:
         elements: set[tuple[int, ...]] = set()
         whole = False
-        for rank in range(parallel.ranks):
-            wants = cut.wants(rank)
+        for wants in wants_of:
             if tensor.name in wants:
                 names.add(tensor.name)
                 part = wants[tensor.name]
