@@ -197,7 +197,7 @@ impl<S> Engine<S> {
         self.cursor >= self.gate && self.is_quiet() && self.failure.is_none()
     }
 
-    /// Leaves these extents out, none of which has started: others bring what they would.
+    /// Leaves these extents out. None of them has started, and other extents bring the same bytes.
     pub(crate) fn skip(&mut self, extents: Range<usize>) {
         for i in extents.clone() {
             let r = &self.schedule.extents[i].pieces;

@@ -1,8 +1,8 @@
 //! Whether a rank is there while ranks meet. Before they are connected, a rank that plans is as silent as one that was
 //! stopped.
 //!
-//! A rank that has told the others its address has a [`Pulse`]: a thread that answers whoever connects to it. Whoever waits
-//! for a rank asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
+//! A rank that has told the others its address has a [`Pulse`]: a thread that answers each connection. A rank that waits for
+//! another one asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
 //! When the ranks are connected, the thread says on each connection that this rank is alive, until the exchange does.
 
 use crate::error::{Error, ErrorKind, Result};
@@ -94,7 +94,7 @@ impl Beating {
                 return;
             }
             if let Ok((mut stream, _)) = listener.accept() {
-                // It always fits into an empty buffer of the kernel. Whoever asks may be gone by now.
+                // It always fits into an empty buffer of the kernel. The rank that has asked may be gone by now.
                 let _sent = stream.set_nonblocking(true).and_then(|()| stream.write_all(ANSWER));
             } else if polled[1].revents != 0 {
                 // No descriptors are left, or the like: it passes
@@ -151,7 +151,7 @@ impl Pulses {
     /// Asks those of these ranks whose turn it is, and hears answers.
     ///
     /// # Errors
-    /// `Peer`: one of them is gone, or was stopped. A rank that has failed, or has met all others, is gone too: whoever asks
+    /// `Peer`: one of them is gone, or was stopped. A rank that has failed, or has met all others, is gone too: the caller
     /// looks first whether that is so.
     pub(super) fn look(&mut self, ranks: &[u32]) -> Result<()> {
         let now = Instant::now();
