@@ -254,9 +254,10 @@ def test_ranks_that_mean_different_streams_hear_which_one_differs(run, model):
     assert [one.get("missing") for one in said] == [None, 0, 0]
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_dies_between_two_windows_is_named(run, model, which):
-    """Rank 0 hosts the store of the group."""
+def test_a_rank_that_dies_between_two_windows_is_named(run, model, which, late):
+    """Rank 0 hosts the store of the group. Where rank 2 is late, another rank has given up when it looks."""
     program = f"""
     if rank == 0:
         own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -269,6 +270,8 @@ def test_a_rank_that_dies_between_two_windows_is_named(run, model, which):
             found[name] = tensor
             if rank == {which} and len(found) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2 and len(found) == 4:
+                time.sleep({late})
     except penstock.PeerError as error:
         said["peer"], said["text"] = error.rank, str(error)
     said["found"] = same(found)

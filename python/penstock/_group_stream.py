@@ -113,17 +113,23 @@ class _Settling(Gathering):
             found |= int(entry.wants, 16)
         return found
 
+    def closed(self) -> dict[int, int | None]:
+        """Ranks that have closed their connections, and for which rank each of them has given up."""
+        return self.watch.closed() if self.watch is not None else {}
+
     def gone(self, patience: float = 0.0) -> PeerError | None:
-        """The error for a rank that has closed its connections."""
+        """The error for a rank that is gone. Those that have given up for another one say so, and it is named."""
         limit = time.monotonic() + patience
-        while self.watch is not None:
-            rank = self.watch.gone()
-            if rank is not None:
-                text = f"rank {rank} ({self.hosts[rank]}) is gone: its process has ended, or it has given up"
-                return PeerError(text, rank=rank, host=self.hosts[rank])
-            if time.monotonic() >= limit:
-                break
+        while not (closed := self.closed()) and time.monotonic() < limit:
             time.sleep(_LOOK)
+        for rank, blamed in sorted(closed.items(), key=lambda one: (one[1] is not None, one[0])):
+            lost = rank if blamed is None else blamed
+            text = f"rank {lost} ({self.hosts[lost]}) is gone: its process has ended, or it has given up"
+            if lost == self._rank:
+                text = f"rank {rank} ({self.hosts[rank]}) has given up: it had no sign of life of this rank, {lost}"
+            elif blamed is not None:
+                text = f"{text} (rank {rank} says so)"
+            return PeerError(text, rank=lost, host=self.hosts[lost])
         return None
 
     def blamed(self, error: Exception) -> Exception:
@@ -131,10 +137,13 @@ class _Settling(Gathering):
         of_store = not isinstance(error, PenstockError) or (isinstance(error, PeerError) and error.rank is None)
         return (self.gone(patience=1.0) if of_store else None) or error
 
-    def clean(self) -> None:
-        """Closes the connections, and deletes what only this rank has used in the store. Idempotent."""
+    def clean(self, lost: int | None = None) -> None:
+        """Closes the connections, and deletes what only this rank has used in the store. Idempotent.
+
+        ``lost``: the rank for which this one gives up.
+        """
         if self.watch is not None:
-            self.watch.close()
+            self.watch.close(lost)
         left_in(self._store.store, self._rank).clear()
         with suppress(PenstockError):
             self._store.delete([f"penstock/loads/{self._rank}"])
@@ -152,8 +161,9 @@ class _Meeting(Gathering):
         gone = self._settled.gone()
         if gone is not None:
             super()._go_on()  # it has said why before it went
-            if not self._met and gone.rank is not None and self._store.check([self._key(gone.rank)]):
-                return True  # it has come, and has loaded alone meanwhile; or its connections will tell
+            keys = [self._key(rank) for rank in self._settled.closed()]
+            if not self._met and self._store.check(keys):
+                return True  # they have come, and have loaded alone meanwhile; or their connections will tell
             raise gone
         return True
 
@@ -164,6 +174,7 @@ class Company:
     def __init__(self, group: Any) -> None:
         self.member = corner(group)
         self._settled: _Settling | None = None
+        self._lost: int | None = None
 
     def load(
         self, core: _core.Checkpoint, options: Options, prepare: Callable[[], tuple[Request, Adapter]]
@@ -185,6 +196,8 @@ class Company:
                 return _load.load(request._replace(group=meeting), adapter, False)
         except Exception as error:
             blamed = self._settled.blamed(error)
+            if isinstance(blamed, PeerError):
+                self._lost = blamed.rank
             if blamed is error:
                 raise
             raise blamed from error
@@ -196,7 +209,7 @@ class Company:
     def close(self) -> None:
         """There are no more loads. Idempotent."""
         if self._settled is not None:
-            self._settled.clean()
+            self._settled.clean(self._lost)
 
 
 class _Window(NamedTuple):
@@ -277,6 +290,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
     job: Job | Exception | None = None
     following: _Window | None = None
     told = False  # the others know, or need not know, that this rank goes on no more
+    lost: int | None = None
     try:
         with Meter(plan.progress, "load") as meter:
             told = True
@@ -313,11 +327,14 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
                     job = _start(plan, following)
             told = True
             plan.ended(merged(reports, sum(r["seconds"] for r in reports), sum(r["cpu_seconds"] for r in reports)))
+    except PeerError as error:
+        lost = error.rank
+        raise
     finally:
         if os.getpid() == owner:
             if not told:
                 _leave(plan, job, following)
-            plan.together.clean()
+            plan.together.clean(lost)
 
 
 def _leave(plan: _Plan, job: Job | Exception | None, following: _Window | None) -> None:

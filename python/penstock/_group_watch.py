@@ -12,16 +12,22 @@ from ._errors import LimitError, PeerError
 
 #: Seconds that a stranger may take to say nothing.
 _HELLO = 1.0
+#: Bytes of the number of a rank.
+_WORD = 4
 #: Seconds between two looks at whether to go on waiting.
 _LOOK = 0.05
 
 
 class Watch:
-    """Connections to all other ranks, on which nothing is said: a process that ends closes its own."""
+    """Connections to all other ranks: a process that ends closes its own.
+
+    All that is said on them, before they are closed, is for which rank this one has given up.
+    """
 
     def __init__(self, address: str) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._of: dict[socket.socket, int] = {}
+        self._closed: dict[int, int | None] = {}
         self._listener: socket.socket | None = None
         try:
             self._listener = socket.socket(self._family, socket.SOCK_STREAM)
@@ -55,7 +61,7 @@ class Watch:
             one.settimeout(max(1.0, deadline - time.monotonic()))
             try:
                 one.connect((host, port))
-                one.sendall(token + rank.to_bytes(4, "big"))
+                one.sendall(token + rank.to_bytes(_WORD, "big"))
             except OSError as error:
                 go_on()  # it may have said why
                 raise PeerError(f"rank {other} cannot be reached at {host}: {error}", rank=other) from error
@@ -81,20 +87,30 @@ class Watch:
         listener.close()
         self._listener = None
 
-    def gone(self) -> int | None:
-        """A rank whose connection is closed; None if all are there."""
+    def closed(self) -> dict[int, int | None]:
+        """Ranks that have closed their connection, and for which rank each of them has given up (None: not said)."""
         poll = select.poll()
-        by_number = {one.fileno(): rank for one, rank in self._of.items()}
+        by_number = {one.fileno(): one for one, rank in self._of.items() if rank not in self._closed}
         for number in by_number:
             poll.register(number, select.POLLIN)
-        found = [by_number[number] for number, _ in poll.poll(0)]
-        return min(found, default=None)
+        for number, _ in poll.poll(0):
+            try:
+                said = by_number[number].recv(_WORD)
+            except OSError:
+                said = b""
+            blamed = int.from_bytes(said, "big") if len(said) == _WORD else None
+            self._closed[self._of[by_number[number]]] = blamed
+        return self._closed
 
-    def close(self) -> None:
-        """Closes them. Idempotent."""
-        for one in [*self._of, *([self._listener] if self._listener is not None else [])]:
+    def close(self, blamed: int | None = None) -> None:
+        """Closes them. ``blamed``: the rank for which this one gives up. Idempotent."""
+        for one in self._of:
             with suppress(OSError):
+                if blamed is not None:
+                    one.send(blamed.to_bytes(_WORD, "big"))
                 one.close()
+        if self._listener is not None:
+            self._listener.close()
         self._of, self._listener = {}, None
 
     def __del__(self) -> None:
@@ -106,9 +122,9 @@ def _hello(one: socket.socket, token: bytes) -> int:
     said = b""
     limit = time.monotonic() + _HELLO
     try:
-        while len(said) < len(token) + 4:
+        while len(said) < len(token) + _WORD:
             one.settimeout(max(0.01, limit - time.monotonic()))
-            more = one.recv(len(token) + 4 - len(said))
+            more = one.recv(len(token) + _WORD - len(said))
             if not more:
                 return -1
             said += more

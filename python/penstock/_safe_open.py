@@ -315,30 +315,38 @@ class safe_open:
             return self._load([name])
 
     def _claim_neighbours(self, names: list[str], claim: _Coming) -> None:
-        """Extends ``names`` by the neighbours of its one tensor that nobody has mapped or wants yet, within limits."""
+        """Extends ``names`` by the neighbours of its one tensor that nobody has mapped or wants yet, within limits.
+
+        A load maps what lies between its tensors too, so they end where others' begin.
+        """
         core = self._checkpoint._core
         at = core.index(names[0])
         first, last = core.file_tensors(core.info(at)[3])
-        nbytes = 0
-        for number in (*range(at + 1, last), *range(at - 1, first - 1, -1)):
-            if len(names) >= _AHEAD_TENSORS or nbytes >= _AHEAD_BYTES:
-                break
-            other, _, _, _, begin, end = core.info(number)
-            if other in self._ahead or other in self._given:
-                continue
-            if end - begin >= min(self._elsewhere, _AHEAD_BYTES - nbytes + 1):
-                continue
-            # One step: two threads never claim the same one
-            there = self._coming.setdefault(other, claim)
-            if there is not claim and _in_this_process(there):
-                continue
-            self._coming[other] = claim
-            # Another thread has put it there since the first look, and dropped its claim, or wants it itself
-            if other in self._ahead or other in self._given:
-                self._coming.pop(other, None)
-                continue
-            names.append(other)
-            nbytes += end - begin
+        left = _AHEAD_BYTES
+        for direction in (range(at + 1, last), range(at - 1, first - 1, -1)):
+            for number in direction:
+                other, _, _, _, begin, end = core.info(number)
+                if end - begin >= min(self._elsewhere, _AHEAD_BYTES + 1):
+                    continue
+                if len(names) >= _AHEAD_TENSORS or end - begin > left or not self._claim(other, claim):
+                    break
+                names.append(other)
+                left -= end - begin
+
+    def _claim(self, name: str, claim: _Coming) -> bool:
+        """Whether nobody else has or wants this tensor: then it is claimed."""
+        if name in self._ahead or name in self._given:
+            return False
+        # One step: two threads never claim the same one
+        there = self._coming.setdefault(name, claim)
+        if there is not claim and _in_this_process(there):
+            return False
+        self._coming[name] = claim
+        # Another thread has put it there since the first look, and dropped its claim, or wants it itself
+        if name in self._ahead or name in self._given:
+            self._coming.pop(name, None)
+            return False
+        return True
 
     def _check_name(self, name: object) -> None:
         """Raises what is wrong with the name of a tensor."""

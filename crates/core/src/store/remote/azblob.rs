@@ -60,7 +60,7 @@ impl Requests for AzureBlob {
     }
 
     fn explained(&self, e: Error) -> Error {
-        let known = self.credentials.known();
+        let known = self.credentials.latest();
         let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
         if is_anonymous && e.kind() == ErrorKind::NotFound {
             return e.reworded(|why| {
@@ -73,7 +73,7 @@ impl Requests for AzureBlob {
         let with = match &known {
             Some(session) if is_anonymous => format!("the request had no credentials ({})", session.found.origin),
             Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "the credentials are being renewed".to_owned(),
+            None => "there are no credentials yet".to_owned(),
         };
         let failed = match known.as_ref().map(|session| &session.found.key.credential) {
             Some(Credential::Key(..)) => "is the account key right, and the clock of this machine?",

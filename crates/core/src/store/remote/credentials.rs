@@ -69,6 +69,8 @@ pub(super) struct Credentials<F: Finder> {
 
 struct KeyState<K> {
     session: Option<Arc<Session<K>>>,
+    /// The last one, which was refused, until there is another.
+    refused_session: Option<Arc<Session<K>>>,
     /// Since when a thread fetches, and who is notified.
     asked: Option<(Instant, Vec<Arc<Wake>>)>,
     failed: Option<(Instant, Error)>,
@@ -80,7 +82,8 @@ struct KeyState<K> {
 
 impl<F: Finder> Credentials<F> {
     pub(super) fn new(finder: F, common: Arc<Common>) -> Credentials<F> {
-        let state = KeyState { session: None, asked: None, failed: None, count: 0, refused: false };
+        let state =
+            KeyState { session: None, refused_session: None, asked: None, failed: None, count: 0, refused: false };
         let (provider, state, generation) = (Mutex::new(None), Mutex::new(state), AtomicU64::new(1));
         Credentials { finder, common, provider, state, generation }
     }
@@ -119,6 +122,12 @@ impl<F: Finder> Credentials<F> {
     /// The session, if there is one.
     pub(super) fn known(&self) -> Option<Arc<Session<F::Key>>> {
         lock(&self.state).session.clone()
+    }
+
+    /// The session that a refused request had, for an error: another thread may fetch a new one by now.
+    pub(super) fn latest(&self) -> Option<Arc<Session<F::Key>>> {
+        let state = lock(&self.state);
+        state.session.as_ref().or(state.refused_session.as_ref()).cloned()
     }
 
     /// Has a thread fetch it.
@@ -173,7 +182,10 @@ impl<F: Finder> Credentials<F> {
         state.count += 1;
         state.refused = false;
         match &made {
-            Ok(session) => (state.session, state.failed) = (Some(session.clone()), None),
+            Ok(session) => {
+                (state.session, state.failed) = (Some(session.clone()), None);
+                state.refused_session = None;
+            }
             Err(e) => state.failed = Some((Instant::now(), e.clone())),
         }
         for wake in state.asked.take().into_iter().flat_map(|(_, waiting)| waiting) {
@@ -204,7 +216,7 @@ impl<F: Finder> Credentials<F> {
             Some(session) if session.generation > generation => true,
             Some(session) if !session.found.renewable => false,
             Some(_) => {
-                state.session = None;
+                state.refused_session = state.session.take();
                 state.refused = true;
                 true
             }

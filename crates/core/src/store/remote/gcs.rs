@@ -92,12 +92,12 @@ impl Requests for Gcs {
         if e.kind() != ErrorKind::Permission {
             return e;
         }
-        let with = match self.credentials.known() {
+        let with = match self.credentials.latest() {
             Some(session) if session.found.key.token.is_none() => {
                 format!("the request had no token ({})", session.found.origin)
             }
             Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "the credentials are being renewed".to_owned(),
+            None => "there are no credentials yet".to_owned(),
         };
         e.reworded(|why| {
             let absent = "Google says so of an object that is not there, too, to those who may not list its bucket";

@@ -162,10 +162,10 @@ impl Requests for S3 {
         if e.kind() != ErrorKind::Permission {
             return e;
         }
-        let with = match self.credentials.known() {
+        let with = match self.credentials.latest() {
             Some(session) if session.found.key.credential.is_none() => "the request was not signed".to_owned(),
             Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "the credentials are being renewed".to_owned(),
+            None => "there are no credentials yet".to_owned(),
         };
         e.reworded(|why| {
             let hints = [
