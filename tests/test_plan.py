@@ -56,6 +56,15 @@ def test_replicas_read_a_part_each_and_exchange_the_rest(two: penstock.Checkpoin
     assert json.loads(json.dumps(plan)) == plan
 
 
+def test_within_nodes_each_node_reads_what_its_ranks_want(two: penstock.Checkpoint) -> None:
+    plan = two.plan([None] * 5, nodes=[0, 0, 1, 1, 2], scope="node")
+    assert [rank["together_bytes"] for rank in plan.ranks] == [4 * MIB] * 4 + [8 * MIB]
+    assert [rank["sent_bytes"] for rank in plan.ranks] == [4 * MIB] * 4 + [0]
+    assert [(node["together_bytes"], node["sent_bytes"]) for node in plan.nodes] == [(8 * MIB, 0)] * 3
+    with pytest.raises(penstock.InvalidError, match="'world', 'node'"):
+        two.plan([None], scope="rack")  # type: ignore[arg-type]
+
+
 def test_columns_bring_their_neighbours_unless_ranks_exchange(two: penstock.Checkpoint) -> None:
     halves = [{"w": (slice(None), slice(2048 * rank, 2048 * (rank + 1)))} for rank in range(2)]
     plan = two.plan(halves, nodes=[7, 3])
@@ -243,6 +252,8 @@ def test_the_command_says_what_the_plan_says(
     text = cli("plan", folder, *shape, *rates).stdout
     assert "together is quicker: " in text and "8 ranks on 4 nodes" in text and "storage" in text
     assert "give --storage-rate" in cli("plan", folder).stdout
+    within = json.loads(cli("plan", folder, *shape, "--scope", "node", "--json").stdout)
+    assert within["together_bytes"] > said["together_bytes"] and not any(n["sent_bytes"] for n in within["nodes"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
-from ._choices import ORDERS, Framework, Order, Storage, check_choice
+from ._choices import ORDERS, Framework, Order, Scope, Storage, check_choice
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
@@ -406,7 +406,7 @@ class Checkpoint:
 
     # Planning
 
-    def plan(self, wants: Sequence[Wants], nodes: int | Sequence[int] | None = None) -> Plan:
+    def plan(self, wants: Sequence[Wants], nodes: int | Sequence[int] | None = None, *, scope: Scope = "world") -> Plan:
         """What ranks that load this checkpoint with ``group=`` read, send and receive. Reads and asks nothing.
 
         Every rank of such a load finds the same plan from the same wants, so this is what they will do.
@@ -416,6 +416,7 @@ class Checkpoint:
                 None is the whole tensor, and a name that is missing is not wanted), or None for everything.
             nodes: How many nodes there are; the ranks are divided among them in their order. Or the number of each
                 rank's node. None: all ranks are on one.
+            scope: Which ranks read for each other, as in `Options`: "world" (all) or "node" (those of one node).
 
         Returns:
             A `Plan`: bytes and reads of each rank and node, and their sums.
@@ -423,12 +424,12 @@ class Checkpoint:
         Raises:
             UnknownTensorError, SliceError: a rank wants what is not there.
             LimitError: slices with too many holes, as in a load.
-            InvalidError: no ranks, or nodes that do not fit them.
+            InvalidError: no ranks, nodes that do not fit them, or another scope.
         """
         with importing():
             from ._plan import plan
 
-        return plan(self._core, wants, nodes)
+        return plan(self._core, wants, nodes, scope)
 
     # Checking it
 

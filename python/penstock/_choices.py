@@ -10,6 +10,8 @@ from typing import Literal, TypedDict, get_args
 from ._errors import InvalidError
 
 Exchange = Literal["auto", "on", "off"]
+Scope = Literal["world", "node"]
+"""`Options.scope`: which ranks read for each other."""
 Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
 """`Options.io`: the way of reading."""
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Storage
+from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Scope, Storage
 
 __all__ = [
     "CacheFill",
@@ -66,6 +66,7 @@ class Options:
         depth: int | None = None,
         gap: int | str | None = None,
         exchange: Exchange | None = None,
+        scope: Scope | None = None,
         peer_timeout: float | None = None,
         join_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -94,6 +95,8 @@ class Options:
     def _least_gap(self) -> int: ...
     @property
     def exchange(self) -> Exchange: ...
+    @property
+    def scope(self) -> Scope: ...
     @property
     def peer_timeout(self) -> float: ...
     @property
@@ -283,7 +286,7 @@ class Seat:
     def join(
         self,
         rank: int,
-        addresses: Sequence[tuple[str, int]],
+        addresses: Sequence[tuple[str, int] | None],
         token: bytes,
         timeout: float,
         go_on: Callable[[], bool] | None = None,
@@ -324,13 +327,17 @@ def is_resident(
     """Whether this machine's page cache holds everything that a rank wants. Asks the file systems."""
 
 def traffic(
-    checkpoint: Checkpoint, lists: Sequence[bytes], of_rank: Sequence[int], nodes: Sequence[int]
+    checkpoint: Checkpoint,
+    lists: Sequence[bytes],
+    of_rank: Sequence[int],
+    nodes: Sequence[int],
+    within_nodes: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What ranks that load together read, send and receive, and what they would read alone. Opens no file.
 
-    nodes: for each rank, the number of its node. Returns for each rank (wanted, read, reads, parcels, sent, received,
-    read alone, reads alone), and for each node (read, read alone, sent to other nodes, received from other nodes), in
-    bytes.
+    nodes: for each rank, the number of its node. within_nodes: only ranks of one node read for each other. Returns for
+    each rank (wanted, read, reads, parcels, sent, received, read alone, reads alone), and for each node (read, read
+    alone, sent to other nodes, received from other nodes), in bytes.
     """
 
 def pack_wants(

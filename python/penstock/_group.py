@@ -28,7 +28,7 @@ from ._request import Agreement
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
-_PROTOCOL = 2
+_PROTOCOL = 3
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
 _LOOK = (0.001, 0.02)
 #: Names that an error lists.
@@ -74,6 +74,9 @@ class _Entry(NamedTuple):
     exchange: str
     #: Why it had rather load alone, where it may choose; "" if it has no reason.
     alone: str
+    #: Its machine, and which ranks are to read for each other: "world" or "node".
+    machine: str
+    scope: str
 
 
 def member_of(group: Any) -> Member:
@@ -261,7 +264,7 @@ class Gathering:
         token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
             _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core),
-            described, order, wanted, options.peer_timeout, options.exchange, alone,
+            described, order, wanted, options.peer_timeout, options.exchange, alone, _machine(), options.scope,
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
@@ -279,8 +282,9 @@ class Gathering:
             left.remove(one)
             self._forget(*one)
         _compare(entries)
-        unreachable = _unreachable(entries)
-        if options.exchange == "auto" and (reason := _all_alone(entries) or unreachable):
+        auto, within = options.exchange == "auto", options.scope == "node"
+        unreachable = "" if within else _unreachable(entries)
+        if auto and (reason := _all_alone(entries) or unreachable):
             if reason != _ON_GPU:  # those do not wait
                 self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
@@ -290,19 +294,32 @@ class Gathering:
         self._watches = True
         if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
-        lists = sorted({entry.wants for entry in entries})
-        packed = [wants if key == wanted else bytes(store.get(self._prefix + key)) for key in lists]
-        of_rank = [lists.index(entry.wants) for entry in entries]
-        shares = _core.Shares(core, [zlib.decompress(blob) for blob in packed], of_rank, options.exchange == "auto")
-        addresses = [(entry.address, entry.port) for entry in entries]
+        members = [rank for rank, entry in enumerate(entries) if not within or entry.machine == mine.machine]
+        lists = sorted({entries[rank].wants for rank in members})
+        packed = [zlib.decompress(wants if key == wanted else store.get(self._prefix + key)) for key in lists]
+        of_rank = [lists.index(entries[rank].wants) if rank in members else len(lists) for rank in range(self._size)]
+        if within:
+            # Ranks of one machine do not hear when the others have read everything in the store
+            self._part(min(deadline, time.monotonic() + options.peer_timeout))
+            here = [entries[rank] for rank in members]
+            unreachable = _unreachable(here)
+            reason = _NO_OTHERS if len(here) == 1 else (_all_alone(here) or unreachable) if auto else ""
+            if reason:
+                return self._apart(options, reason)
+            if unreachable:
+                raise InvalidError(f"group: {unreachable}")
+            packed.append(_core.pack_wants(core, [], None))  # what the others want of these
+        shares = _core.Shares(core, packed, of_rank, options.exchange == "auto")
+        addresses = [(entry.address, entry.port) if rank in members else None for rank, entry in enumerate(entries)]
         seconds = max(1.0, deadline - time.monotonic())
         mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
         try:
             self._over = True
-            # All are connected, so all have read everything
-            first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
-            self._forget(self._prefix, wanted if first == self._rank else None)
-            left.remove(this)
+            if not within:
+                # All are connected, so all have read everything
+                first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
+                self._forget(self._prefix, wanted if first == self._rank else None)
+                left.remove(this)
             silence = max(entry.silence for entry in entries)
             return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
         except BaseException:
@@ -414,12 +431,16 @@ def _identity(core: _core.Checkpoint) -> str:
     found, everywhere = core.identity()
     if everywhere:
         return f"{found:016x}"
+    return f"{found:016x}@{_machine()}"
+
+
+def _machine() -> str:
+    """The same for two ranks only where one kernel runs them: they share its page cache."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            machine = file.read().strip()
+            return file.read().strip()
     except OSError:
-        machine = _host()
-    return f"{found:016x}@{machine}"
+        return _host()
 
 
 def _compare(entries: Sequence[_Entry]) -> None:
@@ -428,6 +449,7 @@ def _compare(entries: Sequence[_Entry]) -> None:
         ("has another checkpoint", lambda e: e.checkpoint),
         ("has another order", lambda e: e.order),
         ("has another exchange", lambda e: e.exchange),
+        ("has another scope", lambda e: e.scope),
     ]
     for what, of in differences:
         values = [of(entry) for entry in entries]
@@ -456,6 +478,7 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
 
 #: Why a rank had rather load alone.
 _RESIDENT = "every rank has what it wants in its page cache"
+_NO_OTHERS = 'scope="node", and no other rank is on this machine'
 _ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
 
 

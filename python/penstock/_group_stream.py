@@ -96,7 +96,7 @@ class _Settling(Gathering):
         self.watch = Watch(address)
         entry = _Entry(
             _PROTOCOL, _host(), address, self.watch.port, 0, token, f"{core.fingerprint():016x}", _identity(core),
-            described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "",
+            described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "", "", options.scope,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
         left_in(self._store.store, self._rank).append((self._prefix, None))  # the first load deletes it

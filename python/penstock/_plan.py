@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from . import _core
+from ._choices import Scope
 from ._errors import ArgumentTypeError, InvalidError
 from ._report import size_text, time_text
 from ._selection import Cut, Region, info_of, region_of, unknown
@@ -128,7 +129,12 @@ def packed(core: _core.Checkpoint, wants: Wants, files: Sequence[str]) -> bytes:
     return _core.pack_wants(core, numbers, regions)
 
 
-def plan(core: _core.Checkpoint, wants_of_ranks: Sequence[Wants], nodes: int | Sequence[int] | None = None) -> Plan:
+def plan(
+    core: _core.Checkpoint,
+    wants_of_ranks: Sequence[Wants],
+    nodes: int | Sequence[int] | None = None,
+    scope: Scope = "world",
+) -> Plan:
     """See `Checkpoint.plan`."""
     if isinstance(wants_of_ranks, (str, bytes, Mapping)) or not isinstance(wants_of_ranks, Sequence):
         raise ArgumentTypeError(f"wants: a {type(wants_of_ranks).__name__} is no list with what each rank wants")
@@ -139,15 +145,22 @@ def plan(core: _core.Checkpoint, wants_of_ranks: Sequence[Wants], nodes: int | S
     for wants in wants_of_ranks:
         if id(wants) not in known:
             known[id(wants)] = packed(core, wants, files)
-    return plan_of([known[id(wants)] for wants in wants_of_ranks], core, nodes)
+    return plan_of([known[id(wants)] for wants in wants_of_ranks], core, nodes, scope)
 
 
-def plan_of(packed_wants: Sequence[bytes], core: _core.Checkpoint, nodes: int | Sequence[int] | None) -> Plan:
+def plan_of(
+    packed_wants: Sequence[bytes],
+    core: _core.Checkpoint,
+    nodes: int | Sequence[int] | None,
+    scope: Scope = "world",
+) -> Plan:
     """The plan of ranks whose wants are packed."""
+    if scope not in get_args(Scope):
+        raise InvalidError(f"scope={scope!r}: give one of {', '.join(map(repr, get_args(Scope)))}")
     of_rank = nodes_of(nodes, len(packed_wants))
     lists = list(dict.fromkeys(packed_wants))
     numbers = {blob: number for number, blob in enumerate(lists)}
-    by_rank, by_node = _core.traffic(core, lists, [numbers[blob] for blob in packed_wants], of_rank)
+    by_rank, by_node = _core.traffic(core, lists, [numbers[blob] for blob in packed_wants], of_rank, scope == "node")
     ranks = []
     for rank, (node, row) in enumerate(zip(of_rank, by_rank, strict=True)):
         wanted, read, reads, parcels, sent, received, alone, alone_reads = row

@@ -23,7 +23,7 @@ from typing import Any, cast, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open_as
-from ._choices import LAYOUTS, ORDERS, Cache, Io, Storage
+from ._choices import LAYOUTS, ORDERS, Cache, Io, Scope, Storage
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
@@ -283,6 +283,7 @@ _OPTIONS = {
     "depth": ("N", "the most reads in flight (0: adapts)"),
     "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
     "exchange": ("auto|on|off", "of ranks that load together: read for each other"),
+    "scope": ("world|node", "which ranks read for each other: all, or those of one machine"),
     "peer_timeout": ("SECONDS", "of ranks that load together: fail if one says nothing for so long (5)"),
     "join_timeout": ("SECONDS", "how long a rank waits for the others before a load (300)"),
     "trace": ("FILE", "write what happened when, as --trace does"),
@@ -366,13 +367,14 @@ def _plan(args: argparse.Namespace) -> None:
     for rank, place in enumerate(places):
         if place not in known:  # one after the other: those of all ranks may be more than memory holds
             known[place] = packed(core, cut.wants(rank), files)
-    plan = plan_of([known[place] for place in places], core, args.nodes)
+    plan = plan_of([known[place] for place in places], core, args.nodes, args.scope)
     times = plan.seconds(storage_rate=args.storage_rate, node_rate=args.node_rate, network=args.network)
     alone, together = times["alone"]["seconds"], times["together"]["seconds"]
     quicker = None if alone is None else "together" if together < alone else "alone" if alone < together else "equal"
     document = {
         "parallel": parallel._asdict(),
         "whole_bytes": cut.whole_bytes,
+        "scope": args.scope,
         "rates": {"storage": args.storage_rate, "node": args.node_rate, "network": args.network},
         "times": times,
         "quicker": quicker,
@@ -829,6 +831,8 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
         ("network", "what one node sends to others, and receives at the same time"),
     ):
         made.add_argument(f"--{name}", type=_rate, metavar="RATE", help=f"{help} (default: no bound)")
+    help = "which ranks read for each other: all (the default), or those of one node"
+    made.add_argument("--scope", choices=get_args(Scope), default="world", help=help)
 
     help = "check headers, bounds and index; with --sha256 every byte"
     made = with_storage(with_patience(with_source(command("verify", _verify, help))))

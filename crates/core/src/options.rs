@@ -94,6 +94,16 @@ pub enum Exchanging {
     Off,
 }
 
+/// Which of the ranks that load together read for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Scope {
+    /// All of them.
+    #[default]
+    World,
+    /// Those of one machine. Each machine reads what its ranks want.
+    Node,
+}
+
 /// In which order tensors are read and handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
@@ -137,6 +147,8 @@ pub struct Options {
     pub stall_timeout: Duration,
     /// Whether ranks that load together exchange what several of them want.
     pub exchange: Exchanging,
+    /// Which of them do.
+    pub scope: Scope,
     /// Of several ranks that load together: one that says nothing for this long is dead, and the load fails.
     pub peer_timeout: Duration,
     /// How long a rank waits for the others before a load.
@@ -162,6 +174,7 @@ impl Default for Options {
             window: GIB,
             stall_timeout: Duration::from_secs(120),
             exchange: Exchanging::Auto,
+            scope: Scope::World,
             peer_timeout: Duration::from_secs(5),
             join_timeout: Duration::from_secs(300),
             trace: String::new(),

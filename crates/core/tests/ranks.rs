@@ -101,7 +101,13 @@ impl Model {
             let ranks = seats.into_iter().zip(lists).zip(0..).map(|((seat, wants), rank)| {
                 let (shares, addresses) = (shares.clone(), &addresses);
                 scope.spawn(move || {
-                    let mesh = seat.join(rank, addresses, [7; 16], Duration::from_secs(20), || true)?;
+                    let mesh = seat.join(
+                        rank,
+                        &addresses.iter().copied().map(Some).collect::<Vec<_>>(),
+                        [7; 16],
+                        Duration::from_secs(20),
+                        || true,
+                    )?;
                     let request = Request {
                         checkpoint: self.checkpoint.clone(),
                         wants: wants.clone(),

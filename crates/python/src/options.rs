@@ -2,7 +2,7 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Exchanging, Io, Options as Core, MOST_EXTENT};
+use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -25,10 +25,13 @@ const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), 
 
 const EXCHANGE: Spellings<Exchanging> = &[("auto", Exchanging::Auto), ("on", Exchanging::On), ("off", Exchanging::Off)];
 
+const SCOPE: Spellings<Scope> = &[("world", Scope::World), ("node", Scope::Node)];
+
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
 /// Options for measurements, for unusual storage, and for finding out what is wrong.
-const ADVANCED: [&str; 8] = ["io", "extent", "depth", "gap", "exchange", "peer_timeout", "join_timeout", "trace"];
+const ADVANCED: [&str; 9] =
+    ["io", "extent", "depth", "gap", "exchange", "scope", "peer_timeout", "join_timeout", "trace"];
 
 fn names() -> impl Iterator<Item = &'static str> {
     EVERYDAY.into_iter().chain(ADVANCED)
@@ -63,6 +66,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///   more where a load has thousands of longer holes and a read of this storage, timed, costs more.
 /// - exchange: "auto" | "on" | "off": of several ranks that load together, whether one reads what several of them want and
 ///   sends it to the others. "auto" (the default) tries both ways with the first 64 MiB of it, and goes on in the quicker one.
+/// - scope: "world" | "node": which ranks do so. "world" (the default): all of them, so that each byte leaves the storage once.
+///   "node": those of one machine, so that each machine reads what its ranks want, and nothing crosses the network.
 /// - peer_timeout: seconds. Of several ranks that load together, one that says nothing for so long is dead, and the load fails
 ///   on the others (default 5).
 /// - join_timeout: seconds that a rank waits for the others before a load (default 300).
@@ -148,6 +153,11 @@ impl Options {
     }
 
     #[getter]
+    fn scope<'py>(&self, py: Python<'py>) -> Answer<'py, &'static str> {
+        answer(py, || Ok(spelling(SCOPE, self.0.scope)))
+    }
+
+    #[getter]
     fn peer_timeout<'py>(&self, py: Python<'py>) -> Answer<'py, f64> {
         answer(py, || Ok(self.0.peer_timeout.as_secs_f64()))
     }
@@ -230,7 +240,7 @@ impl Options {
         let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={gap}, exchange={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
+             depth={}, gap={gap}, exchange={:?}, scope={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -240,6 +250,7 @@ impl Options {
             self.0.extent,
             self.0.depth,
             spelling(EXCHANGE, self.0.exchange),
+            spelling(SCOPE, self.0.scope),
             self.0.peer_timeout.as_secs_f64(),
             self.0.join_timeout.as_secs_f64(),
             self.0.trace,
@@ -335,6 +346,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "io" => o.io = parse(IO, text)?,
         "cache" => o.cache = parse(CACHE, text)?,
         "exchange" => o.exchange = parse(EXCHANGE, text)?,
+        "scope" => o.scope = parse(SCOPE, text)?,
         "staging" => o.staging = size(text)?,
         "extent" => o.extent = size(text)?,
         "depth" => o.depth = whole()?,
@@ -364,7 +376,7 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = |what: &str| PyTypeError::new_err(format!("{name} must be {what}, not {}", repr(value)));
     match name {
         "copy" => o.copy = value.extract::<Option<bool>>().map_err(|_| wrong("True, False or None"))?,
-        "io" | "cache" | "exchange" => {
+        "io" | "cache" | "exchange" | "scope" => {
             let text: String = value.extract().map_err(|_| wrong("a string"))?;
             set_text(o, name, &text).map_err(refuse)?;
         }

@@ -4,7 +4,7 @@ use crate::checkpoint::Checkpoint;
 use crate::errors::{detached, interruptibly, invalid, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::wants::{wants_of, Region};
-use penstock::options::MIB;
+use penstock::options::{Scope, MIB};
 use penstock::peers::{Mesh as CoreMesh, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{Party, Shares as CoreShares};
@@ -99,14 +99,14 @@ impl Seat {
         })
     }
 
-    /// Connects to all others: (host, port) of all ranks, and 16 bytes that name this load. `go_on` is asked every 50 ms
-    /// whether to go on waiting; what it raises is raised.
+    /// Connects to all others: (host, port) of all ranks (None: it is no member), and 16 bytes that name this load. `go_on` is
+    /// asked every 50 ms whether to go on waiting; what it raises is raised.
     #[pyo3(signature = (rank, addresses, token, timeout, go_on = None))]
     fn join(
         &self,
         py: Python<'_>,
         rank: u32,
-        addresses: Listed<(String, u16)>,
+        addresses: Listed<Option<(String, u16)>>,
         token: [u8; 16],
         timeout: f64,
         go_on: Option<Py<PyAny>>,
@@ -114,7 +114,8 @@ impl Seat {
         guarded(py, || {
             let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
             let seat = seat.ok_or_else(|| invalid("this seat was taken"))?;
-            let addresses = addresses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let addresses = addresses.0.iter().map(|one| one.as_ref().map(address).transpose());
+            let addresses = addresses.collect::<PyResult<Vec<_>>>()?;
             if rank as usize >= addresses.len() {
                 return Err(invalid(format!("rank {rank} of {}", addresses.len())));
             }
@@ -218,20 +219,24 @@ pub(crate) fn is_resident<'py>(
 /// alone, sent, received).
 type Table = (Vec<[u64; 8]>, Vec<[u64; 4]>);
 
-/// What ranks that load together read, send and receive, and what they would read alone. Opens no file.
+/// What ranks that load together read, send and receive, and what they would read alone. `within_nodes`: only those of one node
+/// read for each other. Opens no file.
 #[pyfunction]
+#[pyo3(signature = (checkpoint, lists, of_rank, nodes, within_nodes = false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     checkpoint: &Checkpoint,
     lists: Listed<PyBackedBytes>,
     of_rank: Listed<u32>,
     nodes: Listed<u32>,
+    within_nodes: bool,
 ) -> Answer<'py, Table> {
     answer(py, || {
         let core = checkpoint.0.clone();
+        let scope = if within_nodes { Scope::Node } else { Scope::World };
         detached(py, || -> penstock::Result<Table> {
             let lists = unpacked(&lists, core.len() as u32)?;
-            let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0)?;
+            let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
             let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))

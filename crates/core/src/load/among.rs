@@ -16,6 +16,8 @@ use std::sync::Arc;
 pub(super) struct Among {
     pub(super) rank: u32,
     pub(super) hosts: Vec<String>,
+    /// How many ranks exchange something.
+    pub(super) members: usize,
     pub(super) shares: Arc<Shares>,
     pub(super) peers: Peers,
 }
@@ -35,7 +37,7 @@ impl Among {
             let text = "ranks that load together take everything at once: a stream of one could stop all others";
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        let (rank, hosts) = (mesh.rank(), mesh.hosts().to_vec());
+        let (rank, hosts, members) = (mesh.rank(), mesh.hosts().to_vec(), mesh.members());
         if shares.ranks() != hosts.len() {
             let text = format!("shares of {} ranks, and connections of {}", shares.ranks(), hosts.len());
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -43,7 +45,7 @@ impl Among {
         let (theirs, checkpoint) = (shares.clone(), request.checkpoint.clone());
         let rows = move |parcel: u32, rank: u32| rows(&theirs, &checkpoint, parcel, rank);
         let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
-        Ok(Among { rank, hosts, shares, peers })
+        Ok(Among { rank, hosts, members, shares, peers })
     }
 
     /// The source of all files, which now brings what comes from other ranks too.

@@ -241,7 +241,7 @@ fn assemble(
         Exchanging::On | Exchanging::Off => "asked for",
     };
     plan.report.exchange =
-        among.as_ref().map(|among| AmongRanks { ranks: among.hosts.len(), exchanged, reason, ..AmongRanks::default() });
+        among.as_ref().map(|among| AmongRanks { ranks: among.members, exchanged, reason, ..AmongRanks::default() });
     let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
     let choosing = match (schedule.sections, both_ways, plan.unexchanged) {
         (Some(sections), Some(both), Some(unwanted)) => {

@@ -62,7 +62,7 @@ impl Peers {
             reads: Wake::new()?,
             copies: Wake::new()?,
         });
-        let (rank, others) = (mesh.rank, mesh.hosts.len() - 1);
+        let (rank, others) = (mesh.rank, mesh.members() - 1);
         let serving = Serving::new(mesh, rows, (silence, patience), desk.clone());
         let thread = Builder::new().name("penstock-peers".to_owned()).spawn(move || serving.run());
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;

@@ -33,7 +33,7 @@ pub struct Seat {
 #[derive(Debug)]
 pub struct Mesh {
     pub(super) rank: u32,
-    /// By rank; `None` for this one.
+    /// By rank; `None` for this one, and for those that are no members.
     pub(super) links: Vec<Option<Pair>>,
     /// By rank.
     pub(super) hosts: Vec<String>,
@@ -93,6 +93,11 @@ impl Mesh {
     pub(crate) fn hosts(&self) -> &[String] {
         &self.hosts
     }
+
+    /// How many ranks it connects.
+    pub(crate) fn members(&self) -> usize {
+        1 + self.links.iter().flatten().count()
+    }
 }
 
 impl Seat {
@@ -136,8 +141,8 @@ impl Seat {
         self.pulses.as_mut().map_or(Ok(()), |pulses| pulses.look(ranks))
     }
 
-    /// Connects to all others: `addresses` are those of all ranks, and `token` names this load. Ranks of another load are
-    /// turned away. `go_on` is asked every 50 ms.
+    /// Connects to all others: `addresses` are those of all ranks (`None`: it is no member, and nothing to this one), and `token`
+    /// names this load. Ranks of another load are turned away. `go_on` is asked every 50 ms.
     ///
     /// # Errors
     /// `Peer` if a rank did not come within `patience`, or is not there any more: it names the first. `Cancelled` if `go_on`
@@ -145,7 +150,7 @@ impl Seat {
     pub fn join(
         mut self,
         rank: u32,
-        addresses: &[SocketAddr],
+        addresses: &[Option<SocketAddr>],
         token: [u8; 16],
         patience: Duration,
         mut go_on: impl FnMut() -> bool,
@@ -153,42 +158,43 @@ impl Seat {
         // A day is for ever.
         let patience = patience.min(Duration::from_secs(86_400));
         let until = Instant::now() + patience;
-        let hosts: Vec<String> = addresses.iter().map(|address| address.ip().to_string()).collect();
+        let host = |address: &Option<SocketAddr>| address.map_or_else(String::new, |address| address.ip().to_string());
+        let hosts: Vec<String> = addresses.iter().map(host).collect();
+        let is_awaited = |found: &[Meeting], peer: u32| {
+            let Meeting { data, control } = &found[peer as usize];
+            peer != rank && addresses[peer as usize].is_some() && (data.is_none() || control.is_none())
+        };
+        let ranks = 0..addresses.len() as u32;
         let mut found: Vec<Meeting> = addresses.iter().map(|_| Meeting::default()).collect();
         let mut silent: Vec<Silent> = Vec::new();
         for (peer, address) in (0..rank).zip(addresses) {
+            let Some(address) = *address else { continue };
             for kind in [0, 1] {
-                let stream = connect(peer, *address, until, &mut go_on)?;
+                let stream = connect(peer, address, until, &mut go_on)?;
                 let expected = Some((peer, kind));
                 greet(&stream, rank, kind, token).map_err(|e| gone(peer, &hosts, &e))?;
                 silent.push(Silent { stream, greeting: [0; GREETING], have: 0, expected, since: Instant::now() });
             }
         }
-        let missing = |found: &[Meeting]| {
-            (0..).zip(found).find(|(peer, f)| *peer != rank && (f.data.is_none() || f.control.is_none())).map(|f| f.0)
-        };
         // A rank that is not there may have met everybody before: what it has said then is heard first.
         let mut lost: Option<(u32, Error)> = None;
-        while let Some(first) = missing(&found) {
+        while let Some(first) = ranks.clone().find(|peer| is_awaited(&found, *peer)) {
             if !go_on() {
                 return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
             }
             if let Some((peer, error)) = lost.take() {
-                if found[peer as usize].data.is_none() || found[peer as usize].control.is_none() {
+                if is_awaited(&found, peer) {
                     return Err(error);
                 }
             }
             if Instant::now() >= until {
-                let all = (0..).zip(&found).filter(|(peer, f)| *peer != rank && f.data.is_none()).map(|f| f.0);
-                let all: Vec<String> = all.map(|peer: u32| peer.to_string()).collect();
-                let ranks = if all.is_empty() { first.to_string() } else { all.join(", ") };
-                let text = format!("rank {rank} waited {:.1} s for rank {ranks}", patience.as_secs_f64());
+                let all = ranks.filter(|peer| is_awaited(&found, *peer)).map(|peer| peer.to_string());
+                let all = all.collect::<Vec<String>>().join(", ");
+                let text = format!("rank {rank} waited {:.1} s for rank {all}", patience.as_secs_f64());
                 return Err(Error::new(ErrorKind::Peer, text).of_peer(first, hosts[first as usize].clone()));
             }
             wait(&self.listener, &silent);
-            let awaited =
-                (0..).zip(&found).filter(|(peer, f)| *peer != rank && (f.data.is_none() || f.control.is_none()));
-            let awaited: Vec<u32> = awaited.map(|(peer, _)| peer).collect();
+            let awaited: Vec<u32> = ranks.clone().filter(|peer| is_awaited(&found, *peer)).collect();
             lost = self.look(&awaited).err().and_then(|error| Some((error.peer()?.0, error)));
             while let Ok((stream, _)) = self.listener.accept() {
                 if ready(&stream).is_ok() {
@@ -212,6 +218,7 @@ impl Seat {
                         let Silent { stream, expected, .. } = silent.swap_remove(at);
                         let known = expected.is_none_or(|expected| expected == (peer, kind));
                         let higher = expected.is_some() || peer > rank;
+                        let higher = higher && addresses.get(peer as usize).is_some_and(Option::is_some);
                         let slot = found.get_mut(peer as usize).filter(|_| known && higher).and_then(|f| f.slot(kind));
                         if let Some(slot) = slot.filter(|slot| slot.is_none()) {
                             if expected.is_none() {

@@ -44,6 +44,20 @@ impl<L> Clone for Party<'_, L> {
 
 impl<L> Copy for Party<'_, L> {}
 
+impl<L> Party<'_, L> {
+    /// # Errors
+    /// `Invalid` if a rank's list does not exist.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.of_rank.iter().find(|list| **list as usize >= self.lists.len()) {
+            Some(list) => {
+                let text = format!("a rank has list {list} of {}", self.lists.len());
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 /// A range of a file that one rank reads for itself and others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parcel {
@@ -127,10 +141,7 @@ impl Shares {
     }
 
     fn divided<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
-        if let Some(list) = party.of_rank.iter().find(|list| **list as usize >= party.lists.len()) {
-            let text = format!("a rank has list {list} of {}", party.lists.len());
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
+        party.check()?;
         let ranks_of = |list: usize| (0..).zip(party.of_rank).filter(move |r| *r.1 as usize == list).map(|r| r.0);
         let mut reading = Reading::new(checkpoint);
         let lists = party.lists.iter().enumerate();

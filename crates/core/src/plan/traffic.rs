@@ -4,13 +4,14 @@
 //! holes of up to 16 KiB. Stores with other declared lengths make other reads of the same bytes.
 
 use super::layout::{Layout, Target};
+use super::packed;
 use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
 use super::shares::{Party, Shares};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, InCommon, Route};
 use crate::format::Checkpoint;
-use crate::options::{Options, Order, PAGE};
+use crate::options::{Options, Order, Scope, PAGE};
 use crate::way::Way;
 use std::collections::BTreeMap;
 
@@ -64,12 +65,13 @@ struct Alike {
 }
 
 impl PlannedTraffic {
-    /// The traffic of a load of these ranks. `nodes`: for each rank, the number of its node.
+    /// The traffic of a load of these ranks. `nodes`: for each rank, the number of its node. `scope`: which of them read for each
+    /// other.
     ///
     /// # Errors
     /// Those of [`Shares::new`] and [`Schedule::check`]. `Invalid` if there is not one node for each rank, or a node has a number
     /// that so few ranks do not need.
-    pub fn new(checkpoint: &Checkpoint, party: Party<'_>, nodes: &[u32]) -> Result<PlannedTraffic> {
+    pub fn new(checkpoint: &Checkpoint, party: Party<'_>, nodes: &[u32], scope: Scope) -> Result<PlannedTraffic> {
         if nodes.len() != party.of_rank.len() {
             let text = format!("nodes of {} ranks, and wants of {}", nodes.len(), party.of_rank.len());
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -78,27 +80,69 @@ impl PlannedTraffic {
             let text = format!("node {node} of {} ranks: nodes are counted from 0", nodes.len());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        let shares = Shares::new(checkpoint, party)?;
-        let mut ranks = vec![OfRank::default(); party.of_rank.len()];
-        for (number, wants) in (0..).zip(party.lists) {
-            let of_list = (0..).zip(party.of_rank).filter(|(_, list)| **list == number).map(|(rank, _)| rank);
-            let of_list: Vec<u32> = of_list.collect();
-            let Some(&first) = of_list.first() else { continue };
-            let reading = Counting::new(checkpoint, wants)?;
-            let alone = reading.bytes(&reading.alone());
-            let wanted = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes())).sum::<Result<u64>>()?;
-            for &rank in &of_list {
-                ranks[rank as usize].wanted = wanted;
-                ranks[rank as usize].alone = alone;
+        party.check()?;
+        let packed: Vec<Vec<u8>> = party.lists.iter().map(|wants| packed::pack(wants)).collect();
+        let nobodys = packed::pack(&[]);
+        let groups: Vec<Vec<u32>> = match scope {
+            Scope::World => vec![(0..party.of_rank.len() as u32).collect()],
+            Scope::Node => (0..nodes.len() as u32)
+                .map(|here| (0..).zip(nodes).filter(|(_, node)| **node == here).map(|(rank, _)| rank).collect())
+                .collect(),
+        };
+        let mut found = PlannedTraffic {
+            ranks: vec![OfRank::default(); party.of_rank.len()],
+            nodes: vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)],
+        };
+        // What is wanted, and what one rank would read: the same for all ranks that have a list.
+        let mut of_lists: Vec<Option<(u64, (u64, u64))>> = vec![None; party.lists.len()];
+        for members in groups.iter().filter(|members| !members.is_empty()) {
+            // Those that are no members want nothing.
+            let mut used: Vec<u32> = members.iter().map(|rank| party.of_rank[*rank as usize]).collect();
+            used.sort_unstable();
+            used.dedup();
+            let mut lists: Vec<&[u8]> = used.iter().map(|list| &packed[*list as usize][..]).collect();
+            lists.push(&nobodys);
+            let mut of_rank = vec![used.len() as u32; party.of_rank.len()];
+            for &rank in members {
+                of_rank[rank as usize] = used.partition_point(|list| *list < party.of_rank[rank as usize]) as u32;
             }
-            if of_list.len() == 1 {
-                // What only this rank wants. What several ranks want is in parcels.
-                let (bytes, reads) = reading.bytes(&reading.together(&shares, first));
-                ranks[first as usize].read += bytes;
-                ranks[first as usize].reads += reads;
+            let shares = Shares::new(checkpoint, Party { lists: &lists, of_rank: &of_rank })?;
+            for (number, list) in (0..).zip(&used) {
+                let wants = &party.lists[*list as usize];
+                let of_list: Vec<u32> = members.iter().copied().filter(|r| of_rank[*r as usize] == number).collect();
+                let one = (of_list.len() == 1).then_some(of_list[0]);
+                let known = &mut of_lists[*list as usize];
+                if known.is_none() || one.is_some() {
+                    let reading = Counting::new(checkpoint, wants)?;
+                    if known.is_none() {
+                        let bytes = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes()));
+                        *known = Some((bytes.sum::<Result<u64>>()?, reading.bytes(&reading.alone())));
+                    }
+                    if let Some(rank) = one {
+                        // What only this rank wants. What several ranks want is in parcels.
+                        let (bytes, reads) = reading.bytes(&reading.together(&shares, rank));
+                        found.ranks[rank as usize].read += bytes;
+                        found.ranks[rank as usize].reads += reads;
+                    }
+                }
+                let (wanted, alone) = known.unwrap_or_default();
+                for &rank in &of_list {
+                    found.ranks[rank as usize].wanted = wanted;
+                    found.ranks[rank as usize].alone = alone;
+                }
             }
+            found.add_parcels(checkpoint, &shares, &of_rank, nodes);
         }
-        let mut nodes_found = vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)];
+        for (rank, node) in found.ranks.iter().zip(nodes) {
+            found.nodes[*node as usize].read += rank.read;
+            found.nodes[*node as usize].alone += rank.alone.0;
+        }
+        Ok(found)
+    }
+
+    /// Adds what is read by one rank for itself and others.
+    fn add_parcels(&mut self, checkpoint: &Checkpoint, shares: &Shares, of_rank: &[u32], nodes: &[u32]) {
+        let PlannedTraffic { ranks, nodes: found } = self;
         let mut groups: BTreeMap<u32, Alike> = BTreeMap::new();
         for parcel in shares.parcels() {
             let size = checkpoint.files()[parcel.file as usize].size;
@@ -109,8 +153,8 @@ impl PlannedTraffic {
             let group = groups.entry(parcel.audience_number()).or_insert_with(|| {
                 let mut lists: Vec<(u32, u32)> = Vec::new();
                 for &rank in shares.audience(parcel) {
-                    if !lists.iter().any(|(list, _)| *list == party.of_rank[rank as usize]) {
-                        lists.push((party.of_rank[rank as usize], rank));
+                    if !lists.iter().any(|(list, _)| *list == of_rank[rank as usize]) {
+                        lists.push((of_rank[rank as usize], rank));
                     }
                 }
                 Alike { lists, of_reader: BTreeMap::new() }
@@ -122,13 +166,8 @@ impl PlannedTraffic {
             }
         }
         for (audience, group) in groups {
-            group.exchange(shares.audience_of(audience), party.of_rank, nodes, &mut ranks, &mut nodes_found);
+            group.exchange(shares.audience_of(audience), of_rank, nodes, ranks, found);
         }
-        for (rank, node) in ranks.iter().zip(nodes) {
-            nodes_found[*node as usize].read += rank.read;
-            nodes_found[*node as usize].alone += rank.alone.0;
-        }
-        Ok(PlannedTraffic { ranks, nodes: nodes_found })
     }
 }
 
@@ -251,7 +290,7 @@ mod tests {
         let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
         let lists = [vec![Want::whole(0)]];
         let party = Party { lists: &lists, of_rank: &[0; 4] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0, 1, 1]).unwrap();
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0, 1, 1], Scope::World).unwrap();
         let rank = OfRank {
             wanted: 8 * MIB,
             read: 2 * MIB,
@@ -266,6 +305,22 @@ mod tests {
         assert_eq!(found.nodes, [node; 2]);
     }
 
+    /// The same, but that nothing crosses the border of a node; a fifth rank alone on its node reads everything.
+    #[test]
+    fn within_nodes_each_node_reads_what_its_ranks_want() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
+        let lists = [vec![], vec![Want::whole(0)]];
+        let party = Party { lists: &lists, of_rank: &[1; 5] };
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1, 1, 2, 0], Scope::Node).unwrap();
+        let alone = (8 * MIB, 2);
+        let one_of_two =
+            OfRank { wanted: 8 * MIB, read: 4 * MIB, reads: 4, parcels: 4, sent: 4 * MIB, received: 4 * MIB, alone };
+        let single = OfRank { wanted: 8 * MIB, read: 8 * MIB, reads: 2, alone, ..OfRank::default() };
+        assert_eq!(found.ranks, [one_of_two, one_of_two, one_of_two, single, one_of_two]);
+        let two = OfNode { read: 8 * MIB, alone: 16 * MIB, ..OfNode::default() };
+        assert_eq!(found.nodes, [two, two, OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
+    }
+
     /// With turns of 16 MiB, 24 of a thousand ranks had twice as much to read as the others, and to send to all of them.
     #[test]
     fn a_thousand_replicas_read_as_much_each() {
@@ -273,7 +328,7 @@ mod tests {
         let lists = [vec![Want::whole(0)]];
         let nodes: Vec<u32> = (0..1000).collect();
         let party = Party { lists: &lists, of_rank: &[0; 1000] };
-        let found = PlannedTraffic::new(&checkpoint, party, &nodes).unwrap();
+        let found = PlannedTraffic::new(&checkpoint, party, &nodes, Scope::World).unwrap();
         let read: Vec<u64> = found.ranks.iter().map(|rank| rank.read).collect();
         let (least, most) = (read.iter().min().unwrap(), read.iter().max().unwrap());
         assert_eq!(read.iter().sum::<u64>(), 16 << 30);
@@ -289,7 +344,7 @@ mod tests {
         let columns = |from: u64| vec![Want::part(0, [0..512, from..from + 2048])];
         let lists = [columns(0), columns(2048)];
         let party = Party { lists: &lists, of_rank: &[0, 1] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1]).unwrap();
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1], Scope::World).unwrap();
         for rank in &found.ranks {
             assert_eq!((rank.wanted, rank.read, rank.sent, rank.received), (2 * MIB, 2 * MIB, MIB, MIB));
             // From the first wanted byte to the last: one half row is missing.
@@ -303,7 +358,7 @@ mod tests {
         let (checkpoint, _folder) = checkpoint(&[("w", &[512, 4096]), ("v", &[512, 4096])]);
         let lists = [vec![Want::whole(0)], vec![Want::whole(1)]];
         let party = Party { lists: &lists, of_rank: &[1, 0] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0]).unwrap();
+        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0], Scope::World).unwrap();
         let rank = OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: (4 * MIB, 1), ..OfRank::default() };
         assert_eq!(found.ranks, [rank; 2]);
         assert_eq!(found.nodes, [OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
@@ -323,7 +378,7 @@ mod tests {
         let lists = [list(0), list(1), list(2)];
         let (of_rank, nodes) = ([0, 1, 2, 0, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2]);
         let party = Party { lists: &lists, of_rank: &of_rank };
-        let found = PlannedTraffic::new(&checkpoint, party, &nodes).unwrap();
+        let found = PlannedTraffic::new(&checkpoint, party, &nodes, Scope::World).unwrap();
         let shares = Shares::new(&checkpoint, party).unwrap();
         let (mut sent, mut received) = ([0; 7], [0; 7]);
         let (mut out, mut within) = ([0; 3], [0; 3]);
