@@ -1,0 +1,84 @@
+"""The process that forks the ranks of tests: what reaches them, what it survives, and that they do not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks_together import Nursery, Ranks, state, until
+
+pytest.importorskip("torch.distributed")
+
+
+def test_ranks_have_the_environment_of_their_test(
+    together: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+    said["named"] = os.environ.get("PENSTOCK_TEST_NAMED"), os.environ["PENSTOCK_EXCHANGE"]
+    """
+    with together(program, 1, tmp_path) as ranks:
+        assert ranks.said(0)["named"] == [None, "on"]
+    monkeypatch.setenv("PENSTOCK_TEST_NAMED", "here")
+    with together(program, 2, tmp_path) as ranks:
+        assert [one["named"] for one in ranks.all()] == [["here", "on"]] * 2
+    monkeypatch.delenv("PENSTOCK_TEST_NAMED")
+    with together(program, 1, tmp_path) as ranks:
+        assert ranks.said(0)["named"] == [None, "on"]
+
+
+def test_what_ranks_print_and_break_disturbs_no_later_ones(
+    nursery: Nursery, together: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    """Ranks that print, that are killed, that are stopped for good, and that fail; of none is anything left."""
+    program = """
+    print("[[1], [2]]", flush=True)
+    os.write(1, b"more\\n")
+    said["read"] = sys.stdin.read()
+    if rank:
+        os.kill(os.getpid(), [signal.SIGKILL, signal.SIGSTOP][rank - 1]) if rank < 3 else missing
+    """
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="NameError"), together(program, 4, tmp_path) as ranks:
+            assert ranks.said(0)["read"] == ""
+            ranks.ended(1)
+            with pytest.raises(AssertionError, match="rank 1 was killed"):
+                ranks.said(1)
+            until(lambda ranks=ranks: state(ranks.pids[2]) == "T")  # type: ignore[misc]
+            ranks.said(3)
+        assert [state(pid) for pid in ranks.pids + ranks.hosts] == ["Z"] * 5
+    assert nursery.process.poll() is None
+
+
+def test_no_rank_outlives_a_nursery_that_is_killed(tmp_path: Path) -> None:
+    """Nor one that is stopped. Who asks such a nursery for ranks hears that it is gone."""
+    nursery = Nursery()
+    program = """
+    write(folder, f"here.{rank}")
+    os.kill(os.getpid(), signal.SIGSTOP) if rank else time.sleep(1000)
+    """
+    ranks = nursery.run(program, 2, tmp_path, tmp_path / "ranks")
+    until(lambda: (ranks.folder / "here.0").exists() and state(ranks.pids[1]) == "T")
+    assert "Z" not in [state(pid) for pid in ranks.pids + ranks.hosts]
+    os.kill(nursery.process.pid, signal.SIGKILL)
+    nursery.process.wait()
+    with pytest.raises((AssertionError, BrokenPipeError)):
+        nursery.run(program, 2, tmp_path, tmp_path / "more")
+    nursery.close()
+    until(lambda: [state(pid) for pid in ranks.pids + ranks.hosts] == ["Z"] * 3)
+
+
+def test_same_compares_every_tensor_that_it_is_given(together: Callable[..., Ranks], small: Path) -> None:
+    program = """
+    found = penstock.open(path).load()
+    said["all"] = same(found)
+    for wrong in ({**found, "another": found["mask"]}, {**found, "mask": ~found["mask"]}, {"step": found["step"] + 1}):
+        try:
+            same(wrong)
+        except AssertionError as error:
+            said.setdefault("wrong", []).append(str(error))
+    """
+    with together(program, 1, small) as ranks:
+        assert ranks.said(0) == {"all": 11, "wrong": ["not of the checkpoint", "mask", "step"]}
