@@ -10,15 +10,9 @@ import pytest
 import torch
 from ranks_together import Nursery, Ranks, starter
 
-#: What programs of ranks have besides: every tensor as integers of its size, of which torch can do everything.
-IMPORTS = """
-import torch.distributed.checkpoint, torch.distributed.fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-S, R, SS = Shard, Replicate(), _StridedShard
-"""
+#: What programs of ranks begin with. `bits`: every tensor as integers of its size, of which torch can do everything.
 PLACED = """
+S, R, SS = Shard, Replicate(), _StridedShard
 checkpoint = penstock.open(path)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
@@ -53,15 +47,7 @@ def alone(rank: int, size: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def placed_nursery() -> Iterator[Nursery]:
-    """One that has imported DTensor too."""
-    pytest.importorskip("torch.distributed.tensor")
-    with contextlib.closing(Nursery(imports=IMPORTS)) as found:
-        yield found
-
-
 @pytest.fixture
-def placed(placed_nursery: Nursery, tmp_path: Path) -> Callable[..., Ranks]:
+def placed(nursery: Nursery, tmp_path: Path) -> Callable[..., Ranks]:
     """Starts ranks of a mesh: (program, size, path, **given)."""
-    return starter(placed_nursery, tmp_path, PLACED)
+    return starter(nursery, tmp_path, PLACED)

@@ -41,12 +41,24 @@ import pytest
 #: The process that forks the ranks. An order is a line with a folder where the rest of it is; the answer is a line with
 #: process ids.
 NURSERY = r"""
-import ctypes, json, linecache, os, select, signal, socket, sys, threading, time, traceback
+import ctypes, gc, json, linecache, os, select, signal, socket, sys, threading, time, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
-import penstock
-import safetensors.torch
+import penstock, penstock._group_stream, penstock._group_watch, penstock._into, penstock._torch
+import encodings.idna, safetensors.torch
 from safetensors import safe_open
+try:
+    # Where torch has them. The first is what a dispatch mode, and what DTensor does first, import
+    import torch._dynamo
+    import torch.distributed.checkpoint, torch.distributed.fsdp
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+except ImportError:
+    pass
+# What is there now no rank looks through for garbage
+gc.collect()
+gc.freeze()
 
 def write(folder, name, text=""):
     with open(f"{folder}/{name}.new", "w") as file:
@@ -292,16 +304,23 @@ class Ranks:
 
 def environment() -> dict[str, str]:
     """That of ranks: the one of the test."""
-    # Otherwise torch warns, for each connection, that this network has no name server. And with files in the page cache
-    # ranks would have nothing to say to each other
-    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
+    more = {
+        # Otherwise torch warns, for each connection, that this network has no name server
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # With files in the page cache ranks would have nothing to say to each other
+        "PENSTOCK_EXCHANGE": "on",
+        # As torchrun gives to ranks; and a process that forks may have no other thread than the one that does
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {**os.environ, **more}
 
 
 class Nursery:
-    """A process that forks ranks. `prefix`: a command that it is run with; `imports`: what it has besides."""
+    """A process that forks ranks. `prefix`: a command that it is run with."""
 
-    def __init__(self, prefix: Sequence[str] = (), imports: str = "") -> None:
-        command = [*prefix, sys.executable, "-c", imports + NURSERY]
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-c", NURSERY]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment()

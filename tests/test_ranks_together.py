@@ -29,6 +29,15 @@ def test_ranks_have_the_environment_of_their_test(
         assert ranks.said(0)["named"] == [None, "on"]
 
 
+def test_a_nursery_has_one_thread_and_no_descriptor_but_those_it_needs(nursery: Nursery) -> None:
+    """Of other threads only what they hold would reach the ranks, for good."""
+    process = Path(f"/proc/{nursery.process.pid}")
+    assert len(list((process / "task").iterdir())) == 1
+    opened = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
+    # Standard ones, answers, the pipe that wakes it up, and what ranks read
+    assert len(opened) <= 7, opened
+
+
 def test_what_ranks_print_and_break_disturbs_no_later_ones(
     nursery: Nursery, together: Callable[..., Ranks], tmp_path: Path
 ) -> None:
