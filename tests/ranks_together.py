@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +40,7 @@ import pytest
 #: The process that forks the ranks. An order is a line with a folder where the rest of it is; the answer is a line with
 #: process ids.
 NURSERY = r"""
-import ctypes, gc, json, linecache, os, select, signal, socket, sys, threading, time, traceback
+import ctypes, fcntl, gc, json, linecache, os, select, signal, socket, struct, sys, threading, time, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import penstock, penstock._group_stream, penstock._group_watch, penstock._into, penstock._torch
@@ -76,7 +75,18 @@ def hosted(folder):
     write(folder, "port", str(server.port))
     return server
 
+CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP, PR_SET_PDEATHSIG = 0x40000000, 0x8914, 1, 1
+libc = ctypes.CDLL(None, use_errno=True)
+
+def must(result):
+    if result:
+        raise OSError(ctypes.get_errno(), "cannot have a network of its own")
+
 def host(order):
+    if order["fenced"]:
+        must(libc.unshare(CLONE_NEWNET))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any:
+            fcntl.ioctl(any, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     server = hosted(order["folder"])
     while True:
         signal.pause()
@@ -93,6 +103,9 @@ def names_of(order, rank):
         store = hosted(folder)
     else:
         port = int(wait_for(f"{folder}/port"))
+        if order["fenced"]:
+            with open(f"/proc/{order['host']}/ns/net") as network:
+                must(libc.setns(network.fileno(), CLONE_NEWNET))
         store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
 
     def of(n):
@@ -172,7 +185,7 @@ def program(order, rank):
 # What a rank prints is no answer
 answers, nothing = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
 os.dup2(2, 1)
-libc, nursery = ctypes.CDLL(None), os.getpid()
+nursery = os.getpid()
 hearing, speaking = os.pipe()
 for end in (hearing, speaking):
     os.set_blocking(end, False)
@@ -185,7 +198,7 @@ def fork(run, order, number):
     pid = os.fork()
     if pid == 0:
         try:
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the nursery
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the nursery
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -197,6 +210,8 @@ def fork(run, order, number):
             os.environ.update(order["environment"])
             if os.getppid() == nursery:
                 run(order, number) if number is not None else run(order)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     running[pid] = order["folder"], number
@@ -223,6 +238,7 @@ while True:
         with open(line.decode().rstrip("\n") + "/order") as file:
             order = json.load(file)
         hosts = [fork(host, order, None)] if order["hosted_by"] is None else []
+        order["host"] = hosts and hosts[0]
         ranks = [fork(program, order, rank) for rank in range(order["size"])]
         print(json.dumps([ranks, hosts]), file=answers, flush=True)
 # What runs yet ends with it. The end of an interpreter that has torch takes a second, and changes nothing
@@ -316,12 +332,33 @@ def environment() -> dict[str, str]:
     return {**os.environ, **more}
 
 
-class Nursery:
-    """A process that forks ranks. `prefix`: a command that it is run with."""
+def ordered(
+    program: str,
+    size: int,
+    path: Path,
+    folder: Path,
+    *,
+    hosted_by: int | None = None,
+    fenced: bool = False,
+    **given: Any,
+) -> Path:
+    """Makes the folder of an order for `size` ranks: there they say what they do.
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
-        command = [*prefix, sys.executable, "-c", NURSERY]
-        pipe = subprocess.PIPE
+    `given`: more names for the program. `fenced`: they have a network of their own, that of their store's host. Its
+    loopback device counts what they send, and nothing else.
+    """
+    folder.mkdir()
+    order = {"program": textwrap.dedent(program), "size": size, "path": str(path), "folder": str(folder)}
+    order |= {"hosted_by": hosted_by, "fenced": fenced, "given": given, "environment": environment()}
+    (folder / "order").write_text(json.dumps(order))
+    return folder
+
+
+class Nursery:
+    """A process that forks ranks."""
+
+    def __init__(self) -> None:
+        command, pipe = [sys.executable, "-c", NURSERY], subprocess.PIPE
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment()
         )
@@ -335,15 +372,9 @@ class Nursery:
         self.process.wait()
         self._answers.close()
 
-    def run(
-        self, program: str, size: int, path: Path, folder: Path, *, hosted_by: int | None = None, **given: Any
-    ) -> Ranks:
-        """Starts `size` ranks. `given`: more names for the program. `folder`: where they say what they do."""
-        folder.mkdir()
-        order = {"program": textwrap.dedent(program), "size": size, "path": str(path), "folder": str(folder)}
-        order |= {"hosted_by": hosted_by, "given": given, "environment": environment()}
-        (folder / "order").write_text(json.dumps(order))
-        print(folder, file=self._orders, flush=True)
+    def run(self, program: str, size: int, path: Path, folder: Path, **more: Any) -> Ranks:
+        """Starts ranks, as `ordered` says."""
+        print(ordered(program, size, path, folder, **more), file=self._orders, flush=True)
         answer = self._answers.readline()
         assert answer, "the nursery is gone"
         return Ranks(folder, *json.loads(answer))
@@ -364,21 +395,6 @@ def starter(nursery: Nursery, folder: Path, prelude: str = "") -> Callable[..., 
 def nursery() -> Iterator[Nursery]:
     pytest.importorskip("torch.distributed")
     with contextlib.closing(Nursery()) as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def fenced_nursery() -> Iterator[Nursery]:
-    """One whose ranks have a network of their own: its loopback device counts what they send, and nothing else."""
-    pytest.importorskip("torch.distributed")
-    up = 'ip link set lo up && exec "$@"'
-    why = "needs unshare, ip, and the right to make a network namespace"
-    if not all(map(shutil.which, ("unshare", "ip"))):
-        pytest.skip(why)
-    prefix = ["unshare", "--net", "sh", "-c", up, "sh"]
-    if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
-        pytest.skip(why)
-    with contextlib.closing(Nursery(prefix)) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks_together import Nursery, Ranks, state, until
+from ranks_together import NURSERY, Nursery, Ranks, ordered, state, until
 
 pytest.importorskip("torch.distributed")
 
@@ -61,22 +61,27 @@ def test_what_ranks_print_and_break_disturbs_no_later_ones(
     assert nursery.process.poll() is None
 
 
-def test_no_rank_outlives_a_nursery_that_is_killed(tmp_path: Path) -> None:
-    """Nor one that is stopped. Who asks such a nursery for ranks hears that it is gone."""
-    nursery = Nursery()
+def test_no_rank_outlives_a_nursery_that_is_killed(together: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Nor one that is stopped. A rank is that nursery: it has torch already."""
     program = """
-    write(folder, f"here.{rank}")
+    orders, answers = os.pipe(), os.pipe()
+    os.dup2(orders[0], 0)
+    os.dup2(answers[1], 1)
+    os.write(orders[1], f"{folder_of_order}\\n".encode())
+    exec(text, {})
+    """
+    stays = """
+    write(folder, f"here.{rank}", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP) if rank else time.sleep(1000)
     """
-    ranks = nursery.run(program, 2, tmp_path, tmp_path / "ranks")
-    until(lambda: (ranks.folder / "here.0").exists() and state(ranks.pids[1]) == "T")
-    assert "Z" not in [state(pid) for pid in ranks.pids + ranks.hosts]
-    os.kill(nursery.process.pid, signal.SIGKILL)
-    nursery.process.wait()
-    with pytest.raises((AssertionError, BrokenPipeError)):
-        nursery.run(program, 2, tmp_path, tmp_path / "more")
-    nursery.close()
-    until(lambda: [state(pid) for pid in ranks.pids + ranks.hosts] == ["Z"] * 3)
+    folder = ordered(stays, 2, tmp_path, tmp_path / "stay", hosted_by=0)
+    with together(program, 1, tmp_path, folder_of_order=str(folder), text=NURSERY) as ranks:
+        until(lambda: (folder / "here.0").exists() and (folder / "here.1").exists())
+        pids = [int((folder / f"here.{rank}").read_text()) for rank in range(2)]
+        until(lambda: state(pids[1]) == "T")
+        assert state(pids[0]) != "Z"
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        until(lambda: [state(pid) for pid in pids] == ["Z", "Z"])
 
 
 def test_same_compares_every_tensor_that_it_is_given(together: Callable[..., Ranks], small: Path) -> None:
