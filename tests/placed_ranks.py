@@ -1,26 +1,18 @@
-"""Processes that are ranks of a mesh: those of `test_group`, with what DTensor brings."""
+"""Processes that are ranks of a mesh: those of `ranks_together`, with what DTensor brings."""
 
 from __future__ import annotations
 
 import contextlib
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_group
 import torch
-from test_group import Ranks
+from ranks_together import Nursery, Ranks, starter
 
-#: What programs of ranks have besides: every tensor as integers of its size, of which torch can do everything.
-IMPORTS = """
-import torch.distributed.checkpoint, torch.distributed.fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-S, R, SS = Shard, Replicate(), _StridedShard
-"""
+#: What programs of ranks begin with. `bits`: every tensor as integers of its size, of which torch can do everything.
 PLACED = """
+S, R, SS = Shard, Replicate(), _StridedShard
 checkpoint = penstock.open(path)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
@@ -55,10 +47,7 @@ def alone(rank: int, size: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
-    """Starts ranks: takes their program, their number and the path of their checkpoint."""
-    folder = folder / "ranks"
-    folder.mkdir()
-    # One process imports it for all
-    monkeypatch.setattr(test_group, "PRELUDE", test_group.PRELUDE.replace("\nsize, path", f"{IMPORTS}\nsize, path", 1))
-    return lambda program, size, path: Ranks(PLACED + textwrap.dedent(program), size, path, folder)
+@pytest.fixture
+def placed(nursery: Nursery, tmp_path: Path) -> Callable[..., Ranks]:
+    """Starts ranks of a mesh: (program, size, path, **given)."""
+    return starter(nursery, tmp_path, PLACED)

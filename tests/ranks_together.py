@@ -1,7 +1,8 @@
 """Processes that load together: the ranks of a group, the host of their store, and what is counted outside of them.
 
-A `Nursery` is a process that imports once what all ranks need (torch takes seconds), and forks them. Each rank runs the
-text of the same program. These names are there for it:
+A `Nursery` is a process that imports once what all ranks need (torch takes seconds), and forks them, for all tests of a
+pytest process. Each rank runs the text of the same program, with the environment that its test has. These names are
+there for it:
 
 | name | what it is |
 |---|---|
@@ -10,17 +11,20 @@ text of the same program. These names are there for it:
 | `group` | (store, rank, size) |
 | `said` | a dict; the test gets it when the program has ended |
 | `of(n)` | the rank's slice of n elements |
+| `sharded(info)` | what a tensor-parallel rank wants of a tensor, by its name: columns, rows, or all |
 | `same(tensors, slices)` | asserts that they are what safetensors reads; how many they are |
 | `hold(name)` | says that the rank has come so far, and waits until the test releases it |
 | `traces()` | threads, descriptors and listening sockets of this process that a load could leave |
+| `counted()` | the numbers of all its threads and of all its descriptors |
+| `settled(left)` | asserts that soon they are no more than `left` |
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,13 +37,27 @@ from typing import Any
 import ordeal
 import pytest
 
-#: The process that forks the ranks. An order is a line of JSON; the answer is a line with process ids.
+#: The process that forks the ranks. An order is a line with a folder where the rest of it is; the answer is a line with
+#: process ids.
 NURSERY = r"""
-import json, linecache, os, select, signal, socket, sys, threading, time, traceback
+import ctypes, fcntl, gc, json, linecache, os, select, signal, socket, struct, sys, threading, time, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
-import penstock
+import penstock, penstock._group_stream, penstock._group_watch, penstock._into, penstock._torch
+import encodings.idna, safetensors.torch
 from safetensors import safe_open
+try:
+    # Where torch has them. The first is what a dispatch mode, and what DTensor does first, import
+    import torch._dynamo
+    import torch.distributed.checkpoint, torch.distributed.fsdp
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+except ImportError:
+    pass
+# What is there now no rank looks through for garbage
+gc.collect()
+gc.freeze()
 
 def write(folder, name, text=""):
     with open(f"{folder}/{name}.new", "w") as file:
@@ -57,7 +75,18 @@ def hosted(folder):
     write(folder, "port", str(server.port))
     return server
 
+CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP, PR_SET_PDEATHSIG = 0x40000000, 0x8914, 1, 1
+libc = ctypes.CDLL(None, use_errno=True)
+
+def must(result):
+    if result:
+        raise OSError(ctypes.get_errno(), "cannot have a network of its own")
+
 def host(order):
+    if order["fenced"]:
+        must(libc.unshare(CLONE_NEWNET))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any:
+            fcntl.ioctl(any, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     server = hosted(order["folder"])
     while True:
         signal.pause()
@@ -74,16 +103,24 @@ def names_of(order, rank):
         store = hosted(folder)
     else:
         port = int(wait_for(f"{folder}/port"))
+        if order["fenced"]:
+            with open(f"/proc/{order['host']}/ns/net") as network:
+                must(libc.setns(network.fileno(), CLONE_NEWNET))
         store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
 
     def of(n):
         return slice(n * rank // size, n * (rank + 1) // size)
 
+    def sharded(info):
+        if info.name.endswith("down"):
+            return (slice(None), of(info.shape[1]))
+        return of(info.shape[0]) if info.name.endswith(("up", "experts")) else None
+
     def raw(tensor):
         return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
 
     def same(found, slices=None):
-        checkpoint = penstock.open(path)
+        checkpoint, compared = penstock.open(path), set()
         for file in reader_of(path).values():
             for name in file.keys():
                 if name in found:
@@ -92,6 +129,8 @@ def names_of(order, rank):
                     expected = whole if cut is None else whole[cut]
                     assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
                     assert torch.equal(raw(tensor), raw(expected)), name
+                    compared.add(name)
+        assert compared == found.keys(), "not of the checkpoint"
         return len(found)
 
     def hold(name="held"):
@@ -117,8 +156,19 @@ def names_of(order, rank):
         kinds = sorted(one.split(":")[0] for one in found)
         return [sorted(thread for thread in threads if thread.startswith("penstock")), kinds, listening]
 
+    def counted():
+        return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+
+    def settled(left):
+        # Soon: a thread that has answered may still be ending
+        limit = time.monotonic() + 5
+        while any(now > then for now, then in zip(counted(), left)):
+            assert time.monotonic() < limit, (counted(), left)
+            time.sleep(0.01)
+
     names = dict(rank=rank, size=size, path=path, folder=folder, store=store, group=(store, rank, size), said={})
-    return dict(globals(), **names, of=of, same=same, hold=hold, traces=traces, **order["given"])
+    names.update(of=of, sharded=sharded, same=same, hold=hold, traces=traces, counted=counted, settled=settled)
+    return {**globals(), **names, **order["given"]}
 
 def program(order, rank):
     folder, text = order["folder"], order["program"]
@@ -132,6 +182,10 @@ def program(order, rank):
     except BaseException:
         write(folder, f"failed.{rank}", traceback.format_exc())
 
+# What a rank prints is no answer
+answers, nothing = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+os.dup2(2, 1)
+nursery = os.getpid()
 hearing, speaking = os.pipe()
 for end in (hearing, speaking):
     os.set_blocking(end, False)
@@ -144,17 +198,26 @@ def fork(run, order, number):
     pid = os.fork()
     if pid == 0:
         try:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the nursery
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.close(0)
-            run(order, number) if number is not None else run(order)
+            os.dup2(nothing, 0)
+            for fd in (nothing, hearing, speaking, answers.fileno()):
+                os.close(fd)
+            for name in os.environ.keys() - order["environment"].keys():
+                del os.environ[name]
+            os.environ.update(order["environment"])
+            if os.getppid() == nursery:
+                run(order, number) if number is not None else run(order)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     running[pid] = order["folder"], number
     return pid
 
-print("ready", flush=True)
+print("ready", file=answers, flush=True)
 while True:
     ready, _, _ = select.select([0, hearing], [], [])
     if hearing in ready:
@@ -164,15 +227,22 @@ while True:
         if pid == 0:
             break
         folder, number = running.pop(pid)
-        if os.path.isdir(folder):
+        try:
             write(folder, f"ended.{number}", str(status))
+        except FileNotFoundError:
+            pass  # nobody waits for it any more
     if 0 in ready:
         line = sys.stdin.buffer.raw.readline()
         if not line:
             break
-        order = json.loads(line)
+        with open(line.decode().rstrip("\n") + "/order") as file:
+            order = json.load(file)
         hosts = [fork(host, order, None)] if order["hosted_by"] is None else []
-        print(json.dumps([[fork(program, order, rank) for rank in range(order["size"])], hosts]), flush=True)
+        order["host"] = hosts and hosts[0]
+        ranks = [fork(program, order, rank) for rank in range(order["size"])]
+        print(json.dumps([ranks, hosts]), file=answers, flush=True)
+# What runs yet ends with it. The end of an interpreter that has torch takes a second, and changes nothing
+os._exit(0)
 """
 
 
@@ -248,64 +318,87 @@ class Ranks:
         return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
 
-class Nursery:
-    """A process that forks ranks. `prefix`: a command that it is run with."""
+def environment() -> dict[str, str]:
+    """That of ranks: the one of the test."""
+    more = {
+        # Otherwise torch warns, for each connection, that this network has no name server
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # With files in the page cache ranks would have nothing to say to each other
+        "PENSTOCK_EXCHANGE": "on",
+        # As torchrun gives to ranks; and a process that forks may have no other thread than the one that does
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {**os.environ, **more}
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
-        command = [*prefix, sys.executable, "-c", NURSERY]
-        # Otherwise torch warns, for each connection, that this network has no name server. And with files in the page
-        # cache ranks would have nothing to say to each other
-        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PENSTOCK_EXCHANGE": "on"}
+
+def ordered(
+    program: str,
+    size: int,
+    path: Path,
+    folder: Path,
+    *,
+    hosted_by: int | None = None,
+    fenced: bool = False,
+    **given: Any,
+) -> Path:
+    """Makes the folder of an order for `size` ranks: there they say what they do.
+
+    `given`: more names for the program. `fenced`: they have a network of their own, that of their store's host. Its
+    loopback device counts what they send, and nothing else.
+    """
+    folder.mkdir()
+    order = {"program": textwrap.dedent(program), "size": size, "path": str(path), "folder": str(folder)}
+    order |= {"hosted_by": hosted_by, "fenced": fenced, "given": given, "environment": environment()}
+    (folder / "order").write_text(json.dumps(order))
+    return folder
+
+
+class Nursery:
+    """A process that forks ranks."""
+
+    def __init__(self) -> None:
+        command, pipe = [sys.executable, "-c", NURSERY], subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment()
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._orders, self._answers = self.process.stdin, self.process.stdout
         assert self._answers.readline() == "ready\n"
 
     def close(self) -> None:
-        self._orders.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
         self.process.wait()
         self._answers.close()
 
-    def run(
-        self, program: str, size: int, path: Path, folder: Path, *, hosted_by: int | None = None, **given: Any
-    ) -> Ranks:
-        """Starts `size` ranks. `given`: more names for the program. `folder`: where they say what they do."""
-        folder.mkdir()
-        order = {"program": textwrap.dedent(program), "size": size, "path": str(path), "folder": str(folder)}
-        print(json.dumps({**order, "hosted_by": hosted_by, "given": given}), file=self._orders, flush=True)
-        return Ranks(folder, *json.loads(self._answers.readline()))
+    def run(self, program: str, size: int, path: Path, folder: Path, **more: Any) -> Ranks:
+        """Starts ranks, as `ordered` says."""
+        print(ordered(program, size, path, folder, **more), file=self._orders, flush=True)
+        answer = self._answers.readline()
+        assert answer, "the nursery is gone"
+        return Ranks(folder, *json.loads(answer))
+
+
+def starter(nursery: Nursery, folder: Path, prelude: str = "") -> Callable[..., Ranks]:
+    """What starts ranks, each time in a folder of their own. `prelude`: what their programs begin with."""
+    numbers = itertools.count()
+
+    def start(program: str, size: int, path: Path, **given: Any) -> Ranks:
+        program = prelude + textwrap.dedent(program)
+        return nursery.run(program, size, path, folder / f"ranks{next(numbers)}", **given)
+
+    return start
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     pytest.importorskip("torch.distributed")
-    found = Nursery()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="session")
-def fenced_nursery() -> Iterator[Nursery]:
-    """One whose ranks have a network of their own: its loopback device counts what they send, and nothing else."""
-    pytest.importorskip("torch.distributed")
-    up = 'ip link set lo up && exec "$@"'
-    why = "needs unshare, ip, and the right to make a network namespace"
-    if not all(map(shutil.which, ("unshare", "ip"))):
-        pytest.skip(why)
-    prefix = ["unshare", "--net", "sh", "-c", up, "sh"]
-    if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
-        pytest.skip(why)
-    found = Nursery(prefix)
-    yield found
-    found.close()
+    with contextlib.closing(Nursery()) as found:
+        yield found
 
 
 @pytest.fixture
 def together(nursery: Nursery, tmp_path: Path) -> Callable[..., Ranks]:
     """Starts ranks: (program, size, path, **given)."""
-    numbers = iter(range(1000))
-    return lambda program, size, path, **given: nursery.run(
-        program, size, path, tmp_path / f"ranks{next(numbers)}", **given
-    )
+    return starter(nursery, tmp_path)

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import Popen
 
 import penstock
 import pytest
 import torch
-from forked_ranks import Ranks, server
+from ranks_together import Ranks
 from safetensors.torch import save_file
-
-__all__ = ["server"]  # a fixture
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -42,10 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, server: Popen[str]) -> Callable[..., Ranks]:
+def run(together: Callable[..., Ranks]) -> Callable[..., Ranks]:
     """Runs a program. ``a``, ``b``, ``c`` are its files; ``held`` is what is in them."""
-    folder = tmp_path / "ranks"
-    folder.mkdir()
     prelude = """
 import hashlib
 from safetensors.torch import load_file
@@ -75,7 +70,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 world, size_of_group = dist.group.WORLD, size
 from penstock.compat import fastsafetensors as face
 """
-    return lambda program, size, path: Ranks(server, prelude + program, size, path, folder)
+    return lambda program, size, path: together(prelude + program, size, path)
 
 
 def done(ranks: Ranks, size: int) -> None:
@@ -257,7 +252,7 @@ for kind in ("in order", "backwards", "columns", "rows", "pushed", "dict", "para
         4,
         model,
     ) as ranks:
-        said = [ranks.said(rank) for rank in range(4)]
+        said = ranks.all()
     for kind in said[0]:
         assert sum(one[kind][0] for one in said) == said[0][kind][1], kind
 

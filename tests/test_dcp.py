@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import penstock
 import pytest
 import torch
 from conftest import same
-from placed_ranks import Ranks, runner
 from safetensors.torch import save_file
 
 pytestmark = [
@@ -23,11 +21,6 @@ hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
 Stock = hf_storage.HuggingFaceStorageReader
 
 from penstock.integrations.dcp import StorageReader  # noqa: E402
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
-    return runner(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -197,7 +190,7 @@ def local(tensor):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_fill_their_shards_and_read_each_byte_once(run, folder, size):
+def test_ranks_fill_their_shards_and_read_each_byte_once(placed, folder, size):
     program = (
         MODELS
         + """
@@ -227,8 +220,8 @@ dist.barrier()
 dist.destroy_process_group()
 """
     )
-    with run(program, size, folder) as ranks:
-        said = [ranks.said(rank) for rank in range(size)]
+    with placed(program, size, folder) as ranks:
+        said = ranks.all()
     wanted = said[0]["wanted"]
     for way in ("plain", "tp", "fsdp", "fsdp and tp"):
         together, mesh, alone = (sum(reads) for reads in zip(*(one[way] for one in said), strict=True))
@@ -237,7 +230,7 @@ dist.destroy_process_group()
     assert [said[0][f"{way} dtensors"] for way in ("plain", "tp", "fsdp", "fsdp and tp")] == [0, 6, 9, 9]
 
 
-def test_a_rank_that_cannot_resolve_its_tensors_tells_the_others(run, folder):
+def test_a_rank_that_cannot_resolve_its_tensors_tells_the_others(placed, folder):
     program = """
     import torch.distributed.checkpoint as dcp
     from penstock.integrations.dcp import StorageReader
@@ -259,7 +252,7 @@ def test_a_rank_that_cannot_resolve_its_tensors_tells_the_others(run, folder):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 2, folder) as ranks:
+    with placed(program, 2, folder) as ranks:
         for rank in range(2):
             said = ranks.said(rank)
             assert "ValueError: not today" in said["failures"]["1"]

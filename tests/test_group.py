@@ -2,133 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import penstock
 import pytest
 import torch
+from ranks_together import state, until
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-
-#: One process imports what all ranks need, and forks them: an import of torch takes seconds. `rank`, `size`, `path` and
-#: `store` are there for the program of each; what it leaves in `said` is in the file of its rank at the end.
-PRELUDE = """
-import json, os, signal, sys, time, traceback
-from datetime import timedelta
-import torch, torch.distributed as dist
-import penstock
-from safetensors import safe_open
-size, path, port, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-said = {}
-
-def of(n):
-    return slice(n * rank // size, n * (rank + 1) // size)
-
-def sharded(info):
-    if info.name.endswith("down"):
-        return (slice(None), of(info.shape[1]))
-    return of(info.shape[0]) if info.name.endswith(("up", "experts")) else None
-
-def same(found, slices=None):
-    checkpoint = penstock.open(path)
-    with safe_open(path, "pt") as file:
-        for name, tensor in found.items():
-            cut = slices(checkpoint[name]) if slices else None
-            expected = file.get_tensor(name) if cut is None else file.get_tensor(name)[cut]
-            assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
-            left, right = (t.contiguous().view(torch.uint8) if t.dim() else t for t in (tensor, expected))
-            assert torch.equal(left, right), name
-    return len(found)
-
-def settled(left):
-    # No more threads and descriptors than before, soon: a thread that has answered may still be ending
-    limit = time.monotonic() + 5
-    while any(now > then for now, then in zip(counted(), left)):
-        assert time.monotonic() < limit, (counted(), left)
-        time.sleep(0.01)
-
-def counted():
-    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
-
-def write(name, text):
-    with open(f"{folder}/{name}.new", "w") as file:
-        file.write(text)
-    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
-
-def program():
-    global store
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-{program}
-
-pids = {}
-for rank in range(size):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            program()
-            write(f"said.{rank}", json.dumps(said))
-        except BaseException:
-            write(f"failed.{rank}", traceback.format_exc())
-        os._exit(0)
-    pids[pid] = rank
-write("pids", json.dumps(sorted(pids, key=pids.get)))
-while pids:
-    pid, _ = os.wait()
-    write(f"ended.{pids.pop(pid)}", "")
-"""
-
-
-def until(there: Callable[[], bool], seconds: float = 120.0) -> None:
-    limit = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-
-
-class Ranks:
-    """Processes that run the same program, and the host of their store."""
-
-    def __init__(self, program: str, size: int, path: Path, folder: Path) -> None:
-        self.folder = folder
-        self.server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        script = folder / "ranks.py"
-        script.write_text(PRELUDE.replace("{program}", textwrap.indent(textwrap.dedent(program), "    ")))
-        command = [sys.executable, str(script), str(size), str(path), str(self.server.port), str(folder)]
-        # With files in the page cache they would have nothing to say to each other
-        environment = {**os.environ, "PENSTOCK_EXCHANGE": "on"}
-        self.parent = subprocess.Popen(command, start_new_session=True, env=environment)
-        until(lambda: (folder / "pids").exists() or self.parent.poll() is not None)
-        self.pids: list[int] = json.loads((folder / "pids").read_text())
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.parent.pid, signal.SIGKILL)
-        self.parent.wait()
-
-    def ended(self, rank: int) -> None:
-        """Waits until a rank's process is gone."""
-        until((self.folder / f"ended.{rank}").exists)
-
-    def said(self, rank: int) -> dict[str, Any]:
-        self.ended(rank)
-        failed = self.folder / f"failed.{rank}"
-        assert not failed.exists(), failed.read_text()
-        found: dict[str, Any] = json.loads((self.folder / f"said.{rank}").read_text())
-        return found
 
 
 @pytest.fixture
@@ -145,15 +30,8 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Ranks]:
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    return lambda program, size, path: Ranks(program, size, path, folder)
-
-
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_group_loads_what_each_rank_wants_and_reads_it_once(run, model, size):
+def test_a_group_loads_what_each_rank_wants_and_reads_it_once(together, model, size):
     program = """
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     checkpoint = penstock.open(path)
@@ -176,8 +54,8 @@ def test_a_group_loads_what_each_rank_wants_and_reads_it_once(run, model, size):
     said["into"] = same(into)
     dist.destroy_process_group()
     """
-    with run(program, size, model) as ranks:
-        said = [ranks.said(rank) for rank in range(size)]
+    with together(program, size, model) as ranks:
+        said = ranks.all()
     checkpoint = penstock.open(model)
     assert [one["whole"] for one in said] == [len(checkpoint)] * size
     assert sum(one["read"] for one in said) == 4 * checkpoint.nbytes  # four loads, each of which reads every byte once
@@ -186,7 +64,7 @@ def test_a_group_loads_what_each_rank_wants_and_reads_it_once(run, model, size):
     assert {e["ranks"] for e in exchanged} == {size}
 
 
-def test_odd_wants_are_no_exception(run, model):
+def test_odd_wants_are_no_exception(together, model):
     """One rank wants nothing, one has no memory, one wants the same many times, in memory that is not contiguous."""
     program = """
     checkpoint, group = penstock.open(path), (store, rank, size)
@@ -208,11 +86,11 @@ def test_odd_wants_are_no_exception(run, model):
         assert torch.equal(job.result()["embed"], checkpoint.load(names=["embed"])["embed"][::3, 1::2])
     said["done"] = True
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         assert [ranks.said(rank)["done"] for rank in range(3)] == [True] * 3
 
 
-def test_ranks_with_different_checkpoints_hear_which_one_differs(run, model, tmp_path):
+def test_ranks_with_different_checkpoints_hear_which_one_differs(together, model, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({"a": torch.zeros(3)}, other)
     program = f"""
@@ -221,14 +99,14 @@ def test_ranks_with_different_checkpoints_hear_which_one_differs(run, model, tmp
     except penstock.PlanMismatchError as error:
         said["ranks"], said["text"] = error.ranks, str(error)
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         for rank in range(3):
             said = ranks.said(rank)
             assert said["ranks"] == [2]
             assert "1 tensors" in said["text"] and "15 tensors" in said["text"]
 
 
-def test_another_content_is_found_where_headers_are_equal(run, model, tmp_path):
+def test_another_content_is_found_where_headers_are_equal(together, model, tmp_path):
     """As of two training steps, on two machines. A copy of the same bytes is the same checkpoint."""
     copied, stepped = tmp_path / "copied.safetensors", tmp_path / "stepped.safetensors"
     copied.write_bytes(model.read_bytes())
@@ -246,7 +124,7 @@ def test_another_content_is_found_where_headers_are_equal(run, model, tmp_path):
     said["again"] = same(penstock.open(path).load(group=(store, rank, size)))
     said["keys"] = [key for key in left if store.check([key]) and key.endswith(str(rank))]
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         for rank in range(3):
             said = ranks.said(rank)
             assert said["ranks"] == [1]
@@ -254,7 +132,7 @@ def test_another_content_is_found_where_headers_are_equal(run, model, tmp_path):
             assert (said["same"], said["again"], said["keys"]) == (15, 15, [])
 
 
-def test_a_rank_that_cannot_begin_tells_the_others_why(run, model):
+def test_a_rank_that_cannot_begin_tells_the_others_why(together, model):
     program = """
     try:
         penstock.open(path).load(names=["nowhere"] if rank == 1 else None, group=(store, rank, size))
@@ -265,15 +143,15 @@ def test_a_rank_that_cannot_begin_tells_the_others_why(run, model):
     begun = time.monotonic()
     said["after"] = same(penstock.open(path).load(group=(store, rank, size)))
     """
-    with run(program, 3, model) as ranks:
-        said = [ranks.said(rank) for rank in range(3)]
+    with together(program, 3, model) as ranks:
+        said = ranks.all()
     assert said[1]["unknown"] == 1
     assert [one.get("peer") for one in said] == [1, None, 1]
     assert "nowhere" in said[0]["text"]
     assert [one["after"] for one in said] == [15] * 3
 
 
-def test_a_rank_that_does_not_come_is_named(run, model):
+def test_a_rank_that_does_not_come_is_named(together, model):
     program = """
     begun = time.monotonic()
     if rank != 1:
@@ -283,7 +161,7 @@ def test_a_rank_that_does_not_come_is_named(run, model):
             said["peer"], said["text"] = error.rank, str(error)
     said["seconds"] = time.monotonic() - begun
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         for rank in (0, 2):
             said = ranks.said(rank)
             assert said["peer"] == 1 and "rank 1 of 3 did not come" in said["text"]
@@ -299,7 +177,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_ranks_that_find_everything_in_the_page_cache_load_alone(run, model):
+def test_ranks_that_find_everything_in_the_page_cache_load_alone(together, model):
     program = """
     checkpoint = penstock.open(path)
     for exchange in ("auto", "off"):
@@ -313,7 +191,7 @@ def test_ranks_that_find_everything_in_the_page_cache_load_alone(run, model):
     store.wait(["over"])
     """
     model.read_bytes()
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         for rank in range(3):
             said = ranks.said(rank)
             for found in said.values():
@@ -327,7 +205,7 @@ def test_ranks_that_find_everything_in_the_page_cache_load_alone(run, model):
             assert "page cache" in said["auto"]["reason"] and said["into"] == said["auto"]
 
 
-def test_a_rank_that_hosts_the_store_may_end_when_its_load_has(run, model):
+def test_a_rank_that_hosts_the_store_may_end_when_its_load_has(together, model):
     """Others may not have read what it says when it knows that each loads alone."""
     program = """
     if rank == 0:
@@ -341,12 +219,12 @@ def test_a_rank_that_hosts_the_store_may_end_when_its_load_has(run, model):
     said["choice"] = checkpoint.last_report.exchange["choice"]
     """
     model.read_bytes()
-    with run(program, 4, model) as ranks:
+    with together(program, 4, model) as ranks:
         assert [ranks.said(rank)["choice"] for rank in range(4)] == ["off"] * 4
 
 
 @pytest.mark.parametrize("wants", ["whole", "sharded"])
-def test_ranks_try_both_ways_and_decide_alike(run, large, wants):
+def test_ranks_try_both_ways_and_decide_alike(together, large, wants):
     """Past the page cache, so that it does not matter what that holds."""
     program = f"""
     checkpoint = penstock.open(path)
@@ -359,8 +237,8 @@ def test_ranks_try_both_ways_and_decide_alike(run, large, wants):
     said["reads"] = sum(way["bytes"] for way in checkpoint.last_report.routes.values())
     said["second"] = checkpoint.last_report.exchange
     """
-    with run(program, 3, large) as ranks:
-        said = [ranks.said(rank) for rank in range(3)]
+    with together(program, 3, large) as ranks:
+        said = ranks.all()
     for load in ("first", "second"):
         found = [one[load] for one in said]
         assert len({(one["choice"], one["reason"]) for one in found}) == 1, found
@@ -369,7 +247,7 @@ def test_ranks_try_both_ways_and_decide_alike(run, large, wants):
         assert sent == received > 2 * (40 << 20)  # what was tried together
 
 
-def test_ranks_that_were_asked_for_different_exchange_are_told(run, model):
+def test_ranks_that_were_asked_for_different_exchange_are_told(together, model):
     program = """
     checkpoint = penstock.open(path)
     try:
@@ -377,7 +255,7 @@ def test_ranks_that_were_asked_for_different_exchange_are_told(run, model):
     except penstock.PlanMismatchError as error:
         said.update(ranks=error.ranks, text=str(error))
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         assert not ranks.said(1)
         for rank in (0, 2):
             assert ranks.said(rank)["ranks"] == [1] and "has another exchange" in ranks.said(rank)["text"]
@@ -393,7 +271,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("which", "exchange"), [(0, "on"), (2, "on"), (2, "auto")])
-def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(run, large, fault, which, exchange):
+def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(
+    together, large, fault, which, exchange
+):
     does, says, limit = FAULTS[fault]
     program = f"""
     def progress(done, total):
@@ -413,11 +293,10 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_ag
         again = checkpoint.load(group=(dist.PrefixStore("again", store), left.index(rank), len(left)), options=options)
         said["again"] = same(again)
     """
-    with run(program, 4, large) as ranks:
+    with together(program, 4, large) as ranks:
         others = [rank for rank in range(4) if rank != which]
-        status = Path(f"/proc/{ranks.pids[which]}/status")
         if fault == "stopped":
-            until(lambda: "T (stopped)" in status.read_text())
+            until(lambda: state(ranks.pids[which]) == "T")
         else:
             ranks.ended(which)
         ended = time.time()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import penstock
 import pytest
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Layout, Tensor
-from ranks_together import Nursery
+from ranks_together import Ranks
 
 MIB = 1 << 20
 
@@ -63,7 +65,7 @@ said["received"] = checkpoint.last_report.exchange["received_bytes"]
 
 @pytest.mark.parametrize("layout", ["tensor parallel", "replicas"])
 def test_storage_gives_each_byte_once_and_the_network_carries_each_share_once(
-    fenced_nursery: Nursery, llama: Path, tmp_path: Path, layout: str
+    together: Callable[..., Ranks], llama: Path, layout: str
 ) -> None:
     """Counted by the kernel: `read_bytes` of each process, past the page cache, and the loopback device.
 
@@ -71,8 +73,11 @@ def test_storage_gives_each_byte_once_and_the_network_carries_each_share_once(
     1 MiB
     more on the wire, for the headers of packets, and for agreement.
     """
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "--net", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs unshare, and the right to make a network namespace")
     checkpoint = penstock.open(llama)
-    with fenced_nursery.run(PROGRAM, 4, llama, tmp_path / "ranks", layout=layout) as ranks:
+    with together(PROGRAM, 4, llama, fenced=True, layout=layout) as ranks:
         ranks.held("ready")
         pagecache.put(list(llama.glob("*.safetensors")), "cold")
         before, sent = [ranks.read_bytes(rank) for rank in range(4)], ranks.loopback_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import penstock
@@ -11,7 +10,7 @@ import torch
 from conftest import raw
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Tensor
-from placed_ranks import Ranks, alone, runner
+from placed_ranks import alone
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -81,11 +80,6 @@ def filled(model, report):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
-    return runner(tmp_path, monkeypatch)
-
-
-@pytest.fixture
 def model(tmp_path: Path) -> Path:
     torch.manual_seed(3)
     tensors = {"embed.weight": torch.randn(21, 16), "head.weight": torch.randn(21, 16).bfloat16()}
@@ -99,7 +93,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_a_model_of_dtensors_gets_what_each_rank_has_of_it(run, model):
+def test_a_model_of_dtensors_gets_what_each_rank_has_of_it(placed, model):
     """Sizes that do not divide: 21 rows over 4 ranks, a gain of 3 elements of which the last rank has none."""
     program = (
         MODEL
@@ -128,8 +122,8 @@ dist.barrier()
 dist.destroy_process_group()
 """
     )
-    with run(program, 4, model) as ranks:
-        said = [ranks.said(rank) for rank in range(4)]
+    with placed(program, 4, model) as ranks:
+        said = ranks.all()
     for one in said:
         assert one["tp"] == [6] * 3
         assert one["fsdp"] == one["hsdp"] == one["fsdp and tp"] == [13] * 3
@@ -137,7 +131,7 @@ dist.destroy_process_group()
     assert sum(one["read"] for one in said) == penstock.open(model).nbytes
 
 
-def test_fsdp_under_tp_is_filled_where_its_sizes_do_not_divide(run, model):
+def test_fsdp_under_tp_is_filled_where_its_sizes_do_not_divide(placed, model):
     """7 rows: FSDP2 divides 4 and 3 among 3 ranks each, and its placements as torch reads them give others to two."""
     program = (
         MODEL
@@ -162,7 +156,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
     )
-    with run(program, 6, model) as ranks:
+    with placed(program, 6, model) as ranks:
         rows = [ranks.said(rank)["rows"] for rank in range(6)]
     assert rows == [[0, 1], [4], [2, 3], [5], [], [6]]
 
@@ -222,7 +216,7 @@ def test_local_shards_of_every_dtype_are_filled(tmp_path, rank):
         assert (pieces > 10) == (placements is strided)
 
 
-def test_what_does_not_fit_is_named_before_a_byte_moves(run, model):
+def test_what_does_not_fit_is_named_before_a_byte_moves(placed, model):
     program = """
     mesh = init_device_mesh("cpu", (2,))
     embed = whole["embed.weight"]
@@ -271,8 +265,8 @@ def test_what_does_not_fit_is_named_before_a_byte_moves(run, model):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 2, model) as ranks:
-        said = [ranks.said(rank) for rank in range(2)]
+    with placed(program, 2, model) as ranks:
+        said = ranks.all()
     for rank, one in enumerate(said):
         problems = one["problems"]
         assert len(problems) == 5 and one["touched"] == []

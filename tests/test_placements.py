@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from penstock._placements import at_rank, cut_of, placed, shape_of
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Tensor
-from placed_ranks import Ranks, alone, runner
+from placed_ranks import alone
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -281,11 +280,6 @@ def test_a_failed_load_names_each_destination_once(checkpoint):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
-    return runner(tmp_path, monkeypatch)
-
-
-@pytest.fixture
 def dtypes(tmp_path: Path) -> Path:
     """A tensor of each dtype that torch has, with uneven sizes; others of odd shapes."""
     tensors = [
@@ -297,7 +291,7 @@ def dtypes(tmp_path: Path) -> Path:
     return synth.write_file(tmp_path / "dtypes.safetensors", tensors)
 
 
-def test_dtensors_of_a_mesh_are_those_of_distribute_tensor(run, dtypes):
+def test_dtensors_of_a_mesh_are_those_of_distribute_tensor(placed, dtypes):
     """On four ranks: meshes of one and two dimensions, in any order of ranks; every dtype; divided in every way."""
     program = """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -324,15 +318,15 @@ def test_dtensors_of_a_mesh_are_those_of_distribute_tensor(run, dtypes):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 4, dtypes) as ranks:
-        said = [ranks.said(rank) for rank in range(4)]
+    with placed(program, 4, dtypes) as ranks:
+        said = ranks.all()
     checkpoint = penstock.open(dtypes)
     assert [one["checked"] for one in said] == [18 * len(checkpoint)] * 4
     # Each load of the four reads every byte once; a mesh of two ranks is two such loads
     assert sum(one["read"] for one in said) == (17 + 2) * checkpoint.nbytes
 
 
-def test_placements_go_with_the_other_arguments(run, dtypes):
+def test_placements_go_with_the_other_arguments(placed, dtypes):
     program = """
     mesh = init_device_mesh("cpu", (1, 2))
     rule = lambda info: None if info.name in ("none", "scalar") else [R, S(0)]
@@ -378,14 +372,14 @@ def test_placements_go_with_the_other_arguments(run, dtypes):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 2, dtypes) as ranks:
+    with placed(program, 2, dtypes) as ranks:
         for rank in range(2):
             said = ranks.said(rank)
             assert said["again"] == 1
             assert "give group= a DeviceMesh, not a ProcessGroup" in said["text"]
 
 
-def test_a_mesh_of_three_dimensions_and_one_of_some_ranks(run, dtypes):
+def test_a_mesh_of_three_dimensions_and_one_of_some_ranks(placed, dtypes):
     """Eight ranks; then those of one half alone, while the others load something else."""
     program = """
     cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -409,8 +403,8 @@ def test_a_mesh_of_three_dimensions_and_one_of_some_ranks(run, dtypes):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 8, dtypes) as ranks:
-        said = [ranks.said(rank) for rank in range(8)]
+    with placed(program, 8, dtypes) as ranks:
+        said = ranks.all()
     count = len(penstock.open(dtypes))
     assert [one["checked"] for one in said] == [count + 2] * 4 + [count + 1] * 4
     assert [one.get("few") for one in said] == [1] * 4 + [None] * 4
@@ -420,7 +414,7 @@ def test_a_mesh_of_three_dimensions_and_one_of_some_ranks(run, dtypes):
 # --- One tensor ---
 
 
-def test_one_tensor_is_divided_or_given_to_all(run, dtypes):
+def test_one_tensor_is_divided_or_given_to_all(placed, dtypes):
     """Uneven: 7 rows and 6 columns for 4 ranks, 2 of 3 numbers; of the scalar nothing can be divided."""
     program = """
     groups = [dist.group.WORLD, (dist.PrefixStore("mine", store), rank, size), init_device_mesh("cpu", (2, 2)),
@@ -462,8 +456,8 @@ def test_one_tensor_is_divided_or_given_to_all(run, dtypes):
     dist.barrier()
     dist.destroy_process_group()
     """
-    with run(program, 4, dtypes) as ranks:
-        said = [ranks.said(rank) for rank in range(4)]
+    with placed(program, 4, dtypes) as ranks:
+        said = ranks.all()
     checkpoint = penstock.open(dtypes)
     assert {one["checked"] for one in said} == {28 if "F4" in checkpoint else 24}
     assert [one["whole"] for one in said] == [16] * 4

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
 import penstock
 import pytest
 import torch
-from forked_ranks import Ranks, server
 from safetensors.torch import save_file
-
-__all__ = ["server"]  # a fixture
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -33,15 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def run(tmp_path: Path, server: Popen[str]) -> Callable[..., Ranks]:
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    return lambda program, size, path: Ranks(server, program, size, path, folder)
-
-
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_group_streams_what_each_rank_wants_in_the_order_of_reading_and_reads_it_once(run, model, size):
+def test_a_group_streams_what_each_rank_wants_in_the_order_of_reading_and_reads_it_once(together, model, size):
     program = """
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     checkpoint = penstock.open(path)
@@ -73,8 +61,8 @@ def test_a_group_streams_what_each_rank_wants_in_the_order_of_reading_and_reads_
     said["alone"] = same(dict(one))
     dist.destroy_process_group()
     """
-    with run(program, size, model) as ranks:
-        said = [ranks.said(rank) for rank in range(size)]
+    with together(program, size, model) as ranks:
+        said = ranks.all()
     checkpoint = penstock.open(model)
     assert {one["ranks"] for one in said} == {size}
     assert {one["alone"] for one in said} == {len(checkpoint)}
@@ -82,7 +70,7 @@ def test_a_group_streams_what_each_rank_wants_in_the_order_of_reading_and_reads_
     assert sum(one["read"] for one in said) == 6 * checkpoint.nbytes
 
 
-def test_ranks_want_different_tensors(run, model):
+def test_ranks_want_different_tensors(together, model):
     """Filters that have nothing in common, and one that wants nothing: as where some ranks have a draft model too."""
     program = """
     checkpoint, group = penstock.open(path), (store, rank, size)
@@ -95,11 +83,11 @@ def test_ranks_want_different_tensors(run, model):
         raise AssertionError
     said["done"] = checkpoint.last_report["tensors"]
     """
-    with run(program, 4, model) as ranks:
+    with together(program, 4, model) as ranks:
         assert [ranks.said(rank)["done"] for rank in range(4)] == [0] * 4
 
 
-def test_no_more_than_a_window_is_ahead_of_the_consumer(run, model):
+def test_no_more_than_a_window_is_ahead_of_the_consumer(together, model):
     program = """
     from penstock import _group_stream
     checkpoint, group, begun = penstock.open(path), (store, rank, size), []
@@ -115,7 +103,7 @@ def test_no_more_than_a_window_is_ahead_of_the_consumer(run, model):
         most, taken = max(most, bytes_ahead), taken + 1
     said["most"], said["taken"] = most, taken
     """
-    with run(program, 2, model) as ranks:
+    with together(program, 2, model) as ranks:
         for rank in range(2):
             said = ranks.said(rank)
             assert said["taken"] == len(penstock.open(model))
@@ -134,7 +122,7 @@ LEAVING = {
 
 
 @pytest.mark.parametrize("how", LEAVING)
-def test_a_rank_that_leaves_before_the_end_is_named_and_the_group_goes_on(run, model, how):
+def test_a_rank_that_leaves_before_the_end_is_named_and_the_group_goes_on(together, model, how):
     leaves, taken = LEAVING[how]
     program = f"""
     checkpoint, group, found = penstock.open(path), (store, rank, size), {{}}
@@ -157,8 +145,8 @@ def test_a_rank_that_leaves_before_the_end_is_named_and_the_group_goes_on(run, m
     said["again"] = same(checkpoint.load(group=group))
     said["other"] = same(dict(other))
     """
-    with run(program, 3, model) as ranks:
-        said = [ranks.said(rank) for rank in range(3)]
+    with together(program, 3, model) as ranks:
+        said = ranks.all()
     every = len(penstock.open(model))
     assert [one["again"] for one in said] == [one["other"] for one in said] == [every] * 3
     assert said[1]["found"] == taken
@@ -168,7 +156,7 @@ def test_a_rank_that_leaves_before_the_end_is_named_and_the_group_goes_on(run, m
         assert every > one["found"] >= taken  # what all have read is handed out first
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_for_another_one_is_named(run, model):
+def test_a_rank_that_is_interrupted_while_it_waits_for_another_one_is_named(together, model):
     program = """
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -190,14 +178,14 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another_one_is_named(run,
     said["found"] = same(found)
     said["again"] = same(checkpoint.load(group=group))
     """
-    with run(program, 3, model) as ranks:
-        said = [ranks.said(rank) for rank in range(3)]
+    with together(program, 3, model) as ranks:
+        said = ranks.all()
     assert [one.get("peer") for one in said] == [1, None, 1]
     assert said[1]["interrupted"]
     assert all(one["found"] < one["again"] == len(penstock.open(model)) for one in said)
 
 
-def test_a_rank_that_leaves_at_the_end_disturbs_nobody(run, model):
+def test_a_rank_that_leaves_at_the_end_disturbs_nobody(together, model):
     """All windows are there by then: the others need nothing of it. Nothing is left of a stream either way."""
     program = """
     checkpoint, group = penstock.open(path), (store, rank, size)
@@ -219,11 +207,11 @@ def test_a_rank_that_leaves_at_the_end_disturbs_nobody(run, model):
             pass
     settled(left)
     """
-    with run(program, 2, model) as ranks:
+    with together(program, 2, model) as ranks:
         assert [ranks.said(rank)["again"] for rank in range(2)] == [len(penstock.open(model))] * 2
 
 
-def test_ranks_that_mean_different_streams_hear_which_one_differs(run, model):
+def test_ranks_that_mean_different_streams_hear_which_one_differs(together, model):
     program = """
     checkpoint, group = penstock.open(path), (store, rank, size)
     for what in ({"window": 4096}, {"order": "layer"}):
@@ -244,8 +232,8 @@ def test_ranks_that_mean_different_streams_hear_which_one_differs(run, model):
     except penstock.PeerError as error:
         said["missing"] = error.rank
     """
-    with run(program, 3, model) as ranks:
-        said = [ranks.said(rank) for rank in range(3)]
+    with together(program, 3, model) as ranks:
+        said = ranks.all()
     for one in said:
         assert one["ranks"] == [[2], [2]]
         assert "window of 4096 bytes" in one["texts"][0] and "by layer" in one["texts"][1]
@@ -256,7 +244,7 @@ def test_ranks_that_mean_different_streams_hear_which_one_differs(run, model):
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_dies_between_two_windows_is_named(run, model, which, late):
+def test_a_rank_that_dies_between_two_windows_is_named(together, model, which, late):
     """Rank 0 hosts the store of the group. Where rank 2 is late, another rank has given up when it looks."""
     program = f"""
     if rank == 0:
@@ -276,7 +264,7 @@ def test_a_rank_that_dies_between_two_windows_is_named(run, model, which, late):
         said["peer"], said["text"] = error.rank, str(error)
     said["found"] = same(found)
     """
-    with run(program, 3, model) as ranks:
+    with together(program, 3, model) as ranks:
         ranks.ended(which)
         for rank in {0, 1, 2} - {which}:
             said = ranks.said(rank)
