@@ -30,7 +30,7 @@ from ._selection import Selection
 #: What ranks of different versions must not do together.
 _PROTOCOL = 3
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
-_LOOK = (0.001, 0.02)
+_LOOK = (0.0002, 0.02)
 #: Names that an error lists.
 _SHOWN = 8
 
@@ -374,7 +374,7 @@ class Gathering:
                     f"{ranks} of {self._size} did not come to the load in time (join_timeout raises the limit)",
                     rank=missing[0],
                 )
-        return [self._store.get(key) for key in keys]
+        return self._store.get_all(keys)
 
     def _look(self, keys: list[str]) -> None:
         """Raises the error of a rank that has come, and is not there any more. ``keys``: what ranks are waited for."""

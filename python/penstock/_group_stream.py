@@ -53,6 +53,13 @@ class _Corner:
     def check(self, keys: list[str]) -> bool:
         return self.underlying_store.check([self._prefix + key for key in keys])
 
+    def has_extended_api(self) -> bool:
+        return bool(getattr(self.underlying_store, "has_extended_api", bool)())
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        store: Any = self.underlying_store
+        return list(store.multi_get([self._prefix + key for key in keys]))
+
     def delete_key(self, key: str) -> None:
         delete = getattr(self.underlying_store, "delete_key", None)
         if delete is not None:
