@@ -8,6 +8,7 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | way | what it is |
 |---|---|
 | `alone` | each rank loads what it wants, as without a group: through the page cache, where others find it |
+| `alone, keep` | the same, but that everything stays in the page cache, however slow that is |
 | `alone, bypass` | the same past the page cache, as on nodes of their own |
 | `together` | one load of all ranks, past the page cache: what several want is read by one and sent to the others |
 | `auto` | one load of all ranks that choose for themselves, and otherwise have their defaults |
@@ -47,6 +48,7 @@ from penstock.cli import main as penstock_command
 RANKS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"options": {"copy": True}},
+    "alone, keep": {"options": {"copy": True, "cache": "keep"}},
     "alone, bypass": {"options": {"copy": True, "cache": "bypass"}},
     "together": {"options": {"cache": "bypass", "exchange": "on"}, "together": True},
     "auto": {"options": {}, "together": True},
