@@ -282,6 +282,15 @@ nfs: develop
 		tools/lab.sh --kernel $$kernel --nfs -- env PYTHONDONTWRITEBYTECODE=1 $(RUN) tests/nfs_matrix.py /mnt/nfs /srv/nfs; \
 	done
 
+# Ranks that load together from four drives of 20 MB/s each, in QEMU, beside plain readers (20 minutes)
+DRIVES_ROUNDS ?= 3
+drives: develop
+	tools/lab.sh --drives 4 --drive-mbps 20 --nodes 2 --memory 8000 --timeout 1500 -- sh -c 'set -e; for i in 0 1 2 3; do \
+		mkfs.ext4 -q -F -E lazy_itable_init=0,lazy_journal_init=0 /dev/nvme$${i}n1; mkdir -p /srv/drive$$i; \
+		mount /dev/nvme$${i}n1 /srv/drive$$i; done; exec "$$@"' - \
+		env PYTHONDONTWRITEBYTECODE=1 $(RUN) benches/drives.py --rounds $(DRIVES_ROUNDS) --json /out/drives.json \
+		/srv/drive0 /srv/drive1 /srv/drive2 /srv/drive3
+
 # The engines, with Penstock installed: they find it by its entry points. pip takes a few seconds to see that everything is
 # there.
 engines-environment: environment

@@ -30,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -59,11 +60,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def parts_of(rank: int) -> Callable[[Any], Any]:
+def parts_of(rank: int, ranks: int = RANKS) -> Callable[[Any], Any]:
     """What a rank of tensor parallelism wants of each tensor."""
 
     def cut(n: int) -> slice:
-        return slice(n * rank // RANKS, n * (rank + 1) // RANKS)
+        return slice(n * rank // ranks, n * (rank + 1) // ranks)
 
     def part(info: Any) -> Any:
         if len(info.shape) < 2:
@@ -92,7 +93,7 @@ def rank_of(
     how = dict(WAYS[way])
     arguments: dict[str, Any] = {"options": how["options"], "slices": parts_of(rank) if wants == "tp" else None}
     if how.get("together"):
-        arguments["group"] = (dist.FileStore(store, RANKS), rank, RANKS)
+        arguments["group"] = (dist.FileStore(store, RANKS), rank, RANKS)  # type: ignore[attr-defined]
     penstock.open(folder).load(names=[checkpoint.keys()[-1]])  # starts what a first load starts
     os.write(told, b"r")
     os.read(begin, 1)
@@ -108,18 +109,24 @@ def rank_of(
     os.write(told, json.dumps(found).encode())
 
 
-def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | None) -> dict[str, Any]:
-    """One load of all ranks."""
-    # A store with a server would have threads in this process, which forks
-    store = tempfile.mktemp(prefix="penstock-ranks-")
+def forked(
+    count: int, run: Callable[[int, int, int], None], ready: Callable[[], None]
+) -> tuple[float, list[dict[str, Any]]]:
+    """Processes that begin together: the time of the signal, and what each said.
+
+    Each does `run(number, begin, told)`. It writes a byte to `told` when it is there, reads one from `begin`, and then
+    writes what it has to say. `ready` is called when all are there.
+    """
     pipes, pids = [], []
     go_read, go_write = os.pipe()
-    for rank in range(RANKS):
+    for number in range(count):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                rank_of(rank, folder, wants, way, store, group, go_read, write)
+                run(number, go_read, write)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.close(write)
@@ -127,12 +134,9 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
         pids.append(pid)
     for pipe in pipes:
         assert os.read(pipe, 1) == b"r", "a rank has failed"
-    if WAYS[way].get("warm"):
-        fill(files)
-    else:
-        evict(files)
+    ready()
     begun = time.time()
-    os.write(go_write, b"g" * RANKS)
+    os.write(go_write, b"g" * count)
     said = []
     for pipe in pipes:
         text = b""
@@ -144,6 +148,18 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
         os.waitpid(pid, 0)
     os.close(go_read)
     os.close(go_write)
+    return begun, said
+
+
+def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | None) -> dict[str, Any]:
+    """One load of all ranks."""
+    # A store with a server would have threads in this process, which forks
+    store = tempfile.mktemp(prefix="penstock-ranks-")
+    begun, said = forked(
+        RANKS,
+        lambda rank, begin, told: rank_of(rank, folder, wants, way, store, group, begin, told),
+        lambda: fill(files) if WAYS[way].get("warm") else evict(files),
+    )
     Path(store).unlink(missing_ok=True)
     found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
     found["cpu"] = sum(one["cpu"] for one in said)
