@@ -41,7 +41,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks ranks loom asan tsan valgrind miri fuzz nfs netem msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
+.PHONY: checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -57,6 +57,7 @@ help:
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
 	@echo "make bench-web  loads from a web server beside a bare receive loop, plain, with TLS, and over slow links (half an hour)"
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
+	@echo "make drives  ranks that load together from four drives, beside plain readers, in QEMU (20 minutes; as root)"
 	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
@@ -211,7 +212,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: test-whole loom asan tsan valgrind miri fuzz nfs netem msrv
+checks: test-whole loom asan tsan valgrind miri fuzz nfs netem drives msrv
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
