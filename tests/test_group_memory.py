@@ -1,8 +1,8 @@
 """Memory that ranks which exchange take beyond their tensors: staging, and nothing that grows with the checkpoint.
 
-What a rank has read for others stays in its slabs until they have taken it, so here one rank is late: it has agreed with
-the others, who know that it is alive, and takes nothing. They go on until their staging is full. The kernel counts what
-each process holds at most (`VmHWM`), all of it: slabs, lists, what is received and has no place yet.
+What a rank has read for others stays in its slabs until they have taken it, so here one rank is late: it has agreed
+with the others, who know that it is alive, and takes nothing. They go on until their staging is full. The kernel counts
+what each process holds at most (`VmHWM`), all of it: slabs, lists, what is received and has no place yet.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MIB = 1 << 20
 STAGING = 16 * MIB
 #: Threads, the plan, the list of tensors, code that runs for the first time.
 ROOM = 12 * MIB
+#: What a load to a GPU registers beside the slabs, for small tensors.
+SCRATCH = 2 * MIB
 #: Loads wait for the late rank as long as it takes.
 OPTIONS = {"staging": STAGING, "extent": MIB, "exchange": "on", "stall_timeout": 600}
 
@@ -46,7 +48,7 @@ def usual(scratch: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def narrow(scratch: Path) -> Iterator[Path]:
-    """134 MB in matrices with rows of 8 bytes: a list of the bytes that a rank wants of them is longer than they are."""
+    """134 MB with rows of 8 bytes: a list of what a rank wants of them takes more memory than they do."""
     tensors = [Tensor("0.norm", "BF16", (2048,))]
     tensors += [Tensor(f"{layer}.columns", "BF16", (1 << 20, 4)) for layer in range(16)]
     file = synth.write_file(scratch / "group-narrow.safetensors", tensors)
@@ -159,10 +161,103 @@ def test_no_row_of_narrow_columns_takes_memory_while_it_waits_to_be_sent(
 
 
 @pytest.mark.parametrize("cache", ["keep", "bypass"])
-@pytest.mark.parametrize("size", [2, 4])
 def test_what_is_received_and_copied_then_waits_in_staging(
-    together: Callable[..., Ranks], usual: Path, size: int, cache: str
+    together: Callable[..., Ranks], usual: Path, cache: str
 ) -> None:
     """Into transposed tensors, which exist before the load."""
-    for one in loaded_while_one_is_late(together, usual, size, cache, layout="replicas", turned=True):
+    for one in loaded_while_one_is_late(together, usual, 4, cache, layout="replicas", turned=True):
         assert one["peak"] <= STAGING + ROOM, one
+
+
+GPU_PROGRAM = """
+import os, sys
+sys.path.insert(0, tests)
+os.environ["PENSTOCK_GPU_LIBRARY"] = f"cuda:{library}"
+import gc
+import fakegpu
+from penstock import _accelerator, _core
+
+def divided(info):
+    if len(info.shape) < 2:
+        return None
+    return (slice(None), of(info.shape[1])) if info.name.endswith("columns") else of(info.shape[0])
+
+slices = None if layout == "replicas" else divided
+fake = fakegpu.FakeGpu()
+gpu = fakegpu.FakeTorch(fake)
+_accelerator._torch = lambda: gpu
+_accelerator.device_of = gpu.device_of
+_accelerator.Accelerator.dlpack_device = 1, 0
+
+checkpoint = penstock.open(path)
+destination = {name: gpu.destination(torch.empty(checkpoint[name].shape, dtype=torch.bfloat16)) for name in into}
+before = gpu.pool.live
+if into:
+    report, found = checkpoint.load_into(destination, group=group, options=options), dict(destination)
+else:
+    found = checkpoint.load("cuda:0", slices=slices, group=group, options=options)
+    report = checkpoint.last_report
+said.update(
+    nbytes=report.nbytes, tensors=report.tensors, staging=report.peak_staging, fallbacks=report.fallbacks,
+    received=report.exchange["received_bytes"],
+    copied=fake.counter("bytes_h2d"), registered=fake.counter("peak_registered_bytes"),
+    # What torch's allocator has given, and what was taken of the driver beside it
+    device=gpu.pool.peak - before, beside=fake.counter("peak_device_bytes"),
+)
+fake.control("drain")
+for tensor in found.values():
+    fake.control("host_access", tensor.data_ptr(), tensor.nbytes, 0)
+said["same"] = same(found, slices)
+del found, destination, tensor
+gc.collect()
+said["live"] = gpu.pool.live
+gpu.close()
+_core.release_staging()
+said["misuses"], said["leaks"] = fake.misuses, fake.leaks
+said["left"] = {name: fake.counter(name) for name in ("device_bytes", "registered_bytes", "events", "streams")}
+"""
+
+
+@pytest.fixture(scope="module")
+def few(scratch: Path) -> Iterator[Path]:
+    """67 MB: the fake driver looks at every byte."""
+    tensors: list[Tensor] = []
+    for layer in range(6):
+        tensors += [
+            Tensor(f"{layer}.norm", "BF16", (2048,)),
+            Tensor(f"{layer}.columns", "BF16", (2048, 2048)),
+            Tensor(f"{layer}.rows", "BF16", (640, 2048)),
+        ]
+    file = synth.write_file(scratch / "group-gpu.safetensors", tensors)
+    yield file
+    file.unlink()
+
+
+@pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+@pytest.mark.parametrize("way", ["tensor parallel", "replicas", "into tensors"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_load_to_gpus_takes_no_device_memory_beyond_the_shard_and_leaves_none(
+    together: Callable[..., Ranks], few: Path, size: int, way: str
+) -> None:
+    """On the fake driver, which each rank has of its own. Two rounds of the exchange may be on the device at most.
+
+    None is: what comes from other ranks is copied out of staging memory, straight to its place.
+    """
+    checkpoint = penstock.open(few)
+    into = list(checkpoint) if way == "into tensors" else []
+    layout = "tensor parallel" if way == "tensor parallel" else "replicas"
+    given = {"tests": str(Path(__file__).parent), "library": fakegpu.LIBRARY, "layout": layout, "into": into}
+    with together(GPU_PROGRAM, size, few, options=OPTIONS, **given) as ranks:
+        said = ranks.all()
+    padding = (fakegpu.Pool.ROUNDING + 256) * len(checkpoint)
+    for one in said:
+        assert one["same"] == one["tensors"] == len(checkpoint)
+        assert one["received"] > 0
+        assert 0 < one["staging"] <= STAGING
+        assert 0 < one["registered"] <= STAGING + SCRATCH
+        # Each wanted byte once, with what aligns tensors
+        assert one["nbytes"] <= one["copied"] <= one["nbytes"] + padding
+        assert one["device"] <= (0 if into else one["nbytes"] + padding)
+        assert one["beside"] == one["live"] == 0
+        assert one["fallbacks"] == one["misuses"] == one["leaks"] == []
+        assert set(one["left"].values()) == {0}, one["left"]
