@@ -10,7 +10,6 @@ use crate::plan::schedule::Schedule;
 use crate::plan::shares::{DensePart, Shares};
 use crate::source::{Mux, Source};
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::sync::Arc;
 
 /// One rank of several.
@@ -43,7 +42,7 @@ impl Among {
         }
         let (theirs, checkpoint) = (shares.clone(), request.checkpoint.clone());
         let rows = move |parcel: u32, rank: u32| -> (u64, RowsToSend) {
-            let (nbytes, rows) = rows(theirs.clone(), &checkpoint, parcel, rank);
+            let (nbytes, rows) = rows(&theirs, &checkpoint, parcel, rank);
             (nbytes, Box::new(rows))
         };
         let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
@@ -99,13 +98,14 @@ impl Among {
 
 /// Which bytes of the file a rank wants of a parcel, in the order in which they travel: how many, and the rows, each with its
 /// offset and length. Rows are found when they are asked for: a list of those of narrow columns is longer than the parcel.
-pub(super) fn rows<S: Deref<Target = Shares>>(
-    shares: S,
+pub(super) fn rows(
+    shares: &Arc<Shares>,
     checkpoint: &Checkpoint,
     parcel: u32,
     rank: u32,
-) -> (u64, impl Iterator<Item = (u64, u64)> + use<S>) {
+) -> (u64, impl Iterator<Item = (u64, u64)>) {
     let parts: Vec<DensePart> = shares.parts(checkpoint, rank, &shares.parcels()[parcel as usize]).collect();
+    let shares = shares.clone();
     let nbytes = parts.iter().map(|part| part.dense.end - part.dense.start).sum();
     let mut rows = parts.into_iter().flat_map(move |part| shares.runs(rank, part.want).into_rows(part.dense));
     let mut next = None;

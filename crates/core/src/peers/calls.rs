@@ -93,3 +93,61 @@ fn checked(result: isize) -> io::Result<usize> {
 pub(super) fn later(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::Arc;
+
+    /// Places of these lengths, one after the other from `at` on; and how many of them were asked for.
+    fn places(
+        at: *mut u8,
+        lengths: Vec<usize>,
+    ) -> (impl Iterator<Item = (*mut u8, usize)> + 'static, Arc<AtomicUsize>) {
+        let (asked, mut offset) = (Arc::new(AtomicUsize::new(0)), 0);
+        let count = asked.clone();
+        let places = lengths.into_iter().map(move |len| {
+            count.fetch_add(1, Ordering::Relaxed);
+            offset += len;
+            (at.wrapping_add(offset - len), len)
+        });
+        (places, asked)
+    }
+
+    #[test]
+    fn bytes_keep_their_order_however_they_are_divided_and_places_are_found_as_they_are_needed() {
+        let mut sent: Vec<u8> = (0..40_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
+        let mut received = vec![0u8; sent.len()];
+        // Rows of a few bytes, with empty ones; and few places that begin and end elsewhere.
+        let mut rows: Vec<usize> = (0..).map(|i| i % 4).take(sent.len() / 2).collect();
+        rows.push(sent.len() - rows.iter().sum::<usize>());
+        let (from, asked) = places(sent.as_mut_ptr(), rows.clone());
+        let (to, _) = places(received.as_mut_ptr(), vec![0, 1, 9_999, 0, 30_000, 0]);
+        let (mut from, mut to) = (Spans::new(from), Spans::new(to));
+        let (here, there) = UnixStream::pair().unwrap();
+        let (mut left, mut done, mut at) = (received.len(), 0, 0);
+        while left > 0 {
+            // SAFETY: the places are in two vectors that outlive the spans.
+            match unsafe { from.send(here.as_raw_fd()) } {
+                Ok(bytes) => done += bytes,
+                Err(error) => assert!(later(&error), "{error}"),
+            }
+            let mut ends = 0;
+            at = rows.iter().take_while(|row| (ends + **row <= done).then(|| ends += **row).is_some()).count();
+            // An empty place is asked for, and left out.
+            assert!(asked.load(Ordering::Relaxed) <= at + 2 * AT_ONCE, "{at}");
+            // SAFETY: as above.
+            match unsafe { to.receive(there.as_raw_fd()) } {
+                Ok(bytes) => left -= bytes,
+                Err(error) => assert!(later(&error), "{error}"),
+            }
+        }
+        assert_eq!(at, rows.len());
+        // SAFETY: as above.
+        assert_eq!(unsafe { from.send(here.as_raw_fd()) }.unwrap(), 0, "nothing is left");
+        assert!(received == sent);
+    }
+}
