@@ -53,12 +53,20 @@ def agree(gathering, *args, agree=_group.Gathering.agree):
     "Measured from the moment when all ranks know what they want."
     write(folder, f"ready.{rank}")
     wait_for(f"{folder}/ready.go")
+    global cpu
     begun, cpu = time.time(), time.process_time()
     agree(gathering, *args)
     said.update(begun=begun, end=time.time(), cpu=time.process_time() - cpu)
     raise Agreed  # nothing is loaded
 
-_group.Gathering.agree = agree
+def entries(gathering, deadline, entries=_group.Gathering._entries):
+    "Where ranks wait for each other. What they compute while they look whether all have come is not counted."
+    said["before"] = time.process_time() - cpu
+    found = entries(gathering, deadline)
+    said["met"] = time.process_time() - cpu
+    return found
+
+_group.Gathering.agree, _group.Gathering._entries = agree, entries
 expert = re.compile(r"experts\\\\.(\\\\d+)\\\\.")
 
 def tensor_parallel(info):
@@ -87,17 +95,25 @@ except Agreed:
 def test_ranks_agree_on_371_474_tensors_within_a_second_and_2_mb(
     together: Callable[..., Ranks], many: Path, layout: str
 ) -> None:
-    """A second where each rank has a core. The bytes are those of all ranks."""
+    """A second where each rank has a core. The bytes are those of all ranks.
+
+    Where cores are shared the clock says little. So the critical path is added up: what the slowest rank computes until
+    it has said what it wants, and what the slowest one computes from there. What the store and the network take is left
+    out.
+    """
     assert len(penstock.open(many)) == 371_474
     with together(PROGRAM, SIZE, many, layout=layout) as ranks:
         ranks.held("ready")
         ranks.release("ready")
         said: list[dict[str, Any]] = ranks.all()
     seconds = max(one["end"] for one in said) - min(one["begun"] for one in said)
+    path = max(one["before"] for one in said) + max(one["cpu"] - one["met"] for one in said)
     print(
-        f"{layout}: {seconds:.2f} s, {[round(one['cpu'], 2) for one in said]} CPU s, {sum(o['bytes'] for o in said)} B"
+        f"{layout}: {seconds:.2f} s, {[round(one['cpu'], 2) for one in said]} CPU s, {path:.2f} of them one after the "
+        f"other, {sum(o['bytes'] for o in said)} B"
     )
     assert sum(one["bytes"] for one in said) <= 2_000_000
     assert sorted(one["cpu"] for one in said)[SIZE // 2] <= 0.5, "what a rank computes, where it is not disturbed"
+    assert path <= 1.0
     cores = len(os.sched_getaffinity(0))
     assert seconds <= 1.0 * max(1.0, SIZE / cores) * ordeal.load_factor()

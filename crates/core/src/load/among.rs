@@ -4,10 +4,10 @@ use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{InCommon, Landing, Ticket};
 use crate::format::Checkpoint;
-use crate::peers::Peers;
+use crate::peers::{Peers, RowsToSend};
 use crate::plan::request::{Request, Together};
 use crate::plan::schedule::Schedule;
-use crate::plan::shares::Shares;
+use crate::plan::shares::{DensePart, Shares};
 use crate::source::{Mux, Source};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -43,7 +43,10 @@ impl Among {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let (theirs, checkpoint) = (shares.clone(), request.checkpoint.clone());
-        let rows = move |parcel: u32, rank: u32| rows(&theirs, &checkpoint, parcel, rank);
+        let rows = move |parcel: u32, rank: u32| -> (u64, RowsToSend) {
+            let (nbytes, rows) = rows(&theirs, &checkpoint, parcel, rank);
+            (nbytes, Box::new(rows))
+        };
         let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
         Ok(Among { rank, hosts, members, shares, peers })
     }
@@ -95,17 +98,28 @@ impl Among {
     }
 }
 
-/// Which bytes of the file a rank wants of a parcel, in the order in which they travel: (offset, length).
-pub(super) fn rows(shares: &Shares, checkpoint: &Checkpoint, parcel: u32, rank: u32) -> Vec<(u64, u64)> {
-    let mut found: Vec<(u64, u64)> = Vec::new();
-    for part in shares.parts(checkpoint, rank, &shares.parcels()[parcel as usize]) {
-        for (at, dense) in shares.runs(rank, part.want).rows(part.dense) {
-            let len = dense.end - dense.start;
-            match found.last_mut() {
-                Some(last) if last.0 + last.1 == at => last.1 += len,
-                _ => found.push((at, len)),
+/// Which bytes of the file a rank wants of a parcel, in the order in which they travel: how many, and the rows, each with its
+/// offset and length. Rows are found when they are asked for: a list of those of narrow columns is longer than the parcel.
+pub(super) fn rows(
+    shares: &Arc<Shares>,
+    checkpoint: &Checkpoint,
+    parcel: u32,
+    rank: u32,
+) -> (u64, impl Iterator<Item = (u64, u64)>) {
+    let parts: Vec<DensePart> = shares.parts(checkpoint, rank, &shares.parcels()[parcel as usize]).collect();
+    let shares = shares.clone();
+    let nbytes = parts.iter().map(|part| part.dense.end - part.dense.start).sum();
+    let mut rows = parts.into_iter().flat_map(move |part| shares.runs(rank, part.want).into_rows(part.dense));
+    let mut next = None;
+    let joined = std::iter::from_fn(move || {
+        let mut row: (u64, u64) = next.take().or_else(|| rows.next())?;
+        loop {
+            next = rows.next();
+            match next {
+                Some((at, len)) if row.0 + row.1 == at => row.1 += len,
+                _ => return Some(row),
             }
         }
-    }
-    found
+    });
+    (nbytes, joined)
 }

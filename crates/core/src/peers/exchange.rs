@@ -21,8 +21,10 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What says which bytes of the file a rank wants of a parcel, in the order in which they travel: (offset, length).
-pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> Vec<(u64, u64)> + Send>;
+/// Bytes of the file that a rank wants of a parcel, in the order in which they travel: (offset, length).
+pub(crate) type RowsToSend = Box<dyn Iterator<Item = (u64, u64)> + Send>;
+/// What says how many bytes of a parcel a rank wants, and which.
+pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> (u64, RowsToSend) + Send>;
 
 /// Before the bytes of a parcel: its number, four bytes of zero, and how many bytes.
 const HEADER: usize = 16;
@@ -333,8 +335,7 @@ impl Serving {
         let mut count = 0;
         for &rank in &send.to {
             let Some(at) = self.watch.number_of(rank) else { continue };
-            let rows = (self.rows)(send.parcel, rank);
-            let nbytes: u64 = rows.iter().map(|row| row.1).sum();
+            let (nbytes, rows) = (self.rows)(send.parcel, rank);
             if nbytes == 0 {
                 continue;
             }
@@ -342,9 +343,9 @@ impl Serving {
             header[..4].copy_from_slice(&send.parcel.to_le_bytes());
             header[8..].copy_from_slice(&nbytes.to_le_bytes());
             let first = (header.as_mut_ptr(), HEADER);
-            let rows =
-                rows.into_iter().map(|(at, len)| (send.at.wrapping_add((at - send.offset) as usize), len as usize));
-            let places = Spans::new(std::iter::once(first).chain(rows).collect());
+            let (slab, offset) = (send.at, send.offset);
+            let rows = rows.map(move |(at, len)| (slab.wrapping_add((at - offset) as usize), len as usize));
+            let places = Spans::new(std::iter::once(first).chain(rows));
             let (ticket, _keep) = (send.ticket, send.keep.clone());
             self.peers[at].out.push_back(Outgoing { ticket, header, places, nbytes, _keep });
             count += 1;
@@ -486,7 +487,7 @@ impl Serving {
             let peer = &mut self.peers[at];
             let fd = peer.link.data.as_raw_fd();
             let got = if peer.have < HEADER {
-                let mut rest = Spans::new(vec![(peer.header[peer.have..].as_mut_ptr(), HEADER - peer.have)]);
+                let mut rest = Spans::new(std::iter::once((peer.header[peer.have..].as_mut_ptr(), HEADER - peer.have)));
                 // SAFETY: the rest of the header.
                 unsafe { rest.receive(fd) }.inspect(|n| peer.have += n)
             } else {
@@ -701,8 +702,8 @@ fn word(heard: &mut Vec<u8>) -> Option<(u8, Vec<u8>)> {
 
 fn places(into: Destination, len: u64) -> Option<Spans> {
     match into {
-        Destination::Memory(at) => Some(Spans::new(vec![(at, len as usize)])),
-        Destination::Scatter(places) => Some(Spans::new(places)),
+        Destination::Memory(at) => Some(Spans::new(std::iter::once((at, len as usize)))),
+        Destination::Scatter(places) => Some(Spans::new(places.into_iter())),
         Destination::OnArrival | Destination::Mapping { .. } => None,
     }
 }

@@ -16,5 +16,5 @@ mod pulse;
 mod source;
 pub(crate) mod watch;
 
-pub(crate) use exchange::Peers;
+pub(crate) use exchange::{Peers, RowsToSend};
 pub use mesh::{Mesh, Seat};

@@ -190,14 +190,30 @@ impl Runs {
     pub fn rows(&self, dense: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> + '_ {
         let mut at = dense.start;
         std::iter::from_fn(move || {
-            if at >= dense.end {
-                return None;
-            }
-            let (number, within) = (at / self.len, at % self.len);
-            let part = at..dense.end.min(at + self.len - within);
-            at = part.end;
-            Some((self.offset(number) + within, part))
+            let row = self.row(at..dense.end)?;
+            at = row.1.end;
+            Some(row)
         })
+    }
+
+    /// The same: file offset and length of each.
+    pub(crate) fn into_rows(self, dense: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let mut at = dense.start;
+        std::iter::from_fn(move || {
+            let (offset, part) = self.row(at..dense.end)?;
+            at = part.end;
+            Some((offset, part.end - part.start))
+        })
+    }
+
+    /// The first row of them.
+    fn row(&self, dense: Range<u64>) -> Option<(u64, Range<u64>)> {
+        if dense.is_empty() {
+            return None;
+        }
+        let (number, within) = (dense.start / self.len, dense.start % self.len);
+        let end = dense.end.min(dense.start + self.len - within);
+        Some((self.offset(number) + within, dense.start..end))
     }
 
     /// One past the last byte of the last run, from the start of the file.

@@ -254,8 +254,9 @@ impl<'a> Case<'a> {
                     }
                 }
                 if let Some(InCommon::Received(parcel)) = e.shared {
-                    let sent = rows(&self.shares, self.checkpoint, parcel, rank);
-                    if sent != expected || sent.iter().map(|row| row.1).sum::<u64>() != e.len {
+                    let (nbytes, sent) = rows(&self.shares, self.checkpoint, parcel, rank);
+                    let sent: Vec<(u64, u64)> = sent.collect();
+                    if sent != expected || nbytes != e.len || sent.iter().map(|row| row.1).sum::<u64>() != e.len {
                         return Err(format!(
                             "rank {rank} expects other bytes of parcel {parcel} than its reader sends"
                         ));

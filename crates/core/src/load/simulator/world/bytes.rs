@@ -177,7 +177,7 @@ impl World<'_> {
             // All bytes are wanted by replicas. That is said here because a thousand of them would ask a thousand times.
             let nbytes = match replicas {
                 true => parcel.end - parcel.start,
-                false => rows(&self.case.shares, self.case.checkpoint, number, to).iter().map(|row| row.1).sum(),
+                false => rows(&self.case.shares, self.case.checkpoint, number, to).0,
             };
             if nbytes > 0 {
                 self.ranks[rank as usize].out[to as usize].push_back((extent, number, nbytes));
