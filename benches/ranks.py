@@ -26,9 +26,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 import zlib
@@ -60,8 +60,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def parts_of(rank: int, ranks: int = RANKS) -> Callable[[Any], Any]:
+def parts_of(rank: int, ranks: int | None = None) -> Callable[[Any], Any]:
     """What a rank of tensor parallelism wants of each tensor."""
+    ranks = ranks or RANKS
 
     def cut(n: int) -> slice:
         return slice(n * rank // ranks, n * (rank + 1) // ranks)
@@ -84,7 +85,7 @@ def read_bytes() -> int:
 
 
 def rank_of(
-    rank: int, folder: Path, wants: str, way: str, store: str, group: Path | None, begin: int, told: int
+    rank: int, folder: Path, wants: str, way: str, port: int, group: Path | None, begin: int, told: int
 ) -> None:
     """One rank: loads when it is told to, and says how that went."""
     if group is not None:
@@ -93,7 +94,7 @@ def rank_of(
     how = dict(WAYS[way])
     arguments: dict[str, Any] = {"options": how["options"], "slices": parts_of(rank) if wants == "tp" else None}
     if how.get("together"):
-        arguments["group"] = (dist.FileStore(store, RANKS), rank, RANKS)  # type: ignore[attr-defined]
+        arguments["group"] = (dist.TCPStore("127.0.0.1", port, RANKS, rank == 0), rank, RANKS)
     penstock.open(folder).load(names=[checkpoint.keys()[-1]])  # starts what a first load starts
     os.write(told, b"r")
     os.read(begin, 1)
@@ -153,14 +154,14 @@ def forked(
 
 def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | None) -> dict[str, Any]:
     """One load of all ranks."""
-    # A store with a server would have threads in this process, which forks
-    store = tempfile.mktemp(prefix="penstock-ranks-")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # rank 0 hosts their store there: this process must not have its threads
     begun, said = forked(
         RANKS,
-        lambda rank, begin, told: rank_of(rank, folder, wants, way, store, group, begin, told),
+        lambda rank, begin, told: rank_of(rank, folder, wants, way, port, group, begin, told),
         lambda: fill(files) if WAYS[way].get("warm") else evict(files),
     )
-    Path(store).unlink(missing_ok=True)
     found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
     found["cpu"] = sum(one["cpu"] for one in said)
     found["choices"] = [(one["exchange"] or {}).get("choice") for one in said]
