@@ -347,21 +347,19 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
                 total.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
             }
             let [sent, received, useful, wanted] = total;
+            let [first, together, alone] = both.nbytes;
             assert_eq!(sent, received, "{kind}");
             match exchanged {
                 true => assert!(
-                    useful <= model.checkpoint.nbytes() + 3 * both.nbytes[0],
+                    useful <= model.checkpoint.nbytes() + 3 * (first + alone),
                     "{kind}: {useful} of {} {both:?}",
                     model.checkpoint.nbytes()
                 ),
-                false => assert!(received <= 3 * both.nbytes[1], "{kind}: {received}"),
+                false => assert!(received <= 3 * together, "{kind}: {received}"),
             }
             if kind == "dp" {
                 assert_eq!(received + useful, wanted);
-                assert_eq!(
-                    received,
-                    3 * if exchanged { model.checkpoint.nbytes() - both.nbytes[0] } else { both.nbytes[1] }
-                );
+                assert_eq!(received, 3 * if exchanged { model.checkpoint.nbytes() - first - alone } else { together });
             }
         }
     }
@@ -395,11 +393,11 @@ fn a_failure_in_the_trial_reaches_ranks_that_have_nothing_left_to_do() {
     let model = Model::new(&transformer(), &mut Random(8));
     let lists = unequal(&model);
     let parcels = tried(&model, &lists);
-    // The last byte of what is tried, in each of the two ways, and what follows are gone.
+    // The last byte of each step, and what follows, are gone.
     let both = parcels.both_ways().unwrap().clone();
     let path = model.checkpoint.files()[0].location.as_path().to_path_buf();
     let whole = std::fs::read(&path).unwrap();
-    for last in [both.together.end, both.alone.end] {
+    for last in [both.first.end, both.together.end, both.alone.end] {
         let parcel = parcels.parcels()[last as usize - 1];
         assert_eq!(parcel.file, 0);
         std::fs::write(&path, &whole[..parcel.end as usize - 1]).unwrap();

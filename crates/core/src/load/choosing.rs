@@ -1,8 +1,9 @@
 //! How the ranks of a load find out whether to exchange what several of them want: first both ways, then the quicker one.
 //!
-//! What is tried alone is loaded by each rank for itself, and a rank that has its part says how long it took. When all have said
-//! so, they load what is tried together, and say how long that took. The longest times count, and are the same on all ranks. So
-//! is what they decide.
+//! There are three steps. First each rank loads some bytes for itself, whose time does not count: threads and connections start,
+//! and rented storage is faster at first than it goes on. Then the ranks load what is tried together, then each what is tried
+//! alone. A rank that has its part of a step says how long it took, and the next step begins when all have said so. The longest
+//! times count, and are the same on all ranks. So is what they decide.
 
 use crate::engine::{Engine, Nanos};
 use crate::peers::Peers;
@@ -13,15 +14,16 @@ use std::ops::Range;
 /// See the module's documentation.
 pub(super) struct Choosing {
     sections: Sections,
-    /// Bytes of what is tried alone, and of what is tried together.
-    nbytes: [u64; 2],
+    /// Bytes of each step.
+    nbytes: [u64; 3],
     /// What is read in vain if nothing is exchanged.
     pub(super) unexchanged: Unwanted,
     /// The step, when it began, and how long it took this rank, if it is through.
     step: u8,
     began: Nanos,
     mine: Option<Nanos>,
-    pace: [f64; 2],
+    /// Seconds for a megabyte in each step.
+    pace: [f64; 3],
 }
 
 /// What was found.
@@ -33,8 +35,8 @@ pub(super) struct Settled {
 }
 
 impl Choosing {
-    pub(super) fn new(sections: Sections, nbytes: [u64; 2], unexchanged: Unwanted) -> Choosing {
-        Choosing { sections, nbytes, unexchanged, step: 0, began: 0, mine: None, pace: [0.0; 2] }
+    pub(super) fn new(sections: Sections, nbytes: [u64; 3], unexchanged: Unwanted) -> Choosing {
+        Choosing { sections, nbytes, unexchanged, step: 0, began: 0, mine: None, pace: [0.0; 3] }
     }
 
     /// Takes the next step if it is time to. The choice, when it is made: the engine then goes on with it.
@@ -52,17 +54,18 @@ impl Choosing {
         let longest = peers.took(self.step)?.max(mine);
         let step = usize::from(self.step);
         self.pace[step] = longest as f64 / 1e3 / self.nbytes[step].max(1) as f64;
-        let Sections { together, exchanged, .. } = self.sections;
-        if step == 0 {
-            (self.step, self.began, self.mine) = (1, now, None);
-            engine.set_gate(together);
+        let Sections { together: first_gate, alone: second_gate, exchanged, .. } = self.sections;
+        if step < 2 {
+            (self.step, self.began, self.mine) = (self.step + 1, now, None);
+            engine.set_gate(if step == 0 { first_gate } else { second_gate });
             // There may be nothing in this step for this rank.
             return self.go_on(now, engine, peers);
         }
         let all = engine.extents();
-        let skip = if self.pace[1] <= self.pace[0] { exchanged..all } else { together..exchanged };
+        let [_, together, alone] = self.pace;
+        let skip = if together <= alone { exchanged..all } else { second_gate..exchanged };
         engine.skip(skip.clone());
         engine.open_gate();
-        Some(Settled { pace: self.pace, skip })
+        Some(Settled { pace: [alone, together], skip })
     }
 }

@@ -245,7 +245,7 @@ fn assemble(
     let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
     let choosing = match (schedule.sections, both_ways, plan.unexchanged) {
         (Some(sections), Some(both), Some(unwanted)) => {
-            engine.set_gate(sections.alone);
+            engine.set_gate(sections.first);
             Some(Choosing::new(sections, both.nbytes, unwanted))
         }
         _ => None,

@@ -34,7 +34,7 @@ pub(super) struct OnDesk {
     pub(super) events: Vec<Progress>,
     pub(super) copied: Vec<Copied>,
     /// For each step of the trial: how many others have said how long it took them, and the longest time.
-    pub(super) others_took: [(usize, u64); 2],
+    pub(super) others_took: [(usize, u64); 3],
     /// Why the load cannot go on.
     pub(super) failure: Option<Error>,
     /// Every rank has everything, and knows it.

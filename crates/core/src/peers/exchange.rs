@@ -100,7 +100,7 @@ impl Peers {
         self.desk.orders.notify();
     }
 
-    /// Tells the others how long a step of the trial (0 or 1) took this rank.
+    /// Tells the others how long a step of the trial (0 to 2) took this rank.
     pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
         lock(&self.desk.state).took.push((step, nanoseconds));
         self.desk.orders.notify();
@@ -426,7 +426,7 @@ impl Serving {
                     heard.push(Heard::Failed(culprit, why));
                 }
                 TOOK => match <[u8; 9]>::try_from(text) {
-                    Ok([step @ 0..2, nanoseconds @ ..]) => took.push((step, u64::from_le_bytes(nanoseconds))),
+                    Ok([step @ 0..3, nanoseconds @ ..]) => took.push((step, u64::from_le_bytes(nanoseconds))),
                     _ => garbled = true,
                 },
                 _ => garbled = true,

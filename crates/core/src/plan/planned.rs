@@ -141,11 +141,11 @@ impl Planned {
         let mut unexchanged = None;
         match schedule.sections {
             None => report.unwanted = unwanted(&schedule, 0..schedule.extents.len(), wants, files),
-            Some(Sections { together, exchanged, .. }) => {
-                let tried = unwanted(&schedule, 0..together, wants, files);
+            Some(Sections { alone, exchanged, .. }) => {
+                let tried = unwanted(&schedule, 0..alone, wants, files);
                 unexchanged =
                     Some(tried.clone().and(unwanted(&schedule, exchanged..schedule.extents.len(), wants, files)));
-                report.unwanted = tried.and(unwanted(&schedule, together..exchanged, wants, files));
+                report.unwanted = tried.and(unwanted(&schedule, alone..exchanged, wants, files));
             }
         }
         let slab = slab.unwrap_or(options.extent);

@@ -83,14 +83,16 @@ pub struct Schedule {
 }
 
 /// The extents of a load that finds out whether to exchange what several ranks want ([`BothWays`](super::shares::BothWays)):
-/// what is tried alone, what is tried together, then the rest of the load twice, with exchange and without. One of the two
-/// is left out.
+/// what comes before a time counts, what is tried together, what is tried alone, then the rest of the load twice, with exchange
+/// and without. One of the two is left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sections {
-    /// One past the last extent of what is tried alone.
-    pub(crate) alone: usize,
+    /// One past the last extent of what comes before a time counts.
+    pub(crate) first: usize,
     /// One past the last one of what is tried together.
     pub(crate) together: usize,
+    /// One past the last one of what is tried alone.
+    pub(crate) alone: usize,
     /// One past the last one of the rest with exchange.
     pub(crate) exchanged: usize,
 }
@@ -209,15 +211,17 @@ impl Schedule {
             plan.section(checkpoint, files, limits, (Alone::Outside(0..all), 0..all));
             return plan.schedule;
         };
-        let BothWays { alone, together, .. } = both;
+        let BothWays { first, together, alone, .. } = both;
         let end = |plan: &Making<'_>| plan.schedule.extents.len();
-        plan.section(checkpoint, files, limits, (Alone::Inside(alone.clone()), 0..0));
-        let mut sections = Sections { alone: end(&plan), ..Sections::default() };
-        plan.section(checkpoint, files, limits, (Alone::Inside(0..0), together.clone()));
+        plan.section(checkpoint, files, limits, (Alone::Inside(first), 0..0));
+        let mut sections = Sections { first: end(&plan), ..Sections::default() };
+        plan.section(checkpoint, files, limits, (Alone::Inside(0..0), together));
         sections.together = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Outside(0..all), together.end..all));
+        plan.section(checkpoint, files, limits, (Alone::Inside(alone.clone()), 0..0));
+        sections.alone = end(&plan);
+        plan.section(checkpoint, files, limits, (Alone::Outside(0..all), alone.end..all));
         sections.exchanged = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Outside(0..together.end), 0..0));
+        plan.section(checkpoint, files, limits, (Alone::Outside(0..alone.end), 0..0));
         plan.schedule.sections = Some(sections);
         plan.schedule
     }

@@ -90,15 +90,18 @@ pub struct DensePart {
 }
 
 /// How ranks find out whether to exchange what several of them want: they load the first bytes of it both ways, and see
-/// which takes longer for a byte.
+/// which takes longer for a byte. The first bytes of all tell nothing: threads and connections start, and rented storage is
+/// faster at first than it goes on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BothWays {
-    /// Numbers of the parcels that each rank reads for itself, as far as it wants them. They come first.
-    pub alone: Range<u32>,
+    /// Numbers of the parcels that each rank reads for itself, as far as it wants them, before a time counts.
+    pub first: Range<u32>,
     /// Numbers of the next ones, which one rank reads for all.
     pub together: Range<u32>,
-    /// Bytes of both.
-    pub nbytes: [u64; 2],
+    /// Numbers of those that follow, which again each rank reads for itself.
+    pub alone: Range<u32>,
+    /// Bytes of the three.
+    pub nbytes: [u64; 3],
 }
 
 /// Who reads what. See the module's documentation.
@@ -171,20 +174,22 @@ impl Shares {
         // Read alone, a byte leaves the storage for each rank that wants it: both ways shall take about the same from there.
         // But of few bytes a time says nothing, however many ranks read them.
         let weight = |cell: &Cell| (shares.audiences[cell.audience as usize].len() as u64).min(6);
-        let (first, rest) = split(cells, tried / 4 * 3, weight, tried / 2);
         let nbytes = |cells: &[Cell]| cells.iter().map(|cell| cell.range.end - cell.range.start).sum::<u64>();
-        let alone_bytes = nbytes(&first);
-        let (second, rest) = split(rest, tried - alone_bytes, |_| 1, u64::MAX);
-        let together_bytes = nbytes(&second);
+        let (first, rest) = split(cells, tried / 4, weight, tried / 8);
+        let (second, rest) = split(rest, tried / 2, |_| 1, u64::MAX);
+        let (third, rest) = split(rest, tried / 2, weight, tried - nbytes(&first) - nbytes(&second));
+        let nbytes = [nbytes(&first), nbytes(&second), nbytes(&third)];
         // Everybody shall have its part in each of them.
         let none = vec![0; alone.len()];
-        shares.cut(&first, none.clone());
-        let middle = shares.parcels.len() as u32;
-        shares.cut(&second, none);
-        let end = shares.parcels.len() as u32;
+        let mut ends = [0; 3];
+        for (end, cells) in ends.iter_mut().zip([&first, &second, &third]) {
+            shares.cut(cells, none.clone());
+            *end = shares.parcels.len() as u32;
+        }
         shares.cut(&rest, alone);
-        let nbytes = [alone_bytes, together_bytes];
-        shares.both_ways = Some(BothWays { alone: 0..middle, together: middle..end, nbytes });
+        let [first, together, last] = ends;
+        let both = BothWays { first: 0..first, together: first..together, alone: together..last, nbytes };
+        shares.both_ways = Some(both);
         Ok(shares)
     }
 
