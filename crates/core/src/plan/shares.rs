@@ -176,8 +176,9 @@ impl Shares {
         let weight = |cell: &Cell| (shares.audiences[cell.audience as usize].len() as u64).min(6);
         let nbytes = |cells: &[Cell]| cells.iter().map(|cell| cell.range.end - cell.range.start).sum::<u64>();
         let (first, rest) = split(cells, tried / 4, weight, tried / 8);
-        let (second, rest) = split(rest, tried / 2, |_| 1, u64::MAX);
-        let (third, rest) = split(rest, tried / 2, weight, tried - nbytes(&first) - nbytes(&second));
+        // So many that the third step begins where storage has shown how fast it goes on.
+        let (second, rest) = split(rest, tried / 32 * 21, |_| 1, u64::MAX);
+        let (third, rest) = split(rest, tried / 4 * 3, weight, tried - nbytes(&first) - nbytes(&second));
         let nbytes = [nbytes(&first), nbytes(&second), nbytes(&third)];
         // Everybody shall have its part in each of them.
         let none = vec![0; alone.len()];
