@@ -165,6 +165,7 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
     found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
     found["cpu"] = sum(one["cpu"] for one in said)
     found["choices"] = [(one["exchange"] or {}).get("choice") for one in said]
+    found["why"] = (said[0]["exchange"] or {}).get("reason", "")
     found["sent"] = sum((one["exchange"] or {}).get("sent_bytes", 0) for one in said)
     return found | {"sums": [one["sums"] for one in said]}
 
@@ -197,7 +198,7 @@ def main() -> None:
                         found = load(folder, files, wants, way, None)
                     runs.append({"rate": rate, "wants": wants, "way": way, "round": number} | found)
                     print(
-                        f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s, {found['choices'][0]}",
+                        f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s, {found['choices'][0]} ({found['why']})",
                         flush=True,
                     )
             sums = {tuple(run["sums"]) for run in runs if (run["rate"], run["wants"]) == (rate, wants)}

@@ -119,7 +119,9 @@ pub struct AmongRanks {
     /// What the ranks found out before they went on: seconds for a megabyte (1e6 bytes) of what several of them want, read by
     /// each of them that wants it, and read by one and sent. `None` if they did not try.
     pub tried: Option<[f64; 2]>,
-    /// Whether they exchange what several of them want; if they tried, what was tried does not count.
+    /// The first of the two again, when they looked last how long it takes; `None` if they did not look again.
+    pub later: Option<f64>,
+    /// Whether they exchange what several of them want. If they tried, what came before they settled on it does not count.
     pub exchanged: bool,
     /// Why, if they did not try.
     pub reason: &'static str,

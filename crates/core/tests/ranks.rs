@@ -9,13 +9,14 @@ use penstock::memory::Keep;
 use penstock::options::{Cache, Options};
 use penstock::peers::Seat;
 use penstock::plan::request::Together;
-use penstock::plan::shares::{Parcel, Party, Shares};
+use penstock::plan::shares::{BothWays, Parcel, Party, Shares};
 use penstock::plan::want::Runs;
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::stats::Report;
 use penstock::{Load, Memory, Request, Want, Where};
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -86,13 +87,13 @@ impl Model {
         self.load_as(shares, lists, options, &[])
     }
 
-    /// The same, divided in a given way. Reads of `slow` parcels take 0.3 s longer.
+    /// The same, divided in a given way. Reads of `slow` parcels take so much longer.
     fn load_as(
         &self,
         shares: Shares,
         lists: &[Vec<Want>],
         options: &Options,
-        slow: &[Parcel],
+        slow: &[(Parcel, Duration)],
     ) -> Vec<penstock::Result<Report>> {
         let shares = Arc::new(shares);
         let seats: Vec<Seat> = lists.iter().map(|_| Seat::new(HERE).unwrap()).collect();
@@ -140,14 +141,14 @@ impl Model {
 /// A source that takes longer for reads that begin in some parcels.
 struct Slow {
     inner: Box<dyn Source>,
-    parcels: Vec<Parcel>,
+    parcels: Vec<(Parcel, Duration)>,
 }
 
 impl Source for Slow {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
         let slow = |p: &Parcel| p.file == read.file && (p.start..p.end).contains(&(read.offset + read.need - 1));
-        if self.parcels.iter().any(slow) {
-            std::thread::sleep(Duration::from_millis(300));
+        if let Some((_, longer)) = self.parcels.iter().find(|(parcel, _)| slow(parcel)) {
+            std::thread::sleep(*longer);
         }
         self.inner.submit(read)
     }
@@ -319,6 +320,12 @@ fn every_wanted_byte_has_one_reader_and_comes_once() {
     }
 }
 
+/// Some parcels, and how much longer a read of one takes.
+fn slow_parcels(shares: &Shares, numbers: &Range<u32>, milliseconds: u64) -> Vec<(Parcel, Duration)> {
+    let parcels = &shares.parcels()[numbers.start as usize..numbers.end as usize];
+    parcels.iter().map(|parcel| (*parcel, Duration::from_millis(milliseconds))).collect()
+}
+
 #[test]
 fn ranks_go_on_in_the_way_that_was_quicker() {
     let model = Model::new(&transformer(), &mut Random(6));
@@ -333,7 +340,7 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
         let both = shares().both_ways().unwrap().clone();
         let slow_ones = [(true, both.alone.clone()), (false, both.together.clone())];
         for (exchanged, slow) in slow_ones {
-            let slow = shares().parcels()[slow.start as usize..slow.end as usize].to_vec();
+            let slow = slow_parcels(&shares(), &slow, 300);
             let options = Options { cache: Cache::Bypass, ..Options::default() };
             let reports = model.load_as(shares(), &lists, &options, &slow);
             let reports: Vec<Report> = reports.into_iter().map(|r| r.unwrap()).collect();
@@ -362,6 +369,51 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
                 assert_eq!(received, 3 * if exchanged { model.checkpoint.nbytes() - first - alone } else { together });
             }
         }
+    }
+}
+
+/// What replicas do whose storage becomes slower in the stretch that ends with look number `look`. Exchange took 1 s in the trial.
+fn slower_later(model: &Model, look: usize) -> (BothWays, Vec<Report>) {
+    let lists: Vec<_> = (0..4).map(|_| Want::all(&model.checkpoint)).collect();
+    let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
+    let shares = Shares::with_trial(&model.checkpoint, party, 100_000).unwrap();
+    let both = shares.both_ways().unwrap().clone();
+    let mut slow = slow_parcels(&shares, &both.together, 1000);
+    if let Some((parcels, _)) = both.looks.get(look) {
+        slow.extend(slow_parcels(&shares, parcels, 800 << look));
+    }
+    let options = Options { cache: Cache::Bypass, ..Options::default() };
+    let reports = model.load_as(shares, &lists, &options, &slow);
+    (both, reports.into_iter().map(|report| report.unwrap()).collect())
+}
+
+#[test]
+fn ranks_that_read_for_themselves_exchange_the_rest_once_that_is_slower_than_exchange_was() {
+    let model = Model::new(&transformer(), &mut Random(11));
+    let slower_later = |look| slower_later(&model, look);
+    let found: Vec<_> = std::thread::scope(|scope| {
+        let found: Vec<_> = (0..=3).map(|look| scope.spawn(move || slower_later(look))).collect();
+        found.into_iter().map(|found| found.join().unwrap()).collect()
+    });
+    for (look, (both, reports)) in found.into_iter().enumerate() {
+        assert_eq!(both.looks.len(), 3);
+        let (mut received, mut useful) = (0, 0);
+        for report in &reports {
+            let exchange = report.exchange.unwrap();
+            let [alone, together] = exchange.tried.unwrap();
+            assert!(alone < together, "{exchange:?}");
+            let later = exchange.later.unwrap();
+            assert_eq!((exchange.exchanged, later > together), (look < 3, look < 3), "look {look}: {exchange:?}");
+            received += exchange.received;
+            useful += report.routes.iter().map(|route| route.bytes).sum::<u64>();
+            useful -= report.unwanted.slack + report.unwanted.gap;
+        }
+        // What each rank has read for itself before it turned to exchange, and what of the rest one has read for all.
+        let [first, together, alone] = both.nbytes;
+        let looked: u64 = both.looks[..(look + 1).min(3)].iter().map(|look| look.1).sum();
+        let exchanged = model.checkpoint.nbytes() - first - alone - looked;
+        assert_eq!(received, 3 * if look < 3 { exchanged } else { together }, "look {look}");
+        assert_eq!(received + useful, 4 * model.checkpoint.nbytes(), "look {look}");
     }
 }
 

@@ -431,8 +431,9 @@ pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec
 fn why(exchange: &AmongRanks) -> String {
     let Some([alone, together]) = exchange.tried else { return exchange.reason.to_owned() };
     let rate = |pace: f64| 1.0 / pace.max(1e-9);
+    let later = exchange.later.map_or_else(String::new, |pace| format!(" (later {:.0})", rate(pace)));
     format!(
-        "tried: {:.0} MB/s where each rank reads what it wants, {:.0} MB/s where one reads it for all",
+        "tried: {:.0} MB/s{later} where each rank reads what it wants, {:.0} MB/s where one reads it for all",
         rate(alone),
         rate(together)
     )

@@ -60,8 +60,8 @@ pub(crate) struct Engine<S> {
     cursor: usize,
     /// No extent from here on starts, and the load does not end; `OPEN`: there is no gate.
     gate: usize,
-    /// Extents that are left out.
-    skipped: Range<usize>,
+    /// Extents ahead that are left out, in order.
+    skipped: VecDeque<Range<usize>>,
     granted: Vec<bool>,
     /// Extents before this one have all their blocks granted.
     all_granted_before: usize,
@@ -140,7 +140,7 @@ impl<S> Engine<S> {
             slabs: std::iter::repeat_with(|| None).take(extents).collect(),
             cursor: 0,
             gate: OPEN,
-            skipped: extents..extents,
+            skipped: VecDeque::new(),
             granted: vec![false; layout.blocks.len()],
             all_granted_before: 0,
             landed: VecDeque::new(),
@@ -177,11 +177,6 @@ impl<S> Engine<S> {
         }
     }
 
-    /// How many extents there are.
-    pub(crate) fn extents(&self) -> usize {
-        self.stages.len()
-    }
-
     /// No extent from this one on starts, and the load does not end, until the gate is moved or opened.
     pub(crate) fn set_gate(&mut self, extent: usize) {
         self.gate = extent;
@@ -197,7 +192,8 @@ impl<S> Engine<S> {
         self.cursor >= self.gate && self.is_quiet() && self.failure.is_none()
     }
 
-    /// Leaves these extents out. None of them has started, and other extents bring the same bytes.
+    /// Leaves these extents out. None of them has started, they lie behind those that are left out already, and other extents
+    /// bring the same bytes.
     pub(crate) fn skip(&mut self, extents: Range<usize>) {
         for i in extents.clone() {
             let r = &self.schedule.extents[i].pieces;
@@ -206,13 +202,14 @@ impl<S> Engine<S> {
             }
             self.stages[i] = Stage::Dropped;
         }
-        self.skipped = extents;
+        self.skipped.push_back(extents);
         self.pass_skipped();
     }
 
     fn pass_skipped(&mut self) {
-        if self.cursor == self.skipped.start {
-            self.cursor = self.skipped.end;
+        while let Some(extents) = self.skipped.front().filter(|extents| extents.start == self.cursor) {
+            self.cursor = extents.end;
+            self.skipped.pop_front();
         }
     }
 

@@ -66,7 +66,7 @@ pub(super) struct Driver {
     /// What the ranks are finding out, if they are.
     pub(super) choosing: Option<Choosing>,
     /// Extents that were left out.
-    pub(super) skipped: Range<usize>,
+    pub(super) skipped: Vec<Range<usize>>,
     /// The owner has said that the load is to end.
     pub(super) cancelled: bool,
     /// The other ranks of the load. The last to go: they are told how it ended.
@@ -230,7 +230,8 @@ impl Driver {
             report.cache_reason = choice.reason;
             if let (Cold::Bypass, Ok(()), Ok(files)) = (choice.cold, &outcome, self.checkpoint.local_files()) {
                 let past = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
-                    let read = !self.skipped.contains(number) && !matches!(e.shared, Some(InCommon::Received(_)));
+                    let left_out = self.skipped.iter().any(|extents| extents.contains(number));
+                    let read = !left_out && !matches!(e.shared, Some(InCommon::Received(_)));
                     read && e.route == Route::Direct
                 });
                 let past = past.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
@@ -300,15 +301,13 @@ impl Driver {
     /// Goes on with finding out whether to exchange, if that is not settled.
     fn choose(&mut self, clock: Clock) {
         let (Some(choosing), Some(peers)) = (&mut self.choosing, &self.peers) else { return };
-        let Some(Settled { pace, skip }) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
-        let unexchanged = self.choosing.take().map(|choosing| choosing.unexchanged);
+        let Some(settled) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
+        self.choosing = None;
+        let Settled { exchanged, tried, later, skipped, unwanted } = settled;
         let exchange = self.report.exchange.get_or_insert_default();
-        exchange.tried = Some(pace);
-        exchange.exchanged = pace[1] <= pace[0];
-        if let Some(unwanted) = unexchanged.filter(|_| !exchange.exchanged) {
-            self.report.unwanted = unwanted;
-        }
-        self.skipped = skip;
+        (exchange.exchanged, exchange.tried, exchange.later) = (exchanged, Some(tried), later);
+        self.report.unwanted = unwanted;
+        self.skipped = skipped;
     }
 
     /// Tells the engine what source and device have done.

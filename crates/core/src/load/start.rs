@@ -243,10 +243,10 @@ fn assemble(
     plan.report.exchange =
         among.as_ref().map(|among| AmongRanks { ranks: among.members, exchanged, reason, ..AmongRanks::default() });
     let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
-    let choosing = match (schedule.sections, both_ways, plan.unexchanged) {
-        (Some(sections), Some(both), Some(unwanted)) => {
+    let choosing = match (&schedule.sections, both_ways, plan.in_vain) {
+        (Some(sections), Some(both), Some(in_vain)) => {
             engine.set_gate(sections.first);
-            Some(Choosing::new(sections, both.nbytes, unwanted))
+            Some(Choosing::new(sections, both, in_vain))
         }
         _ => None,
     };
@@ -283,7 +283,7 @@ fn assemble(
         trial,
         sends,
         choosing,
-        skipped: 0..0,
+        skipped: Vec::new(),
         cancelled: false,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
         peers: among.take().map(|among| among.peers),

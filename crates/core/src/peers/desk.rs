@@ -19,6 +19,9 @@ pub(super) struct Desk {
     pub(super) copies: Wake,
 }
 
+/// Most steps of a load whose times ranks tell each other.
+pub(crate) const STEPS: usize = 8;
+
 #[derive(Default)]
 pub(super) struct OnDesk {
     /// Orders: reads (with the number of the parcel), their places, parcels to be sent.
@@ -26,15 +29,15 @@ pub(super) struct OnDesk {
     pub(super) landed: Vec<Placed>,
     pub(super) sends: Vec<Outbound>,
     pub(super) cancelled: bool,
-    /// How long this rank took for steps of the trial, to be said to the others: (step, nanoseconds).
+    /// How long this rank took for steps, to be said to the others: (step, nanoseconds).
     pub(super) took: Vec<(u8, u64)>,
     /// The load of this rank is over.
     pub(super) over: Option<Over>,
     /// News.
     pub(super) events: Vec<Progress>,
     pub(super) copied: Vec<Copied>,
-    /// For each step of the trial: how many others have said how long it took them, and the longest time.
-    pub(super) others_took: [(usize, u64); 3],
+    /// For each step: how many others have said how long it took them, and the longest time.
+    pub(super) others_took: [(usize, u64); STEPS],
     /// Why the load cannot go on.
     pub(super) failure: Option<Error>,
     /// Every rank has everything, and knows it.

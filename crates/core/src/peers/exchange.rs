@@ -1,7 +1,7 @@
 //! The thread that serves all connections of one rank: bytes in both directions, and who is alive.
 
 use super::calls::{later, Spans};
-use super::desk::{Desk, OnDesk, Outbound, Over, Placed};
+use super::desk::{Desk, OnDesk, Outbound, Over, Placed, STEPS};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
 use super::pulse::{ALIVE, WORD};
@@ -31,7 +31,7 @@ const HEADER: usize = 16;
 /// What a rank says besides [`ALIVE`].
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
-/// How long a step of the trial took it: one byte for the step, eight for nanoseconds.
+/// How long a step took it: one byte for the step, eight for nanoseconds.
 const TOOK: u8 = 3;
 /// No rank says this.
 const GARBLED: u8 = u8::MAX;
@@ -100,7 +100,7 @@ impl Peers {
         self.desk.orders.notify();
     }
 
-    /// Tells the others how long a step of the trial (0 to 2) took this rank.
+    /// Tells the others how long a step took this rank: of the trial (0 to 2), or a look after it.
     pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
         lock(&self.desk.state).took.push((step, nanoseconds));
         self.desk.orders.notify();
@@ -426,7 +426,9 @@ impl Serving {
                     heard.push(Heard::Failed(culprit, why));
                 }
                 TOOK => match <[u8; 9]>::try_from(text) {
-                    Ok([step @ 0..3, nanoseconds @ ..]) => took.push((step, u64::from_le_bytes(nanoseconds))),
+                    Ok([step, nanoseconds @ ..]) if usize::from(step) < STEPS => {
+                        took.push((step, u64::from_le_bytes(nanoseconds)));
+                    }
                     _ => garbled = true,
                 },
                 _ => garbled = true,

@@ -16,5 +16,6 @@ mod pulse;
 mod source;
 pub(crate) mod watch;
 
+pub(crate) use desk::STEPS;
 pub(crate) use exchange::{Peers, RowsToSend};
 pub use mesh::{Mesh, Seat};

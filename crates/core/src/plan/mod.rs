@@ -4,7 +4,7 @@ mod holes;
 pub mod layout;
 pub mod lists;
 pub mod packed;
-mod planned;
+pub(crate) mod planned;
 mod recorded;
 pub mod request;
 mod routing;

@@ -5,7 +5,7 @@ use super::layout::{Layout, Target};
 use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
-use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule, Sections};
+use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
 use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
@@ -31,8 +31,18 @@ pub(crate) struct Planned {
     pub(crate) uses_disk: bool,
     /// What is known before the load.
     pub(crate) report: Report,
-    /// What is read in vain if the ranks of the load find that they exchange nothing; `None` where they do not find out.
-    pub(crate) unexchanged: Option<Unwanted>,
+    /// What ranks read in vain that find out whether to exchange something; `None` where they do not. The report has what it is if
+    /// they do.
+    pub(crate) in_vain: Option<InVain>,
+}
+
+/// What is read and not wanted, by the sections of a schedule.
+#[derive(Debug)]
+pub(crate) struct InVain {
+    /// In the trial.
+    pub(crate) tried: Unwanted,
+    /// In each stretch of the rest: with exchange, and without.
+    pub(crate) rest: Vec<[Unwanted; 2]>,
 }
 
 impl Planned {
@@ -138,23 +148,24 @@ impl Planned {
             Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
             None => Schedule::new(checkpoint, &layout, &traits, &limits),
         };
-        let mut unexchanged = None;
-        match schedule.sections {
-            None => report.unwanted = unwanted(&schedule, 0..schedule.extents.len(), wants, files),
-            Some(Sections { alone, exchanged, .. }) => {
-                let tried = unwanted(&schedule, 0..alone, wants, files);
-                unexchanged =
-                    Some(tried.clone().and(unwanted(&schedule, exchanged..schedule.extents.len(), wants, files)));
-                report.unwanted = tried.and(unwanted(&schedule, alone..exchanged, wants, files));
+        let of = |extents: Range<usize>| unwanted(&schedule, extents, wants, files);
+        let in_vain = schedule.sections.as_ref().map(|sections| InVain {
+            tried: of(0..sections.alone),
+            rest: sections.rest.iter().map(|ways| [of(ways.exchanged.clone()), of(ways.alone.clone())]).collect(),
+        });
+        report.unwanted = match &in_vain {
+            None => of(0..schedule.extents.len()),
+            Some(InVain { tried, rest }) => {
+                rest.iter().fold(tried.clone(), |sum, [exchanged, _]| sum.and(exchanged.clone()))
             }
-        }
+        };
         let slab = slab.unwrap_or(options.extent);
         // A parcel with the pages around it, and room to move its neighbours apart.
         let longest =
             schedule.extents.iter().filter(|e| e.shared.is_some() && e.landing == Landing::Slab).map(|e| e.len);
         let slab = slab.max(longest.max().unwrap_or(0).next_multiple_of(HUGE_PAGE));
         let slab = if ranks.is_some() { slab.max(2 * PARCEL) } else { slab };
-        Ok(Planned { layout, schedule, routing, slab, uses_disk, report, unexchanged })
+        Ok(Planned { layout, schedule, routing, slab, uses_disk, report, in_vain })
     }
 }
 

@@ -83,9 +83,9 @@ pub struct Schedule {
 }
 
 /// The extents of a load that finds out whether to exchange what several ranks want ([`BothWays`](super::shares::BothWays)):
-/// what comes before a time counts, what is tried together, what is tried alone, then the rest of the load twice, with exchange
-/// and without. One of the two is left out.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// what comes before a time counts, what is tried together, what is tried alone, then each stretch of the rest twice, with
+/// exchange and without. One of the two is left out. The stretches end where the ranks look again, and at the end of the load.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Sections {
     /// One past the last extent of what comes before a time counts.
     pub(crate) first: usize,
@@ -93,8 +93,15 @@ pub(crate) struct Sections {
     pub(crate) together: usize,
     /// One past the last one of what is tried alone.
     pub(crate) alone: usize,
-    /// One past the last one of the rest with exchange.
-    pub(crate) exchanged: usize,
+    /// Of each stretch of the rest.
+    pub(crate) rest: Vec<TwoWays>,
+}
+
+/// The extents of a stretch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct TwoWays {
+    pub(crate) exchanged: Range<usize>,
+    pub(crate) alone: Range<usize>,
 }
 
 /// What several ranks want of a checkpoint, and which of them plans.
@@ -211,17 +218,25 @@ impl Schedule {
             plan.section(checkpoint, files, limits, (Alone::Outside(0..all), 0..all));
             return plan.schedule;
         };
-        let BothWays { first, together, alone, .. } = both;
+        let past = both.end();
+        let BothWays { first, together, alone, looks, .. } = both;
         let end = |plan: &Making<'_>| plan.schedule.extents.len();
         plan.section(checkpoint, files, limits, (Alone::Inside(first), 0..0));
         let mut sections = Sections { first: end(&plan), ..Sections::default() };
         plan.section(checkpoint, files, limits, (Alone::Inside(0..0), together));
         sections.together = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Inside(alone.clone()), 0..0));
+        plan.section(checkpoint, files, limits, (Alone::Inside(alone), 0..0));
         sections.alone = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Outside(0..all), alone.end..all));
-        sections.exchanged = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Outside(0..alone.end), 0..0));
+        let looks =
+            looks.into_iter().map(|(look, _)| [(Alone::Inside(0..0), look.clone()), (Alone::Inside(look), 0..0)]);
+        let last = [(Alone::Outside(0..all), past..all), (Alone::Outside(0..past), 0..0)];
+        for [exchanged, alone] in looks.chain([last]) {
+            let start = end(&plan);
+            plan.section(checkpoint, files, limits, exchanged);
+            let middle = end(&plan);
+            plan.section(checkpoint, files, limits, alone);
+            sections.rest.push(TwoWays { exchanged: start..middle, alone: middle..end(&plan) });
+        }
         plan.schedule.sections = Some(sections);
         plan.schedule
     }

@@ -23,6 +23,8 @@ const TURN: u64 = 16 * MIB;
 const LEAST_TURN: u64 = 256 * KIB;
 /// Runs of at least this many bytes are read where they lie: the pages at both ends are then less than a hundredth.
 const LONG_RUN: u64 = 512 * KIB;
+/// How often ranks that read for themselves look again, at most, whether that is still the quicker way.
+pub(crate) const LOOKS: usize = 3;
 /// Ranges that one tensor may be cut into.
 const MOST_RANGES: u64 = 1 << 20;
 
@@ -91,7 +93,8 @@ pub struct DensePart {
 
 /// How ranks find out whether to exchange what several of them want: they load the first bytes of it both ways, and see
 /// which takes longer for a byte. The first bytes of all tell nothing: threads and connections start, and rented storage is
-/// faster at first than it goes on.
+/// faster at first than it goes on. It may be so for longer than all of that takes, and then each rank for itself looks quicker
+/// than it is: such ranks look again, and again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BothWays {
     /// Numbers of the parcels that each rank reads for itself, as far as it wants them, before a time counts.
@@ -102,6 +105,15 @@ pub struct BothWays {
     pub alone: Range<u32>,
     /// Bytes of the three.
     pub nbytes: [u64; 3],
+    /// Those after which the ranks look again, if they read for themselves: numbers of the parcels, and how many bytes.
+    pub looks: Vec<(Range<u32>, u64)>,
+}
+
+impl BothWays {
+    /// One past the last parcel that belongs to the trial or to a look.
+    pub(crate) fn end(&self) -> u32 {
+        self.looks.last().map_or(self.alone.end, |look| look.0.end)
+    }
 }
 
 /// Who reads what. See the module's documentation.
@@ -178,19 +190,30 @@ impl Shares {
         let (first, rest) = split(cells, tried / 4, weight, tried / 8);
         // So many that the third step begins where storage has shown how fast it goes on.
         let (second, rest) = split(rest, tried / 32 * 21, |_| 1, u64::MAX);
-        let (third, rest) = split(rest, tried / 4 * 3, weight, tried - nbytes(&first) - nbytes(&second));
-        let nbytes = [nbytes(&first), nbytes(&second), nbytes(&third)];
+        let (third, mut rest) = split(rest, tried / 4 * 3, weight, tried - nbytes(&first) - nbytes(&second));
+        let mut stretches = vec![first, second, third];
+        // Each is twice as long as the one before. After the last one there has to be something left to do otherwise.
+        for look in 0..LOOKS as u32 {
+            let (next, others) = split(rest.clone(), tried << look, weight, tried << look);
+            if nbytes(&others) < 2 * nbytes(&next) {
+                break;
+            }
+            stretches.push(next);
+            rest = others;
+        }
         // Everybody shall have its part in each of them.
         let none = vec![0; alone.len()];
-        let mut ends = [0; 3];
-        for (end, cells) in ends.iter_mut().zip([&first, &second, &third]) {
-            shares.cut(cells, none.clone());
-            *end = shares.parcels.len() as u32;
-        }
+        let cut = |cells: Vec<Cell>| {
+            let (start, nbytes) = (shares.parcels.len() as u32, nbytes(&cells));
+            shares.cut(&cells, none.clone());
+            (start..shares.parcels.len() as u32, nbytes)
+        };
+        let mut stretches: Vec<(Range<u32>, u64)> = stretches.into_iter().map(cut).collect();
+        let looks = stretches.split_off(3);
         shares.cut(&rest, alone);
-        let [first, together, last] = ends;
-        let both = BothWays { first: 0..first, together: first..together, alone: together..last, nbytes };
-        shares.both_ways = Some(both);
+        let nbytes = [0, 1, 2].map(|step: usize| stretches[step].1);
+        let [first, together, alone] = [0, 1, 2].map(|step: usize| stretches[step].0.clone());
+        shares.both_ways = Some(BothWays { first, together, alone, nbytes, looks });
         Ok(shares)
     }
 
