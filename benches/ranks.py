@@ -197,10 +197,8 @@ def main() -> None:
                     else:
                         found = load(folder, files, wants, way, None)
                     runs.append({"rate": rate, "wants": wants, "way": way, "round": number} | found)
-                    print(
-                        f"{wants}, {rate / 1e6:.0f} MB/s, {way}: {found['seconds']:.2f} s, {found['choices'][0]} ({found['why']})",
-                        flush=True,
-                    )
+                    what = f"{wants}, {rate / 1e6:.0f} MB/s, {way}"
+                    print(f"{what}: {found['seconds']:.2f} s, {found['choices'][0]} ({found['why']})", flush=True)
             sums = {tuple(run["sums"]) for run in runs if (run["rate"], run["wants"]) == (rate, wants)}
             assert len(sums) == 1, "the ways gave different tensors"
     print(f"\n{RANKS} ranks, {nbytes / 1e9:.2f} GB in {len(files)} files; medians of {given.rounds}\n")
