@@ -104,6 +104,7 @@ def rank_of(
     report = checkpoint.last_report
     found: dict[str, Any] = {"end": end, "disk": read_bytes() - before, "cpu": time.process_time() - cpu}
     found["exchange"] = report and report.exchange
+    found["cache"] = f"{report.cache}: {report.cache_reason}"
     found["sums"] = zlib.crc32(
         json.dumps(sorted((n, zlib.crc32(t.contiguous().view(torch.uint8).numpy())) for n, t in state.items())).encode()
     )
@@ -165,7 +166,7 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
     found = {"seconds": max(one["end"] for one in said) - begun, "disk": sum(one["disk"] for one in said)}
     found["cpu"] = sum(one["cpu"] for one in said)
     found["choices"] = [(one["exchange"] or {}).get("choice") for one in said]
-    found["why"] = (said[0]["exchange"] or {}).get("reason", "")
+    found["why"] = (said[0]["exchange"] or {}).get("reason") or "; ".join(one["cache"] for one in said)
     found["sent"] = sum((one["exchange"] or {}).get("sent_bytes", 0) for one in said)
     return found | {"sums": [one["sums"] for one in said]}
 

@@ -8,6 +8,7 @@ mod checkpoints;
 use penstock::device::api::{Api, LIBRARY_VARIABLE};
 use penstock::device::gpu::{GpuMemory, SharedContext};
 use penstock::error::{ErrorKind, Result};
+use penstock::extent::Route;
 use penstock::format::Checkpoint;
 use penstock::load::{Load, Next};
 use penstock::options::{Io, Options};
@@ -15,6 +16,7 @@ use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::strides::Foreign;
 use penstock::plan::want::Want;
 use penstock::source::{Progress, Read, Release, Source, Throttle, Throttling};
+use penstock::store::evict;
 use std::fs;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -518,4 +520,79 @@ fn a_file_rewritten_between_two_reads_of_one_tensor_is_never_handed_out() {
         let at = data + want as usize * NBYTES as usize;
         assert!(got == &before[at..at + NBYTES as usize], "want {want} was not what it was when the load began");
     }
+}
+
+/// A source that does something before its first read.
+struct First<F> {
+    inner: Box<dyn Source>,
+    first: Option<F>,
+}
+
+impl<F: FnOnce() + Send> Source for First<F> {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        if let Some(first) = self.first.take() {
+            first();
+        }
+        self.inner.submit(read)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
+    }
+
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+        self.inner.poll(events)
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+    }
+
+    fn wake(&self) -> RawFd {
+        self.inner.wake()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+}
+
+#[test]
+fn what_others_bring_into_the_page_cache_meanwhile_is_not_read_past_it() {
+    let _guard = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let names: Vec<String> = (0..16).map(|i| format!("layers.{i}.weight")).collect();
+    checkpoints::write(&path, &names.iter().map(|n| (n.as_str(), 8 * MIB)).collect::<Vec<_>>());
+    let checkpoint = Arc::new(Checkpoint::open(std::slice::from_ref(&path)).unwrap());
+    let load = |others: bool| {
+        evict(&path, None).unwrap();
+        let request = Request {
+            checkpoint: checkpoint.clone(),
+            wants: Want::all(&checkpoint),
+            layout: None,
+            device: Where::Cpu,
+            memory: Memory::Ours,
+            options: Options { copy: Some(true), ..Options::default() },
+            stream: false,
+        };
+        let of_others = path.clone();
+        let load = Load::start_through(request, |inner, _| {
+            let first = others.then_some(move || drop(fs::read(of_others).unwrap()));
+            Ok(Box::new(First { inner, first }))
+        });
+        let load = load.unwrap();
+        load.wait(None).unwrap();
+        load.report()
+    };
+    let report = load(false);
+    if !report.cache_reason.starts_with("the storage gives") {
+        println!("nothing is tried on this file system: {}", report.cache_reason);
+        return;
+    }
+    let report = load(true);
+    assert_eq!((report.cache, &*report.cache_reason), ("keep", "others read the same bytes through the page cache"));
+    // What is tried past it, and what is sent while the first of that comes back.
+    let direct = report.routes[Route::Direct as usize].bytes;
+    assert!(direct < 60 * MIB, "{report:?}");
 }

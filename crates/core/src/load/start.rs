@@ -473,7 +473,7 @@ fn local_source(
         return Ok((Box::new(router), None));
     }
     let choice = Chosen::default();
-    let trial = Trial::new(router, choice.clone());
+    let trial = Trial::new(router, files.clone(), choice.clone());
     Ok((Box::new(trial), Some(choice)))
 }
 

@@ -7,6 +7,10 @@
 //! end. If not, the page cache is filled after the load (`fill_after`), so that this choice costs the next start
 //! nothing either.
 //!
+//! A process that reads past the page cache leaves nothing to another one that loads the same file at the same time, and
+//! each takes its share of the disk for bytes that the other has read. So where pages turn up in the page cache that this
+//! load has not brought in, it keeps to the page cache, whatever the pace.
+//!
 //! The trial stands before the router, and changes the route of reads that go through the page cache. The router knows
 //! nothing of it.
 
@@ -16,12 +20,14 @@ use super::{Done, Progress, Read, Source, Touches};
 use crate::error::Result;
 use crate::extent::{Route, Ticket};
 use crate::fallback::Fallback;
+use crate::machine::page_size;
 use crate::options::{GB, MIB};
+use crate::store::{cached_pages, Files};
 use crate::sync::{lock, Mutex};
 use crate::way::{Cold, WORTH_A_TRIAL};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -39,6 +45,10 @@ const SHARE: f64 = 0.9;
 /// enough.
 const SLOW: f64 = 0.25 * GB;
 const SHARE_IF_SLOW: f64 = 0.5;
+/// Pages of a read that somebody else must have brought in: what a load leaves at the ends of huge pages is less.
+const MOSTLY: f64 = 0.75;
+/// The same of the bytes that were read past the page cache. Another process may be further back.
+const IN_PART: f64 = 0.125;
 
 /// What happens to cold bytes, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,13 +67,33 @@ pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 pub(crate) struct Trial {
     inner: Router,
     late: ReadAhead,
+    files: Arc<Files>,
     pace: Pace,
     chosen: Chosen,
 }
 
 impl Trial {
-    pub(crate) fn new(inner: Router, chosen: Chosen) -> Self {
-        Trial { late: inner.late(), inner, pace: Pace::new(), chosen }
+    pub(crate) fn new(inner: Router, files: Arc<Files>, chosen: Chosen) -> Self {
+        Trial { late: inner.late(), inner, files, pace: Pace::new(), chosen }
+    }
+
+    /// Bytes of a file that are in the page cache; none where nobody may know.
+    fn cached(&self, file: u32, range: &Range<u64>) -> u64 {
+        if self.files.may_hang() {
+            return 0;
+        }
+        let asked = self.files.open(file, false).ok().and_then(|fd| cached_pages(fd.as_raw_fd(), range).ok());
+        asked.unwrap_or(0) * page_size()
+    }
+
+    /// Whether others have read through the page cache what this load has read past it.
+    fn is_read_by_others(&self) -> bool {
+        let (mut cached, mut past) = (0, 0);
+        for (file, range) in &self.pace.past {
+            cached += self.cached(*file, range);
+            past += range.end - range.start;
+        }
+        past > 0 && cached as f64 >= IN_PART * past as f64
     }
 }
 
@@ -77,6 +107,10 @@ impl Source for Trial {
             return Err(read);
         }
         let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
+        // It was cold when the load was planned.
+        if self.pace.stage == Timing::Through && self.cached(file, &range) as f64 >= MOSTLY * read.len as f64 {
+            self.pace.share();
+        }
         if self.pace.is_through() {
             read.route = Route::Buffered;
         }
@@ -97,6 +131,9 @@ impl Source for Trial {
             Progress::Arrived(_) | Progress::Received(_) => None,
         });
         self.pace.back(done, Instant::now());
+        if self.pace.news && !self.pace.keeps() && self.is_read_by_others() {
+            self.pace.share();
+        }
         if std::mem::take(&mut self.pace.news) {
             lock(&self.chosen).clone_from(&self.pace.choice);
         }
@@ -261,6 +298,13 @@ impl Pace {
         );
         let cold = if keep { Cold::Keep } else { Cold::Bypass };
         (self.choice, self.news) = (Some(Choice { cold, reason }), true);
+    }
+
+    /// Somebody else reads the same bytes through the page cache.
+    fn share(&mut self) {
+        let reason = "others read the same bytes through the page cache".into();
+        (self.choice, self.news) = (Some(Choice { cold: Cold::Keep, reason }), true);
+        self.stage = Timing::Over;
     }
 
     /// What went past the page cache although the page cache is kept.
@@ -439,6 +483,17 @@ mod tests {
         assert!(timed.pace.news);
         assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over);
         assert!(timed.pace.take_past().is_empty());
+    }
+
+    #[test]
+    fn what_others_read_through_the_page_cache_is_kept_whatever_the_pace() {
+        let mut timed = Timed::new();
+        let n = timed.tried(20, 60);
+        assert_eq!(timed.cold(), Some(Cold::Bypass));
+        timed.pace.share();
+        assert!(timed.pace.news && timed.pace.is_through() && timed.pace.stage == Timing::Over);
+        assert_eq!(timed.pace.take_past().len() as u64, SENT);
+        assert_eq!(timed.send(n, 100), 100);
     }
 
     #[test]
