@@ -586,6 +586,7 @@ fn what_others_bring_into_the_page_cache_meanwhile_is_not_read_past_it() {
         load.report()
     };
     let report = load(false);
+    assert!(!report.cache_reason.starts_with("others read"), "{}", report.cache_reason);
     if !report.cache_reason.starts_with("the storage gives") {
         println!("nothing is tried on this file system: {}", report.cache_reason);
         return;

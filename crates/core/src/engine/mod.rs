@@ -621,13 +621,18 @@ impl<S> Engine<S> {
 
     /// Fails the load because nothing has moved for too long while it waited for `wait`.
     fn stall(&mut self, now: Nanos, wait: Wait) {
+        // What this rank owes itself comes first: others may wait for that, and then it waits for them.
+        let is_taken = |i: u32| self.is_sent(i as usize) && self.stages[i as usize] == Stage::Copying;
+        let own = self.in_flight().find(|&i| !self.is_received(i as usize) && !is_taken(i));
+        let taken = self.in_flight().find(|&i| is_taken(i)).filter(|_| own.is_none());
+        let oldest = own.or(taken).or_else(|| self.in_flight().next());
         let what = match wait {
+            _ if taken.is_some() => "another rank does not take what this one has read for it",
             Wait::Device => "copies to the device hang",
             Wait::Slabs => "no staging memory became free; other loads of this process hold all of it, or a GPU driver registers none",
             _ => "reads hang; is the file system or its server stuck?",
         };
-        let oldest = if mutated!(self, StallNamesNewest) { self.in_flight().last() } else { self.in_flight().next() };
-        self.stalled = oldest;
+        self.stalled = if mutated!(self, StallNamesNewest) { self.in_flight().last() } else { oldest };
         let error = Error::new(
             ErrorKind::Timeout,
             format!(

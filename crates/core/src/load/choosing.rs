@@ -20,6 +20,8 @@ use std::ops::Range;
 
 /// When ranks have read for themselves for so long, they look no more. Limits of rented storage are kept over tenths of a second.
 const LONG: Nanos = 500_000_000;
+/// A look that was shorter than this counts only if the next one says the same: one rank may have been put aside by its machine.
+const SURE: Nanos = 150_000_000;
 
 const _: () = assert!(3 + LOOKS <= STEPS, "ranks tell each other how long each step took");
 
@@ -36,6 +38,8 @@ pub(super) struct Choosing {
     /// Seconds for a megabyte in each step of the trial, and where ranks last looked again.
     pace: [f64; 3],
     later: Option<f64>,
+    /// Whether reading for themselves was slower than exchange in the look before.
+    slower: bool,
     /// How long the ranks have read for themselves, with the time counted.
     alone: Nanos,
     /// How many stretches of the rest have their way, the extents that are left out of them, and what is read in vain.
@@ -70,6 +74,7 @@ impl Choosing {
             mine: None,
             pace: [0.0; 3],
             later: None,
+            slower: false,
             alone: 0,
             settled: 0,
             skipped: Vec::new(),
@@ -104,9 +109,12 @@ impl Choosing {
             2 => self.sections.alone,
             _ => {
                 let [_, together, alone] = self.pace;
-                let exchanged = together <= self.later.unwrap_or(alone);
-                if exchanged || self.step == self.nbytes.len() || self.alone >= LONG {
-                    return Some(self.settle(exchanged, engine));
+                let last = self.step == self.nbytes.len() || self.alone >= LONG;
+                let slower = together <= self.later.unwrap_or(alone);
+                let sure = self.later.is_none() || last || longest >= SURE || self.slower;
+                self.slower = slower && self.later.is_some();
+                if last || (slower && sure) {
+                    return Some(self.settle(slower, engine));
                 }
                 self.go_this_way(false, engine)
             }

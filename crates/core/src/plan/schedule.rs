@@ -193,9 +193,12 @@ impl Schedule {
         ranks: Option<&OneOfRanks<'_>>,
     ) -> Schedule {
         let count = layout.runs.len();
-        let in_file_order = layout.order == layout.by_file();
+        let by_file = layout.by_file();
+        let in_file_order = layout.order == by_file;
         let mut plan = Making {
             layout,
+            by_file,
+            in_file_order,
             schedule: Schedule {
                 extents_of_want: vec![0; count],
                 stretches: stretches(layout, files, limits),
@@ -633,6 +636,9 @@ enum Alone {
 /// A schedule that is being made.
 struct Making<'a> {
     layout: &'a Layout,
+    /// The wants in order of files and offsets, and whether they are handed out in this order.
+    by_file: Vec<u32>,
+    in_file_order: bool,
     schedule: Schedule,
     /// The last extent that brought bytes of each want.
     last_extent: Vec<u32>,
@@ -679,16 +685,28 @@ impl Making<'_> {
         (alone, exchanged): (Alone, Range<u32>),
     ) {
         let layout = self.layout;
-        let by_file = layout.by_file();
-        let in_file_order = layout.order == by_file;
         let before = std::mem::take(&mut self.schedule.extents);
         self.alone = alone;
         let (mut mapped, mut read) = (Vec::new(), Vec::new());
+        let by_file = std::mem::take(&mut self.by_file);
         for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
             let file = layout.files[wants[0] as usize];
+            // There are many sections, and most lie in few files.
+            let among = match (&self.alone, self.ranks) {
+                (Alone::Inside(numbers), Some(ranks)) => match ranks.shares.parcels_of(file, numbers) {
+                    [] => continue,
+                    [only] => only.start..only.end,
+                    [first, .., last] => first.start..last.end,
+                },
+                _ => 0..u64::MAX,
+            };
+            let wanted = |want: u32| {
+                let runs = &layout.runs[want as usize];
+                runs.len > 0 && runs.start < among.end && runs.end() > among.start
+            };
             mapped.clear();
             read.clear();
-            for &want in wants.iter().filter(|&&w| layout.runs[w as usize].len > 0) {
+            for &want in wants.iter().filter(|&&want| wanted(want)) {
                 match self.kind(want) {
                     BlockKind::Mirror { .. } if files[file as usize].way.mapped => mapped.push(want),
                     _ => read.push(want),
@@ -701,10 +719,11 @@ impl Making<'_> {
             self.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
             self.file(&Rules::read(file, traits, limits, size), &read);
         }
+        self.by_file = by_file;
         if let Some(ranks) = self.ranks {
             self.parcels(checkpoint, files, limits, ranks, exchanged.clone(), true);
         }
-        self.schedule.sort(layout, files, in_file_order, limits);
+        self.schedule.sort(layout, files, self.in_file_order, limits);
         let own = std::mem::replace(&mut self.schedule.extents, before);
         if let Some(ranks) = self.ranks {
             // What comes from others is asked for first.

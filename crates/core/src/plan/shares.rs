@@ -195,7 +195,7 @@ impl Shares {
         // Each is twice as long as the one before. After the last one there has to be something left to do otherwise.
         for look in 0..LOOKS as u32 {
             let (next, others) = split(rest.clone(), tried << look, weight, tried << look);
-            if nbytes(&others) < 2 * nbytes(&next) {
+            if next.is_empty() || nbytes(&others) < 2 * nbytes(&next) {
                 break;
             }
             stretches.push(next);

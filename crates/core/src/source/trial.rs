@@ -48,7 +48,7 @@ const SHARE_IF_SLOW: f64 = 0.5;
 /// Pages of a read that somebody else must have brought in: what a load leaves at the ends of huge pages is less.
 const MOSTLY: f64 = 0.75;
 /// The same of the bytes that were read past the page cache. Another process may be further back.
-const IN_PART: f64 = 0.125;
+const IN_PART: f64 = 0.25;
 
 /// What happens to cold bytes, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Trial {
             return 0;
         }
         let asked = self.files.open(file, false).ok().and_then(|fd| cached_pages(fd.as_raw_fd(), range).ok());
-        asked.unwrap_or(0) * page_size()
+        (asked.unwrap_or(0) * page_size()).min(range.end - range.start)
     }
 
     /// Whether others have read through the page cache what this load has read past it.
@@ -107,8 +107,9 @@ impl Source for Trial {
             return Err(read);
         }
         let (ticket, file, range) = (read.ticket, read.file, read.offset..read.offset + read.len);
-        // It was cold when the load was planned.
-        if self.pace.stage == Timing::Through && self.cached(file, &range) as f64 >= MOSTLY * read.len as f64 {
+        // It was cold when the load was planned, and nothing is there yet that this load's own reads may have brought.
+        let first = self.pace.stage == Timing::Through && self.pace.back == 0;
+        if first && self.cached(file, &range) as f64 >= MOSTLY * read.len as f64 {
             self.pace.share();
         }
         if self.pace.is_through() {
