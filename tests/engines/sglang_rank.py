@@ -241,7 +241,9 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
         "parameters": len(list(mine.parameters())),
         "left": left(mine),
         "reports": reports(),
-        "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "network": [
+            {key: one[key] for key in ("gap_bytes", "network", "exchange")} for one in _sglang_loader.last_reports
+        ],
         "ranks": [exchanged(one) for one in _sglang_loader.last_reports],
         "path": config.model_path,
     }
@@ -270,7 +272,9 @@ def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], t
         "parameters": len(list(mine.parameters())),
         "left": left(mine),
         "reports": reports(),
-        "network": [{key: one[key] for key in ("gap_bytes", "network")} for one in _sglang_loader.last_reports],
+        "network": [
+            {key: one[key] for key in ("gap_bytes", "network", "exchange")} for one in _sglang_loader.last_reports
+        ],
         "path": str(folder),
         "tokenizer": get_serving().tokenizer_path,
         "served": get_serving().served_model_name,

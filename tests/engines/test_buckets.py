@@ -184,13 +184,15 @@ def test_parameters_are_those_from_a_disk(case: tuple[str, str, int], loaded: An
     assert report["nbytes"] == result["from_files"]
 
 
-def test_a_rank_receives_its_own_bytes_and_gaps_of_at_most_a_mebibyte(case: tuple[str, str, int], loaded: Any):
+def test_a_rank_receives_its_own_bytes_once_and_gaps_of_at_most_a_mebibyte(case: tuple[str, str, int], loaded: Any):
     world, model, rank = case
     found, ports = loaded(world)
     result = found.of(model, rank)
     (report,) = result["reports"]
     wanted, received = result["with_gaps"], report["network"]["received_bytes"]
-    assert report["nbytes"] + report["gap_bytes"] <= received <= wanted * 1.01
+    # What ranks share of such small models one of them receives, and sends to the others
+    of_others = (report["exchange"] or {}).get("received_bytes", 0)
+    assert report["nbytes"] - of_others + report["gap_bytes"] <= received <= wanted * 1.01
     if model.endswith("long-llama"):  # with what was read to open it, and with all that HTTP adds
         assert received < ports[model, rank].served <= wanted * 1.01 + underway(report["network"])
 
@@ -231,7 +233,8 @@ def test_sglang(
                 (report,), (more,) = found["reports"], found["network"]
                 assert (report["loads"], report["copied_through"], report["fallbacks"]) == (1, [], [])
                 received = more["network"]["received_bytes"]
-                assert report["nbytes"] + more["gap_bytes"] <= received
+                of_others = (more["exchange"] or {}).get("received_bytes", 0)
+                assert report["nbytes"] - of_others + more["gap_bytes"] <= received
                 if model == "long-llama":
                     whole = sum(path.stat().st_size for path in checkpoint(model).glob("*.safetensors"))
                     served = ports[model, rank].served
