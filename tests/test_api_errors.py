@@ -65,6 +65,14 @@ def test_errors_survive_pickling(kind):
     assert (again.status, again.request_id) == (503, "r-1")
 
 
+def test_the_failure_of_a_rank_survives_pickling_with_what_is_known_of_it():
+    error = from_core("Peer", "rank 2 (h) is silent", peer=(2, "h", "is silent", 5.5))
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.rank, again.host, again.why, again.since, str(again)) == (2, "h", "is silent", 5.5, str(error))
+    unknown = from_core("Peer", "somebody is silent")
+    assert (unknown.rank, unknown.host, unknown.why, unknown.since) == (None, None, "somebody is silent", None)
+
+
 def test_a_path_is_named_once():
     assert str(from_core("Io", "/a/b: broken", "/a/b")) == "/a/b: broken"
 

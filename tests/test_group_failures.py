@@ -82,7 +82,8 @@ def load(group, options, progress=None, checkpoint=penstock.open(path)):
     try:
         found = checkpoint.load(group=group, options=options, progress=progress)
     except penstock.PeerError as error:
-        return dict(peer=error.rank, host=error.host, text=str(error), when=time.time())
+        told = dict(peer=error.rank, host=error.host, why=error.why, since=error.since)
+        return dict(told, text=str(error), when=time.time())
     return dict(tensors=same(found), when=time.time())
 
 through = penstock.open(slow)
@@ -153,9 +154,15 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time_and_leaves_nothing(
                 unknown = stage == "store" and moment <= KNOWN
                 most = JOIN if unknown else SILENCE if fault == signal.SIGSTOP else 0.0
                 assert fault_told["when"] - fired < most + 1.0 * ordeal.load_factor(), (rank, one)
+                assert fault_told["why"] in fault_told["text"], one
             assert one["again"].get("tensors") == 24, (rank, one)
             assert one["left"][0] == one["left"][1], (rank, one)
         if fault == signal.SIGSTOP:
+            if stage == "bytes":
+                # Who has noticed it says how long it was silent, and the others that it says so
+                since = [one["fault"]["since"] for one in said.values() if one["fault"]["since"] is not None]
+                assert since and min(since) >= SILENCE, said
+                assert "has said nothing for" in one["fault"]["why"], said
             assert state(ranks.pids[which]) == "T"
             os.kill(ranks.pids[which], signal.SIGCONT)
             late = ranks.said(which)
@@ -319,5 +326,7 @@ def test_the_failure_of_one_rank_reaches_the_others_as_cause_within_a_second(
     for one in (said[0], said[2]):
         assert one["fault"]["peer"] == 1, one
         assert all(text in one["fault"]["text"] for text in told), one
+        assert one["fault"]["why"] in one["fault"]["text"] and all(text in one["fault"]["why"] for text in told[-1:]), one
+        assert one["fault"]["since"] is None, one
         assert one["fault"]["when"] - fired < 1.0 * ordeal.load_factor(), one
     assert [one["again"].get("tensors") for one in said] == [24] * 3, said

@@ -204,16 +204,33 @@ class PeerError(PenstockError, ConnectionError):
     Attributes:
         rank: The rank whose failure it is, or None.
         host: That rank's host, or None.
+        why: What happened to it, without its number and host: the error that it tells of, or how it was found to be
+            gone.
+        since: How many seconds ago it was heard of last when it was given up; None where it, or another rank, has said
+            what happened, and where it never came.
     """
 
     kind = "Peer"
     rank: int | None
     host: str | None
+    why: str
+    since: float | None
 
-    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        why: str | None = None,
+        since: float | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(message, **more)
         self.rank = rank
         self.host = host
+        self.why = message if why is None else why
+        self.since = since
 
 
 class PlanMismatchError(PenstockError, ValueError):
@@ -355,7 +372,7 @@ def from_core(
     values: tuple[int | str, int | str] | None = None,
     status: int | None = None,
     request_id: str | None = None,
-    peer: tuple[int, str] | None = None,
+    peer: tuple[int, str, str | None, float | None] | None = None,
 ) -> PenstockError:
     """The exception for an error of the core, whose ``ErrorKind`` variant is called ``kind``.
 
@@ -365,8 +382,9 @@ def from_core(
     cls = _BY_KIND.get(kind, PenstockError)
     error = cls(message, path=path, range=range, errno=errno, tensor=tensor, expected=expected, found=found)
     error.status, error.request_id = status, request_id
-    if isinstance(error, PeerError):
-        error.rank, error.host = peer or (None, None)
+    if isinstance(error, PeerError) and peer is not None:
+        error.rank, error.host, why, error.since = peer
+        error.why = error.why if why is None else why
     error.kind = kind  # the enum is non-exhaustive: a kind added there is still an error here
     return error
 

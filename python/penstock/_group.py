@@ -220,7 +220,8 @@ class Gathering:
         """True. Raises the error of a rank that cannot load."""
         if self._store.check([self._prefix + "failed"]):
             rank, host, why = json.loads(self._store.get(self._prefix + "failed"))
-            raise PeerError(f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}", rank=rank, host=host)
+            text = f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}"
+            raise PeerError(text, rank=rank, host=host, why=why)
         return True
 
     def _go_on_meeting(self) -> bool:
@@ -370,10 +371,8 @@ class Gathering:
                     break
                 listed = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
                 ranks = f"rank{'s' * (len(missing) > 1)} {listed}"
-                raise PeerError(
-                    f"{ranks} of {self._size} did not come to the load in time (join_timeout raises the limit)",
-                    rank=missing[0],
-                )
+                why = "did not come to the load in time (join_timeout raises the limit)"
+                raise PeerError(f"{ranks} of {self._size} {why}", rank=missing[0], why=why)
         return self._store.get_all(keys)
 
     def _look(self, keys: list[str]) -> None:

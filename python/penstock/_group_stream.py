@@ -131,12 +131,14 @@ class _Settling(Gathering):
             time.sleep(_LOOK)
         for rank, blamed in sorted(closed.items(), key=lambda one: (one[1] is not None, one[0])):
             lost = rank if blamed is None else blamed
-            text = f"rank {lost} ({self.hosts[lost]}) is gone: its process has ended, or it has given up"
+            why = "is gone: its process has ended, or it has given up"
+            text = f"rank {lost} ({self.hosts[lost]}) {why}"
             if lost == self._rank:
-                text = f"rank {rank} ({self.hosts[rank]}) has given up: it had no sign of life of this rank, {lost}"
+                why = f"has given up: it had no sign of life of this rank, {lost}"
+                text = f"rank {rank} ({self.hosts[rank]}) {why}"
             elif blamed is not None:
                 text = f"{text} (rank {rank} says so)"
-            return PeerError(text, rank=lost, host=self.hosts[lost])
+            return PeerError(text, rank=lost, host=self.hosts[lost], why=why)
         return None
 
     def blamed(self, error: Exception) -> Exception:

@@ -64,7 +64,8 @@ class Watch:
                 one.sendall(token + rank.to_bytes(_WORD, "big"))
             except OSError as error:
                 go_on()  # it may have said why
-                raise PeerError(f"rank {other} cannot be reached at {host}: {error}", rank=other) from error
+                why = f"cannot be reached at {host}: {error}"
+                raise PeerError(f"rank {other} {why}", rank=other, why=why) from error
             one.setblocking(False)
         listener = self._listener
         assert listener is not None
@@ -72,7 +73,8 @@ class Watch:
         while missing:
             go_on()
             if time.monotonic() > deadline:
-                raise PeerError(f"rank {min(missing)} did not connect in time", rank=min(missing))
+                why = "did not connect in time"
+                raise PeerError(f"rank {min(missing)} {why}", rank=min(missing), why=why)
             poll = select.poll()  # `select` takes no descriptor of 1024 and more
             poll.register(listener, select.POLLIN)
             if poll.poll(_LOOK * 1e3):

@@ -8,6 +8,7 @@ use std::error::Error as StdError;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use std::{fmt, io};
 
 /// What kind of failure an [`Error`] is: the part a caller can match on.
@@ -101,8 +102,10 @@ struct Inner {
     values: Option<(Value, Value)>,
     /// The status of a server's answer, and the server's name for the request.
     answer: Option<(u16, Option<String>)>,
-    /// The rank that failed, and its host.
+    /// The rank that failed, and its host; what happened to it, and for how long nothing had been heard of it.
     peer: Option<(u32, String)>,
+    why: Option<String>,
+    silence: Option<Duration>,
     cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -112,8 +115,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A new error of `kind`; `message` says what happened and why, without the file's name.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        let (path, range, errno, tensor, values, answer, peer, cause) = Default::default();
-        Self(Box::new(Inner { kind, message: message.into(), path, range, errno, tensor, values, answer, peer, cause }))
+        let message = message.into();
+        let (path, range, errno, tensor, values, answer, peer, why, silence, cause) = Default::default();
+        Self(Box::new(Inner { kind, message, path, range, errno, tensor, values, answer, peer, why, silence, cause }))
     }
 
     /// An error from the operating system, whose kind follows from its errno. `doing` reads like "open" or "read".
@@ -187,6 +191,20 @@ impl Error {
         self
     }
 
+    /// The same error with what happened to the rank, without its number.
+    #[must_use]
+    pub(crate) fn because(mut self, why: impl Into<String>) -> Self {
+        self.0.why.get_or_insert_with(|| why.into());
+        self
+    }
+
+    /// The same error with how long ago the rank was heard of last.
+    #[must_use]
+    pub(crate) fn heard_ago(mut self, silence: Duration) -> Self {
+        self.0.silence.get_or_insert(silence);
+        self
+    }
+
     /// The same error with the error that led to it, such as one of a network library. The message need not repeat its text;
     /// an earlier cause is kept.
     #[must_use]
@@ -252,6 +270,16 @@ impl Error {
     /// The rank whose failure it is, and its host.
     pub fn peer(&self) -> Option<(u32, &str)> {
         self.0.peer.as_ref().map(|(rank, host)| (*rank, host.as_str()))
+    }
+
+    /// What happened to that rank, without its number, where that was said apart.
+    pub fn why(&self) -> Option<&str> {
+        self.0.why.as_deref()
+    }
+
+    /// How long ago that rank was heard of last when it was given up; `None` where somebody has said what happened.
+    pub fn silence(&self) -> Option<Duration> {
+        self.0.silence
     }
 
     /// What happened and why, without file, range and cause.

@@ -488,7 +488,7 @@ fn a_rank_that_waits_for_one_that_is_there_and_takes_nothing_says_so() {
     let [zero, one] = seats;
     let over = std::sync::Barrier::new(2);
     let (waits, comes_late) = std::thread::scope(|scope| {
-        let one = scope.spawn(|| load(1, one, &|| drop(over.wait())));
+        let one = scope.spawn(|| load(1, one, &|| _ = over.wait()));
         let zero = load(0, zero, &|| ()).unwrap_err();
         over.wait();
         (zero, one.join().unwrap().unwrap_err())

@@ -21,7 +21,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
                 values,
                 error.status(),
                 error.request_id(),
-                error.peer(),
+                error.peer().map(|(rank, host)| (rank, host, error.why(), error.silence().map(|s| s.as_secs_f64()))),
             ),
         )
     });

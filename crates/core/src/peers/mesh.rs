@@ -1,6 +1,7 @@
 //! How the ranks of a load find each other: every rank listens, and connects to those before it.
 
 use super::pulse::{Pulse, Pulses};
+use super::watch::peer_error;
 use crate::error::{Error, ErrorKind, Result};
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -234,7 +235,8 @@ impl Seat {
                                 return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
                             }
                             let text = format!("rank {peer} did not join this load: {why}");
-                            return Err(Error::new(ErrorKind::Peer, text).of_peer(peer, hosts[peer as usize].clone()));
+                            let error = Error::new(ErrorKind::Peer, text).of_peer(peer, hosts[peer as usize].clone());
+                            return Err(error.because(format!("did not join this load: {why}")));
                         }
                     }
                 }
@@ -267,8 +269,8 @@ impl Silent {
 }
 
 fn gone(peer: u32, hosts: &[String], why: &std::io::Error) -> Error {
-    let host = hosts[peer as usize].clone();
-    Error::new(ErrorKind::Peer, format!("rank {peer} ({host}) is gone: {why}")).of_peer(peer, host)
+    let why = format!("is gone: {why}");
+    peer_error(peer, &hosts[peer as usize], &why).because(why)
 }
 
 /// Connects to a rank that listens. It may have to be asked more than once: its queue may be full.
@@ -289,7 +291,8 @@ fn connect(peer: u32, address: SocketAddr, until: Instant, go_on: &mut impl FnMu
                 return Err(Error::new(ErrorKind::Cancelled, CANCELLED));
             }
             let text = format!("rank {peer} does not answer at {address}: {why}");
-            return Err(Error::new(ErrorKind::Peer, text).of_peer(peer, address.ip().to_string()));
+            let error = Error::new(ErrorKind::Peer, text).of_peer(peer, address.ip().to_string());
+            return Err(error.because(format!("does not answer at {address}: {why}")));
         }
         std::thread::sleep(LOOK);
     }

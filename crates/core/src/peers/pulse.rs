@@ -5,7 +5,8 @@
 //! another one asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
 //! When the ranks are connected, the thread says on each connection that this rank is alive, until the exchange does.
 
-use crate::error::{Error, ErrorKind, Result};
+use super::watch::peer_error;
+use crate::error::{Error, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::wake::Wake;
 use std::io::{ErrorKind as Why, Read, Write};
@@ -158,10 +159,7 @@ impl Pulses {
         for &rank in ranks.iter().take(ASKED) {
             let Some(asked) = self.of.get_mut(rank as usize) else { continue };
             let host = asked.address.ip().to_string();
-            let failed = |why: String| {
-                let text = format!("rank {rank} ({host}) {why}");
-                Err(Error::new(ErrorKind::Peer, text).of_peer(rank, host.clone()))
-            };
+            let failed = |why: String| Err(peer_error(rank, &host, &why).because(why));
             if now.saturating_duration_since(asked.looked) > self.silence / 2 {
                 // This process itself was stopped, or has not waited for this rank meanwhile: it has not heard it
                 asked.heard = asked.heard.and(Some(now));

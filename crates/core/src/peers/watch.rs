@@ -163,19 +163,19 @@ impl PeerWatch {
                 let (rank, host) = (other.rank, other.host.clone());
                 let culprit = culprit.filter(|_| !messenger).unwrap_or(rank);
                 if culprit == rank || culprit == own {
-                    return Some(peer_error(rank, &host, &format!("has failed: {why}")));
+                    return Some(peer_error(rank, &host, &format!("has failed: {why}")).because(why));
                 }
                 let of = self.number_of(culprit).map(|at| self.others[at].host.clone()).unwrap_or_default();
                 let text = format!("{why} (rank {rank} says so)");
-                Some(Error::new(ErrorKind::Peer, text).of_peer(culprit, of))
+                Some(Error::new(ErrorKind::Peer, text).of_peer(culprit, of).because(why))
             }
             Heard::Gone(why) => {
                 other.gone = true;
-                let error = || peer_error(other.rank, &other.host, &format!("is gone: {why}"));
+                let error = || lost(other, &format!("is gone: {why}"), now);
                 (!parted && !forgiving).then(error)
             }
             Heard::Broken(why) => {
-                let error = (at_once && !said_complete).then(|| peer_error(other.rank, &other.host, &why));
+                let error = (at_once && !said_complete).then(|| lost(other, &why, now));
                 other.broken = Some((now, why));
                 error
             }
@@ -214,12 +214,12 @@ impl PeerWatch {
             let seconds = (now - other.last_heard).as_secs_f64();
             let why =
                 format!("has said nothing for {seconds:.1} s: its process was stopped, or its host or network is down");
-            return Some(peer_error(other.rank, &other.host, &why));
+            return Some(lost(other, &why, now));
         }
         let broken = |other: &&Known| other.broken.as_ref().is_some_and(|(since, _)| now - *since >= FAREWELL);
         let broken = self.others.iter().find(broken).filter(|_| !self.said_complete);
         let (_, why) = broken.and_then(|other| other.broken.as_ref())?;
-        broken.map(|other| peer_error(other.rank, &other.host, &format!("is gone: {why}")))
+        broken.map(|other| lost(other, &format!("is gone: {why}"), now))
     }
 
     /// How long nobody has to look, if nothing is heard.
@@ -264,8 +264,14 @@ impl PeerWatch {
     }
 }
 
-fn peer_error(rank: u32, host: &str, why: &str) -> Error {
+pub(super) fn peer_error(rank: u32, host: &str, why: &str) -> Error {
     Error::new(ErrorKind::Peer, format!("rank {rank} ({host}) {why}")).of_peer(rank, host)
+}
+
+/// The error for a rank that is given up, and did not say why.
+fn lost(other: &Known, why: &str, now: Instant) -> Error {
+    let silence = now.saturating_duration_since(other.last_heard);
+    peer_error(other.rank, &other.host, why).because(why).heard_ago(silence)
 }
 
 /// Mistakes for a simulator to catch. None in any build but the tests'.
@@ -367,7 +373,10 @@ mod tests {
         let told = watch.on(begun + FAREWELL / 2, 0, Heard::Failed(Some(3), "disk".to_owned()));
         let told = told.expect("a failure");
         assert_eq!(told.peer().map(|peer| (peer.0, peer.1)), Some((3, "host-3")));
-        assert_eq!(culprit(watch.look(begun + FAREWELL)), Some(1), "if nobody says why");
+        assert_eq!((told.why(), told.silence()), (Some("disk"), None));
+        let lost = watch.look(begun + FAREWELL).expect("a failure");
+        assert_eq!(lost.peer().map(|peer| peer.0), Some(1), "if nobody says why");
+        assert_eq!((lost.why(), lost.silence()), (Some("is gone: reset"), Some(FAREWELL)));
     }
 
     #[test]
