@@ -120,8 +120,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
+@contextlib.contextmanager
+def serving_proxy() -> Iterator[Proxy]:
     class Server(http.server.ThreadingHTTPServer):
         request_queue_size = 128
 
@@ -139,6 +139,12 @@ def proxy() -> Iterator[Proxy]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with serving_proxy() as proxy:
+        yield proxy
 
 
 @pytest.fixture(autouse=True)
@@ -260,11 +266,14 @@ def test_the_hub_with_tls_is_asked_through_a_tunnel(proxy, small, tmp_path, monk
         storage: Any = {"proxy": proxy.with_password(), "ca": folder}
         Oracle(small).same(penstock.open("hf://org/model", storage=storage).load(framework="np"))
         assert set(proxy.asked) == {f"CONNECT localhost:{port_of(at)}" for at in (hub.endpoint, hub.storage)}
-        proxy.asked.clear()
-        with pytest.raises(penstock.AccessError, match=f"the proxy {proxy.address} answers 407: .* password") as caught:
-            penstock.open("hf://org/model", storage={**storage, "proxy": proxy.with_password("me:sesame")})
-        assert caught.value.status == 407 and "sesame" not in repr(vars(caught.value))
-        assert len(proxy.asked) == 1
+        # A load may leave a connection that it did not need after all: the first one may still hear of it
+        with serving_proxy() as another:
+            another.closed = True
+            refused = f"the proxy {another.address} answers 407: .* password"
+            with pytest.raises(penstock.AccessError, match=refused) as caught:
+                penstock.open("hf://org/model", storage={**storage, "proxy": another.with_password("me:sesame")})
+            assert caught.value.status == 407 and "sesame" not in repr(vars(caught.value))
+            assert len(another.asked) == 1
     finally:
         hub.process.kill()
         hub.process.wait()
