@@ -64,8 +64,8 @@ help:
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
 	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS, distant servers, the oldest Rust: each is a target too (docs/checks.md)"
-	@echo "make test-hardware  the suite for a machine with a GPU, into .bench/hardware (docs/checks.md)"
-	@echo "make gpu-kit  that suite, the wheel and those of the peers, into .gpu/, for a machine that can fetch nothing"
+	@echo "make test-hardware  `penstock selftest --gpu`, for a machine with a GPU, into .bench/hardware (docs/checks.md)"
+	@echo "make gpu-kit  the wheel, which holds that suite, and those of the peers, into .gpu/, for a machine that can fetch nothing"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 
 environment:
@@ -325,7 +325,7 @@ bench-engines: engines-environment
 # On real GPUs: none of the fake driver, whatever the environment says. Status 77: there is none here.
 test-hardware: peers
 	@$(BENCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet "pytest>=8" pytest-timeout
-	env -u PENSTOCK_GPU_LIBRARY -u PENSTOCK_HARDWARE_FAKE $(BENCH_VENV)/bin/python tests/hardware/run.py \
+	env -u PENSTOCK_GPU_LIBRARY -u PENSTOCK_SELFTEST_FAKE $(BENCH_VENV)/bin/python -m penstock.selftest.run \
 		--out .bench/hardware $(HARDWARE)
 
 # FOR: Python's version on the machine that it is for. There: OUT=results bash .gpu/gpu_run.sh

@@ -255,6 +255,7 @@ class FakeTorch:
                 fake.driver("cuDevicePrimaryCtxRetain", "", ctypes.byref(context), device)
         self._enter(0)
         self.sides = [_Side(fake, device) for device in range(devices)]
+        self.captures = False  # the calling thread's stream, a graph
         self.stream, self.consumer, self.pool = self.sides[0].stream, self.sides[0].consumer, self.sides[0].pool
         self.closed = False
         self.fenced = UNFENCED not in os.environ
@@ -274,6 +275,7 @@ class FakeTorch:
 
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
+            is_current_stream_capturing=lambda: self.captures,
             device_count=lambda: devices,
             current_stream=lambda index: SimpleNamespace(cuda_stream=self.sides[index].stream, device_index=index),
             Event=Event,

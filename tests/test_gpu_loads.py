@@ -9,7 +9,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import penstock
 import pytest
 import torch
 from conftest import raw
-from fakegpu import FakeGpu, FakeTorch, fresh, torch_on, without
+from fakegpu import FakeGpu, FakeTorch, fresh, settle, torch_on, without
 from penstock.bench import reference
 from penstock.synthetic import layouts, synth
 from penstock.synthetic.synth import Layout, Tensor
@@ -283,6 +283,74 @@ def test_parts_of_tensors_go_to_their_destinations(gpu: FakeTorch, checkpoints: 
     report = opened.load_into([penstock.Destination(name, half, slice(0, rows // 2), cast=True)])
     assert torch.allclose(half.float(), whole[: rows // 2].half().float(), equal_nan=True)
     assert report.copied_through == [name]
+
+
+def test_copies_begin_before_the_last_memory_is_allocated(
+    gpu: FakeTorch, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is granted in groups: of 180 MiB the first 16 MiB, so that the rest is allocated while bytes travel."""
+    content, copied = content_of(checkpoints["large"]), []
+    allocate = gpu.pool.empty
+
+    def slowly(nbytes: int) -> torch.Tensor:
+        if len(copied) == 19:  # the last one comes when something has been copied
+            assert settle(lambda: gpu.fake.counter("bytes_h2d") > 0, True)
+        copied.append(gpu.fake.counter("bytes_h2d"))
+        return allocate(nbytes)
+
+    monkeypatch.setattr(gpu.pool, "empty", slowly)
+    tensors = penstock.open(checkpoints["large"]).load("cuda:0")
+    assert len(copied) == 20 and copied[0] == copied[1] == 0
+    check(gpu, tensors, content)
+
+
+@pytest.mark.parametrize("left", [10, 40, 100, 170])
+def test_a_load_that_runs_out_of_memory_between_two_groups_leaves_nothing(
+    gpu: FakeTorch, checkpoints: dict[str, Path], left: int
+) -> None:
+    opened = penstock.open(checkpoints["large"])
+    gpu.pool.limit = gpu.pool.live + left * MIB
+    with pytest.raises(penstock.OutOfMemoryError, match="GPU 0") as caught:
+        opened.load("cuda:0")
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
+    assert gpu.pool.live == 0
+    gpu.pool.limit = 1 << 40
+    check(gpu, opened.load("cuda:0"), content_of(checkpoints["large"]))
+
+
+@pytest.mark.parametrize("way", ["load", "start", "stream", "load_into", "load_file"])
+def test_a_load_on_a_thread_that_captures_a_graph_is_refused_before_anything_is_allocated(
+    gpu: FakeTorch, checkpoints: dict[str, Path], way: str
+) -> None:
+    """Its copies would be recorded into the graph, and not made."""
+    source = checkpoints["tiny"]
+    opened = penstock.open(source)
+    to = {name: gpu.destination(t) for name, t in opened.load("cpu").items()} if way == "load_into" else {}
+    before, copies = gpu.pool.live, gpu.fake.counter("copies")
+    calls: dict[str, Callable[[], object]] = {
+        "load": lambda: opened.load("cuda:0"),
+        "start": lambda: opened.start("cuda:0").result(),
+        "stream": lambda: list(opened.stream("cuda:0")),
+        "load_into": lambda: opened.load_into(to),
+        "load_file": lambda: penstock.load_file(next(source.glob("*.safetensors")), device="cuda:0"),
+    }
+    gpu.captures = True
+    with pytest.raises(penstock.DeviceError, match=r"cuda:0.*captures a CUDA graph"):
+        calls[way]()
+    assert (gpu.pool.live, gpu.fake.counter("copies")) == (before, copies)
+    gpu.captures = False
+    calls[way]()
+
+
+def test_a_stream_whose_consumer_begins_to_capture_says_so(gpu: FakeTorch, checkpoints: dict[str, Path]) -> None:
+    stream = penstock.open(checkpoints["large"]).stream("cuda:0", window="10MiB")
+    next(stream)
+    gpu.captures = True
+    with pytest.raises(penstock.DeviceError, match="captures a CUDA graph"):
+        list(stream)
+    gpu.captures = False
 
 
 def test_a_job_loads_in_the_background(gpu: FakeTorch, checkpoints: dict[str, Path]) -> None:

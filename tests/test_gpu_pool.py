@@ -254,15 +254,78 @@ def test_a_load_waits_for_registered_memory_rather_than_for_more_of_it(fake: Fak
     assert so_far <= 24, so_far
 
 
-def test_the_report_ends_when_the_caller_can_go_on(fake: FakeGpu, file: Path) -> None:
-    """Taking down streams and threads is part of the load, and of its time."""
-    opened = penstock.open(file)
+def test_the_report_ends_when_the_caller_can_go_on(fake: FakeGpu, tmp_path: Path) -> None:
+    """Waiting for the stream and taking down threads is part of the load, and of its time."""
+    small = [
+        Tensor(f"t{i}", "U8", (100,)) for i in range(50)
+    ]  # gathered in scratch memory, which is awaited at the end
+    opened = penstock.open(synth.write_file(tmp_path / "small.safetensors", small))
     opened.load("cuda:0", framework="dlpack")
-    fake.configure(cost="cuStreamDestroy_v2:300000")
+    fake.configure(cost="cuStreamSynchronize:300000")
     begun = time.monotonic()
     opened.load("cuda:0", framework="dlpack")
     took, told = time.monotonic() - begun, opened.last_report.seconds
     assert 0.3 <= told <= took, (told, took)
+
+
+def test_a_later_load_makes_neither_a_stream_nor_an_event(fake: FakeGpu, file: Path, gigabyte: Path) -> None:
+    """They are kept with the context, and go with it."""
+
+    quick(fake)
+    opened = penstock.open(gigabyte)
+    for _ in range(10):
+        opened.load("cuda:0", framework="dlpack")
+        list(penstock.open(file).stream("cuda:0", framework="dlpack"))
+    grown()
+    assert (fake.counter("calls.cuStreamCreate"), fake.counter("calls.cuStreamDestroy_v2")) == (1, 0)
+    # As many as slabs at a time, and two for the scratch buffer: not as many as loads
+    assert 2 <= fake.counter("calls.cuEventCreate") <= 32 + 2
+    gc.collect()
+    penstock.release_staging()
+    assert fake.counter("streams") == fake.counter("events") == 0
+
+
+def test_a_stream_on_which_a_copy_failed_is_not_used_again(fake: FakeGpu, file: Path) -> None:
+    opened = penstock.open(file)
+    opened.load("cuda:0", framework="dlpack")
+    fake.configure(fail="cuMemcpyHtoDAsync_v2:1:999")
+    with pytest.raises(penstock.PenstockError):
+        opened.load("cuda:0", framework="dlpack")
+    fake.configure(fail="")
+    gc.collect()
+    assert fake.counter("calls.cuStreamDestroy_v2") == 1
+    opened.load("cuda:0", framework="dlpack")
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_so_many_threads_register_the_pool_as_are_asked_for(fake: FakeGpu, gigabyte: Path, count: int) -> None:
+    """Each slab once, and no more than the pool is to have."""
+    quick(fake)
+    fake.configure(cost="cuMemHostRegister_v2:20000")
+    opened = penstock.open(gigabyte)
+    options = {"pinning_threads": count}
+    job = opened.start("cuda:0", framework="dlpack", options=options)
+    seen = 0
+    while not job.done():
+        seen = max(seen, threads().count("penstock-gpupin"))
+    job.result()
+    assert seen == count
+    grown()
+    first = registered(fake)
+    assert fake.counter("registered_bytes") <= 128 * MIB + SCRATCH
+    opened.load("cuda:0", framework="dlpack", options=options)
+    grown()
+    assert registered(fake) == first
+
+
+def test_a_refused_registration_ends_all_threads_that_register(fake: FakeGpu, gigabyte: Path) -> None:
+    quick(fake)
+    fake.configure(strict=0, refuse_register=801)
+    opened = penstock.open(gigabyte)
+    opened.load("cuda:0", framework="dlpack", options={"pinning_threads": 4})
+    grown()
+    assert [f["to"] for f in opened.last_report.fallbacks] == ["plain staging memory"]
+    assert fake.counter("calls.cuMemHostRegister_v2") <= 4 + 1
 
 
 def test_a_registration_that_is_refused_in_the_second_load_is_told_of(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gathers into .gpu/ (ignored by git) what a machine with a GPU needs that can fetch nothing: the hardware suite
-# (tests/hardware), Penstock's wheel, the wheels of its peers, and those of pytest. `make gpu-kit` calls it after
+# Gathers into .gpu/ (ignored by git) what a machine with a GPU needs that can fetch nothing: Penstock's wheel, which holds
+# the suite (python/penstock/selftest), the wheels of its peers, and those of pytest. `make gpu-kit` calls it after
 # `make wheel`.
 #   there: OUT=results bash .gpu/gpu_run.sh
 # torch and numpy are taken from that machine: torch's wheel alone is larger than all that a kit may hold (MOST, MiB),
@@ -17,10 +17,8 @@ wheel=$(find dist -name "penstock-*_$(uname -m).whl" -printf '%T@ %p\n' 2>/dev/n
 [ -n "$wheel" ] || { echo "dist/ has no wheel of penstock: make wheel" >&2; exit 2; }
 
 mkdir -p .gpu/wheels .gpu/testing
-rm -rf .gpu/hardware .gpu/wheels/penstock-*
+rm -rf .gpu/wheels/penstock-*
 cp "$wheel" .gpu/wheels/
-mkdir .gpu/hardware
-cp tests/hardware/*.py tests/hardware/alone.ini .gpu/hardware/
 cp tools/gpu_run.sh .gpu/
 git rev-parse HEAD >.gpu/HEAD 2>/dev/null || echo unknown >.gpu/HEAD
 

@@ -68,6 +68,19 @@ class Accelerator:
             )
         if device.number >= torch.cuda.device_count():
             raise DeviceError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+        self._refuse_capture()
+
+    def _refuse_capture(self) -> None:
+        """Raises DeviceError while this thread captures a graph.
+
+        An event recorded on the capturing stream would pull our stream into the capture: the copies would be recorded,
+        and not made.
+        """
+        if self._torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                f"device='cuda:{self.index}': this thread captures a CUDA graph, and a load cannot be part of a graph; "
+                "load before the capture, or on another thread"
+            )
 
     def empty(self, shape: Sequence[int], dtype: Any, nbytes: int) -> Any:
         """A new tensor, ``nbytes`` bytes, for use on the current stream."""
@@ -93,6 +106,7 @@ class Accelerator:
         """
         if not blocks:
             return
+        self._refuse_capture()
         if not self._sizes:
             places = load.places()
             self._sizes, shares = load.blocks(), Counter(block for block, _, _ in places)

@@ -65,6 +65,7 @@ class Options:
         extent: int | str | None = None,
         depth: int | None = None,
         gap: int | str | None = None,
+        pinning_threads: int | None = None,
         exchange: Exchange | None = None,
         scope: Scope | None = None,
         peer_timeout: float | None = None,
@@ -93,6 +94,8 @@ class Options:
     def gap(self) -> int | Literal["auto"]: ...
     @property
     def _least_gap(self) -> int: ...
+    @property
+    def pinning_threads(self) -> int: ...
     @property
     def exchange(self) -> Exchange: ...
     @property
@@ -391,6 +394,8 @@ class Load:
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""
+    def grants(self) -> list[tuple[int, int]]:
+        """(first, behind the last) of the blocks that the caller allocates and grants together, in order."""
     def places(self) -> list[tuple[int, int, int]]:
         """(block, offset, nbytes) of each want."""
     def wanted_blocks(self) -> list[int]:

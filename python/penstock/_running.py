@@ -92,7 +92,8 @@ def begin(
     _begun.add(load)
     if caller_blocks and not stream and adapter is not None:
         try:
-            adapter.grant(load, range(len(load.blocks())))
+            for first, end in load.grants():  # reads into them begin while the next ones are allocated
+                adapter.grant(load, range(first, end))
         except BaseException:
             load.close()
             adapter.let_go()

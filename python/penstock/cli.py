@@ -1,16 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command line: ``penstock inspect | load | plan | verify | warm | evict | doctor | trace | bench | convert |
-synth | engines``.
+synth | selftest | engines``.
 
-Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 130
-interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the traceback. With ``--json`` standard
-output is one JSON document in every case.
+Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 77
+`selftest` finds no GPU, 130 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the
+traceback. With ``--json`` standard output is one JSON document in every case.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -61,13 +62,15 @@ _WRITTEN = ("into", "folder", "trace", "html", "json")
 class _Failed(Exception):
     """A check failed; what there is to say has been said."""
 
-    status = FAILED
+    def __init__(self, status: int = FAILED) -> None:
+        self.status = status
 
 
 class _Uncompared(_Failed):
     """Digests were to be compared, and none of them is known."""
 
-    status = UNCOMPARED
+    def __init__(self) -> None:
+        super().__init__(UNCOMPARED)
 
 
 def _print(args: argparse.Namespace, document: dict[str, Any], text: str | Callable[[], str]) -> None:
@@ -282,6 +285,7 @@ _OPTIONS = {
     "extent": ("SIZE", "the most bytes of one read (4MiB)"),
     "depth": ("N", "the most reads in flight (0: adapts)"),
     "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
+    "pinning_threads": ("N", "threads that register staging memory with a GPU's driver (1)"),
     "exchange": ("auto|on|off", "of ranks that load together: read for each other"),
     "scope": ("world|node", "which ranks read for each other: all, or those of one machine"),
     "peer_timeout": ("SECONDS", "of ranks that load together: fail if one says nothing for so long (5)"),
@@ -643,6 +647,20 @@ def _bench(args: argparse.Namespace) -> None:
         raise _Failed
 
 
+# selftest
+
+
+def _selftest(args: argparse.Namespace) -> None:
+    lacking = [name for name in ("torch", "numpy", "pytest", "pytest_timeout") if not importlib.util.find_spec(name)]
+    if lacking:
+        names = " ".join(name.replace("_", "-") for name in lacking)
+        raise UnsupportedError(f"the tests on a GPU need {', '.join(lacking)}: pip install {names}")
+    from .selftest import run
+
+    if status := run.run(args):
+        raise _Failed(status)
+
+
 # engines
 
 
@@ -762,13 +780,13 @@ def _synth(args: argparse.Namespace) -> None:
     _print(args, document, text)
 
 
-def _parser(bench: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; with ``bench`` that of `bench` has its arguments, which the benchmark knows."""
+def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParser:
+    """The parser of all commands; with the arguments of `bench` and `selftest`, which their folders know, if asked."""
     parser = Parser(
         prog="penstock",
         description="Loads and examines safetensors checkpoints. `penstock COMMAND --help` shows how to use a command.",
         epilog="exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, "
-        "4 verify has no digest to compare with, 130 interrupted",
+        "4 verify has no digest to compare with, 77 selftest finds no GPU, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -897,6 +915,15 @@ def _parser(bench: bool = True) -> argparse.ArgumentParser:
     made.add_argument("--align", type=int, metavar="N", help=help)
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the random bytes (default: 0)")
 
+    help = "test and measure loads to the GPUs of this machine, and write a report that can be sent"
+    made = commands.add_parser("selftest", help=help, description=help[0].upper() + help[1:] + ".")
+    made.add_argument("--gpu", action="store_true", required=True, help="on GPUs: the only tests that there are so far")
+    if selftest:
+        from .selftest import run
+
+        run.add_arguments(made)
+    made.set_defaults(run=_selftest, json=False)
+
     from .integrations import _report_command
 
     help = "measure how a serving engine starts"
@@ -953,7 +980,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (None: the process' own) and returns the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     asked = "_ARGCOMPLETE" in os.environ
-    parser = _parser(bench=asked or next((word for word in given if word[:1] != "-"), None) == "bench")
+    named = next((word for word in given if word[:1] != "-"), None)
+    parser = _parser(bench=asked or named == "bench", selftest=asked or named == "selftest")
     if asked:  # the shell asks what could come next: `penstock[cli]` brings what answers
         import argcomplete
 

@@ -1,6 +1,7 @@
 //! Every default and limit of the options, in one place. Python's `penstock.Options` mirrors this struct and adds
 //! nothing. `order` and `misaligned` are arguments of each load in Python.
 
+use std::ops::Range;
 use std::time::Duration;
 
 /// 1 KiB, 1 MiB, 1 GiB in bytes.
@@ -45,6 +46,31 @@ pub const fn pool_bytes(limit: u64, slab: u64) -> u64 {
     } else {
         2 * slab
     }
+}
+
+/// Most threads that register staging memory: the driver serialises much of it, and the pool has 32 slabs.
+pub const MOST_PINNING_THREADS: u32 = 16;
+
+/// Bytes of blocks that a caller grants together at first: reads into them go on while it allocates more.
+const FIRST_GRANT: u64 = 16 * MIB;
+/// The same at most. A fence costs 10 us, and an allocation of a GPU's driver 0.1 ms and more.
+const MOST_GRANT: u64 = 256 * MIB;
+
+/// The blocks that a caller allocates and grants together, by the sizes of all blocks in their order: groups that double
+/// from 16 to 256 MiB, or one block where that is larger.
+pub fn grants(sizes: &[u64]) -> Vec<Range<usize>> {
+    let (mut groups, mut begin, mut held, mut most) = (Vec::new(), 0, 0, FIRST_GRANT);
+    for (block, size) in sizes.iter().enumerate() {
+        held += size;
+        if held >= most {
+            groups.push(begin..block + 1);
+            (begin, held, most) = (block + 1, 0, (2 * most).min(MOST_GRANT));
+        }
+    }
+    if begin < sizes.len() {
+        groups.push(begin..sizes.len());
+    }
+    groups
 }
 
 /// How bytes travel.
@@ -129,6 +155,9 @@ pub struct Options {
     pub depth: u32,
     /// Worker threads of the buffered and mapped routes, and of direct reads without io_uring; 0 adapts to cores and file system.
     pub threads: u32,
+    /// Threads that register staging memory with a GPU's driver when the pool of it grows; at least 1. More than one has not
+    /// been measured on hardware.
+    pub pinning_threads: u32,
     /// On a CPU target: `Some(true)` gives private copies. `Some(false)` insists on mapping where the file system
     /// allows it. `None` maps local files; with [`Cache::Bypass`] only those that are resident.
     pub copy: Option<bool>,
@@ -167,6 +196,7 @@ impl Default for Options {
             extent: 4 * MIB,
             depth: 0,
             threads: 0,
+            pinning_threads: 1,
             copy: None,
             misaligned: false,
             gap: None,
@@ -186,5 +216,29 @@ impl Options {
     /// The gap before anything is known of the storage.
     pub fn least_gap(&self) -> u64 {
         self.gap.unwrap_or(LEAST_GAP)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Each block is in one group, in order; no group is larger than its bound by more than its last block.
+        #[test]
+        fn blocks_are_granted_in_groups_that_grow(sizes in prop::collection::vec(0..400 * MIB, 0..200)) {
+            let groups = grants(&sizes);
+            let blocks: Vec<usize> = groups.iter().flat_map(Clone::clone).collect();
+            prop_assert_eq!(blocks, (0..sizes.len()).collect::<Vec<_>>());
+            let mut most = FIRST_GRANT;
+            for (i, group) in groups.iter().enumerate() {
+                prop_assert!(!group.is_empty());
+                let held: u64 = sizes[group.clone()].iter().sum();
+                prop_assert!(held - sizes[group.end - 1] < most);
+                prop_assert!(held >= most || i + 1 == groups.len());
+                most = (2 * most).min(MOST_GRANT);
+            }
+        }
     }
 }

@@ -582,6 +582,21 @@ fn without_a_driver_the_error_says_what_was_tried_and_that_the_cpu_works() {
 }
 
 #[test]
+fn a_driver_has_one_table_under_all_its_names() {
+    let gpu = cuda();
+    let folder = tempfile::tempdir().unwrap();
+    let link = folder.path().join("libcuda.so.1");
+    std::os::unix::fs::symlink(gpu.api.library(), &link).unwrap();
+    let other = Api::load_from(&link, Some(Vendor::Cuda)).unwrap();
+    assert!(Arc::ptr_eq(&gpu.api, &other) && Arc::ptr_eq(&other, &Api::load_from(&link, Some(Vendor::Cuda)).unwrap()));
+    // So the context is retained once
+    let (one, two) = (gpu.context(), SharedContext::retain(&other, 0).unwrap());
+    assert!(Arc::ptr_eq(&one, &two));
+    let hip = Api::load_from(&link, Some(Vendor::Hip)).unwrap();
+    assert!(!Arc::ptr_eq(&hip, &other) && hip.driver_number() != other.driver_number());
+}
+
+#[test]
 fn hip_takes_the_same_path() {
     let gpu = Gpu::new(Vendor::Hip);
     let (done, _) = run(&gpu, 5, None);

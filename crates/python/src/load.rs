@@ -15,7 +15,7 @@ use penstock::extent::Route;
 use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
-use penstock::options::Order;
+use penstock::options::{grants, Order};
 use penstock::plan::request::{Memory, Request, Together, Where};
 use penstock::plan::strides::Foreign;
 use penstock::stats::{AmongRanks, Report};
@@ -142,6 +142,13 @@ impl Load {
 
     fn blocks<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u64>> {
         answer(py, || Ok(self.core.layout().blocks.iter().map(|b| b.nbytes).collect::<Vec<_>>()))
+    }
+
+    fn grants<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(usize, usize)>> {
+        answer(py, || {
+            let sizes: Vec<u64> = self.core.layout().blocks.iter().map(|b| b.nbytes).collect();
+            Ok(grants(&sizes).into_iter().map(|g| (g.start, g.end)).collect::<Vec<_>>())
+        })
     }
 
     fn places<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(u32, u64, u64)>> {

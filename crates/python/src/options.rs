@@ -2,7 +2,7 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT};
+use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT, MOST_PINNING_THREADS};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -30,8 +30,8 @@ const SCOPE: Spellings<Scope> = &[("world", Scope::World), ("node", Scope::Node)
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
 /// Options for measurements, for unusual storage, and for finding out what is wrong.
-const ADVANCED: [&str; 9] =
-    ["io", "extent", "depth", "gap", "exchange", "scope", "peer_timeout", "join_timeout", "trace"];
+const ADVANCED: [&str; 10] =
+    ["io", "extent", "depth", "gap", "pinning_threads", "exchange", "scope", "peer_timeout", "join_timeout", "trace"];
 
 fn names() -> impl Iterator<Item = &'static str> {
     EVERYDAY.into_iter().chain(ADVANCED)
@@ -64,6 +64,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 /// - depth: the most reads in flight; 0 (the default) adapts.
 /// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too. "auto" (the default): 16 KiB;
 ///   more where a load has thousands of longer holes and a read of this storage, timed, costs more.
+/// - pinning_threads: the number of threads, 1 (the default) to 16, that register staging memory with a GPU's driver in the
+///   first load to it. More than one has not been measured on hardware.
 /// - exchange: "auto" | "on" | "off": of several ranks that load together, whether one reads what several of them want and
 ///   sends it to the others. "auto" (the default) tries both ways with the first 64 MiB of it, and goes on in the quicker one.
 /// - scope: "world" | "node": which ranks do so. "world" (the default): all of them, so that each byte leaves the storage once.
@@ -116,6 +118,11 @@ impl Options {
     #[getter]
     fn threads<'py>(&self, py: Python<'py>) -> Answer<'py, u32> {
         answer(py, || Ok(self.0.threads))
+    }
+
+    #[getter]
+    fn pinning_threads<'py>(&self, py: Python<'py>) -> Answer<'py, u32> {
+        answer(py, || Ok(self.0.pinning_threads))
     }
 
     #[getter]
@@ -228,6 +235,12 @@ impl Options {
                 options.staging, options.extent
             )));
         }
+        if !(1..=MOST_PINNING_THREADS).contains(&options.pinning_threads) {
+            return Err(invalid(format!(
+                "pinning_threads={}: must be from 1 to {MOST_PINNING_THREADS}",
+                options.pinning_threads
+            )));
+        }
         Ok(Self(options))
     }
 
@@ -240,7 +253,7 @@ impl Options {
         let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={gap}, exchange={:?}, scope={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
+             depth={}, gap={gap}, pinning_threads={}, exchange={:?}, scope={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -249,6 +262,7 @@ impl Options {
             spelling(IO, self.0.io),
             self.0.extent,
             self.0.depth,
+            self.0.pinning_threads,
             spelling(EXCHANGE, self.0.exchange),
             spelling(SCOPE, self.0.scope),
             self.0.peer_timeout.as_secs_f64(),
@@ -351,6 +365,7 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "extent" => o.extent = size(text)?,
         "depth" => o.depth = whole()?,
         "threads" => o.threads = whole()?,
+        "pinning_threads" => o.pinning_threads = whole()?,
         "gap" if text.trim() == "auto" => o.gap = None,
         "gap" => o.gap = Some(size(text).map_err(|why| format!("{why}, or \"auto\""))?),
         "window" => o.window = size(text)?,

@@ -433,6 +433,8 @@ pub struct Api {
     number: u64,
     vendor: Vendor,
     library: String,
+    /// The loader's handle, the same under every path of one library.
+    handle: usize,
     required: Required,
     optional: Optional,
     own: Own,
@@ -444,7 +446,8 @@ enum Own {
     Hip(Hip),
 }
 
-/// The tables loaded so far, by library and vendor: one each per process.
+/// The tables loaded so far, by name or path and vendor. A library has one table per vendor, under whichever of its names
+/// it was asked for.
 static LOADED: Mutex<Vec<(OsString, Arc<Api>)>> = Mutex::new(Vec::new());
 
 impl fmt::Debug for Api {
@@ -510,6 +513,13 @@ impl Api {
             return Ok(Arc::clone(api));
         }
         let library = Library::open(name, flags)?;
+        let handle = library.handle as usize;
+        // Two tables would be two drivers to this module: two contexts retained, and every slab registered twice
+        let same = loaded.iter().find(|(_, api)| api.handle == handle && api.vendor == vendor);
+        if let Some(api) = same.map(|(_, api)| Arc::clone(api)) {
+            loaded.push((name.to_owned(), Arc::clone(&api)));
+            return Ok(api);
+        }
         let named = name.to_string_lossy().into_owned();
         let lacks = |symbol| format!("{named} has no {symbol}, so it is no usable {vendor} driver");
         let required = Required::load(&library, vendor).map_err(lacks)?;
@@ -518,7 +528,8 @@ impl Api {
             Vendor::Cuda => Own::Cuda(Cuda::load(&library).map_err(lacks)?),
             Vendor::Hip => Own::Hip(Hip::load(&library).map_err(lacks)?),
         };
-        let api = Arc::new(Self { number: loaded.len() as u64 + 1, vendor, library: named, required, optional, own });
+        let api =
+            Arc::new(Self { number: loaded.len() as u64 + 1, vendor, library: named, handle, required, optional, own });
         loaded.push((name.to_owned(), Arc::clone(&api)));
         Ok(api)
     }

@@ -116,6 +116,8 @@ struct Landed {
 pub(crate) struct Fetch {
     context: Arc<SharedContext>,
     stream: Stream,
+    /// All that was queued on the stream has ended, without an error.
+    quiet: bool,
     scratch: Option<Slab>,
     /// Whether the driver takes many copies in one call, as far as known, and all memory so far was registered.
     batches: bool,
@@ -131,8 +133,8 @@ impl Fetch {
     /// `Forked` in the child of a process that has used a driver; `Unsupported`, `OutOfMemory`, `Device` from the driver.
     pub(crate) fn new(api: &Arc<Api>, ordinal: u32) -> Result<Self> {
         let context = SharedContext::retain(api, ordinal)?;
-        let stream = context.enter()?.create_stream()?;
-        Ok(Self { context, stream, scratch: None, batches: true, allocation: 0..0 })
+        let stream = context.take_stream(&context.enter()?)?;
+        Ok(Self { context, stream, quiet: true, scratch: None, batches: true, allocation: 0..0 })
     }
 
     /// Copies ranges of device memory to their places in the slab. Nothing may be in progress on these ranges.
@@ -157,6 +159,7 @@ impl Fetch {
             allocation.contains(&wanted.start) && wanted.end <= allocation.end
         });
         let mut rest = &plan.transfers[..];
+        self.quiet = false;
         while !rest.is_empty() {
             let copied = self.copy_some(&api, slab, rest);
             // SAFETY: our stream.
@@ -173,6 +176,7 @@ impl Fetch {
             }
             rest = &rest[done..];
         }
+        self.quiet = true;
         Ok(())
     }
 
@@ -249,8 +253,7 @@ impl Drop for Fetch {
         }
         // A failure means that the context is lost, and the stream with it.
         if let Ok(api) = self.context.enter() {
-            // SAFETY: ours, and nothing is queued on it.
-            let _ = unsafe { api.destroy_stream(self.stream) };
+            self.context.give_stream(&api, self.stream, self.quiet);
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Nothing here blocks the caller. A *device thread* makes every driver call that starts a copy: it retains the
 //! context, joins copies, submits them to its own stream, and records one event per batch. A *waiter thread* sleeps in
-//! the driver on each event in turn and hands the batch's ticket back. A *pinning thread* registers slabs until the
-//! [pool](crate::staging) is as large as the load can use. It may outlive the load by some milliseconds. Pinning memory
+//! the driver on each event in turn and hands the batch's ticket back. One *pinning thread* or several register slabs until
+//! the [pool](crate::staging) is as large as the load can use. They may outlive the load by some milliseconds. Pinning memory
 //! takes 0.1 to 0.6 s per GiB; copies out of slabs that are registered already go on meanwhile. If a slab is not
 //! registered when it is copied (the pool could not grow), the device thread registers it.
 //!
@@ -32,7 +32,7 @@ use std::collections::{HashMap, HashSet};
 use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -94,8 +94,23 @@ static CONTEXTS: Mutex<Vec<Weak<SharedContext>>> = Mutex::new(Vec::new());
 pub struct SharedContext {
     /// Given back on drop, but not by a forked child.
     context: ManuallyDrop<Context>,
+    /// For the next load: a driver takes some 10 us to make each.
+    idle: Mutex<Idle>,
     pid: u32,
 }
+
+/// Streams and events that nobody uses and nothing waits for.
+#[derive(Default)]
+struct Idle {
+    streams: Vec<Stream>,
+    events: Vec<DriverEvent>,
+}
+
+/// Most idle streams of a context: so many loads at a time find one.
+const IDLE_STREAMS: usize = 8;
+
+/// Most idle events of a context: those of a load with slabs of 4 MiB, four times.
+const IDLE_EVENTS: usize = 256;
 
 impl SharedContext {
     /// The primary context of device `ordinal`, made if need be, which may take seconds. No other device is touched.
@@ -121,7 +136,7 @@ impl SharedContext {
             ));
         }
         let context = ManuallyDrop::new(api.context(ordinal)?);
-        let shared = Arc::new(Self { context, pid: std::process::id() });
+        let shared = Arc::new(Self { context, idle: Mutex::default(), pid: std::process::id() });
         contexts.push(Arc::downgrade(&shared));
         Ok(shared)
     }
@@ -140,6 +155,50 @@ impl SharedContext {
         self.context.enter()
     }
 
+    fn idle(&self) -> MutexGuard<'_, Idle> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A stream on which nothing is queued, for one owner. `api` says that the context is current.
+    ///
+    /// # Errors
+    /// `Device`, `OutOfMemory`.
+    pub(super) fn take_stream(&self, api: &Current<'_>) -> Result<Stream> {
+        let idle = self.idle().streams.pop();
+        idle.map_or_else(|| api.create_stream(), Ok)
+    }
+
+    /// Takes a stream back from its owner. `quiet`: all that was queued on it has ended, without an error. Otherwise the
+    /// driver destroys it behind what is queued.
+    pub(super) fn give_stream(&self, api: &Current<'_>, stream: Stream, quiet: bool) {
+        let mut idle = self.idle();
+        if quiet && idle.streams.len() < IDLE_STREAMS {
+            return idle.streams.push(stream);
+        }
+        drop(idle);
+        // SAFETY: from `take_stream`, and its owner has given it up. A failure means that the context is lost.
+        let _ = unsafe { api.destroy_stream(stream) };
+    }
+
+    fn take_event(&self, api: &Api) -> Result<DriverEvent> {
+        let idle = self.idle().events.pop();
+        idle.map_or_else(|| api.create_event(), Ok)
+    }
+
+    /// Takes back events that nothing waits for. `sound`: no call of the driver has failed on the way.
+    fn give_events(&self, api: &Api, events: impl IntoIterator<Item = DriverEvent>, sound: bool) {
+        for event in events {
+            let mut idle = self.idle();
+            if sound && idle.events.len() < IDLE_EVENTS {
+                idle.events.push(event);
+                continue;
+            }
+            drop(idle);
+            // SAFETY: from `take_event`, and nobody waits for it any more. A failure means that the context is lost.
+            let _ = unsafe { api.destroy_event(event) };
+        }
+    }
+
     /// Whether this is the process that made it, and not a child of that.
     pub(super) fn is_of_this_process(&self) -> bool {
         self.pid == std::process::id()
@@ -149,6 +208,18 @@ impl SharedContext {
 impl Drop for SharedContext {
     fn drop(&mut self) {
         if self.pid == std::process::id() {
+            let Idle { streams, events } = std::mem::take(&mut *self.idle());
+            // A failure means that the context is lost, and all of it with it.
+            if let Ok(api) = self.context.enter() {
+                for event in events {
+                    // SAFETY: from `create_event`, and nobody waits for it.
+                    let _ = unsafe { api.destroy_event(event) };
+                }
+                for stream in streams {
+                    // SAFETY: from `create_stream`, and nobody uses it.
+                    let _ = unsafe { api.destroy_stream(stream) };
+                }
+            }
             // SAFETY: dropped once, here.
             unsafe { ManuallyDrop::drop(&mut self.context) };
         }
@@ -272,6 +343,7 @@ pub struct GpuDevice {
     shared: Arc<GpuShared>,
     api: Arc<Api>,
     registers: bool,
+    pinning_threads: usize,
     commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
     in_flight: usize,
@@ -281,7 +353,8 @@ pub struct GpuDevice {
 
 enum Command {
     Wait(Fence),
-    Grow(Growth),
+    /// By so many threads.
+    Grow(Growth, usize),
     Copy(Batch),
 }
 
@@ -305,6 +378,8 @@ struct GpuState {
     pageable: bool,
     fallbacks: Vec<Fallback>,
     closed: bool,
+    /// Its owner has waited in vain, and left it behind.
+    given_up: bool,
     ended: bool,
 }
 
@@ -383,7 +458,14 @@ impl GpuDevice {
             })
             .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
         let (api, commands, thread, pid) = (api.clone(), Some(commands), Some(thread), std::process::id());
-        Ok(Self { shared, api, registers, commands, thread, in_flight: 0, patience, pid })
+        Ok(Self { shared, api, registers, pinning_threads: 1, commands, thread, in_flight: 0, patience, pid })
+    }
+
+    /// The same with so many threads, at least one, that register staging memory.
+    #[must_use]
+    pub fn pinning_with(mut self, threads: u32) -> Self {
+        self.pinning_threads = threads.max(1) as usize;
+        self
     }
 
     fn same_process(&self) -> Result<()> {
@@ -414,7 +496,7 @@ impl Device for GpuDevice {
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
         if self.registers && nbytes > 0 {
             // If the thread has ended, the growth is dropped, and the load continues until it sees the error.
-            let _ = self.send(Command::Grow(share.pin(self.api.driver_number(), nbytes)));
+            let _ = self.send(Command::Grow(share.pin(self.api.driver_number(), nbytes), self.pinning_threads));
         }
     }
 
@@ -479,6 +561,7 @@ impl Drop for GpuDevice {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let hung: Vec<usize> = state.running.values().copied().collect();
+                state.given_up = true;
                 drop(state);
                 hung.iter().for_each(|slab| Ring::process().quarantine(*slab as *const u8));
                 // The thread keeps what it holds. It cleans up if the driver ever returns.
@@ -510,7 +593,7 @@ fn refuse_commands(shared: &GpuShared, inbox: &Receiver<Command>, error: &Error)
     shared.fail(error);
     take_commands(shared, inbox, |command| match command {
         Command::Copy(_) => Err(error.clone()),
-        Command::Wait(_) | Command::Grow(_) => Ok(()),
+        Command::Wait(_) | Command::Grow(..) => Ok(()),
     });
 }
 
@@ -539,7 +622,7 @@ fn take_commands(shared: &GpuShared, inbox: &Receiver<Command>, mut carry_out: i
             _ if closed => {}
             (Command::Copy(batch), Some(error)) => shared.finish(batch, Err(error), Vec::new()),
             // When the growth is dropped, the load continues until it sees the error.
-            (Command::Wait(_) | Command::Grow(_), Some(_)) => {}
+            (Command::Wait(_) | Command::Grow(..), Some(_)) => {}
             (command, None) => {
                 if let Err(error) = carry_out(command) {
                     shared.fail(&error);
@@ -563,29 +646,15 @@ struct GpuQueue<'a> {
     context: &'a Arc<SharedContext>,
     api: &'a Api,
     stream: Stream,
+    /// Nothing is queued on the stream behind the last event that the waiter thread awaits.
+    quiet: bool,
     waiter: Sender<Submitted>,
-    events: Arc<Events>,
     scratch: Option<Scratch>,
     /// The driver takes many copies at once, as far as is known.
     batches: bool,
     /// Destination blocks of the copies that the driver was given of the batch in hand.
     begun: Vec<u32>,
     sabotage: &'a Sabotage,
-}
-
-/// Events not in use.
-#[derive(Default)]
-struct Events(Mutex<Vec<DriverEvent>>);
-
-impl Events {
-    fn take(&self, api: &Api) -> Result<DriverEvent> {
-        let free = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        free.map_or_else(|| api.create_event(), Ok)
-    }
-
-    fn give_back(&self, event: DriverEvent) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(event);
-    }
 }
 
 /// Where small copies are gathered: two halves in turn, so that one is filled while the other travels.
@@ -605,19 +674,17 @@ impl<'a> GpuQueue<'a> {
         sabotage: &'a Sabotage,
     ) -> Result<()> {
         let api = context.context.enter()?;
-        let stream = api.create_stream()?;
+        let stream = context.take_stream(&api)?;
         let (waiter, submitted) = channel();
-        let events = Arc::<Events>::default();
         let (theirs, their_context) = (shared.clone(), context.clone());
-        let (their_events, skip) = (events.clone(), sabotage.skip_event_wait);
+        let skip = sabotage.skip_event_wait;
         let thread = std::thread::Builder::new()
             .name("penstock-gpuwait".to_owned())
-            .spawn(move || await_events(&theirs, &their_context, &submitted, &their_events, skip));
+            .spawn(move || await_events(&theirs, &their_context, &submitted, skip));
         let thread = match thread {
             Ok(thread) => thread,
             Err(cause) => {
-                // SAFETY: made above, used by nobody.
-                unsafe { api.destroy_stream(stream) }?;
+                context.give_stream(&api, stream, true);
                 return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's second thread: {cause}")));
             }
         };
@@ -626,8 +693,8 @@ impl<'a> GpuQueue<'a> {
             context,
             api: &api,
             stream,
+            quiet: true,
             waiter,
-            events,
             scratch: None,
             batches: true,
             begun: Vec::new(),
@@ -635,40 +702,38 @@ impl<'a> GpuQueue<'a> {
         };
         take_commands(shared, inbox, |command| match command {
             Command::Wait(fence) => caught(|| queue.wait_for(fence)),
-            Command::Grow(growth) => caught(|| {
-                grow(shared, context, growth);
+            Command::Grow(growth, threads) => caught(|| {
+                grow(shared, context, growth, threads);
                 Ok(())
             }),
             Command::Copy(batch) => queue.submit_caught(batch),
         });
-        let GpuQueue { waiter, events, scratch, .. } = queue;
+        let GpuQueue { waiter, scratch, mut quiet, .. } = queue;
         drop(waiter);
         // A waiter that panicked has nothing left to report.
-        let _ = thread.join();
-        let mut left = std::mem::take(&mut *events.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let joined = thread.join().is_ok();
+        let sound = {
+            let state = shared.lock();
+            joined && !sabotage.skip_event_wait && !state.given_up && state.failed.is_none()
+        };
         if let Some(scratch) = scratch {
             // The waiter has seen the end of every batch, but of a failed one only where the driver still answered.
             // SAFETY: our stream.
-            let ended = unsafe { api.synchronize_stream(stream) };
-            left.extend(scratch.busy.into_iter().flatten());
-            if ended.is_ok() && scratch.slab.is_registered(api.driver_number()) {
+            quiet = unsafe { api.synchronize_stream(stream) }.is_ok();
+            context.give_events(&api, scratch.busy.into_iter().flatten(), sound && quiet);
+            if quiet && scratch.slab.is_registered(api.driver_number()) {
                 Ring::process().give_scratch(scratch.slab);
             }
         }
-        // A failure means that the context is lost, and all of it with it.
-        for event in left {
-            // SAFETY: ours, and nobody waits for it any more.
-            let _ = unsafe { api.destroy_event(event) };
-        }
-        // SAFETY: ours, and nothing is queued on it.
-        let _ = unsafe { api.destroy_stream(stream) };
+        context.give_stream(&api, stream, sound && quiet);
         Ok(())
     }
 
-    fn wait_for(&self, fence: Fence) -> Result<()> {
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
         if self.sabotage.skip_fences {
             return Ok(());
         }
+        self.quiet = false;
         // SAFETY: the event is live until the load has ended, as `Fence` says.
         unsafe { self.api.stream_wait(self.stream, DriverEvent(fence.0 as usize)) }
     }
@@ -694,16 +759,18 @@ impl<'a> GpuQueue<'a> {
         // memory.
         let batch = ManuallyDrop::new(batch);
         self.begun.clear();
+        self.quiet = false;
         let pinned = self.register(&batch);
         let submitted = self.transfer(&batch, pinned);
         // Also after a failed submission: what was queued before the failure still reads the slab.
-        let event = self.events.take(self.api).and_then(|event| {
+        let event = self.context.take_event(self.api).and_then(|event| {
             // SAFETY: live handles of our own.
             let recorded = unsafe { self.api.record(event, self.stream) };
-            recorded.map(|()| event).inspect_err(|_| self.events.give_back(event))
+            recorded.map(|()| event).inspect_err(|_| self.context.give_events(self.api, [event], false))
         });
         match event {
             Ok(event) => {
+                self.quiet = true;
                 let failed = submitted.as_ref().err().map(|error| (error.clone(), self.begun.clone()));
                 let batch = ManuallyDrop::into_inner(batch);
                 if let Err(gone) = self.waiter.send(Submitted { batch, event, failed }) {
@@ -885,7 +952,7 @@ impl<'a> GpuQueue<'a> {
         if scratch.used + len > HALF {
             let event = match scratch.busy[scratch.half] {
                 Some(event) => event,
-                None => *scratch.busy[scratch.half].insert(self.api.create_event()?),
+                None => *scratch.busy[scratch.half].insert(self.context.take_event(self.api)?),
             };
             // SAFETY: live handles of our own.
             unsafe { self.api.record(event, self.stream) }?;
@@ -921,56 +988,76 @@ impl Many {
     }
 }
 
-/// Starts the pinning thread, if the pool has to grow. Where it cannot be started the load goes on with plain slabs, which
-/// the device thread registers.
-fn grow(shared: &Arc<GpuShared>, context: &Arc<SharedContext>, growth: Growth) {
-    if !growth.is_wanted() {
-        return;
+/// Starts the first pinning thread, if the pool has to grow; that one starts the others. Where none can be started the load
+/// goes on with plain slabs, which the device thread registers.
+fn grow(shared: &Arc<GpuShared>, context: &Arc<SharedContext>, growth: Growth, threads: usize) {
+    if growth.is_wanted() {
+        let (shared, context) = (Arc::downgrade(shared), context.clone());
+        // The load waits for registered slabs until the last thread lets go of the growth.
+        Pinning { growth: Arc::new(growth), refused: Arc::default(), shared, context }.start(threads);
     }
-    /// One of those that are counted in [`PINNING`].
-    struct Counted;
-    impl Drop for Counted {
-        fn drop(&mut self) {
-            *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-            PINNING.1.notify_all();
-        }
-    }
-    *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-    let counted = Counted;
-    let (shared, context) = (Arc::downgrade(shared), context.clone());
-    let pinning = move || {
-        if let Err(error) = pin(&context, &growth) {
-            if let Some(shared) = shared.upgrade() {
-                shared.fall_back(error.to_string());
-            }
-        }
-        // Dropped after the fallback is reported: from then on the load may get plain slabs.
-        drop(growth);
-        drop(context);
-        drop(counted);
-    };
-    let _not_started = std::thread::Builder::new().name("penstock-gpupin".to_owned()).spawn(pinning);
 }
 
-/// The body of the pinning thread.
-fn pin(context: &Arc<SharedContext>, growth: &Growth) -> Result<()> {
-    let (ring, api) = (Ring::process(), context.context.enter()?);
-    match ring.take_scratch(growth.driver()) {
-        Some(there) => ring.give_scratch(there),
-        None => {
-            let scratch = Slab::new(2 * HALF)?;
-            scratch.populate();
+/// What the pinning threads of a growth share.
+#[derive(Clone)]
+struct Pinning {
+    // Dropped first: after that the load may get plain slabs, and by then the fallback is reported.
+    growth: Arc<Growth>,
+    /// The driver has refused one of them.
+    refused: Arc<AtomicBool>,
+    shared: Weak<GpuShared>,
+    context: Arc<SharedContext>,
+}
+
+impl Pinning {
+    /// Starts a thread, which makes the scratch buffer and then starts the other `threads - 1`: the load may begin with
+    /// the first slab that is there, and then looks for the scratch buffer. 0: it does neither.
+    fn start(self, threads: usize) {
+        /// One of those that are counted in [`PINNING`].
+        struct Counted;
+        impl Drop for Counted {
+            fn drop(&mut self) {
+                *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+                PINNING.1.notify_all();
+            }
+        }
+        *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        let counted = Counted;
+        let pinning = move || {
+            if let Err(error) = self.pin(threads) {
+                self.refused.store(true, Ordering::Relaxed);
+                if let Some(shared) = self.shared.upgrade() {
+                    shared.fall_back(error.to_string());
+                }
+            }
+            drop(self);
+            drop(counted);
+        };
+        let _not_started = std::thread::Builder::new().name("penstock-gpupin".to_owned()).spawn(pinning);
+    }
+
+    /// The body of a pinning thread.
+    fn pin(&self, threads: usize) -> Result<()> {
+        let Self { growth, refused, context, .. } = self;
+        let (ring, api) = (Ring::process(), context.context.enter()?);
+        if threads > 0 {
+            let there = ring.take_scratch(growth.driver());
+            let scratch = there.map_or_else(|| Slab::new(2 * HALF).inspect(Slab::populate), Ok)?;
             register_in(context, &api, &scratch)?;
             ring.give_scratch(scratch);
         }
+        for _ in 1..threads {
+            self.clone().start(0);
+        }
+        while !refused.load(Ordering::Relaxed) {
+            let Some(slab) = growth.next()? else { break };
+            slab.populate();
+            let registered = register_in(context, &api, &slab);
+            growth.add(slab);
+            registered?;
+        }
+        Ok(())
     }
-    while let Some(slab) = growth.next()? {
-        slab.populate();
-        let registered = register_in(context, &api, &slab);
-        growth.add(slab);
-        registered?;
-    }
-    Ok(())
 }
 
 pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) -> Result<()> {
@@ -982,13 +1069,7 @@ pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) 
 }
 
 /// The body of the waiter thread.
-fn await_events(
-    shared: &GpuShared,
-    context: &SharedContext,
-    submitted: &Receiver<Submitted>,
-    events: &Events,
-    skip_wait: bool,
-) {
+fn await_events(shared: &GpuShared, context: &SharedContext, submitted: &Receiver<Submitted>, skip_wait: bool) {
     // cuda.h requires a current context for cuEventSynchronize. If it cannot be entered, the wait itself reports why.
     let _current = context.context.enter();
     for Submitted { batch, event, failed } in submitted {
@@ -1001,7 +1082,7 @@ fn await_events(
             // back before they have ended.
             let _ = wait();
         }
-        events.give_back(event);
+        context.give_events(context.context.api(), [event], waited.is_ok() && !skip_wait);
         let (result, begun) = match failed {
             Some((error, begun)) => (Err(error), begun),
             None if waited.is_ok() => (waited, Vec::new()),

@@ -497,7 +497,10 @@ fn device(
             Some(Box::new(device))
         }
         Where::Cpu => None,
-        Where::Gpu(ordinal) => Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?)),
+        Where::Gpu(ordinal) => {
+            let device = GpuDevice::new(&Api::load()?, ordinal)?.pinning_with(options.pinning_threads);
+            Some(Box::new(device))
+        }
     })
 }
 

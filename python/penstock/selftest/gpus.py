@@ -1,7 +1,7 @@
 """The GPU under test as torch sees it, in the few ways in which a test can touch it.
 
 `Pretended` is the same on the fake driver of tests/fakegpu.py. It serves one test, which runs this suite without a GPU
-so that its own mistakes are found before it meets one (PENSTOCK_HARDWARE_FAKE=1).
+so that its own mistakes are found before it meets one (PENSTOCK_SELFTEST_FAKE=1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock import _core
 
 from .driver import HUGE_PAGE, Driver
 
-FAKE = os.environ.get("PENSTOCK_HARDWARE_FAKE") == "1"
+FAKE = os.environ.get("PENSTOCK_SELFTEST_FAKE") == "1"
 
 #: Cycles that keep a GPU busy for some 50 ms: longer than a small load takes.
 A_WHILE = 100_000_000
@@ -164,10 +164,14 @@ class Gpu:
             thread.join()
         assert not failed, f"the capture was broken: {failed}"
 
-    def in_use(self) -> int:
-        """Bytes of the device that are not free, whoever has them."""
+    def forget(self) -> None:
+        """torch's allocator gives back what it keeps."""
         gc.collect()
         self.torch.cuda.empty_cache()
+
+    def in_use(self) -> int:
+        """Bytes of the device that are not free, whoever has them."""
+        self.forget()
         free, total = self.torch.cuda.mem_get_info()
         return int(total - free)
 
@@ -189,12 +193,18 @@ class Gpu:
         """The device has about so many bytes left, for whoever asks."""
         gc.collect()
         self.torch.cuda.empty_cache()
-        room = self.torch.cuda.mem_get_info()[0] - nbytes
-        taken = self.torch.empty(room, dtype=self.torch.uint8, device="cuda:0")
+        taken = []
+        # In pieces: the driver need not give all that is free in one
+        for piece in (1 << 30, 64 << 20, 2 << 20):
+            while (free := self.torch.cuda.mem_get_info()[0] - nbytes) >= piece:
+                try:
+                    taken.append(self.torch.empty(free // piece * piece, dtype=self.torch.uint8, device="cuda:0"))
+                except self.torch.cuda.OutOfMemoryError:
+                    break
         try:
             yield
         finally:
-            del taken
+            taken.clear()
             self.torch.cuda.empty_cache()
 
     def registrations(self) -> Any:
@@ -231,7 +241,7 @@ class Pretended(Gpu):
     DEVICES = 2
 
     def __init__(self) -> None:
-        import fakegpu
+        import fakegpu  # type: ignore[import-not-found] # of the project's tests, which put it on the path
         import pytest
 
         self._fakegpu = fakegpu
@@ -287,6 +297,9 @@ class Pretended(Gpu):
     def capturing(self) -> Iterator[None]:
         with self._fake.capturing(self._torch):
             yield
+
+    def forget(self) -> None:
+        gc.collect()
 
     def in_use(self) -> int:
         gc.collect()

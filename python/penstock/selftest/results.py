@@ -1,14 +1,19 @@
-"""What a run found, line by line, so that a run that is cut off keeps what it had."""
+"""The findings of a run, line by line, so that a run that is cut off keeps them; and the report, which can be sent."""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import os
+import re
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 #: The folder for results; not set: nothing is written down.
-FOLDER = "PENSTOCK_HARDWARE_OUT"
+FOLDER = "PENSTOCK_SELFTEST_OUT"
 JOURNAL = "journal.jsonl"
 
 
@@ -96,7 +101,7 @@ def markdown(found: dict[str, Any]) -> str:
     if found["parts"]:
         pages += [table(found["parts"]), ""]
     named = [
-        {"test": name.partition("hardware/")[2] or name, "outcome": test["outcome"], "reason": test["reason"][:300]}
+        {"test": name, "outcome": test["outcome"], "reason": test["reason"][:300]}
         for name, test in found["tests"].items()
         if test["outcome"] != "passed"
     ]
@@ -105,3 +110,29 @@ def markdown(found: dict[str, Any]) -> str:
     for name, rows in found["tables"].items():
         pages += [f"## {name}", "", table(rows), ""]
     return "\n".join(pages)
+
+
+class Anonymous:
+    """Texts without the names of this host, of its user, and of the folders in which the suite and its files lie."""
+
+    def __init__(self, files: Path) -> None:
+        folders = {str(files): "FILES", os.environ.get(FOLDER, ""): "OUT", str(Path.cwd()): "HERE"}
+        folders |= {sys.prefix: "PYTHON", str(Path(__file__).parents[2]): "PACKAGES", str(Path.home()): "~"}
+        # The longest first: one may lie in another
+        ordered = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+        self._folders = [(folder, folders[folder]) for folder in ordered]
+        self._names = {socket.gethostname(): "HOST"}
+        with contextlib.suppress(KeyError, OSError):  # a user without a name, as in many containers
+            self._names[getpass.getuser()] = "USER"
+        self._names = {name: shown for name, shown in self._names.items() if name not in _NAMES_OF_NOBODY}
+
+    def text(self, text: str) -> str:
+        for folder, shown in self._folders:
+            text = text.replace(folder, shown)
+        for name, shown in self._names.items():
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text)
+        return text
+
+
+#: Names that tell nothing of anybody.
+_NAMES_OF_NOBODY = ("", "root", "user", "nobody", "localhost", "ubuntu", "debian")

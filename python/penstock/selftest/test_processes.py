@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import penstock
 import pytest
+
+import penstock
 
 from .gpus import FAKE
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import penstock
 import pytest
+
+import penstock
 
 from .driver import Driver
 
@@ -21,12 +20,8 @@ def cuda() -> None:
 
 
 def of_its_own(*arguments: str, seconds: float) -> None:
-    here = Path(__file__).parents[1]
-    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "hardware.facts", *arguments]
-    done = subprocess.run(
-        command, check=False, timeout=seconds, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    command = [sys.executable, "-m", "penstock.selftest.facts", *arguments]
+    done = subprocess.run(command, check=False, timeout=seconds, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -39,6 +34,11 @@ def test_facts_of_the_driver() -> None:
 @pytest.mark.usefixtures("cuda")
 def test_what_breaks_a_graph_capture() -> None:
     of_its_own("captures", seconds=50)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_else_there_is() -> None:
+    of_its_own("others", seconds=40)
 
 
 @pytest.mark.usefixtures("cuda")

@@ -12,7 +12,7 @@ from penstock.synthetic.synth import Layout, Tensor
 
 MIB = 1 << 20
 #: Small checkpoints everywhere: for a machine where only the suite itself is tried.
-QUICK = os.environ.get("PENSTOCK_HARDWARE_QUICK") == "1"
+QUICK = os.environ.get("PENSTOCK_SELFTEST_QUICK") == "1"
 
 #: Odd sizes, and data that the file aligns to nothing.
 CROOKED = [

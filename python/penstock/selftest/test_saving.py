@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import penstock
-import pytest
 
 from . import checkpoints
 from .gpus import Gpu
@@ -18,7 +20,7 @@ Contents = Callable[[str], dict[str, bytes]]
 @pytest.mark.parametrize("framework", ["pt", "dlpack"])
 @pytest.mark.parametrize("name", ["gpt2", "moe", "many", "crooked", "large"])
 def test_what_was_loaded_can_be_saved(
-    gpu: Gpu, sources: Sources, contents: Contents, tmp_path: Path, name: str, framework: str
+    gpu: Gpu, sources: Sources, contents: Contents, tmp_path: Path, name: str, framework: Any
 ) -> None:
     tensors = penstock.open(sources(name)).load(gpu.device(), framework=framework, progress=False)
     penstock.save_file(tensors, tmp_path / "saved.safetensors")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import penstock
 import pytest
+
+import penstock
 
 from . import results
 from .checkpoints import MIB, same
@@ -105,12 +106,14 @@ gpu.close()
 def test_tensors_can_be_shared_between_processes(gpu: Gpu, sources: Sources) -> None:
     if gpu.fake:
         pytest.skip("the stand-in for torch shares nothing")
-    tensors = penstock.open(sources("gpt2")).load(gpu.device(), progress=False)
-    for name in ("wte.weight", "ln_f.bias"):
+    # Alone in its block, and one that shares a block: to that one IPC does not apply (docs/api.md)
+    alone = penstock.open(sources("large")).load(gpu.device(), names=["layers.0.w"], progress=False)["layers.0.w"]
+    together = penstock.open(sources("gpt2")).load(gpu.device(), progress=False)["ln_f.bias"]
+    for what, tensor in (("alone", alone), ("in a shared block", together), ("cloned of it", together.clone())):
         shared: Any
         try:
-            shared = tensors[name].untyped_storage()._share_cuda_() and "yes"
+            shared = tensor.untyped_storage()._share_cuda_() and "yes"
         except RuntimeError as error:
             shared = str(error).splitlines()[0][:80]
-        results.row("sharing between processes", tensor=name, shared=shared)
-        assert shared == "yes", shared
+        results.row("sharing between processes", tensor=what, shared=shared)
+        assert shared == "yes" or what == "in a shared block", shared

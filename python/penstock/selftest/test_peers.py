@@ -13,16 +13,15 @@ from .gpus import FAKE
 from .peers import NO_TIME
 
 #: Seconds for all tables.
-SECONDS = float(os.environ.get("PENSTOCK_HARDWARE_PEERS", "200"))
+SECONDS = float(os.environ.get("PENSTOCK_SELFTEST_PEERS", "200"))
 
 
 def test_peers_in_one_rotation(folder: Path, tmp_path: Path) -> None:
     """Without the `gpu` fixture: this process need not touch the GPU. Peers cannot use the fake driver."""
     device = "cpu" if FAKE else "cuda:0"
     noted = os.environ.get(results.FOLDER) or str(tmp_path)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "hardware.peers", device, str(folder), str(SECONDS)]
-    environment = {**os.environ, "PYTHONPATH": path, results.FOLDER: noted}
+    command = [sys.executable, "-m", "penstock.selftest.peers", device, str(folder), str(SECONDS)]
+    environment = {**os.environ, results.FOLDER: noted}
     done = subprocess.run(command, check=False, timeout=SECONDS + 40, capture_output=True, text=True, env=environment)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The suite for real GPUs (tests/hardware): that its own code works, tried on the fake driver; and its kit."""
+"""`penstock selftest --gpu`: that its own code works, tried on the fake driver; what a run leaves; and its kit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -19,7 +21,8 @@ import penstock
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUITE = ROOT / "tests" / "hardware"
+PACKAGE = Path(penstock.__file__).parent
+SUITE = PACKAGE / "selftest"
 NO_GPU = 77
 
 wants_fake = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
@@ -32,19 +35,25 @@ ENVIRONMENT = {
 
 
 #: `make test` tries the first two, `make test-whole` all: each takes a process of its own and 6 to 18 s.
-PARTS = ["bytes", "fences", "facts", "processes", "sweep", "peers"]
+PARTS = ["bytes", "fences", "facts", "processes", "sweep", "peers", "ranks"]
 
 
 def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
-def run(suite: Path, out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
-    """The status of a run, and its results.json."""
-    command = [sys.executable, suite / "run.py", "--out", out, "--quick", *arguments]
+def in_its_environment(packages: Path, environment: dict[str, str]) -> dict[str, str]:
+    """With the package in `packages`, and what the fake driver needs."""
+    path = os.pathsep.join([str(packages), str(ROOT / "tests")])
+    return {**ENVIRONMENT, "PYTHONPATH": path, **environment}
+
+
+def run(packages: Path, out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    """The status of a run of the suite in the package that lies in `packages`, and its results.json."""
+    command = [sys.executable, "-m", "penstock.selftest.run", "--out", out, "--quick", *arguments]
     done = subprocess.run(
         command,
-        env={**ENVIRONMENT, **environment},
+        env=in_its_environment(packages, environment),
         capture_output=True,
         text=True,
         check=False,
@@ -57,18 +66,18 @@ def run(suite: Path, out: Path, *arguments: str, **environment: str) -> tuple[in
 def pretended() -> dict[str, str]:
     # `make test-whole` runs the suite with all its parameters
     whole = {"PENSTOCK_TEST_WHOLE": os.environ.get("PENSTOCK_TEST_WHOLE", "")}
-    return {"PENSTOCK_HARDWARE_FAKE": "1", "PENSTOCK_GPU_LIBRARY": f"cuda:{fakegpu.LIBRARY}", **whole}
+    return {"PENSTOCK_SELFTEST_FAKE": "1", "PENSTOCK_GPU_LIBRARY": f"cuda:{fakegpu.LIBRARY}", **whole}
 
 
 @wants_fake
 @pytest.mark.parametrize("part", PARTS if os.environ.get("PENSTOCK_TEST_WHOLE") else PARTS[:2])
 def test_every_test_of_the_suite_runs_on_the_fake_driver(tmp_path: Path, part: str) -> None:
-    status, found = run(SUITE, tmp_path / "out", "--parts", part, "--budget", "590", **pretended())
+    status, found = run(PACKAGE.parent, tmp_path / "out", "--parts", part, "--budget", "590", **pretended())
     outcomes = {name: test for name, test in found["tests"].items() if test["outcome"] not in ("passed", "skipped")}
     assert outcomes == {} and status == 0
     assert [p["ended"] for p in found["parts"]] == ["to its end"]
     passed = [name for name, test in found["tests"].items() if test["outcome"] == "passed"]
-    assert len(passed) > len(found["tests"]) // 2
+    assert len(passed) > len(found["tests"]) // 2 or part == "ranks"  # which wants one GPU for two processes
     assert "On the fake driver" in (tmp_path / "out" / "results.md").read_text()
     tables = {
         "facts": {"facts of the driver", "beside a graph capture"},
@@ -86,7 +95,7 @@ def test_every_test_of_the_suite_runs_on_the_fake_driver(tmp_path: Path, part: s
 def test_without_a_gpu_the_run_says_so_and_ends_with_a_status_of_its_own(tmp_path: Path) -> None:
     if has_gpu():
         pytest.skip("there is a GPU here")
-    status, found = run(SUITE, tmp_path)
+    status, found = run(PACKAGE.parent, tmp_path)
     assert status == NO_GPU
     assert found["machine"]["no GPU"] and found["tests"] == {} and found["tables"] == {}
     assert "There is no GPU here" in (tmp_path / "results.md").read_text()
@@ -94,7 +103,7 @@ def test_without_a_gpu_the_run_says_so_and_ends_with_a_status_of_its_own(tmp_pat
 
 @wants_fake
 def test_the_fake_driver_is_no_gpu(tmp_path: Path) -> None:
-    status, found = run(SUITE, tmp_path, PENSTOCK_GPU_LIBRARY=f"cuda:{fakegpu.LIBRARY}")
+    status, found = run(PACKAGE.parent, tmp_path, PENSTOCK_GPU_LIBRARY=f"cuda:{fakegpu.LIBRARY}")
     assert status == NO_GPU
     assert "fake driver" in found["machine"]["no GPU"]
 
@@ -117,18 +126,21 @@ def test_four() -> None:
 
 
 def changed(folder: Path, four: str) -> Path:
-    """A copy of the suite with other tests in its first part."""
-    suite = folder / "hardware"
-    shutil.copytree(SUITE, suite, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "fakegpu.py").symlink_to(ROOT / "tests" / "fakegpu.py")
-    (suite / "test_facts.py").write_text(LOSING.format(four=four))
-    return suite
+    """A folder with the package, and other tests in the first part of its suite."""
+    package = folder / "packages" / "penstock"
+    package.mkdir(parents=True)
+    for entry in PACKAGE.iterdir():
+        if entry.name not in ("__pycache__", "selftest"):
+            (package / entry.name).symlink_to(entry)
+    shutil.copytree(SUITE, package / "selftest", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "selftest" / "test_facts.py").write_text(LOSING.format(four=four))
+    return package.parent
 
 
 @wants_fake
 def test_a_test_that_ends_its_process_is_lost_and_the_others_are_not(tmp_path: Path) -> None:
-    suite = changed(tmp_path, "pass")
-    status, found = run(suite, tmp_path / "out", "--parts", "facts", **pretended())
+    packages = changed(tmp_path, "pass")
+    status, found = run(packages, tmp_path / "out", "--parts", "facts", **pretended())
     outcomes = [test["outcome"] for test in found["tests"].values()]
     assert (status, outcomes) == (1, ["passed", "lost", "failed", "passed"])
     page = (tmp_path / "out" / "results.md").read_text()
@@ -138,12 +150,91 @@ def test_a_test_that_ends_its_process_is_lost_and_the_others_are_not(tmp_path: P
 @wants_fake
 @pytest.mark.skipif(not os.environ.get("PENSTOCK_TEST_WHOLE"), reason="half a minute: make test-whole runs it")
 def test_what_is_cut_off_keeps_what_it_had(tmp_path: Path) -> None:
-    suite = changed(tmp_path, "time.sleep(600)")
+    packages = changed(tmp_path, "time.sleep(600)")
     budget = str(30 * ordeal.load_factor())  # of which the part gets no more than its own limit
-    status, found = run(suite, tmp_path / "out", "--parts", "facts", "--budget", budget, **pretended())
+    status, found = run(packages, tmp_path / "out", "--parts", "facts", "--budget", budget, **pretended())
     outcomes = [test["outcome"] for test in found["tests"].values()]
     assert (status, outcomes) == (1, ["passed", "lost", "failed", "lost"])
     assert [part["ended"] for part in found["parts"]] == ["cut off"]
+
+
+ENDLESS = """
+import subprocess, sys, time
+
+def test_one() -> None:
+    pass
+
+def test_two() -> None:
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", "{mark}"])
+"""
+
+
+def still_there(mark: str) -> list[str]:
+    """Command lines of the processes that have `mark` in theirs, or in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:  # no process, or one that is gone
+            continue
+        if mark.encode() in line + environment and int(process.name) != os.getpid():
+            found.append(line.replace(b"\0", b" ").decode())
+    return found
+
+
+@wants_fake
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_in_the_middle_leaves_what_it_found_and_no_process(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """Killed outright it writes no more, and its journal has what there was."""
+    packages, out = changed(tmp_path, "pass"), tmp_path / "out"
+    (packages / "penstock" / "selftest" / "test_facts.py").write_text(ENDLESS.format(mark=tmp_path))
+    command = [sys.executable, "-m", "penstock.selftest.run", "--out", out, "--quick", "--parts", "facts"]
+    process = subprocess.Popen(command, env=in_its_environment(packages, pretended()), stdout=subprocess.DEVNULL)
+    try:
+        journal = out / "journal.jsonl"
+        ordeal.soon(lambda: journal.exists() and "test_two" in journal.read_text(), 100)
+        ordeal.soon(lambda: any("time.sleep(600)" in line for line in still_there(str(tmp_path))), 30)
+        process.send_signal(how)
+        status = process.wait(30 * ordeal.load_factor())
+    finally:
+        process.kill()
+    assert status == (-how if how == signal.SIGKILL else 130)
+    ordeal.soon(lambda: not still_there(str(tmp_path)), 20)
+    assert '"test_facts.py::test_one", "outcome": "passed"' in journal.read_text()
+    if how != signal.SIGKILL:
+        found = json.loads((out / "results.json").read_text())
+        assert [test["outcome"] for test in found["tests"].values()] == ["passed", "lost"]
+        assert found["parts"][-1]["ended"] in ("terminated", "interrupted")
+        assert "1 passed, 0 failed, 1 lost" in (out / "results.md").read_text()
+
+
+SECRET = """
+import getpass, os, socket, sys
+from pathlib import Path
+from . import results
+
+def test_one() -> None:
+    results.row("a table", path=str(Path.home() / "secret"), name=f"{getpass.getuser()}@{socket.gethostname()}")
+    assert False, f"in {os.environ['PENSTOCK_SELFTEST_FILES']}/x and {sys.prefix}/y on {socket.gethostname()}"
+"""
+
+
+@wants_fake
+def test_a_report_names_no_user_host_or_folder(tmp_path: Path) -> None:
+    packages, home = changed(tmp_path, "pass"), tmp_path / "home" / "jane"
+    (packages / "penstock" / "selftest" / "test_facts.py").write_text(SECRET)
+    who = {"HOME": str(home), "LOGNAME": "jane.doe", "USER": "jane.doe"}
+    status, found = run(packages, tmp_path / "out", "--parts", "facts", **pretended(), **who)
+    assert status == 1 and len(found["tests"]) == 1
+    texts = [(tmp_path / "out" / name).read_text() for name in ("results.json", "results.md")]
+    for text in texts:
+        assert "~/secret" in text and "USER@" in text and "FILES/x and PYTHON/y" in text
+        for private in ("jane", str(tmp_path), sys.prefix):
+            assert private not in text, private
+        host = socket.gethostname()
+        assert host == "localhost" or f"@{host}" not in text
 
 
 # --- the kit --------------------------------------------------------------------------------------------------------
@@ -195,7 +286,6 @@ def kit(tmp_path: Path) -> Path:
         (project / folder).mkdir(parents=True)
     for tool in ("gpu_kit.sh", "gpu_run.sh"):
         shutil.copy(ROOT / "tools" / tool, project / "tools")
-    shutil.copytree(SUITE, project / "tests" / "hardware", ignore=shutil.ignore_patterns("__pycache__"))
     wheel(project / "dist")
     # A pip that can fetch nothing
     offline = {**ENVIRONMENT, "PIP_NO_INDEX": "1", "PYTHON": sys.executable}

@@ -6,8 +6,9 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-import penstock
 import pytest
+
+import penstock
 
 from .checkpoints import MIB, same
 from .gpus import Gpu

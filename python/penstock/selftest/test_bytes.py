@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import penstock
 import pytest
+
+import penstock
 from penstock.synthetic import synth
 
 from . import checkpoints
@@ -61,7 +62,7 @@ def test_little_and_much_staging_memory(
 
 @pytest.mark.parametrize("order", ["file", "layer"])
 @pytest.mark.parametrize("name", NAMES)
-def test_streamed(gpu: Gpu, sources: Sources, contents: Contents, name: str, order: str) -> None:
+def test_streamed(gpu: Gpu, sources: Sources, contents: Contents, name: str, order: Any) -> None:
     expected, seen = contents(name), []
     for key, tensor in penstock.open(sources(name)).stream(gpu.device(), order=order, window="16MiB", progress=False):
         assert gpu.raw(tensor) == expected[key], key
@@ -232,7 +233,8 @@ print({str(d) for array in loaded.values() for d in array.devices()})
 def test_a_job_and_several_loads_at_once(gpu: Gpu, sources: Sources, contents: Contents) -> None:
     options = {"staging": "16MiB", "extent": "2MiB"}
     jobs = {name: penstock.open(sources(name)).start(gpu.device(), options=options) for name in NAMES}
-    stalled = penstock.open(sources("large")).stream(gpu.device(), window="10MiB", options=options, progress=False)
+    large = penstock.open(sources("large"))
+    stalled: Any = large.stream(gpu.device(), window="10MiB", options=options, progress=False)
     next(stalled)
     for name, job in jobs.items():
         same(gpu, job.result(), contents(name))
@@ -256,4 +258,5 @@ def test_every_gpu_in_turn_and_at_once(gpu: Gpu, sources: Sources, contents: Con
 def test_copies_go_no_further_than_staging_allows(gpu: Gpu, sources: Sources) -> None:
     opened = penstock.open(sources("large"))
     opened.load(gpu.device(), options={"staging": "32MiB"}, progress=False)
-    assert opened.last_report.peak_staging <= 32 * MIB
+    report = opened.last_report
+    assert report and report.peak_staging <= 32 * MIB

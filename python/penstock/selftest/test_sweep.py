@@ -6,12 +6,13 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import penstock
 import pytest
+
+import penstock
 from penstock.bench import page_cache
 from penstock.synthetic import layouts, synth
 from penstock.synthetic.synth import Tensor
@@ -21,19 +22,16 @@ from .gpus import Gpu
 
 ROUNDS = 2 if checkpoints.QUICK else 5
 #: Seconds for all of a table's rows: those that come too late are left out.
-SECONDS = float(os.environ.get("PENSTOCK_HARDWARE_SWEEP", "45"))
+SECONDS = float(os.environ.get("PENSTOCK_SELFTEST_SWEEP", "45"))
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    *({"staging": size} for size in ("32MiB", "64MiB", "128MiB", "512MiB")),
-    *({"extent": size} for size in ("1MiB", "2MiB", "8MiB", "16MiB")),
-    *({"threads": count} for count in (2, 4, 8, 12, 16, 24)),
-    {"staging": "64MiB", "extent": "2MiB"},
-    {"staging": "64MiB", "extent": "2MiB", "threads": 12},
-    {"staging": "128MiB", "extent": "8MiB", "threads": 8},
-    {"io": "direct"},
-    {"io": "uring_buffered"},
+#: Those that differ in size first: each needs a pool of its own
+GRID: list[dict[str, Any]] = [
+    {"extent": extent, "staging": staging, "threads": threads}
+    for extent in ("4MiB", "2MiB", "1MiB", "8MiB")
+    for staging in ("256MiB", "64MiB", "128MiB", "512MiB", "32MiB")
+    for threads in (16, 12, 10, 8, 14, 6)
 ]
+OPTIONS: list[dict[str, Any]] = [{}, {"io": "direct"}, {"io": "uring_buffered"}]
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +75,30 @@ def cells(seconds: list[float], report: Any) -> dict[str, Any]:
     }
 
 
-def test_the_first_loads_of_a_process(gpu: Gpu, gpt2: Path) -> None:
-    gc.collect()
+@pytest.mark.parametrize("pinning", [1, 2, 4])
+def test_the_first_loads_with_an_empty_pool(gpu: Gpu, gpt2: Path, pinning: int) -> None:
+    gpu.forget()  # allocating is a part of a first load
     penstock.release_staging()
-    for number in range(1, 5):
-        seconds, report = once(gpu, gpt2, {})
+    for number in range(1, 4 if pinning > 1 else 5):
+        seconds, report = once(gpu, gpt2, {"pinning_threads": pinning})
         assert gpus.settle(lambda: not gpus.threads())
-        results.row("first loads of GPT-2, warm", load=number, **cells([seconds], report))
+        registers = {"threads that register": pinning}
+        results.row("first loads of GPT-2, warm", **registers, load=number, **cells([seconds], report))
         gc.collect()
 
 
 def test_options(gpu: Gpu, gpt2: Path, in_time: Any) -> None:
-    once(gpu, gpt2, {})
-    for options in OPTIONS[:3] if checkpoints.QUICK else OPTIONS:
+    """Each with a pool of its own, which two loads make: a pool of larger slabs would serve too, with fewer of them."""
+    pool: Any = None
+    for options in [*OPTIONS, *(GRID[:2] if checkpoints.QUICK else GRID)]:
         if not in_time():
             results.row("options, GPT-2, warm", options=str(options), fallbacks="no time left")
             continue
+        if pool != (pool := (options.get("extent"), options.get("staging"))):
+            penstock.release_staging()
+            for _ in range(2):
+                once(gpu, gpt2, options)
+                assert gpus.settle(lambda: not gpus.threads())
         runs = []
         for _ in range(ROUNDS):
             seconds, report = once(gpu, gpt2, options)
@@ -100,6 +106,7 @@ def test_options(gpu: Gpu, gpt2: Path, in_time: Any) -> None:
             gc.collect()
         named = ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
         results.row("options, GPT-2, warm", options=named, **cells(runs, report))
+    penstock.release_staging()
 
 
 def test_a_trace(gpu: Gpu, gpt2: Path) -> None:
@@ -124,10 +131,11 @@ def test_tensors_of_one_size(gpu: Gpu, folder: Path, size: int) -> None:
     gpu.synchronize()
     runs: dict[str, list[float]] = {"load": [], "load_into": []}
     for _ in range(ROUNDS + 1):
-        for way, work in (
+        ways: tuple[tuple[str, Callable[[], object]], ...] = (
             ("load", lambda: opened.load(gpu.device(), progress=False)),
             ("load_into", lambda: opened.load_into(to, progress=False)),
-        ):
+        )
+        for way, work in ways:
             begun = time.perf_counter()
             work()
             gpu.synchronize()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import signal
 import statistics
@@ -23,7 +24,7 @@ from . import results
 from .driver import MIB, Driver, Pages, Refused
 
 K = 1 << 10
-QUICK = os.environ.get("PENSTOCK_HARDWARE_QUICK") == "1"
+QUICK = os.environ.get("PENSTOCK_SELFTEST_QUICK") == "1"
 
 #: Numbers of device attributes in cuda.h that a loader may go by.
 ATTRIBUTES = {
@@ -35,6 +36,8 @@ ATTRIBUTES = {
     "pageable memory access": 88,
     "host pointer usable for registered memory": 91,
     "registering supported": 99,
+    "registering read-only memory supported": 113,
+    "GPUDirect RDMA": 116,
     "pageable access by the host's page tables": 100,
     "NUMA node of the host": 134,
 }
@@ -168,6 +171,15 @@ class Facts:
             self.cu.wait(second)
 
         fact("slabs, two streams", rate(self.total, two_streams), "GB/s")
+
+        def to_the_host() -> None:
+            for i in range(self.total // self.slab):
+                at, size = i % len(self.ring), ctypes.c_size_t(self.slab)
+                place = ctypes.c_uint64(room + at * self.slab)
+                self.cu("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(self.ring[at].address), place, size, self.stream)
+            self.cu.wait(self.stream)
+
+        fact("slabs to the host, one stream", rate(self.total, to_the_host), "GB/s")
         for flags, how in ((3, "blocking"), (2, "spinning")):
             self._events(flags, how)
 
@@ -204,6 +216,75 @@ class Facts:
             fact(f"until those copies were over, after {name}", took(lambda: self.cu.wait(self.stream)), "ms")
             if name == "registering":
                 self.cu.unregister(lone)
+
+    def beside_registering(self) -> None:
+        """What copies lose while another thread registers, as in the first load of a process."""
+        fresh, ended = [Pages(4 * MIB) for _ in range(4 if QUICK else 32)], threading.Event()
+
+        def registers() -> None:
+            self.cu.enter(0)
+            while not ended.is_set():
+                for slab in fresh:
+                    self.cu.register(slab)
+                for slab in fresh:
+                    self.cu.unregister(slab)
+
+        def copies() -> None:
+            for i in range(self.total // self.slab):
+                at = i % len(self.ring)
+                self.cu.copy(self.room + at * self.slab, self.ring[at].address, self.slab, self.stream)
+            self.cu.wait(self.stream)
+
+        thread = threading.Thread(target=registers)
+        thread.start()
+        try:
+            fact("slabs, one stream, while another thread registers", rate(self.total, copies), "GB/s")
+        finally:
+            ended.set()
+            thread.join()
+
+    def making(self) -> None:
+        """What each load makes and gives back: a stream, and an event for each slab in flight."""
+        for name, make, undo in (
+            ("stream", self.cu.stream, "cuStreamDestroy_v2"),
+            ("event", lambda: self.cu.event(3), "cuEventDestroy_v2"),
+        ):
+            times = []
+            for _ in range(32):
+                made: list[ctypes.c_void_p] = []
+                make_ms = took(lambda m=made, f=make: m.append(f()))  # type: ignore[misc]
+                times.append((make_ms, took(lambda m=made, u=undo: self.cu(u, m[0]))))  # type: ignore[misc]
+            fact(f"making a {name}: the first", times[0][0] * 1e3, "us")
+            fact(f"making a {name}", statistics.median(t[0] for t in times) * 1e3, "us")
+            fact(f"giving a {name} back", statistics.median(t[1] for t in times) * 1e3, "us")
+
+    def file_pages(self) -> None:
+        """Whether the page cache itself can be registered, what that costs, and how fast copies out of it are."""
+        size = self.large.nbytes
+        path = Path(os.environ.get("PENSTOCK_SELFTEST_FILES", "/var/tmp"), f"facts-{os.getpid()}")
+        path.write_bytes(b"\1" * size)
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
+                at = _address(mapped)
+                place = (ctypes.c_void_p(at), ctypes.c_size_t(size))
+                for flags, how in ((1 | 8, "read-only"), (1, "as any memory")):
+                    codes: list[int] = []
+                    spent = took(
+                        lambda f=flags, c=codes: c.append(self.cu.code("cuMemHostRegister_v2", *place, f))  # type: ignore[misc]
+                    )
+                    fact(f"registering {size >> 20} MiB of a mapped file, {how}: code", codes[0])
+                    if codes[0]:
+                        continue
+                    fact(f"registering {size >> 20} MiB of a mapped file, {how}", spent, "ms")
+
+                    def copies() -> None:
+                        self.cu.copy(self.room, at, size, self.stream)
+                        self.cu.wait(self.stream)
+
+                    fact("copies out of it", rate(size, copies), "GB/s")
+                    fact("unregistering it", took(lambda: self.cu("cuMemHostUnregister", place[0])), "ms")
+        finally:
+            path.unlink()
 
     def small_copies(self) -> None:
         count, size, step = (100 if QUICK else 1000), 4 * K, 8 * K
@@ -268,13 +349,137 @@ class Facts:
             spent = took(lambda n=count, s=size, m=made: m.extend(self.cu.allocate(s) for _ in range(n)))  # type: ignore[misc]
             fact(f"allocating {count} x {size >> 20} MiB", spent, "ms")
             fact(f"allocating {count} x {size >> 20} MiB, a GiB", spent / (count * size / (1 << 30)), "ms")
-            fact(f"freeing {count} x {size >> 20} MiB", took(lambda m=made: [self.cu.free(at) for at in m]), "ms")  # type: ignore[misc]
+            fact(f"freeing {count} x {size >> 20} MiB", took(lambda m=made: self._free(m)), "ms")  # type: ignore[misc]
+
+    def _free(self, addresses: list[int]) -> None:
+        for address in addresses:
+            self.cu.free(address)
 
     def end(self) -> None:
         """What a measurement that failed half-way has not registered is refused here, and that is well."""
         for slab in (*self.ring, self.large):
             self.cu.code("cuMemHostUnregister", ctypes.c_void_p(slab.address))
         self.cu.wait(self.stream)
+
+
+def _address(mapped: mmap.mmap) -> int:
+    """Where a mapping that cannot be written to lies: ctypes tells of writable memory only."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if f"facts-{os.getpid()}" in line:
+            return int(line.split("-")[0], 16)
+    raise OSError(f"no mapping of {len(mapped)} bytes in /proc/self/maps")
+
+
+def gds() -> None:
+    """Whether cuFile starts here, what it says of itself, and how fast it reads: in compatibility mode, if at all."""
+
+    class Error(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int)]
+
+    class Description(ctypes.Structure):
+        _fields_ = [("kind", ctypes.c_int), ("fd", ctypes.c_uint64), ("operations", ctypes.c_void_p)]  # a union with fd
+
+    def say(name: str, value: Any, unit: str = "") -> None:
+        results.row("other ways", fact=name, value=value, unit=unit)
+
+    libraries = [f for p in sys.path for f in Path(p).glob("nvidia/*/lib/libcufile.so.0")]
+    try:
+        lib = ctypes.CDLL(str(libraries[0]) if libraries else "libcufile.so.0")
+    except OSError as error:
+        return say("library", str(error)[:200])
+    say("library", str(libraries[0]) if libraries else "the system's")
+    say("module nvidia-fs", Path("/proc/driver/nvidia-fs").exists())
+    cu = Driver()
+    cu("cuInit", 0)
+    cu.enter(0)
+    for name in ("cuFileDriverOpen", "cuFileDriverGetProperties", "cuFileHandleRegister", "cuFileBufRegister"):
+        getattr(lib, name).restype = Error
+    lib.cuFileRead.restype = ctypes.c_ssize_t
+    opened: list[Any] = []
+    say("cuFileDriverOpen", took(lambda: opened.append(lib.cuFileDriverOpen())), "ms")
+    say("cuFileDriverOpen: code", opened[0].code)
+    if opened[0].code:
+        return None
+    properties = (ctypes.c_uint8 * 256)()
+    if lib.cuFileDriverGetProperties(properties).code == 0:
+        words = (ctypes.c_uint32 * 64).from_buffer(properties)
+        say("version of nvidia-fs", f"{words[0]}.{words[1]}")
+        say("status flags, control flags, features", f"{words[6]:#x} {words[7]:#x} {words[8]:#x}")
+    size = (8 if QUICK else 256) * MIB
+    folder = os.environ.get("PENSTOCK_SELFTEST_FILES", "/var/tmp")
+    path = Path(folder, f"cufile-{os.getpid()}")
+    path.write_bytes(b"\1" * size)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        os.fsync(fd)
+        handle, description = ctypes.c_void_p(), Description(1, fd)
+        code = lib.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(description)).code
+        say("cuFileHandleRegister: code", code)
+        if code:
+            return None
+        room = cu.allocate(size)
+        arguments = (handle, ctypes.c_void_p(room), ctypes.c_size_t(size), ctypes.c_int64(0), ctypes.c_int64(0))
+        got: list[int] = []
+        spent = took(lambda: got.append(lib.cuFileRead(*arguments)))
+        say("cuFileRead: bytes, or an error", got[0])
+        if got[0] > 0:
+            say("cuFileRead, one thread", got[0] / spent / 1e6, "GB/s")
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def between_processes() -> None:
+    """Device memory of another process: whether it can be opened here, and how fast copies out of it are."""
+    size = (8 if QUICK else 256) * MIB
+    to_child, from_child = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(25)
+        os.close(to_child[1])
+        try:
+            said = f"{_out_of_another(os.read(to_child[0], 64), size):.4g} GB/s"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(from_child[1], said.encode())
+        os._exit(0)
+    os.close(from_child[1])
+    try:
+        cu = Driver()
+        cu("cuInit", 0)
+        cu.enter(0)
+        room, handle = cu.allocate(size), ctypes.create_string_buffer(64)
+        code = cu.code("cuIpcGetMemHandle", handle, ctypes.c_uint64(room))
+        results.row("other ways", fact="cuIpcGetMemHandle: code", value=code, unit="")
+        os.write(to_child[1], handle.raw)
+        with os.fdopen(from_child[0], "rb") as pipe:
+            results.row("other ways", fact="copies out of another process' memory", value=pipe.read().decode(), unit="")
+    finally:
+        os.close(to_child[1])
+        os.waitpid(child, 0)
+
+
+def _out_of_another(handle: bytes, size: int) -> float:
+    """GB/s of copies out of the device memory of the process that sent the handle."""
+
+    class Handle(ctypes.Structure):
+        _fields_ = [("reserved", ctypes.c_char * 64)]
+
+    if len(handle) < 64:
+        raise Refused("there is no handle")
+    cu = Driver()
+    cu("cuInit", 0)
+    cu.enter(0)
+    stream, own, theirs = cu.stream(), cu.allocate(size), ctypes.c_uint64()
+    opening = cu.function("cuIpcOpenMemHandle_v2", [ctypes.c_void_p, Handle, ctypes.c_uint])
+    if code := opening(ctypes.byref(theirs), Handle.from_buffer_copy(handle), 1):
+        raise Refused(f"cuIpcOpenMemHandle gave {code}")
+
+    def copies() -> None:
+        cu("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(own), theirs, ctypes.c_size_t(size), stream)
+        cu.wait(stream)
+
+    return rate(size, copies)
 
 
 #: What another thread does while one captures. "nothing" is the control.
@@ -370,7 +575,13 @@ def machine() -> dict[str, Any]:
         except OSError:
             return ""
 
-    query = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
+    query = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total,"
+    query += "persistence_mode"
+    files = os.environ.get("TMPDIR", "/var/tmp")
+    settings = "PREEMPT_NONE|PREEMPT_LAZY|HZ|DEVICE_PRIVATE|PCI_P2PDMA"
+    config = said("sh", "-c", f"zcat /proc/config.gz | grep -E 'CONFIG_({settings})='")
+    sockets = said("sh", "-c", "lscpu | grep -E 'Thread|Core|Socket|NUMA node\\(|L3'")
+    flags = set(line("/proc/cpuinfo").partition("flags")[2].partition("\n")[0].split())
     cpus = [text for text in line("/proc/cpuinfo").splitlines() if text.startswith("model name")]
     found = {
         "GPUs": said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or said("rocm-smi", "-i"),
@@ -379,7 +590,15 @@ def machine() -> dict[str, Any]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGESIZE') / 1e9:.0f} GB",
         "huge pages": line("/sys/kernel/mm/transparent_hugepage/enabled"),
         "io_uring_disabled": line("/proc/sys/kernel/io_uring_disabled"),
+        "huge pages of shared memory": line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "kernel's settings": config.replace("\n", " "),
         "locked memory": said("sh", "-c", "ulimit -l"),
+        "files": said("df", "-hT", files).replace("\n", " "),
+        "disk": said("lsblk", "-dno", "NAME,SIZE,ROTA,MODEL").replace("\n", "; "),
+        "/proc/meminfo": ", ".join(line("/proc/meminfo").splitlines()[:3]),
+        "processor's copies": " ".join(sorted(flags & {"erms", "fsrm", "avx512f", "clzero"})),
+        "sockets and caches": sockets.replace("\n", "; "),
+        "driver": line("/proc/driver/nvidia/version").partition("\n")[0],
         "Python": sys.version.split()[0],
     }
     return {name: value for name, value in found.items() if value}
@@ -388,12 +607,18 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     if sys.argv[1:] == ["captures"]:
         return captures()
+    if sys.argv[1:] == ["others"]:
+        attempt("between processes", between_processes)  # before this process has a context
+        return attempt("cuFile", gds)
     facts = Facts()
     for name in (
         "bare_thread",
         "registering",
+        "making",
         "link",
         "beside_copies",
+        "beside_registering",
+        "file_pages",
         "small_copies",
         "rows",
         "pageable",

@@ -40,6 +40,12 @@ class Driver:
     def code(self, name: str, *arguments: Any) -> int:
         return int(getattr(self._lib, name)(*arguments))
 
+    def function(self, name: str, arguments: list[Any]) -> Any:
+        """One that takes more than words and pointers."""
+        found = getattr(self._lib, name)
+        found.argtypes = arguments
+        return found
+
     def __call__(self, name: str, *arguments: Any) -> None:
         if code := self.code(name, *arguments):
             raise Refused(f"{name} gave {code}")
@@ -112,7 +118,8 @@ class Pages:
     """Anonymous memory that begins at a huge page, touched unless told otherwise."""
 
     def __init__(self, nbytes: int, *, touched: bool = True) -> None:
-        self._memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
+        # Private, as staging memory is: shared memory, which is the default, has small pages
+        self._memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.address, self.nbytes = -(-start // HUGE_PAGE) * HUGE_PAGE, nbytes
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import penstock
 import pytest
+
+import penstock
 
 from . import gpus, results
 from .checkpoints import same
@@ -33,7 +34,8 @@ def test_a_second_load_registers_nothing(gpu: Gpu, sources: Sources, contents: C
         times.append(time.perf_counter() - begun)
         grown()
         counted.append(gpu.registrations())
-        assert not [f for f in opened.last_report.fallbacks if "staging" in f["to"]]
+        report = opened.last_report
+        assert report and not [f for f in report.fallbacks if "staging" in f["to"]]
         del tensors
         gc.collect()
     for number, seconds in enumerate(times, 1):

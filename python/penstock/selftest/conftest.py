@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if checkpoints.QUICK and os.environ.get("PENSTOCK_TEST_WHOLE") != "1":
         items[:] = [item for item in items if item not in ours or item in _few(ours)]
     # A run that goes on after one that was cut off leaves out what that one has begun
-    begun = os.environ.get("PENSTOCK_HARDWARE_GO_ON") == "1"
+    begun = os.environ.get("PENSTOCK_SELFTEST_GO_ON") == "1"
     folder = os.environ.get(results.FOLDER)
     if begun and folder:
         known = {line["started"] for line in results.read(Path(folder)) if "started" in line}
@@ -72,6 +72,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             crash = getattr(report.longrepr, "reprcrash", None)
             reason = str(crash.message if crash else report.longrepr)
         results.note(test=report.nodeid, outcome=report.outcome, reason=reason, seconds=round(report.duration, 3))
+        if report.failed and _context_is_lost():
+            # All further tests would fail by that alone. The run goes on behind this one, in a new process
+            os._exit(99)
+
+
+def _context_is_lost() -> bool:
+    torch = sys.modules.get("torch")
+    if gpus.FAKE or torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # of whatever class torch likes
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +109,7 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where checkpoints are written."""
-    chosen = os.environ.get("PENSTOCK_HARDWARE_FILES")
+    chosen = os.environ.get("PENSTOCK_SELFTEST_FILES")
     if chosen:
         Path(chosen).mkdir(parents=True, exist_ok=True)
     return Path(chosen) if chosen else tmp_path_factory.mktemp("checkpoints")
@@ -130,7 +144,7 @@ def contents(sources: Callable[[str], Path]) -> Callable[[str], dict[str, bytes]
 PRELUDE = """
 import gc, json, os, signal, sys, threading, time
 from pathlib import Path
-from hardware import checkpoints, gpus
+from penstock.selftest import checkpoints, gpus
 import penstock
 gpu = gpus.attach()
 device = gpu.device()
@@ -142,14 +156,13 @@ def program() -> Callable[..., str]:
     """Runs a program that has `gpu` and `device`, in a process of its own; what it prints. It must end well."""
 
     def run(code: str, *arguments: object, timeout: float = 100.0, **environment: str) -> str:
-        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + code, *map(str, arguments)],
             capture_output=True,
             text=True,
             timeout=timeout,
             check=False,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, **environment},
         )
         assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
         return done.stdout
