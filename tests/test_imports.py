@@ -22,6 +22,7 @@ LOOKUPS = {
     "penstock._frameworks": "the file of a framework, which imports what every framework has",
     "penstock._patch": "the counterpart of a module of safetensors, which has the name of a framework",
     "penstock.bench.child": "the loader that is measured",
+    "penstock.selftest.peers": "the loaders that are compared",
 }
 
 
@@ -302,6 +303,7 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
         ["synth", "--list"],
         ["synth", "gpt2", str(tmp_path / "gpt2"), "--scale", "0.001"],
         ["bench", "--help"],
+        ["selftest", "--gpu", "--help"],
         ["engines", "report", "--help"],
     ]
     [commands] = [action for action in cli._parser()._actions if action.dest == "command"]
