@@ -249,12 +249,14 @@ def test_the_shell_scripts_are_well_formed(script: str) -> None:
     assert os.access(path, os.X_OK)
 
 
-def wheel(folder: Path) -> Path:
-    """This package as a wheel, as it lies in the tree."""
+def wheel(folder: Path, changed: dict[str, str] | None = None) -> Path:
+    """This package as a wheel, as it lies in the tree, except for the text of some files."""
     package = Path(penstock.__file__).parent
     name = f"penstock-{penstock.__version__}"
     path = folder / f"{name}-cp310-abi3-linux_{os.uname().machine}.whl"
-    files = {f"penstock/{file.relative_to(package)}": file for file in package.rglob("*") if file.is_file()}
+    contents = {f"penstock/{file.relative_to(package)}": file for file in package.rglob("*") if file.is_file()}
+    files = {to: file.read_bytes() for to, file in contents.items() if "__pycache__" not in to}
+    files |= {to: text.encode() for to, text in (changed or {}).items()}
     meta = {
         "METADATA": f"Metadata-Version: 2.1\nName: penstock\nVersion: {penstock.__version__}\n",
         "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\n"
@@ -262,11 +264,9 @@ def wheel(folder: Path) -> Path:
     }
     record = []
     with zipfile.ZipFile(path, "w") as packed:
-        for to, file in files.items():
-            if "__pycache__" in to:
-                continue
-            packed.write(file, to)
-            record.append((to, file.read_bytes()))
+        for to, data in files.items():
+            packed.writestr(to, data)
+            record.append((to, data))
         for to, text in meta.items():
             packed.writestr(f"{name}.dist-info/{to}", text)
             record.append((f"{name}.dist-info/{to}", text.encode()))
@@ -329,3 +329,29 @@ def test_a_kit_whose_wheel_does_not_fit_says_so(kit: Path, tmp_path: Path) -> No
     done = start(kit, tmp_path / "out")
     assert done.returncode == 2
     assert "Penstock's wheel cannot be installed" in (tmp_path / "out" / "results.md").read_text()
+
+
+@wants_fake
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_kit_that_is_killed_leaves_what_it_found_and_no_process(
+    kit: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Of the shell alone: the suite ends because the shell is gone, and writes its report."""
+    out, endless = tmp_path / "out", ENDLESS.format(mark=tmp_path)
+    wheel(kit / "wheels", {"penstock/selftest/test_facts.py": endless})
+    clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    environment = {**clean, **pretended(), "OUT": str(out), "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
+    command = ["bash", kit / "gpu_run.sh", "--parts", "facts", "--quick"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        journal = out / "journal.jsonl"
+        ordeal.soon(lambda: journal.exists() and "test_two" in journal.read_text(), 150)
+        ordeal.soon(lambda: any("time.sleep(600)" in line for line in still_there(str(tmp_path))), 30)
+        process.send_signal(how)
+        process.wait(30)
+    finally:
+        process.kill()
+    ordeal.soon(lambda: not still_there(str(tmp_path)), 30)
+    assert '"test_facts.py::test_one", "outcome": "passed"' in journal.read_text()
+    assert "1 passed, 0 failed, 1 lost" in (out / "results.md").read_text()
