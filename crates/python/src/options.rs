@@ -5,7 +5,7 @@ use crate::guard::{answer, guarded, Answer};
 use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict};
+use pyo3::types::{PyBool, PyDict, PyTuple};
 use std::time::Duration;
 
 /// (spelling, value) of an option with a fixed set of values.
@@ -186,6 +186,19 @@ impl Options {
             groups.set_item("everyday", EVERYDAY.to_vec())?;
             groups.set_item("advanced", ADVANCED.to_vec())?;
             Ok(groups)
+        })
+    }
+
+    /// What pickles and copies it.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let py = slf.py();
+        guarded(py, || {
+            let values = PyDict::new(py);
+            for name in names() {
+                values.set_item(name, slf.getattr(name)?)?;
+            }
+            let partial = py.import("functools")?.getattr("partial")?;
+            Ok((partial.call((slf.get_type(),), Some(&values))?, PyTuple::empty(py)))
         })
     }
 
