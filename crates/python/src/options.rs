@@ -217,7 +217,8 @@ impl Options {
             }
         }
         for (name, value) in values.into_iter().flatten() {
-            let name: String = name.extract()?;
+            let shown = name.repr()?.to_string();
+            let name: String = name.extract().unwrap_or(shown);
             if !names().any(|known| known == name) {
                 return Err(invalid(format!(
                     "there is no option {name:?}; everyday options: {}; advanced options: {}",
