@@ -21,7 +21,11 @@ _CALLS = {
     "pwritev": (296, 70),
     "fallocate": (285, 47),
     "fsync": (74, 82),
+    "ftruncate": (77, 46),
     "linkat": (265, 37),
+    "rename": (82, 38),  # arm has renameat alone
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
     "madvise": (28, 233),
     "mmap": (9, 222),
     "statx": (332, 291),

@@ -8,86 +8,39 @@ Tensors on servers are streamed. A layout puts some of them later in their shard
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _save
+from . import _pickles, _save
 from ._checkpoint import Checkpoint, open_as
 from ._choices import Layout, Order, Storage
 from ._described import Described
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
-from ._errors import InvalidError, MissingDtypeError, NotFoundError, UnsupportedError
+from ._errors import InvalidError, MissingDtypeError, NotACheckpointError, NotFoundError
 from ._paths import is_web, local_path, source_path
 from ._progress import Progress
 from ._report import Report
-
-#: What `torch.save` of whole models and their shards is called.
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 _WINDOW = 256 << 20
 """Bytes that are read ahead from servers."""
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts "shard-2" before "shard-10"."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
-
-
-def _pickles(sources: Sequence[str]) -> list[Path]:
-    """Files written by torch.save among the sources; empty where they are safetensors files."""
-    found: list[Path] = []
-    for source in map(Path, sources):
-        if source.is_dir() and not any(source.glob("*.safetensors")):
-            for pattern in _PICKLES:
-                here = sorted(source.glob(pattern), key=lambda path: _natural(path.name))
-                found += here
-                if here:
-                    break
-        elif source.suffix in (".bin", ".pt", ".pth") and source.is_file():
-            found.append(source)
-        elif source.name.endswith(".bin.index.json"):
-            try:
-                shards = set(json.loads(source.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InvalidError(f"{source} is not an index of shards: {error}", path=str(source)) from None
-            found += [source.parent / name for name in sorted(shards, key=_natural)]
-    return found
-
-
 def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
     """Tensors of files that torch.save wrote, read without running anything that is in them."""
-    try:
-        import torch
-    except ImportError:
-        raise UnsupportedError("reading what torch.save wrote needs torch") from None
-    from ._shared import duplicates
-
     tensors: dict[str, Any] = {}
     for file in files:
-        if not file.exists():
-            raise NotFoundError("this shard is missing", path=str(file))
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise InvalidError(f"torch.load(weights_only=True): {error}", path=str(file)) from None
-        if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
-            loaded = loaded["state_dict"]
-        if not isinstance(loaded, Mapping):
-            raise InvalidError(f"it holds a {type(loaded).__name__}, not a dict of tensors", path=str(file))
-        for name, tensor in loaded.items():
-            if not isinstance(tensor, torch.Tensor):
-                why = f"{name} is a {type(tensor).__name__}, not a tensor"
-                raise InvalidError(why, path=str(file), tensor=name)
+        for name, tensor in _pickles.tensors_of(file):
             if name in tensors:
                 raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file), tensor=name)
-            tensors[name] = tensor.detach()
+            tensors[name] = tensor
+    from ._shared import duplicates
+
     try:
         tied = duplicates(tensors)
     except InvalidError:  # parts of one memory: each is saved by itself
@@ -99,6 +52,13 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
         if tensors[name].shape == tensors[kept].shape and tensors[name].stride() == tensors[kept].stride()
     }
     return {name: tensor for name, tensor in tensors.items() if name not in same}, {"format": "pt", **same}
+
+
+def _warn(files: Iterable[Path]) -> None:
+    """Says that files are not what their names say."""
+    for file in files:
+        what = "a safetensors file" if file.suffix in _pickles.SUFFIXES else "a file of torch.save"
+        warnings.warn(f"{file} is {what}, whatever its name says: it is converted as such", RuntimeWarning, stacklevel=4)
 
 
 def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -203,7 +163,8 @@ def convert(
     """Writes the checkpoint that ``sources`` name to a directory.
 
     Args:
-        sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those.
+        sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those. What a
+            file is follows from its content. If its name says something else, there is a RuntimeWarning.
         dtype: Casts floating-point tensors of 16 bits and more.
         storage: How servers are asked, as for `penstock.open`.
 
@@ -238,11 +199,19 @@ def _source(
     sources: Sequence[str], kind: str | None, order: Order, storage: Storage | None, until: ExitStack
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Tensors, metadata, and the files of this machine that they are read from."""
-    pickles = [] if any(map(is_web, sources)) else _pickles(sources)
+    pickles = _pickles.weights(sources)
     if pickles:
+        _warn(path for path in pickles if path.suffix not in _pickles.SUFFIXES)
         return *_unpickled(pickles), [str(path) for path in pickles]
-    given = list(sources) if len(sources) > 1 else sources[0]
-    checkpoint = open_as("sources", given, storage=storage)
+    misnamed = _pickles.misnamed(sources)
+    _warn(map(Path, misnamed or ()))
+    given = misnamed or (list(sources) if len(sources) > 1 else sources[0])
+    try:
+        checkpoint = open_as("sources", given, storage=storage)
+    except (NotACheckpointError, NotFoundError) as error:
+        if is_web(sources[0]) or not Path(sources[0]).exists():
+            raise _pickles.not_here(sources[0], error) from None
+        raise
     files = [path for path in checkpoint.files if not is_web(path)]
     if len(files) < len(checkpoint.files):
         return _streamed(checkpoint, kind, order, until), checkpoint.metadata, files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from ._errors import ArgumentTypeError, SchemeError
+from ._errors import ArgumentTypeError, InvalidError, SchemeError
 
 # RFC 3986, section 3.1
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
@@ -60,6 +60,11 @@ def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = F
         text = None
     if not isinstance(text, str):
         raise ArgumentTypeError(f"{argument}={path!r}: give a path (str or PathLike)")
+    if not text.isascii():
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise InvalidError(f"{argument}={path!r}: no file has this name: {error}") from None
     if ":/" not in text:
         return text
     found = re.match(_SCHEME, text)

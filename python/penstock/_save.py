@@ -31,6 +31,8 @@ from ._options import make_options
 from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
+from ._text import check_text
+from ._unsaveable import check, check_one, without_memory
 
 #: No shard is larger than a file can be.
 _NO_LIMIT = 1 << 63
@@ -50,9 +52,16 @@ def _of_torch(name: str, tensor: Any) -> Described:
     dtype = _torch_names().get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
         what = f"a {tensor.layout} tensor of {tensor.dtype}"
-        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors", tensor=name)
+        way_out = ""
+        if tensor.layout != torch.strided:
+            way_out = ". `.to_dense()` makes a dense one, which may be much larger"
+        elif tensor.is_quantized:
+            way_out = ". Save `.dequantize()` of it, or `.int_repr()` and its scales"
+        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors{way_out}", tensor=name)
     if tensor.device.type == "meta":
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save", tensor=name)
+    if type(tensor) is not torch.Tensor:
+        check_one(name, tensor)
     plain = tensor.detach()
     packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     known = plain.device.type in ("cpu", "cuda")
@@ -63,8 +72,7 @@ def _of_torch(name: str, tensor: Any) -> Described:
     except RuntimeError:  # of tensors that only stand for others
         address = 0
     if known and not address and plain.numel():
-        kind = type(tensor).__name__
-        raise InvalidError(f"tensor {name} is a {kind} without memory of its own: save the tensors that it is made of")
+        raise without_memory(name, tensor)
     shape = tuple(plain.shape)
     if dtype == "F4" and shape:
         shape = (*shape[:-1], 2 * shape[-1])
@@ -131,6 +139,7 @@ def describe(name: object, value: Any) -> Described:
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"{name!r} is not a string: the name of a tensor is a string")
+    check_text("the name of a tensor", name)
     if isinstance(value, Described):
         return value
     if isinstance(value, DLTensor):
@@ -184,6 +193,8 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ArgumentTypeError(f"metadata: {key!r}: {value!r}: keys and values must be strings")
+        check_text("a key of the metadata", key)
+        check_text(f"the metadata {key!r}", value)
     return found
 
 
@@ -403,6 +414,7 @@ def _of_module(module: Any) -> tuple[dict[str, Any], dict[str, str]]:
     from ._shared import duplicates
 
     state = dict(state_dict())
+    check(state)
     found = {left: kept for kept, group in duplicates(state).items() for left in group}
     # transformers asks for the format
     return {name: tensor for name, tensor in state.items() if name not in found}, {"format": "pt", **found}

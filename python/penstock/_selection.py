@@ -186,7 +186,7 @@ def _numbers(core: _core.Checkpoint, names: Names) -> list[int] | None:
             raise unknown(core, name)
         try:
             matching = core.matching([name])
-        except UnknownTensorError:
+        except (UnknownTensorError, UnicodeEncodeError):  # no name has lone surrogates
             raise _nothing_matches(core, name) from None
         found.update(dict.fromkeys(matching))
     return list(found)

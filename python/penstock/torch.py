@@ -19,6 +19,7 @@ from ._errors import ArgumentTypeError, InvalidError, NoValuesError, SafetensorE
 from ._safe_open import safe_open
 from ._shared import duplicates, groups
 from ._torch import of_bytes
+from ._unsaveable import check, not_a_tensor
 
 __all__ = ["SafetensorError", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -43,13 +44,13 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     return of_bytes(data)
 
 
-def _check(tensors: Mapping[str, torch.Tensor], help: str = "") -> None:
-    """Raises what ``safetensors.torch`` raises for tensors that it does not save."""
+def _refuse(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises for values that no file can hold."""
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError(f"expected a dict of tensors by name, but got a {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
+            raise not_a_tensor(name, tensor)
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
         raise InvalidError(
@@ -59,6 +60,12 @@ def _check(tensors: Mapping[str, torch.Tensor], help: str = "") -> None:
     without = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if without:
         raise NoValuesError(f"{', '.join(without)}: on the meta device: there are no values to save")
+    check(tensors)
+
+
+def _check(tensors: Mapping[str, torch.Tensor], help: str = "") -> None:
+    """Raises what ``safetensors.torch`` raises for tensors that it does not save."""
+    _refuse(tensors)
     shared = groups(tensors)
     if shared:
         listed = "; ".join(", ".join(names) for names in shared)
@@ -121,6 +128,7 @@ def save_model(
         InvalidError: as `save_file`.
     """
     state = model.state_dict()
+    _refuse(state)
     more = dict(metadata or {})
     for kept, names in duplicates(state).items():
         for name in names:

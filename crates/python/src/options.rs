@@ -5,7 +5,7 @@ use crate::guard::{answer, guarded, Answer};
 use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT, MOST_PINNING_THREADS};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict};
+use pyo3::types::{PyBool, PyDict, PyTuple};
 use std::time::Duration;
 
 /// (spelling, value) of an option with a fixed set of values.
@@ -196,6 +196,19 @@ impl Options {
         })
     }
 
+    /// What pickles and copies it.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let py = slf.py();
+        guarded(py, || {
+            let values = PyDict::new(py);
+            for name in names() {
+                values.set_item(name, slf.getattr(name)?)?;
+            }
+            let partial = py.import("functools")?.getattr("partial")?;
+            Ok((partial.call((slf.get_type(),), Some(&values))?, PyTuple::empty(py)))
+        })
+    }
+
     fn __repr__<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
         answer(py, || Ok(self.spelled()))
     }
@@ -211,7 +224,8 @@ impl Options {
             }
         }
         for (name, value) in values.into_iter().flatten() {
-            let name: String = name.extract()?;
+            let shown = name.repr()?.to_string();
+            let name: String = name.extract().unwrap_or(shown);
             if !names().any(|known| known == name) {
                 return Err(invalid(format!(
                     "there is no option {name:?}; everyday options: {}; advanced options: {}",

@@ -122,8 +122,11 @@ fn nothing_in(dir: &Location, names: &[OsString]) -> Error {
         "the directory is empty".to_owned()
     } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
         format!("no safetensors file in this directory, but {n}: a download that has not ended?")
-    } else if let Some(n) = ends(&[".bin", ".pt", ".pth", ".ckpt"]) {
-        format!("no safetensors file in this directory, but {n}, a torch.save file: `penstock convert` writes it as safetensors")
+    } else if let Some(n) = lossy.iter().find(|n| is_pickled_weights(n)) {
+        format!(
+            "no safetensors file in this directory, but {n}, a torch.save file: `penstock convert FOLDER DIRECTORY` writes \
+             it as safetensors"
+        )
     } else if let Some(n) = ends(&[".gguf"]) {
         format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
     } else {
@@ -131,6 +134,22 @@ fn nothing_in(dir: &Location, names: &[OsString]) -> Error {
         format!("no safetensors file in this directory; it holds {}{more}", lossy[..names.len().min(SHOWN)].join(", "))
     };
     Error::new(ErrorKind::NotFound, text).at(dir)
+}
+
+/// Whether torch.save may have written weights to a file of this name, and not the state of a training.
+fn is_pickled_weights(name: &str) -> bool {
+    const STATE: [&str; 8] = [
+        "optim",
+        "scheduler",
+        "lr_scheduler",
+        "scaler",
+        "rng_state",
+        "random_states",
+        "training_args",
+        "trainer_state",
+    ];
+    let ends = [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
+    ends && !name.starts_with('.') && !STATE.iter().any(|state| name.starts_with(state))
 }
 
 /// Natural order: runs of digits compare as numbers, so that `model-2` comes before `model-10`. It is a total order:

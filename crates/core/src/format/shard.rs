@@ -76,6 +76,15 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
         .with_values(8u64, size));
     };
     if length > MAX_HEADER {
+        // Their writer did what the format forbids. The file is whole.
+        if size.saturating_sub(8) >= length && begins_as_json(&bytes[8..]) {
+            let text = format!(
+                "its header has {length} bytes, and the format allows {MAX_HEADER}: no reader of the format takes the \
+                 file. Save its tensors in several files (penstock.save does so: max_shard_size=), or with shorter names \
+                 and metadata"
+            );
+            return Err(Error::new(ErrorKind::Header, text).range(0..8).with_values(MAX_HEADER, length));
+        }
         return Err(recognise(bytes).unwrap_or_else(|| {
             Error::new(
                 ErrorKind::Header,
@@ -109,6 +118,10 @@ fn header_length(bytes: &[u8], size: u64) -> Result<u64> {
         .with_values(8 + length, size));
     }
     Ok(length)
+}
+
+fn begins_as_json(bytes: &[u8]) -> bool {
+    bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'{')
 }
 
 /// Names the kinds of file that occur where a safetensors file was expected. Call it only if the first eight bytes are

@@ -240,7 +240,7 @@ impl Driver {
                 report.cache = if report.cache_fill.is_some() { "fill" } else { report.cache };
             }
         }
-        report.fallbacks = self.source.take_fallbacks();
+        report.fallbacks.extend(self.source.take_fallbacks());
         report.network = self.files.traffic();
         if let Some(device) = &self.device {
             report.fallbacks.extend(device.fallbacks());

@@ -15,6 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 #[cfg(any(test, feature = "testing"))]
 use crate::extent::TakesSlab;
 use crate::extent::{Extent, Landing};
+use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
 use crate::options::{pool_bytes, Exchanging, Io, Options, PAGE};
@@ -175,7 +176,7 @@ fn assemble(
     });
     #[cfg(any(test, feature = "testing"))]
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.local().pretend_storage(file, *storage))?;
-    let (request, mut plan) = plan(request, &files, among.as_ref(), go_on)?;
+    let (request, mut plan, ours) = planned_and_mapped(request, &files, among.as_ref(), go_on)?;
     #[cfg(any(test, feature = "testing"))]
     if stand_ins.late {
         plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
@@ -192,10 +193,7 @@ fn assemble(
         (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
         _ => None,
     };
-    if !stream && matches!((at, &memory), (Where::Cpu, Memory::Ours)) {
-        check_room(&layout, &schedule.stretches, &plan.routing)?;
-    }
-    let (blocks, fence) = allocate((&layout, &schedule.stretches), &files, &plan.routing, memory, at)?;
+    let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
     let mut trial = None;
     let source = files.source(options.io, &routing, |files| {
@@ -338,11 +336,48 @@ fn plan(
     patiently(files, work, stall, go_on)
 }
 
+/// The same, with the blocks in memory of this process, if there are such. A file that the kernel refuses to map is planned
+/// anew, as one that is read: under `ulimit -v` or without overcommit a large file may have no room among the addresses,
+/// and some file systems map nothing.
+fn planned_and_mapped(
+    mut request: Request,
+    files: &Arc<Storage>,
+    among: Option<&Among>,
+    mut go_on: impl FnMut() -> bool,
+) -> Result<(Request, Planned, Vec<Block>)> {
+    let mut fallbacks = Vec::new();
+    loop {
+        let (asked, mut plan) = plan(request, files, among, &mut go_on)?;
+        if !matches!((asked.device, &asked.memory), (Where::Cpu, Memory::Ours)) {
+            return Ok((asked, plan, Vec::new()));
+        }
+        let (layout, stretches, routing) = (&plan.layout, &plan.schedule.stretches[..], &plan.routing);
+        if !asked.stream {
+            check_room(layout, stretches, routing)?;
+        }
+        match our_blocks(layout, stretches, files, routing)? {
+            Ok(blocks) => {
+                plan.report.fallbacks.append(&mut fallbacks);
+                return Ok((asked, plan, blocks));
+            }
+            Err(refusal) if asked.options.io == Io::Mapped || !routing.ways.iter().any(|way| way.mapped) => {
+                return Err(refusal);
+            }
+            Err(refusal) => {
+                // All of them: they share addresses, or a file system.
+                let mapped = |file: &u32| routing.way(*file).mapped;
+                files.refuse_mappings((0..files.len() as u32).filter(mapped));
+                fallbacks.push(Fallback { from: "mmap", to: "read", reason: refusal.to_string() });
+                request = asked;
+            }
+        }
+    }
+}
+
 /// The memory of all blocks that have it from the start, and the fence of the caller's memory.
 fn allocate(
-    (layout, stretches): (&Layout, &[u32]),
-    files: &Storage,
-    routing: &Routing,
+    layout: &Layout,
+    ours: Vec<Block>,
     memory: Memory,
     at: Where,
 ) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
@@ -354,7 +389,7 @@ fn allocate(
             });
             (theirs.collect::<Result<Vec<_>>>()?, fence)
         }
-        (Memory::Ours, Where::Cpu) => (our_blocks(layout, stretches, files, routing)?, None),
+        (Memory::Ours, Where::Cpu) => (ours, None),
         (Memory::Granted, Where::Cpu) => {
             return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
         }
@@ -425,37 +460,46 @@ fn arena(layout: &Layout, stretches: &[u32], routing: &Routing) -> (u64, Vec<Opt
     (len, starts)
 }
 
-/// Blocks in memory of this process: mapped files, and one arena for the rest.
-fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Routing) -> Result<Vec<Block>> {
+/// Blocks in memory of this process: mapped files, and one arena for the rest; or why the kernel gives no such memory.
+fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Routing) -> Result<Result<Vec<Block>>> {
     let (arena_len, starts) = arena(layout, stretches, routing);
     let arena = match arena_len {
         0 => None,
         len => {
             let places = layout.places.iter().filter_map(|p| Some((starts[p.block as usize]? + p.offset, p.nbytes)));
-            Some(Arc::new(Arena::new(len, places)?))
+            match Arena::new(len, places) {
+                Ok(arena) => Some(Arc::new(arena)),
+                Err(refusal) => return Ok(Err(refusal)),
+            }
         }
     };
     // Several blocks may lie in one file, and it is mapped once.
     let mut mappings: Vec<Option<Arc<Mapping>>> = vec![None; files.len()];
-    let mut block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
+    for block in &layout.blocks {
+        let BlockKind::Mirror { file, .. } = block.kind else { continue };
+        if routing.way(file).mapped && mappings[file as usize].is_none() {
+            match map(files, file, routing)? {
+                Ok(mapping) => mappings[file as usize] = Some(Arc::new(mapping)),
+                Err(refusal) => return Ok(Err(refusal)),
+            }
+        }
+    }
+    let block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
         (_, Some(start), Some(arena)) => Ok(Block::arena(arena, start)),
         // Only empty tensors: any non-null aligned address will do.
         (_, Some(_), None) => Ok(Block::held(PAGE, Arc::new(()))),
         (BlockKind::Mirror { file, start }, None, _) => {
-            let mapping = match &mut mappings[file as usize] {
-                Some(mapping) => mapping,
-                none => none.insert(Arc::new(map(files, file, routing)?)),
-            };
-            Ok(Block::mapping(mapping, start))
+            let none = || Error::new(ErrorKind::Internal, "a block of a file that is not mapped");
+            Ok(Block::mapping(mappings[file as usize].as_ref().ok_or_else(none)?, start))
         }
         (_, None, _) => Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
     };
-    layout.blocks.iter().zip(starts).map(&mut block).collect()
+    layout.blocks.iter().zip(starts).map(block).collect::<Result<Vec<_>>>().map(Ok)
 }
 
-fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Mapping> {
+fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Result<Mapping>> {
     let mapping = files.map(file)?;
-    if routing.way(file).in_part {
+    if let (Ok(mapping), true) = (&mapping, routing.way(file).in_part) {
         mapping.read_no_further(true);
     }
     Ok(mapping)

@@ -15,6 +15,7 @@
 //! timeout bounds how long a write may hang, or other loads may keep the staging.
 
 mod folder;
+mod in_place;
 mod output;
 mod plan;
 
@@ -38,7 +39,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -234,6 +235,9 @@ struct Sink {
     direct: Option<RawFd>,
     /// O_DIRECT was refused later.
     refused: AtomicBool,
+    /// Chunks are written one after the other, and so many bytes are.
+    in_order: bool,
+    at: AtomicU64,
 }
 
 struct SaveState {
@@ -262,15 +266,16 @@ impl Save {
     /// is left.
     pub fn start(request: SaveRequest) -> Result<Save> {
         let began = Instant::now();
-        let SaveRequest { plan, folder, checkpoint, tensors, keep, sync, options } = request;
+        let SaveRequest { mut plan, folder, checkpoint, tensors, keep, sync, options } = request;
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
         let checkpoint = checkpoint.map(|name| Folder::new(&folder, &name)).transpose()?;
         if let Some(file) = plan.files.first().filter(|_| !sync) {
             check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
         }
         let mut outputs = Vec::with_capacity(plan.files.len());
-        for file in &plan.files {
-            let (output, refused) = Output::new(&folder.join(&file.name), file.size, sync)?;
+        for file in &mut plan.files {
+            let (mut output, refused) = Output::new(&folder.join(&file.name), file.size, sync)?;
+            output.hold_back(&mut file.head);
             outputs.push(output);
             if let Some(refused) = refused.filter(|_| report.fallbacks.is_empty()) {
                 report.fallbacks.push(refused);
@@ -281,6 +286,10 @@ impl Save {
         let sinks: Vec<Sink> = outputs.iter().map(Sink::of).collect();
         let (chunks, pieces, late) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
         let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
+        if let Some((path, _)) = index.as_ref().filter(|_| outputs.iter().any(Output::is_in_place)) {
+            // It cannot be replaced either. Found out at the end, the save would be in vain.
+            in_place::check_free(path)?;
+        }
         let on_gpu = pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
         let staged = on_gpu || sinks.iter().any(|w| w.direct.is_some());
         let most = match (options.threads, staged) {
@@ -501,7 +510,8 @@ impl Drop for Save {
 impl Sink {
     fn of(output: &Output) -> Sink {
         let (cached, direct) = output.descriptors();
-        Sink { path: output.path().to_path_buf(), cached, direct, refused: AtomicBool::new(false) }
+        let (path, in_order) = (output.path().to_path_buf(), output.is_in_order());
+        Sink { path, cached, direct, refused: AtomicBool::new(false), in_order, at: AtomicU64::new(0) }
     }
 
     /// The descriptor to write to, and whether it is one for O_DIRECT.
@@ -562,7 +572,7 @@ impl Work {
     fn write_chunks(&self) -> Result<()> {
         let mut devices: Vec<(u32, Fetch)> = Vec::new();
         while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
-            if self.is_over() {
+            if self.is_over() || !self.is_its_turn(chunk) {
                 return Ok(());
             }
             let begun = Instant::now();
@@ -590,8 +600,31 @@ impl Work {
             state.report.write_seconds += written.writing.as_secs_f64();
             state.report.writes += written.calls;
             state.report.direct_bytes += written.direct;
+            drop(state);
+            let sink = &self.sinks[chunk.file];
+            if sink.in_order {
+                sink.at.store(chunk.offset + chunk.len, Ordering::Relaxed);
+                self.changed.notify_all();
+            }
         }
         Ok(())
+    }
+
+    /// Waits until what is before the chunk is written, where that matters; `false` if the save was given up meanwhile.
+    /// Chunks are taken in their order, and nothing is held meanwhile: the thread that has an earlier chunk goes on.
+    fn is_its_turn(&self, chunk: &Chunk) -> bool {
+        let sink = &self.sinks[chunk.file];
+        if !sink.in_order {
+            return true;
+        }
+        let mut state = lock(&self.state);
+        while sink.at.load(Ordering::Relaxed) != chunk.offset {
+            if self.cancelled.load(Ordering::Relaxed) || state.failed.is_some() {
+                return false;
+            }
+            state = self.changed.wait_timeout(state, ASK_AGAIN).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// A slab for one chunk; `None` if the save was given up meanwhile. One thread of the crew waits for the ring,
@@ -772,14 +805,17 @@ impl Work {
         given_up()?;
         let begun = Instant::now();
         let mut outputs = lock(&self.outputs);
-        outputs.iter().try_for_each(|output| output.seal(self.sync))?;
+        let mut refused = outputs.iter().map(|output| output.seal(self.sync)).collect::<Result<Vec<_>>>()?;
         if let Some((path, text)) = &self.index {
             let (output, _) = Output::new(path, text.len() as u64, false)?;
             output.write(text.as_bytes())?;
-            output.seal(self.sync)?;
+            refused.push(output.seal(self.sync)?);
             outputs.push(output);
         }
-        let index = outputs.last().filter(|_| self.index.is_some()).map(Output::path);
+        if let Some(refused) = refused.into_iter().flatten().next() {
+            lock(&self.state).report.fallbacks.push(refused);
+        }
+        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(Output::path);
         lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
         given_up()?;
         if let Some(path) = index {
@@ -791,7 +827,7 @@ impl Work {
                 }
             }
         }
-        outputs.iter_mut().try_for_each(Output::publish)?;
+        outputs.iter_mut().try_for_each(|output| output.publish(self.sync))?;
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
             folders.extend(self.checkpoint.iter().flat_map(Folder::above));

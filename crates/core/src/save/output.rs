@@ -5,15 +5,20 @@
 //! on ext4 or XFS, get their room allocated before the first byte, so that a full disk shows at once. On other file
 //! systems [`check_room`] compares. [`Output::publish`] gives the file its name in one step. It replaces the file or
 //! the link that had the name before.
+//!
+//! Some file systems cannot rename, and a file that is mounted at the name (docker `-v FILE`, Kubernetes `subPath`)
+//! cannot be replaced. There a file is written under its name if nothing can be lost by that: if the name is free, or the
+//! file is empty. See [`in_place`].
 
+use super::in_place::{self, InPlace, Refused};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::options::PAGE;
-use crate::store::file_system;
+use crate::store::{file_system, mount_of};
 use std::ffi::CString;
 use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -32,6 +37,11 @@ pub(super) struct Output {
     direct: Option<File>,
     /// Its temporary name, if it has one.
     temporary: Option<PathBuf>,
+    /// It is written under its name.
+    in_place: Option<InPlace>,
+    /// Its bytes are written one after the other: some file systems of other processes take them in no other way, and
+    /// others are slow otherwise.
+    in_order: bool,
     pid: u32,
 }
 
@@ -41,25 +51,34 @@ impl Output {
     pub(super) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
         check_name(path)?;
         let folder = parent(path);
-        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(path);
-        let (file, temporary) = match nameless(folder) {
-            Ok(file) => (file, None),
-            // Not every file system has them, and without /proc they cannot get a name.
-            Err(_) => {
-                let (file, name) = named(folder).map_err(|e| failed("make a file beside it", &e))?;
-                (file, Some(name))
+        let in_order = takes_bytes_in_order(folder);
+        let beside = match in_place::is_mount_point(path) {
+            true => Err(Refused { call: "rename", cause: io::Error::from_raw_os_error(libc::EBUSY) }),
+            false => beside(folder, path),
+        };
+        let (file, temporary, in_place, mut fallback) = match beside {
+            Ok((file, temporary)) => (file, temporary, None, None),
+            Err(refused) => {
+                let (file, written) = in_place::open(path, &refused)?;
+                let reason = format!("{}: {}: {}", path.display(), refused.call, refused.cause);
+                (file, None, Some(written), Some(Fallback { from: refused.call, to: "writing under the name", reason }))
             }
         };
-        let path = path.to_path_buf();
-        let mut output = Output { path: path.clone(), size, file, direct: None, temporary, pid: std::process::id() };
+        let in_order = in_order || in_place.as_ref().is_some_and(InPlace::is_sequential);
+        let (path, pid) = (path.to_path_buf(), std::process::id());
+        let mut output = Output { path: path.clone(), size, file, direct: None, temporary, in_place, in_order, pid };
+        if output.in_place.as_ref().is_some_and(InPlace::is_sequential) {
+            return Ok((output, fallback));
+        }
         // Nothing of a link is kept: it has no mode, and it leads to another file.
         if let Some(before) = fs::symlink_metadata(&path).ok().filter(Metadata::is_file) {
             output.take_mode(&before);
         }
-        let mut fallback = None;
-        if direct {
-            let again = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(output.itself());
-            match again {
+        if direct && output.in_place.is_none() {
+            let again = || OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(output.itself());
+            // Whole pages are written, and the excess is cut off at the end.
+            let cut = output.file.set_len(0).map_err(|e| io::Error::new(e.kind(), format!("ftruncate: {e}")));
+            match cut.and_then(|()| again()) {
                 Ok(file) => output.direct = Some(file),
                 Err(cause) => {
                     let reason = format!("{}: {cause}", path.display());
@@ -68,7 +87,6 @@ impl Output {
             }
         }
         if output.direct.is_some() {
-            // Whole pages are written. The excess is cut off at the end.
             output.allocate(size.next_multiple_of(PAGE))?;
         } else if direct || matches!(kind(&output.file), "ext4" | "xfs") {
             // Through the page cache, ext4 writes a twelfth to a sixth faster into room that is allocated at once, XFS
@@ -76,6 +94,24 @@ impl Output {
             output.allocate(size)?;
         }
         Ok((output, fallback))
+    }
+
+    /// Takes the first bytes of the file out of `head`, where they are written last: until then no reader takes the file
+    /// for a checkpoint. That is so where it is written under its name, in any order.
+    pub(super) fn hold_back(&mut self, head: &mut [u8]) {
+        if let Some(in_place) = &mut self.in_place {
+            in_place.hold_back(head);
+        }
+    }
+
+    /// Whether its bytes must be written one after the other.
+    pub(super) fn is_in_order(&self) -> bool {
+        self.in_order
+    }
+
+    /// Whether it is written under its name.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.in_place.is_some()
     }
 
     /// The mode of the file that is replaced, as if that file had been overwritten, if its owner and group are those of
@@ -113,8 +149,11 @@ impl Output {
             match cause.raw_os_error() {
                 Some(libc::EINTR) => {}
                 Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
-                    let set = self.file.set_len(size as u64);
-                    return set.map_err(|e| Error::write("set the size", &e).at(&self.path));
+                    return match self.file.set_len(size as u64) {
+                        Err(e) if is_full(&e) => Err(self.lacks_room(&e, size as u64)),
+                        // It would only have shown at once that there is room. Writing will show it.
+                        _ => Ok(()),
+                    };
                 }
                 _ => return Err(self.lacks_room(&cause, size as u64)),
             }
@@ -147,31 +186,69 @@ impl Output {
         self.file.write_all_at(bytes, 0).map_err(|e| Error::write("write", &e).at(&self.path))
     }
 
-    /// Every byte is written: gives the file its size, and waits until it is on the disk if that was asked for.
-    pub(super) fn seal(&self, sync: bool) -> Result<()> {
-        let failed = |doing: &str, cause: &io::Error| Error::write(doing, cause).at(&self.path);
+    /// Every byte is written: gives the file its size, and waits until it is on the disk if that was asked for. Returns
+    /// what the file system refused.
+    pub(super) fn seal(&self, sync: bool) -> Result<Option<Fallback>> {
         if self.direct.is_some() {
-            self.file.set_len(self.size).map_err(|e| failed("set the size", &e))?;
+            self.file.set_len(self.size).map_err(|e| Error::write("set the size (ftruncate)", &e).at(&self.path))?;
         }
+        let mut refused = None;
         if sync {
-            self.file.sync_all().map_err(|e| failed("write it to the disk", &e))?;
+            if let Err(cause) = self.file.sync_all() {
+                // Such file systems know no fsync. The bytes are as safe as they make them.
+                let unknown = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::EROFS];
+                if !cause.raw_os_error().is_some_and(|errno| unknown.contains(&errno)) {
+                    return Err(Error::write("write it to the disk (fsync)", &cause).at(&self.path));
+                }
+                let reason = format!("{}: {cause}", self.path.display());
+                refused = Some(Fallback { from: "fsync", to: "none", reason });
+            }
         }
-        Ok(())
+        for file in [Some(&self.file), self.direct.as_ref()].into_iter().flatten() {
+            self.flush(file)?;
+        }
+        Ok(refused)
+    }
+
+    /// What closing the file would report: network file systems and those of other processes may say only then that
+    /// bytes could not be written.
+    fn flush(&self, file: &File) -> Result<()> {
+        let again = file.try_clone().map_err(|e| Error::write("duplicate its descriptor", &e).at(&self.path))?;
+        // SAFETY: the descriptor is this function's own, and is closed once.
+        if unsafe { libc::close(again.into_raw_fd()) } == 0 {
+            return Ok(());
+        }
+        let cause = io::Error::last_os_error();
+        match cause.raw_os_error() {
+            Some(libc::EINTR) => Ok(()),
+            _ if is_full(&cause) => Err(self.lacks_room(&cause, self.size)),
+            _ => Err(Error::write("write it (close)", &cause).at(&self.path)),
+        }
     }
 
     /// Gives the file its name. A file that had the name is gone.
-    pub(super) fn publish(&mut self) -> Result<()> {
-        let failed = |cause: &io::Error| Error::write("give the file its name", cause).at(&self.path);
+    pub(super) fn publish(&mut self, sync: bool) -> Result<()> {
+        if let Some(in_place) = &mut self.in_place {
+            in_place.complete(&self.file).map_err(|e| Error::write("write", &e).at(&self.path))?;
+            self.seal(sync)?;
+            self.in_place = None;
+            return Ok(());
+        }
         let name = match &self.temporary {
             Some(name) => name.clone(),
             None => {
                 let name = unused(parent(&self.path));
+                let failed = |cause: &io::Error| Error::write("give the file its name (linkat)", cause).at(&self.path);
                 link(&self.itself(), &name).map_err(|e| failed(&e))?;
                 self.temporary = Some(name.clone());
                 name
             }
         };
-        fs::rename(&name, &self.path).map_err(|e| failed(&e))?;
+        if let Err(cause) = fs::rename(&name, &self.path) {
+            // Where nothing has the name, it can be a second name of the file.
+            fs::hard_link(&name, &self.path).map_err(|_| in_place::not_renamed(&self.path, &cause))?;
+            let _left_behind = fs::remove_file(&name);
+        }
         self.temporary = None;
         Ok(())
     }
@@ -179,9 +256,15 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        if let (Some(name), true) = (&self.temporary, self.pid == std::process::id()) {
+        if self.pid != std::process::id() {
+            return;
+        }
+        if let Some(name) = &self.temporary {
             // It was to be removed. If it stays, no reader takes it for a checkpoint.
             let _left_behind = fs::remove_file(name);
+        }
+        if let (Some(in_place), Ok(nothing)) = (&self.in_place, File::open("/dev/null")) {
+            in_place.take_back(std::mem::replace(&mut self.file, nothing), &self.path, self.size);
         }
     }
 }
@@ -212,6 +295,42 @@ pub(super) fn parent(path: &Path) -> &Path {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     }
+}
+
+/// A file in the directory that has no name, or that has one which no reader looks for.
+fn beside(folder: &Path, path: &Path) -> Result<(File, Option<PathBuf>), Refused> {
+    // Not every file system has them, and without /proc they cannot get a name.
+    if let Ok(file) = nameless(folder) {
+        return Ok((file, None));
+    }
+    // It lets nobody rename, and its users may be allowed to make files and not to remove them.
+    if mount_of(folder).is_some_and(|mount| mount.source == "mountpoint-s3") {
+        return Err(Refused { call: "rename", cause: io::Error::from_raw_os_error(libc::ENOSYS) });
+    }
+    let (file, first) = named(folder).map_err(|cause| Refused { call: "open", cause })?;
+    // A save that finds out at its end that the file system cannot rename is a save in vain.
+    let name = unused(folder);
+    match fs::rename(&first, &name) {
+        Ok(()) => Ok((file, Some(name))),
+        // A second name will do, if nothing has it: see `Output::publish`.
+        Err(_) if fs::symlink_metadata(path).is_err() && fs::hard_link(&first, &name).is_ok() => {
+            let _left_behind = fs::remove_file(&first);
+            Ok((file, Some(name)))
+        }
+        Err(cause) => {
+            drop(file);
+            let _left_behind = fs::remove_file(&first);
+            Err(Refused { call: "rename", cause })
+        }
+    }
+}
+
+/// Whether files in this directory get their bytes one after the other: those of processes (FUSE). Streaming uploads take
+/// them in no other order. A virtual machine's share is no such file system, though it looks like one.
+fn takes_bytes_in_order(folder: &Path) -> bool {
+    let fuse = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(folder);
+    let fuse = fuse.is_ok_and(|folder| kind(&folder) == "fuse");
+    fuse && mount_of(folder).is_none_or(|mount| mount.kind != "virtiofs")
 }
 
 fn nameless(folder: &Path) -> io::Result<File> {
@@ -246,6 +365,11 @@ fn link(from: &Path, to: &Path) -> io::Result<()> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// Whether there is no room for more.
+fn is_full(cause: &io::Error) -> bool {
+    matches!(cause.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
 }
 
 fn no_room(wanted: u64, free: Option<u64>) -> Error {

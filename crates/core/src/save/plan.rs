@@ -97,6 +97,19 @@ impl SavePlan {
         order: Order,
         most: Option<u64>,
     ) -> Result<SavePlan> {
+        Self::bounded(tensors, metadata, name, arrangement, order, most, LONGEST_HEADER as u64)
+    }
+
+    /// The same with headers of at most `longest` bytes. With `most`, a longer one becomes several.
+    fn bounded(
+        tensors: &[Tensor],
+        metadata: Option<&BTreeMap<String, String>>,
+        name: impl AsRef<OsStr>,
+        arrangement: Arrangement,
+        order: Order,
+        most: Option<u64>,
+        longest: u64,
+    ) -> Result<SavePlan> {
         let mut names = HashSet::with_capacity(tensors.len());
         for tensor in tensors {
             if tensor.name == "__metadata__" {
@@ -123,13 +136,21 @@ impl SavePlan {
 
         let mut shards: Vec<Vec<usize>> = vec![Vec::new()];
         let mut filled = 0u64;
+        // Of the header: what does not depend on where tensors stand, and the numbers that say it.
+        let before = metadata.map_or(0, |metadata| json!(metadata).to_string().len() as u64) + PAGE;
+        let mut header = before;
         for t in ordered {
-            let full = most.is_some_and(|most| filled > 0 && filled + sizes[t] > most);
+            let of_tensor = header_of(&tensors[t]);
+            let numbers = |shard: &[usize]| 2 * (shard.len() as u64 + 1) * digits(filled + sizes[t]);
+            let shard = shards.last().map_or(&[][..], Vec::as_slice);
+            let long = header + of_tensor + numbers(shard) > longest;
+            let full = most.is_some_and(|most| filled > 0 && filled + sizes[t] > most || !shard.is_empty() && long);
             if full {
                 shards.push(Vec::new());
-                filled = 0;
+                (filled, header) = (0, before);
             }
             filled += sizes[t];
+            header += of_tensor;
             if let Some(shard) = shards.last_mut() {
                 shard.push(t);
             }
@@ -184,6 +205,18 @@ fn not_utf8(name: &OsStr) -> Error {
     let text =
         format!("shards cannot be called {}: the name is not UTF-8, and an index is JSON", Path::new(name).display());
     Error::new(ErrorKind::Invalid, text)
+}
+
+/// Bytes that a tensor has in a header, without the two numbers that say where it stands.
+fn header_of(tensor: &Tensor) -> u64 {
+    let Tensor { name, dtype, shape } = tensor;
+    let text = format!(",:{{\"dtype\":\"{dtype}\",\"shape\":{},\"data_offsets\":[,]}}", json!(shape));
+    (json!(name).to_string().len() + text.len()) as u64
+}
+
+/// Digits of a decimal number.
+fn digits(number: u64) -> u64 {
+    u64::from(number.checked_ilog10().unwrap_or(0)) + 1
 }
 
 /// The place of a size among the classes.
@@ -242,7 +275,8 @@ fn file(
     if len > LONGEST_HEADER {
         let name = Path::new(&name).display();
         let why = format!(
-            "{name}: its header would have {len} bytes, and readers accept {LONGEST_HEADER}; save in more shards"
+            "{name}: its header would have {len} bytes, and readers accept {LONGEST_HEADER}: save several files \
+             (penstock.save with max_shard_size=), or use shorter names and metadata"
         );
         return Err(Error::new(ErrorKind::Invalid, why));
     }
@@ -353,6 +387,28 @@ mod tests {
         let index: Value = serde_json::from_str(plan.index.as_deref().unwrap()).unwrap();
         assert_eq!(index["weight_map"]["head"], "model-00003-of-00003.safetensors");
         assert_eq!(index["metadata"]["total_size"], plan.nbytes);
+    }
+
+    #[test]
+    fn shards_end_where_their_header_would_be_too_long() {
+        let tensors: Vec<Tensor> =
+            (0..3000).map(|i| tensor(&format!("layer.{i}.\"é\""), DType::F32, &[i % 7, 3])).collect();
+        for (arrangement, longest) in [Arrangement::Aligned, Arrangement::Compact]
+            .into_iter()
+            .flat_map(|a| [6_000u64, 10_000, 50_000, 200_000].map(|longest| (a, longest)))
+        {
+            let most = Some(1 << 40);
+            let plan = SavePlan::bounded(&tensors, None, "model", arrangement, Order::File, most, longest).unwrap();
+            let lengths: Vec<u64> = plan.files.iter().map(|file| file.head.len() as u64).collect();
+            assert!(lengths.iter().all(|length| *length <= longest), "{lengths:?} over {longest}");
+            // No shard is ended far too early: a page of padding, and some digits.
+            let most_shards = lengths.iter().sum::<u64>() / (longest * 4 / 5 - PAGE) + 1;
+            assert!(lengths.len() as u64 <= most_shards, "{} shards of {longest}: {lengths:?}", lengths.len());
+            assert_eq!(plan.files.iter().map(|file| file.places.len()).sum::<usize>(), tensors.len());
+            assert_eq!(plan.index.is_some(), lengths.len() > 1);
+        }
+        let one = SavePlan::bounded(&tensors, None, "model", Arrangement::Aligned, Order::File, None, 10_000).unwrap();
+        assert_eq!(one.files.len(), 1);
     }
 
     #[test]

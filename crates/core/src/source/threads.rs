@@ -442,7 +442,7 @@ impl PoolShared {
     }
 
     fn read(&self, read: &Read, flags: i32, tools: &mut Tools) -> Result<u64, Failure> {
-        let fd = self.files.open(read.file, false)?;
+        let fd = tools.descriptor(&self.files, read.file)?;
         if flags != 0 {
             // What the kernel reads ahead for one thread another may have read and dropped already: of 6 MiB read by eight
             // threads up to 2 stayed. Reads as long as extents need none.
@@ -636,9 +636,27 @@ struct Tools {
     scratch: Vec<u8>,
     /// Bytes from the first on that the read in hand may have written to its place.
     written: u64,
+    /// The descriptor of a file that this thread alone reads through, where one for all is not enough.
+    own: Option<(u32, Arc<OwnedFd>)>,
 }
 
 impl Tools {
+    /// The descriptor to read file number `file` through.
+    fn descriptor(&mut self, files: &Files, file: u32) -> Result<Arc<OwnedFd>> {
+        if !files.reads_ahead_by_descriptor(file) {
+            return files.open(file, false);
+        }
+        if let Some((_, own)) = self.own.as_ref().filter(|(of, _)| *of == file) {
+            return Ok(own.clone());
+        }
+        self.own = None;
+        match files.open_own(file) {
+            // Of a few descriptors, one for all is better than none.
+            Err(e) if e.kind() == ErrorKind::Limit => files.open(file, false),
+            own => Ok(self.own.insert((file, own?)).1.clone()),
+        }
+    }
+
     /// Makes `places` what `read` wants filled.
     fn aim(&mut self, read: &Read) -> Result<()> {
         self.places.clear();

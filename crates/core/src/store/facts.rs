@@ -1,12 +1,15 @@
 //! What the file system of a file allows: which routes make sense, and what O_DIRECT needs.
 
 use super::known_disks;
+use super::mounts::mount_of;
 use super::stat::{statx, STATX_DIOALIGN};
 use crate::error::{Error, Result};
 use crate::extent::TakesSlab;
 use crate::options::PAGE;
+use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 /// What kind of storage a file system is on. This decides which routes make sense.
@@ -14,7 +17,7 @@ use std::path::Path;
 pub enum FsKind {
     /// The page cache is the storage (tmpfs, ramfs, hugetlbfs).
     Memory,
-    /// A disk of this machine (overlay counts as local: its layers nearly always are).
+    /// A disk of this machine. An overlay counts as local if the layer that has the file is.
     Local,
     /// A file system on remote storage, of another process (FUSE), or unknown: may stall, and is never mapped.
     Network,
@@ -68,7 +71,10 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
         return Err(Error::io("statfs", &io::Error::last_os_error()).at(path));
     }
     // The type's width and sign differ between architectures; magic numbers are 32 bits.
-    let (kind, fs) = file_system(s.f_type as u32);
+    let (kind, fs) = match file_system(s.f_type as u32) {
+        (_, "overlay") => (kind_below(fd, path), "overlay"),
+        known => known,
+    };
     let stat = statx(Some(fd.as_raw_fd()), Some(STATX_DIOALIGN), path)?;
     let direct_align = match (kind, stat.direct) {
         (FsKind::Memory, _) => None,
@@ -85,6 +91,54 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     let (storage, staging) = (stat.identity.dev, TakesSlab::AtRequest);
     let (parallelism, extent, gap) = (None, None, None);
     Ok(Facts { kind, fs, storage, direct_align, mappable, parallelism, staging, extent, gap })
+}
+
+/// What a file of an overlay lies on. Lazily pulled images have layers in another process (FUSE), which fetches their
+/// bytes over the network.
+fn kind_below(fd: &OwnedFd, path: &Path) -> FsKind {
+    if has_extents(fd) {
+        return FsKind::Local;
+    }
+    // Some file systems of this machine cannot say where the bytes are. Seen from a container, the paths of the layers
+    // lead to nothing.
+    // A file may have the device number of its layer. A directory has that of the overlay.
+    let layers = path.parent().and_then(mount_of).map(|mount| mount.layers).unwrap_or_default();
+    let kinds: Vec<_> = layers.iter().map(|layer| kind_at(layer)).collect();
+    let is_local = |kind: &Option<FsKind>| matches!(kind, Some(FsKind::Local | FsKind::Memory));
+    match !kinds.is_empty() && kinds.iter().all(is_local) {
+        true => FsKind::Local,
+        false => FsKind::Network,
+    }
+}
+
+/// Whether the file system can say where on a disk the first page of the file is. An overlay asks the layer that has the file.
+fn has_extents(fd: &OwnedFd) -> bool {
+    /// `struct fiemap` without extents (include/uapi/linux/fiemap.h).
+    #[repr(C)]
+    struct Fiemap {
+        start: u64,
+        length: u64,
+        flags: u32,
+        mapped: u32,
+        count: u32,
+        reserved: u32,
+    }
+    const FS_IOC_FIEMAP: libc::c_ulong = 0xc020_660b;
+    const { assert!(std::mem::size_of::<Fiemap>() == 0x20) };
+    let mut asked = Fiemap { start: 0, length: PAGE, flags: 0, mapped: 0, count: 0, reserved: 0 };
+    // SAFETY: the kernel writes to this structure alone: there is room for no extent behind it, and it is told so.
+    unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FIEMAP as _, &raw mut asked) == 0 }
+}
+
+/// The kind of storage under a directory; `None` if it cannot be seen.
+fn kind_at(path: &Path) -> Option<FsKind> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    // SAFETY: all zeros are a valid `statfs`.
+    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a string that ends with a zero, and one structure that is written.
+    let rc = unsafe { libc::statfs(path.as_ptr(), &raw mut found) };
+    // Another overlay has layers of its own.
+    (rc == 0).then(|| file_system(found.f_type as u32)).filter(|(_, fs)| *fs != "overlay").map(|(kind, _)| kind)
 }
 
 /// File systems by magic number (include/uapi/linux/magic.h and their own headers). virtiofs answers like FUSE.

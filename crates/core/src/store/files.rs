@@ -45,6 +45,8 @@ struct File {
     identity: Identity,
     facts: OnceLock<Facts>,
     touched: AtomicBool,
+    /// The kernel has refused to map it.
+    unmappable: AtomicBool,
     /// Threads that are asking the file system about it.
     asking: AtomicU32,
 }
@@ -82,6 +84,7 @@ impl Files {
                 identity,
                 facts: OnceLock::new(),
                 touched: AtomicBool::new(false),
+                unmappable: AtomicBool::new(false),
                 asking: AtomicU32::new(0),
             })
             .collect();
@@ -190,6 +193,29 @@ impl Files {
             while open.len() >= self.most_open && close_idlest(&mut open) {}
         }
         // Opened without the lock: on a network file system this may take long, and other threads need not wait for it.
+        let fd = self.open_new(file, direct)?;
+        let mut open = lock(&self.open);
+        // Another thread may have opened it meanwhile. One of the two descriptors is enough.
+        if let Some(o) = open.iter().find(|o| o.file == file && o.direct == direct) {
+            return Ok(o.fd.clone());
+        }
+        open.push(Open { file, direct, used, fd: fd.clone() });
+        Ok(fd)
+    }
+
+    /// A descriptor that is the caller's own, for reading through the page cache: what the file system reads ahead for it
+    /// follows the caller's reads alone.
+    pub(crate) fn open_own(&self, file: u32) -> Result<Arc<OwnedFd>> {
+        self.open_new(file, false)
+    }
+
+    /// Whether the file system reads ahead for each descriptor by itself: one of another process, which sees the reads of
+    /// several threads on one descriptor as random.
+    pub(crate) fn reads_ahead_by_descriptor(&self, file: u32) -> bool {
+        self.facts(file).is_ok_and(|facts| facts.fs == "fuse")
+    }
+
+    fn open_new(&self, file: u32, direct: bool) -> Result<Arc<OwnedFd>> {
         let _asking = self.ask(file);
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let fd = loop {
@@ -215,14 +241,7 @@ impl Files {
         self.opens.fetch_add(1, Ordering::Relaxed);
         self.compare(file, &statx(Some(fd.as_raw_fd()), None, self.path(file))?.identity)?;
         self.files[file as usize].touched.store(true, Ordering::Relaxed);
-        let fd = Arc::new(fd);
-        let mut open = lock(&self.open);
-        // Another thread may have opened it meanwhile. One of the two descriptors is enough.
-        if let Some(o) = open.iter().find(|o| o.file == file && o.direct == direct) {
-            return Ok(o.fd.clone());
-        }
-        open.push(Open { file, direct, used, fd: fd.clone() });
-        Ok(fd)
+        Ok(Arc::new(fd))
     }
 
     /// Closes every descriptor that no read is using.
@@ -232,13 +251,22 @@ impl Files {
 
     /// What the file system of file number `file` allows.
     pub fn facts(&self, file: u32) -> Result<Facts> {
-        if let Some(facts) = self.files[file as usize].facts.get() {
-            return Ok(*facts);
-        }
-        let fd = self.open(file, false)?;
-        let _asking = self.ask(file);
-        let facts = facts_of(&fd, self.path(file))?;
-        Ok(*self.files[file as usize].facts.get_or_init(|| facts))
+        let known = &self.files[file as usize];
+        let facts = match known.facts.get() {
+            Some(facts) => *facts,
+            None => {
+                let fd = self.open(file, false)?;
+                let _asking = self.ask(file);
+                let facts = facts_of(&fd, self.path(file))?;
+                *known.facts.get_or_init(|| facts)
+            }
+        };
+        Ok(Facts { mappable: facts.mappable && !known.unmappable.load(Ordering::Relaxed), ..facts })
+    }
+
+    /// From now on the facts say that file number `file` cannot be mapped.
+    pub(super) fn refuse_mapping(&self, file: u32) {
+        self.files[file as usize].unmappable.store(true, Ordering::Relaxed);
     }
 
     /// Whether a read through the page cache that fails has written nothing.

@@ -151,11 +151,16 @@ impl Storage {
         self.ask(file, |objects| objects.resident_within(file, range))
     }
 
-    /// A mapping of a file whose facts say that it can be mapped.
-    pub(crate) fn map(&self, file: u32) -> Result<Mapping> {
+    /// A mapping of a file whose facts say that it can be mapped; or why the kernel refuses it.
+    pub(crate) fn map(&self, file: u32) -> Result<Result<Mapping>> {
         let none = || Error::new(ErrorKind::Internal, "a store that says it can be mapped gives nothing to map");
         let fd = self.of(file).to_map(file)?.ok_or_else(none)?;
-        Mapping::new(&*fd, self.size(file)).map_err(|e| e.at(self.path(file)))
+        Ok(Mapping::new(&*fd, self.size(file)).map_err(|e| e.at(self.path(file))))
+    }
+
+    /// From now on the facts say of these files that they cannot be mapped: the kernel has refused it.
+    pub(crate) fn refuse_mappings(&self, files: impl Iterator<Item = u32>) {
+        files.filter(|file| self.elsewhere(*file).is_none()).for_each(|file| self.local.refuse_mapping(file));
     }
 
     /// An error of kind `Changed` if the file is no longer what it was when its header was read. Stores whose reads say so

@@ -1,0 +1,245 @@
+"""What `torch.save` wrote: which files of a folder hold weights, and their tensors, read without running anything in them.
+
+The content of a file decides what it is, and not its name: pickles are called ``.safetensors`` and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ._errors import InvalidError, NotFoundError, PenstockError, UnsupportedError
+from ._paths import is_web
+
+#: The names that `torch.save` of weights is given.
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+#: What libraries call the weights of a folder, in the order in which they are looked for: transformers, diffusers, peft.
+_STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
+#: State of a training, which no folder's weights are: of Trainer, Accelerate, DeepSpeed, FSDP.
+_STATE = re.compile(
+    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader|dl_state"
+    r"|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
+    re.IGNORECASE,
+)
+#: Where trainers keep the state dict in what they save.
+_INSIDE = ("state_dict", "model_state_dict", "model", "module")
+_HEAD = 64
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts "shard-2" before "shard-10"."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _start(file: Path) -> bytes:
+    """The first bytes of a file; none if it is no file or cannot be read: opening it tells why."""
+    try:
+        if not file.is_file():
+            return b""
+        with file.open("rb") as opened:
+            return opened.read(_HEAD)
+    except OSError:
+        return b""
+
+
+def _is_zip(start: bytes) -> bool:
+    return start.startswith(b"PK\x03\x04")
+
+
+def is_pickle(file: Path) -> bool:
+    """Whether `torch.save` may have written the file: a zip archive, or before torch 1.6 several pickles."""
+    start = _start(file)
+    # The second: the number with which the old format begins, in protocol 0 and 1
+    plain = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+    return _is_zip(start) or (plain and not _is_header(start)) or start.startswith(b"L119547037146038801333356L")
+
+
+def _is_header(start: bytes) -> bool:
+    """Whether a file begins as safetensors files do: with the length of a header, and its first brace."""
+    return len(start) > 8 and start[8:].lstrip()[:1] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
+
+
+def is_misnamed(file: Path) -> bool:
+    """Whether a safetensors file has the name of what `torch.save` writes."""
+    return file.suffix in SUFFIXES and _is_header(_start(file))
+
+
+def _seen(folder: Path, *suffixes: str) -> list[Path]:
+    """Files in a folder with such endings, hidden ones and the state of a training left out, in natural order."""
+    found = [path for path in folder.iterdir() if path.suffix in suffixes and not path.name.startswith(".")]
+    return sorted((path for path in found if not _STATE.fullmatch(path.name)), key=lambda path: _natural(path.name))
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    """The weights in a folder without safetensors files."""
+    named = _seen(folder, ".safetensors")
+    if named:
+        return named if all(map(is_pickle, named)) else []
+    names = {path.name: path for path in _seen(folder, *SUFFIXES)}
+    for stem in _STEMS:
+        if f"{stem}.bin" in names:
+            return [names[f"{stem}.bin"]]
+        index = folder / f"{stem}.bin.index.json"
+        if index.is_file():
+            return _of_index(index)
+        shards = [path for name, path in names.items() if re.fullmatch(rf"{stem}-\d+-of-\d+\.bin", name)]
+        if shards:
+            return shards
+        variants = [path for name, path in names.items() if re.fullmatch(rf"{stem}\.[^.]+\.bin", name)]
+        if len(variants) > 1:
+            listed = ", ".join(path.name for path in variants)
+            raise InvalidError(f"several variants in this folder: give one of them: {listed}", path=str(folder))
+        if variants:
+            return variants
+    for suffix in SUFFIXES:
+        here = [path for path in names.values() if path.suffix == suffix and (is_pickle(path) or is_misnamed(path))]
+        if here:
+            return here
+    others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in names]
+    if others and not names:
+        what = f"no weights in this folder: {', '.join(sorted(others))} hold the state of a training"
+        raise NotFoundError(what, path=str(folder))
+    return list(names.values())
+
+
+def _of_index(index: Path) -> list[Path]:
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        return [index.parent / name for name in sorted(shards, key=_natural)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidError(f"{index} is not an index of shards: {error}", path=str(index)) from None
+
+
+def _cached(source: str) -> Path:
+    """The path that a source stands for: of this machine, or in the Hub cache."""
+    path = Path(source)
+    if path.exists() or is_web(source):
+        return path
+    from . import _hub
+
+    try:
+        return _hub.find(source).path
+    except PenstockError:
+        return path  # opening it tells why
+
+
+def weights(sources: Sequence[str]) -> list[Path]:
+    """The files among the sources that `torch.save` wrote; empty where they are safetensors files.
+
+    Raises:
+        InvalidError: some are, and some are not.
+        NotFoundError: a folder has nothing but the state of a training.
+    """
+    if any(map(is_web, sources)):
+        return []
+    found: list[Path] = []
+    for source in sources:
+        path = _cached(source)
+        if path.is_dir():
+            found += _of_folder(path)
+        elif path.name.endswith(".bin.index.json"):
+            found += _of_index(path)
+        elif path.name.endswith(".index.json") and path.is_file():
+            shards = _of_index(path)
+            found += shards if any(map(is_pickle, shards)) else []
+        else:
+            found.append(path)
+    pickles = [path for path in found if is_pickle(path) or (path.suffix in SUFFIXES and not path.exists())]
+    others = [path for path in found if path not in pickles]
+    if pickles and others:
+        _tell(others)
+        listed = ", ".join(path.name for path in others)
+        raise InvalidError(f"torch.save wrote some of these files, and not {listed}: convert them one by one")
+    return pickles
+
+
+def misnamed(sources: Sequence[str]) -> list[str] | None:
+    """The safetensors files that the sources stand for, if they have the names of what `torch.save` writes."""
+    if any(map(is_web, sources)):
+        return None
+    found: list[Path] = []
+    for path in map(_cached, sources):
+        found += _of_folder(path) if path.is_dir() else [path]
+    return [str(path) for path in found] if found and all(map(is_misnamed, found)) else None
+
+
+def _tell(files: Sequence[Path]) -> None:
+    """Raises what opening such a file says that it is: a pointer of Git LFS, a web page, and so on."""
+    from . import _core
+
+    for file in files:
+        if not is_misnamed(file) and file.suffix in SUFFIXES:
+            _core.Checkpoint.open([str(file)], None, None)
+
+
+def _why(error: Exception) -> str:
+    """What torch said, without its advice to run what is in the file."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    way_out = (
+        "nothing in the file is run. Where the model was made, save its tensors alone: "
+        "torch.save(model.state_dict(), FILE)"
+    )
+    found = re.search(r"GLOBAL (\S+)|Unsupported (?:class|global:?) (\S+)", text)
+    if found:
+        return f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
+    if "weights_only" in text or "Weights only" in text or "WeightsUnpickler" in text:
+        reason = re.search(r"WeightsUnpickler error: ([^\n]+)", text)
+        what = reason[1] if reason else text.split("\n")[0].split(". ")[0]
+        return f"torch.load(weights_only=True): {what}; {way_out}"
+    return f"torch.load(weights_only=True): {text}"
+
+
+def _load(file: Path) -> Any:
+    """What is in the file; an archive is mapped, if the kernel does that."""
+    import torch
+
+    if _is_zip(_start(file)):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, OSError) as error:
+            if "mmap" not in str(error):
+                raise
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors in a file that `torch.save` wrote, by name.
+
+    Raises:
+        NotFoundError: it is not there.
+        InvalidError: it holds something else, or cannot be read without running code.
+        UnsupportedError: torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("reading what torch.save wrote needs torch") from None
+    if not file.exists():
+        raise NotFoundError("this shard is missing", path=str(file))
+    try:
+        loaded = _load(file)
+    except Exception as error:
+        raise InvalidError(_why(error), path=str(file)) from None
+    if isinstance(loaded, Mapping) and not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        for key in _INSIDE:
+            if isinstance(loaded.get(key), Mapping):
+                loaded = loaded[key]
+                break
+    if not isinstance(loaded, Mapping):
+        raise InvalidError(f"it holds a {type(loaded).__name__}, not a dict of tensors", path=str(file))
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            why = f"{name} is a {type(tensor).__name__}, not a tensor: give a file of tensors alone, by name"
+            raise InvalidError(why, path=str(file), tensor=str(name))
+        yield name, tensor.detach()
+
+
+def not_here(source: str, error: PenstockError) -> PenstockError:
+    """The error for a file or repository of a server that holds what `torch.save` wrote."""
+    if "torch.save" not in str(error):
+        return error
+    why = "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+    return type(error)(why, path=source)

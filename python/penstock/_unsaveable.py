@@ -1,0 +1,85 @@
+"""Tensors of torch that no file can hold as they are: which, and what to save in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._errors import ArgumentTypeError, InvalidError, NoValuesError
+
+
+def check(state: Mapping[str, Any]) -> None:
+    """Raises for the first value that is no tensor, or a tensor that has no memory of its own.
+
+    Raises:
+        ArgumentTypeError: it is no tensor.
+        NoValuesError: a lazy module has not made it yet.
+        InvalidError: it stands for others: a quantized tensor, or one that is divided among ranks.
+    """
+    for name, value in state.items():
+        check_one(name, value)
+
+
+def check_one(name: object, value: Any) -> None:
+    """The same for one tensor."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if not isinstance(value, torch.Tensor):
+        raise not_a_tensor(name, value)
+    if is_lazy(value):
+        raise NoValuesError(
+            f"tensor {name} is a {type(value).__name__}: it has no shape yet. Call the module once, or its "
+            "initialize_parameters, before it is saved",
+            tensor=str(name),
+        )
+    if stands_for_others(value):
+        raise without_memory(name, value)
+
+
+def stands_for_others(tensor: Any) -> bool:
+    """Whether a tensor has values, and no memory that holds them."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return False  # refused for that
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
+        return True
+    try:
+        return bool(tensor.numel()) and not tensor.untyped_storage().data_ptr() and tensor.device.type in ("cpu", "cuda")
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def not_a_tensor(name: object, value: object) -> ArgumentTypeError:
+    """The error for a value that is no tensor: extra state of modules is often none."""
+    kind = f"{name} is a {type(value).__name__}, not a torch.Tensor"
+    if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state":
+        return ArgumentTypeError(
+            f"{kind}: the extra state of a module, which a file of tensors cannot hold. Take it out of the state dict "
+            "(state.pop), save that, and keep it elsewhere",
+            tensor=name,
+        )
+    return ArgumentTypeError(f"{kind}: a file holds tensors alone")
+
+
+def without_memory(name: object, tensor: Any) -> InvalidError:
+    """The error for a tensor that stands for others, with what to save in its place."""
+    import torch
+
+    kind = f"tensor {name} is a {type(tensor).__name__} without memory of its own"
+    if hasattr(tensor, "full_tensor"):
+        way_out = "it is divided among ranks. `.full_tensor()`, called on all of them, makes a whole one"
+    elif getattr(type(tensor), "dequantize", None) is not torch.Tensor.dequantize:
+        way_out = f"it is quantized. Save `.dequantize()` of it{_made_of(tensor)}"
+    else:
+        way_out = f"save the tensors that it is made of{_made_of(tensor).removeprefix(', or the tensors that it is made of')}"
+    return InvalidError(f"{kind}: {way_out}", tensor=str(name))
+
+
+def _made_of(tensor: Any) -> str:
+    try:
+        names, _ = tensor.__tensor_flatten__()
+    except Exception:
+        return ""
+    return f", or the tensors that it is made of ({', '.join(map(str, names))})"
