@@ -1,0 +1,148 @@
+//! Bodies that come in chunks (RFC 9112, 7.1): what stands between the bytes.
+
+use std::io;
+
+/// The longest line between two chunks: a size, what a server adds to it, or a field behind the last chunk.
+const LONGEST_LINE: usize = 8 << 10;
+
+/// How far a body in chunks has come.
+#[derive(Debug, Default)]
+pub(super) struct Chunks {
+    at: At,
+    /// Bytes of this chunk that are still to come.
+    left: u64,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum At {
+    /// The size of a chunk.
+    #[default]
+    Size,
+    Bytes,
+    /// The line that ends behind the bytes of a chunk.
+    End,
+    /// The fields behind the last chunk.
+    Fields,
+    Over,
+}
+
+impl Chunks {
+    /// Reads what stands between chunks at the beginning of these bytes: how many that are.
+    ///
+    /// # Errors
+    /// `InvalidData` if it is something else.
+    pub(super) fn read(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut used = 0;
+        loop {
+            let rest = &bytes[used..];
+            let long = |rest: &[u8]| if rest.len() > LONGEST_LINE { Err(wrong("a line is too long")) } else { Ok(()) };
+            match self.at {
+                At::Bytes | At::Over => return Ok(used),
+                At::Size => match httparse::parse_chunk_size(rest) {
+                    Ok(httparse::Status::Complete((length, size))) => {
+                        (used, self.left) = (used + length, size);
+                        self.at = if size == 0 { At::Fields } else { At::Bytes };
+                    }
+                    Ok(httparse::Status::Partial) => return long(rest).map(|()| used),
+                    Err(_) => return Err(wrong("a chunk has no size")),
+                },
+                At::End => match rest {
+                    [b'\r', b'\n', ..] => (used, self.at) = (used + 2, At::Size),
+                    [] | [b'\r'] => return Ok(used),
+                    _ => return Err(wrong("a chunk is longer than its size")),
+                },
+                At::Fields => match rest.windows(2).position(|two| two == b"\r\n") {
+                    Some(0) => (used, self.at) = (used + 2, At::Over),
+                    Some(end) => used += end + 2,
+                    None => return long(rest).map(|()| used),
+                },
+            }
+        }
+    }
+
+    /// Bytes that follow at once; 0: something else is to be read first, or it is over.
+    pub(super) fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// Whether nothing follows.
+    pub(super) fn is_over(&self) -> bool {
+        self.at == At::Over
+    }
+
+    /// So many bytes of the chunk came.
+    pub(super) fn took(&mut self, bytes: u64) {
+        self.left -= bytes.min(self.left);
+        if self.left == 0 && self.at == At::Bytes {
+            self.at = At::End;
+        }
+    }
+}
+
+/// The bytes of a body that has begun so.
+pub(super) fn begun(mut rest: &[u8]) -> Vec<u8> {
+    let (mut chunks, mut body) = (Chunks::default(), Vec::new());
+    while let Ok(used) = chunks.read(rest) {
+        rest = &rest[used..];
+        let part = chunks.left().min(rest.len() as u64);
+        if part == 0 {
+            break;
+        }
+        body.extend_from_slice(&rest[..part as usize]);
+        rest = &rest[part as usize..];
+        chunks.took(part);
+    }
+    body
+}
+
+fn wrong(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the chunked body is broken: {what}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The bytes of a body that comes in parts of `part` bytes, and whether it is over.
+    fn decoded(text: &[u8], part: usize) -> io::Result<(Vec<u8>, bool)> {
+        let (mut chunks, mut body, mut held) = (Chunks::default(), Vec::new(), Vec::new());
+        for part in text.chunks(part) {
+            held.extend_from_slice(part);
+            loop {
+                let used = chunks.read(&held)?;
+                held.drain(..used);
+                let part = chunks.left().min(held.len() as u64) as usize;
+                if part == 0 {
+                    break;
+                }
+                body.extend(held.drain(..part));
+                chunks.took(part as u64);
+            }
+        }
+        Ok((body, chunks.is_over() && held.is_empty()))
+    }
+
+    #[test]
+    fn bytes_are_found_wherever_a_body_is_cut() {
+        let text = b"5\r\nhello\r\n00B;name=\"x\"\r\n, \r\n0\r\nwor\r\n2 \r\nld\r\n0\r\nX: y\r\nZ: w\r\n\r\n";
+        for part in 1..=text.len() {
+            assert_eq!(decoded(text, part).unwrap(), (b"hello, \r\n0\r\nworld".to_vec(), true), "{part}");
+        }
+        for cut in 0..text.len() {
+            assert!(!decoded(&text[..cut], 7).unwrap().1, "{cut}");
+        }
+        assert_eq!(begun(&text[..12]), b"hello");
+        assert_eq!(begun(text), b"hello, \r\n0\r\nworld");
+    }
+
+    #[test]
+    fn what_is_no_chunk_is_an_error() {
+        for text in ["x\r\n", "-1\r\n", "5\r\nhello!\r\n", "fffffffffffffffff\r\n", "\r\n"] {
+            for part in [1, 100] {
+                assert!(decoded(text.as_bytes(), part).is_err(), "{text:?}");
+            }
+        }
+        assert!(decoded(&[b"1;", &[b'x'; 2 * LONGEST_LINE][..]].concat(), 100).is_err());
+    }
+}
