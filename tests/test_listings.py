@@ -151,14 +151,19 @@ class WithoutTokens:
         return 200, {}, body.encode()
 
 
-class OldS3(WithoutTokens, Bucket):
-    def answer(self, method: str, target: str, fields: Mapping[str, str]) -> Answer:
+    def answer(self: Any, method: str, target: str, fields: Mapping[str, str]) -> Answer:
         query = dict(parse_qsl(urlsplit(target).query))
-        return self.listing(query) if "delimiter" in query else super().answer(method, target, fields)
+        if "delimiter" in query:
+            return self.listing(query)  # type: ignore[no-any-return]
+        return super().answer(method, target, fields)  # type: ignore[misc,no-any-return]
+
+
+class OldS3(WithoutTokens, Bucket):
+    """S3 as it was."""
 
 
 class OldGoogle(WithoutTokens, Google):
-    answer = OldS3.answer
+    """The same for Google Cloud Storage."""
 
 
 @pytest.mark.parametrize("kind", [OldS3, OldGoogle])

@@ -141,9 +141,12 @@ def test_httpie_96_scdl_248_what_breaks_off_is_no_file(tiny, cut):
 def test_a_chunked_body_that_ends_early_is_no_file(tiny):
     content = tiny.read_bytes()
     told = part(Asked("/", {}), content, status="200 OK", chunked=50)
-    with raw_server(lambda asked: told[:-30].replace(b"\r\n", b"\r\nConnection: close\r\n", 1)) as served:
-        with pytest.raises(penstock.ReadError):
-            penstock.open(f"{served.url}/x.safetensors")
+    for cut in (1, 2, 6, 30, 100):
+        short = told[:-cut].replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        with raw_server(lambda asked, short=short: short) as served:
+            for look in (penstock.open, lambda address: _core.contents([address], 1 << 20)):
+                with pytest.raises(penstock.ReadError):
+                    look(f"{served.url}/x.safetensors")
     with raw_server(lambda asked: part(asked, content[:-1], status="200 OK", chunked=50)) as served:
         with pytest.raises(penstock.PenstockError):
             penstock.open(f"{served.url}/x.safetensors")

@@ -280,8 +280,8 @@ impl Answer {
             }
             // Some servers refuse a range that passes the end. Not every one says where that is. But only an empty object
             // lacks its first byte.
+            416 if !seen && self.total == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
             416 if !seen && expected.range.start == 0 => match self.total {
-                Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
                 Some(size) if size < expected.range.end => Verdict::Less(size),
                 None if expected.range.end > 1 => Verdict::Less(1),
                 None => Verdict::Body { length: 0, size: 0, version: self.version() },

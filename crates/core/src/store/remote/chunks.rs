@@ -35,26 +35,33 @@ impl Chunks {
         let mut used = 0;
         loop {
             let rest = &bytes[used..];
-            let long = |rest: &[u8]| if rest.len() > LONGEST_LINE { Err(wrong("a line is too long")) } else { Ok(()) };
             match self.at {
                 At::Bytes | At::Over => return Ok(used),
-                At::Size => match httparse::parse_chunk_size(rest) {
-                    Ok(httparse::Status::Complete((length, size))) => {
-                        (used, self.left) = (used + length, size);
-                        self.at = if size == 0 { At::Fields } else { At::Bytes };
-                    }
-                    Ok(httparse::Status::Partial) => return long(rest).map(|()| used),
-                    Err(_) => return Err(wrong("a chunk has no size")),
-                },
+                At::Size | At::Fields => {
+                    let Some(end) = rest.windows(2).position(|two| two == b"\r\n") else {
+                        if rest.len() > LONGEST_LINE {
+                            return Err(wrong("a line is too long"));
+                        }
+                        return Ok(used);
+                    };
+                    used += end + 2;
+                    self.at = match (self.at, end) {
+                        (At::Fields, 0) => At::Over,
+                        (At::Fields, _) => At::Fields,
+                        _ => {
+                            self.left = size(&rest[..end])?;
+                            if self.left == 0 {
+                                At::Fields
+                            } else {
+                                At::Bytes
+                            }
+                        }
+                    };
+                }
                 At::End => match rest {
                     [b'\r', b'\n', ..] => (used, self.at) = (used + 2, At::Size),
                     [] | [b'\r'] => return Ok(used),
                     _ => return Err(wrong("a chunk is longer than its size")),
-                },
-                At::Fields => match rest.windows(2).position(|two| two == b"\r\n") {
-                    Some(0) => (used, self.at) = (used + 2, At::Over),
-                    Some(end) => used += end + 2,
-                    None => return long(rest).map(|()| used),
                 },
             }
         }
@@ -93,6 +100,14 @@ pub(super) fn begun(mut rest: &[u8]) -> Vec<u8> {
         chunks.took(part);
     }
     body
+}
+
+/// The size that a line says: hexadecimal digits, and perhaps something behind them.
+fn size(line: &[u8]) -> io::Result<u64> {
+    let digits = line.split(|b| *b == b';').next().unwrap_or_default().trim_ascii_end();
+    let is_size = !digits.is_empty() && digits.iter().all(u8::is_ascii_hexdigit);
+    let size = std::str::from_utf8(digits).ok().filter(|_| is_size).and_then(|text| u64::from_str_radix(text, 16).ok());
+    size.ok_or_else(|| wrong("a chunk has no size"))
 }
 
 fn wrong(what: &str) -> io::Error {

@@ -292,7 +292,7 @@ impl<S: WireEnd> Link<S> {
                 room -= place.iov_len;
             }
             let got = if room_of(&places) == 0 { 0 } else { self.receive(&mut places)? };
-            if got == 0 && self.whole.is_some() {
+            if got == 0 && self.whole.is_some() && self.chunks.as_ref().is_none_or(Chunks::is_over) {
                 self.close(told);
                 return Ok(None);
             }

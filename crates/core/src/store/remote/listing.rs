@@ -106,8 +106,9 @@ fn names(control: &Control, prefix: &str, request: impl Fn(&NextPage, Option<&Pl
             Ok(body) => body,
             Err(refusal) => return Ok(Err(refusal)),
         };
-        let Page { keys, next } = Page::of(&body)?;
+        let Page { keys, folders, next } = Page::of(&body)?;
         let had = seen.len();
+        seen.extend(folders);
         for (key, size) in keys {
             // What these name in a folder is not in it.
             let name = key.strip_prefix(prefix).filter(|name| !name.contains('/') && !["", ".", ".."].contains(name));

@@ -9,6 +9,8 @@ use crate::error::{Error, ErrorKind, Result};
 pub(super) struct Page {
     /// The keys on it, and the bytes of their objects where the page says them.
     pub(super) keys: Vec<(String, Option<u64>)>,
+    /// What it says of keys that have a further slash: their beginnings up to that.
+    pub(super) folders: Vec<String>,
     pub(super) next: NextPage,
 }
 
@@ -36,7 +38,7 @@ impl Page {
             Ok(root) if root.starts_with("ListBucket") => read.s3(),
             Ok("EnumerationResults") => Ok(read.azure()),
             Ok("Error") => Err(told(body)),
-            Err(NoXml::BreaksOff) if !text.trim().is_empty() => {
+            Err(NoXml::BreaksOff) if text.contains("<ListBucket") || text.contains("<EnumerationResults") => {
                 Err(io("the listing breaks off: the server closed the connection too early".into()))
             }
             _ => Err(no_listing(&text)),
@@ -69,7 +71,7 @@ impl Reading {
                     self.keys.push((key, size));
                 }
             }
-            ["CommonPrefixes", "Prefix"] => self.folders.push(element.text.clone()),
+            ["CommonPrefixes", "Prefix"] | ["Blobs", "BlobPrefix", "Name"] => self.folders.push(element.text.clone()),
             ["Blobs", "Blob", "Name"] => {
                 // Of a name that XML cannot hold.
                 let is_encoded = element.attributes.to_ascii_lowercase().contains("encoded=\"true\"");
@@ -91,7 +93,7 @@ impl Reading {
     }
 
     fn azure(self) -> Page {
-        Page { keys: self.keys, next: self.marker.map_or(NextPage::None, NextPage::Token) }
+        Page { keys: self.keys, folders: self.folders, next: self.marker.map_or(NextPage::None, NextPage::Token) }
     }
 
     fn s3(mut self) -> Result<Page> {
@@ -116,7 +118,7 @@ impl Reading {
                 })?)
             }
         };
-        Ok(Page { keys, next })
+        Ok(Page { keys, folders, next })
     }
 }
 
@@ -229,7 +231,8 @@ mod tests {
                 "<EnumerationResults><Blobs><BlobPrefix><Name>..</Name></BlobPrefix><Blob><Name>{written}</Name><Properties>\
                  <Content-Length>5</Content-Length></Properties></Blob></Blobs><NextMarker/></EnumerationResults>"
             );
-            assert_eq!(Page::of(blob.as_bytes()).unwrap(), Page { keys: vec![(key, Some(5))], next: NextPage::None });
+            let (keys, folders) = (vec![(key, Some(5))], vec!["..".to_owned()]);
+            assert_eq!(Page::of(blob.as_bytes()).unwrap(), Page { keys, folders, next: NextPage::None });
         }
         let encoded = "<EnumerationResults><Blobs><Blob><Name Encoded=\"true\">a%EF%BF%BE+</Name></Blob></Blobs>\
                        <NextMarker>n</NextMarker></EnumerationResults>";
@@ -241,6 +244,7 @@ mod tests {
     fn what_is_no_listing_is_told() {
         for (body, kind, says) in [
             ("<html><head><title>Log &amp; in</title></head>", ErrorKind::Io, "a web page (Log & in)"),
+            ("<html><head><title>Index of /</title></head>", ErrorKind::Io, "a web page (Index of /)"),
             ("<!DOCTYPE html>\n<p>Sorry <b>no</b></p>", ErrorKind::Io, "a web page (Sorry no)"),
             ("<Error><Code>InternalError</Code><Message>Oh</Message></Error>", ErrorKind::Io, "InternalError: Oh"),
             ("<Error><Code>AccessDenied</Code></Error>", ErrorKind::Permission, "error: AccessDenied"),
