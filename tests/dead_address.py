@@ -1,7 +1,9 @@
 """Opens and loads a model from a server whose name has several addresses, of which only the last one answers.
 
-For a process with its own namespaces of mounts and networks: it changes what names mean. ``python dead_address.py FOLDER
-KIND``, where KIND says what the other addresses do: "silent" (nothing) or "refusing".
+    unshare --mount --net python tests/dead_address.py FOLDER KIND
+
+In namespaces of its own: it changes what names mean. KIND says what the other addresses do: `silent` (nothing) or
+`refusing`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def chunks(body: bytes, size: int) -> bytes:
 
 @contextmanager
 def raw_server(answer: Callable[[Asked], bytes], address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[Raw]:
-    """A server that sends what ``answer`` gives, and closes the connection if that has a field that says so, or no length."""
+    """A server that sends what ``answer`` gives. It closes the connection if that says so, or has no length."""
     listener = socket.create_server(address, backlog=128)
     served = Raw(f"http://127.0.0.1:{listener.getsockname()[1]}")
 

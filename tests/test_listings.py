@@ -1,4 +1,4 @@
-"""Listings of object stores as servers write them: odd keys, pages that do not say how they go on, and answers that are none.
+"""Listings as servers write them: odd keys, pages that do not say how they go on, and answers that are none.
 
 Each test runs against S3, Google Cloud Storage and Azure Blob Storage, as far as the protocol has it.
 """
@@ -76,7 +76,24 @@ def test_odd_keys_beside_and_below_a_model_do_not_stop_its_listing(bucket, small
 
 def test_any_keys(bucket, small, scheme):
     """Generated: names that are empty, dots, tabs, escapes and the like, at every depth, in pages of any size."""
-    parts = ["", ".", "..", "a", "\t", "a\tb", " ", "%2F", "+", "&amp;", "<", "\u00e4\u65e5", "x.txt", "m", "]]>", "&#9;"]
+    parts = [
+        "",
+        ".",
+        "..",
+        "a",
+        "\t",
+        "a\tb",
+        " ",
+        "%2F",
+        "+",
+        "&amp;",
+        "<",
+        "\u00e4\u65e5",
+        "x.txt",
+        "m",
+        "]]>",
+        "&#9;",
+    ]
     made = random.Random(35)
     model = dict(bucket.objects)
     for _ in range(25):
@@ -86,7 +103,9 @@ def test_any_keys(bucket, small, scheme):
         names = _core.names_in(f"{scheme}://bucket/m/", None, storage_of(bucket))
         direct = {key[2:] for key in bucket.objects if key.startswith("m/") and "/" not in key[2:]}
         assert sorted(names) == sorted(direct - {"", ".", ".."}), sorted(bucket.objects)
-        assert [Path(file).name for file in penstock.open(f"{scheme}://bucket/m", storage=storage_of(bucket)).files] == LAYOUT.files
+        assert [
+            Path(file).name for file in penstock.open(f"{scheme}://bucket/m", storage=storage_of(bucket)).files
+        ] == LAYOUT.files
 
 
 def test_a_folder_whose_name_ends_with_slashes_is_another_folder(bucket, small, scheme, write):
@@ -101,9 +120,9 @@ def test_a_folder_whose_name_ends_with_slashes_is_another_folder(bucket, small, 
                 penstock.open(address, storage=storage_of(bucket))
             continue
         checkpoint = penstock.open(address, storage=storage_of(bucket))
-        assert [file.removeprefix(f"{scheme}://bucket/") for file in checkpoint.files][0].startswith(key)
-        expected = small / LAYOUT.files[1] if bucket.objects.get(key) == other else small
+        assert checkpoint.files[0].startswith(f"{scheme}://bucket/{key}")
         if key != f"//{name}":
+            expected = small / LAYOUT.files[1] if bucket.objects.get(key) == other else small
             Oracle(expected).same(checkpoint.load(framework="np"))
 
 
@@ -142,14 +161,15 @@ class WithoutTokens:
         left = [name for name in sorted(names) if name > after]
         here, more = left[: self.page], len(left) > self.page
         here.sort(reverse=self.reverse)
-        contents = "".join(f"<Contents><Key>{escape(name)}</Key></Contents>" for name in here if name in self.objects)
-        contents += "".join(
-            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in here if name not in self.objects
+        contents = "".join(
+            f"<Contents><Key>{escape(name)}</Key></Contents>"
+            if name in self.objects
+            else f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+            for name in here
         )
         marker = f"<NextMarker>{escape(max(here))}</NextMarker>" if more and self.says_marker else ""
         body = f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{marker}{contents}</ListBucketResult>"
         return 200, {}, body.encode()
-
 
     def answer(self: Any, method: str, target: str, fields: Mapping[str, str]) -> Answer:
         query = dict(parse_qsl(urlsplit(target).query))
@@ -181,7 +201,9 @@ def test_a_listing_that_goes_on_without_a_token_is_asked_for_in_the_older_way(sm
 
 
 @pytest.mark.parametrize("kind", [OldS3, OldGoogle])
-@pytest.mark.parametrize(("goes_on", "reverse", "says"), [(False, False, "same page again"), (True, True, "and not where")])
+@pytest.mark.parametrize(
+    ("goes_on", "reverse", "says"), [(False, False, "same page again"), (True, True, "and not where")]
+)
 def test_a_listing_that_cannot_be_asked_for_further_is_an_error(small, kind, goes_on, reverse, says):
     objects = {f"m/{name}": (small / name).read_bytes() for name in LAYOUT.files}
     with serving(kind(objects)) as bucket:
@@ -240,7 +262,8 @@ def test_pages_may_be_empty(bucket, scheme, small):
          "AccessDenied: Not you"),
         ((200, {}, b"<Error><Code>NoSuchBucket</Code><Message>None</Message></Error>"), penstock.NotFoundError,
          "NoSuchBucket: None"),
-        ((200, {}, b"<ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>"), penstock.ReadError, "endpoint right"),
+        ((200, {}, b"<ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>"), penstock.ReadError,
+         "endpoint right"),
         ((200, {}, b'{"message": "no such route"}'), penstock.ReadError, "no such route"),
         ((200, {}, b""), penstock.ReadError, "answers a listing with nothing"),
         ((200, {}, b"<ListBucketResult><Contents><Key>m/a"), penstock.ReadError, "breaks off"),

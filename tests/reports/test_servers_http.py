@@ -106,10 +106,12 @@ def test_hf_mirror_site_31_parts_in_chunks(shard, size):
 @pytest.mark.parametrize("size", [10, 1 << 20])
 def test_huggingface_hub_4741_small_files_without_a_length(tiny, size):
     """What a mirror that knows no ranges gives of the files beside the weights."""
-    contents = {"config.json": b'{"a": [1, 2]}', "merges.txt": b"a b\n" * 999, "tokenizer.json": b'{"x": "%s"}' % (b"y" * (9 << 20))}
-    with raw_server(
-        lambda asked: part(asked, contents[asked.target[1:]], status="200 OK", chunked=size)
-    ) as served:
+    contents = {
+        "config.json": b'{"a": [1, 2]}',
+        "merges.txt": b"a b\n" * 999,
+        "tokenizer.json": b'{"x": "%s"}' % (b"y" * (9 << 20)),
+    }
+    with raw_server(lambda asked: part(asked, contents[asked.target[1:]], status="200 OK", chunked=size)) as served:
         found = _core.contents([f"{served.url}/{name}" for name in contents], 64 << 20)
         assert found == list(contents.values())
 
@@ -147,9 +149,12 @@ def test_a_chunked_body_that_ends_early_is_no_file(tiny):
             for look in (penstock.open, lambda address: _core.contents([address], 1 << 20)):
                 with pytest.raises(penstock.ReadError):
                     look(f"{served.url}/x.safetensors")
-    with raw_server(lambda asked: part(asked, content[:-1], status="200 OK", chunked=50)) as served:
-        with pytest.raises(penstock.PenstockError):
-            penstock.open(f"{served.url}/x.safetensors")
+    short = content[:-1]
+    with (
+        raw_server(lambda asked: part(asked, short, status="200 OK", chunked=50)) as served,
+        pytest.raises(penstock.PenstockError),
+    ):
+        penstock.open(f"{served.url}/x.safetensors")
 
 
 def test_a_document_that_ends_with_its_connection_is_whole_if_it_parses():
@@ -202,7 +207,7 @@ def test_versitygw_770_minio_js_1314(objects, small):
 
 
 def test_s3cmd_730_aeroftp_122(objects):
-    page = b"<!DOCTYPE HTML PUBLIC '-//W3C//DTD HTML 3.2 Final//EN'>\n<html>\n <head>\n  <title>Index of /</title>\n </head>"
+    page = b"<!DOCTYPE HTML PUBLIC '-//W3C//DTD HTML 3.2 Final//EN'>\n<html>\n <head>\n  <title>Index of /</title>\n"
     with serving(Bucket(objects)) as bucket:
         bucket.script = lambda target, number: (200, {"Content-Type": "text/html"}, page)
         with pytest.raises(penstock.ReadError, match=r"web page \(Index of /\).*endpoint"):
@@ -237,5 +242,3 @@ def test_racket_3941_fluux_messenger_532(small, kind):
         pytest.skip("no namespaces here")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-
-

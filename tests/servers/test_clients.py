@@ -1,4 +1,4 @@
-"""Objects that real clients have put into a real server (versitygw, with and without TLS): boto3, the AWS command line, rclone.
+"""Objects that real clients (boto3, the AWS command line, rclone) have put into versitygw, with and without TLS.
 
 `make test-servers` installs the clients beside the server, except rclone, which is taken from the PATH.
 """
@@ -117,5 +117,3 @@ def test_odd_keys_do_not_stop_a_listing(server: Server, small: Path):
     Oracle(small).same(penstock.open("s3://models/odd/", storage=server.storage()).load(framework="np"))
     names = _core.names_in("s3://models/odd/", None, server.storage())
     assert {"a\tb.txt", "\u00e4 +&.txt"} < set(names)
-
-

@@ -280,10 +280,12 @@ impl Answer {
             }
             // Some servers refuse a range that passes the end. Not every one says where that is. But only an empty object
             // lacks its first byte.
-            416 if !seen && self.total == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
-            416 if !seen && expected.range.start == 0 => match self.total {
+            416 if !seen && self.size_said() == Some(0) => {
+                Verdict::Body { length: 0, size: 0, version: self.version() }
+            }
+            416 if !seen && expected.range.start == 0 => match self.size_said() {
                 Some(size) if size < expected.range.end => Verdict::Less(size),
-                None if expected.range.end > 1 => Verdict::Less(1),
+                None if expected.range.end > 1 && !self.is_empty() => Verdict::Less(1),
                 None => Verdict::Body { length: 0, size: 0, version: self.version() },
                 Some(_) => Verdict::Failed(io(format!("the server answered {named}"))),
             },
@@ -317,6 +319,17 @@ impl Answer {
             }
             _ => Verdict::Failed(io(format!("the server answered {named}"))),
         }
+    }
+
+    /// The size of the object, as the server says it where it refuses a range.
+    fn size_said(&self) -> Option<u64> {
+        self.total.or_else(|| self.said.as_ref().and_then(|said| said.size))
+    }
+
+    /// Whether a refused range that begins with the first byte means that there is none. What object stores call so, they say
+    /// of no other range.
+    fn is_empty(&self) -> bool {
+        self.said.as_ref().is_some_and(|said| said.code == "InvalidRange")
     }
 
     /// What is wrong with a body that went through something on its way. Where its length is known, it is that of the range or
@@ -514,6 +527,20 @@ mod tests {
             ("0 of 0".into(), "0 of 0".into())
         );
         assert!(of(sized, 7).contains("416"), "it contradicts itself");
+        // Object stores refuse no other range, and Amazon says the size elsewhere.
+        for (more, verdict) in [
+            ("", "0 of 0"),
+            ("<ActualObjectSize>0</ActualObjectSize>", "0 of 0"),
+            ("<ActualObjectSize>7</ActualObjectSize>", "less 7"),
+        ] {
+            let said = Answer::of(416, &[], format!("<Error><Code>InvalidRange</Code>{more}</Error>").as_bytes());
+            let found = match said.judge(&Expected { object: None, range: 0..20 }) {
+                Verdict::Less(end) => format!("less {end}"),
+                Verdict::Body { length, size, .. } => format!("{length} of {size}"),
+                other => format!("{other:?}"),
+            };
+            assert_eq!(found, verdict, "{more}");
+        }
     }
 
     #[test]

@@ -8,6 +8,8 @@ pub(super) struct ServerError {
     pub(super) code: String,
     pub(super) message: String,
     pub(super) region: Option<String>,
+    /// Bytes of the object, of which a range was asked for that it does not have.
+    pub(super) size: Option<u64>,
 }
 
 /// Codes with status 400 or 409 that other credentials could help with.
@@ -38,7 +40,10 @@ impl ServerError {
         let parts = [&message, more].map(|text| text.trim_end_matches('.'));
         let message = parts.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ");
         match of("Code") {
-            Some(code) => Some(ServerError { code, message, region: of("Region") }),
+            Some(code) => {
+                let size = of("ActualObjectSize").and_then(|text| text.trim().parse().ok());
+                Some(ServerError { code, message, region: of("Region"), size })
+            }
             None => Some(ServerError { message: plain(&text)?, ..ServerError::default() }),
         }
     }
