@@ -303,7 +303,7 @@ engines: engines-environment # those that load from a bucket run if `make test-s
 	PENSTOCK_TEST_ENGINES=1 PENSTOCK_TEST_SERVERS=$(if $(wildcard $(CURDIR)/.servers/versitygw),$(CURDIR)/.servers) $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
 
 # An S3 server that keeps objects as files, and a double of Google Cloud Storage, built here: needs Go and six minutes the
-# first time. Azure's emulator: needs Node.
+# first time. Azure's emulator: needs Node. Clients that put objects there: boto3 and the AWS command line.
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 FAKE_GCS := github.com/fsouza/fake-gcs-server@v1.56.1
 AZURITE := azurite@3.37.0
@@ -312,6 +312,7 @@ test-servers: develop
 	test -x $(SERVERS)/versitygw || GOBIN=$(SERVERS) go install $(VERSITYGW)
 	test -x $(SERVERS)/fake-gcs-server || GOBIN=$(SERVERS) go install $(FAKE_GCS)
 	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
+	test -x $(SERVERS)/clients/bin/aws || { $(RUN) -m venv $(SERVERS)/clients && $(SERVERS)/clients/bin/python -m pip install --disable-pip-version-check --quiet boto3 awscli; }
 	PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) -m pytest --durations=5 tests/servers
 
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).

@@ -134,6 +134,8 @@ fn what_goes_wrong_once_is_asked_for_again() {
         Fault::CloseSilently,
         Fault::NoLength,
         Fault::Drip(50_000, Duration::from_millis(2)),
+        Fault::Chunks(70_001),
+        Fault::FewChunks(9_000, 100_000),
     ] {
         let (told, failed) = (fault.clone(), Mutex::new(BTreeSet::new()));
         let server = serving(move |asked| {
@@ -195,6 +197,115 @@ fn what_goes_wrong_always_is_an_error_that_says_what() {
         let parts = SIZE.div_ceil(1_000_000) + 1;
         assert!(server.asked().len() <= 1 + 4 * parts, "{fault:?}: {} requests", server.asked().len());
     }
+}
+
+/// The bytes go where they belong, and connections are kept, however large the chunks are.
+#[test]
+fn bodies_in_chunks_are_decoded() {
+    for size in [7, 4_096, 65_536, 199_999, 10_000_000] {
+        let server = serving(move |_| Fault::Chunks(size));
+        let store = store();
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        assert_eq!(object.size, SIZE as u64);
+        let objects = store.objects(vec![Some(object.clone())]).unwrap();
+        assert!(read_all(objects.clone(), SIZE, 50_000).unwrap() == bytes(SIZE), "{size}");
+        let traffic = objects.traffic().unwrap();
+        assert_eq!((traffic.retries, traffic.received), (0, SIZE as u64), "{size}: {traffic:?}");
+        // Connections for which the last chunk comes late are closed: they are an exception.
+        assert!(traffic.connections <= traffic.requests, "{size}: {traffic:?}");
+        assert!(store.read(&object, 5..77_777).unwrap() == bytes(SIZE)[5..77_777], "{size}");
+    }
+    // It gives up after some tries, and says why.
+    let server = serving(|asked| if asked.number == 0 { Fault::None } else { Fault::FewChunks(10, 30) });
+    let store = store();
+    let object = object(&store, &at(&server, "/o.safetensors"));
+    let e = store.read(&object, 0..1000).unwrap_err();
+    assert!(e.to_string().contains("ended the body before all of its bytes had come"), "{e}");
+}
+
+#[test]
+fn what_was_said_of_an_objects_encoding_says_nothing_of_its_bytes() {
+    for fields in [
+        "Content-Encoding: aws-chunked",
+        "Content-Encoding: ",
+        "Content-Encoding: binary",
+        "Content-Encoding: utf-8",
+        "Content-Encoding: UTF-8\r\nContent-Encoding: aws-chunked",
+        "Content-Encoding: gzip",
+        "Content-Encoding: aws-chunked,gzip",
+    ] {
+        let server = serving(move |_| Fault::Field(fields.into()));
+        let store = store();
+        let object = object(&store, &at(&server, "/o.safetensors"));
+        assert!(read(&store, object, 200_000).unwrap() == bytes(SIZE), "{fields}");
+    }
+    for fields in ["Transfer-Encoding: gzip", "Transfer-Encoding: gzip, chunked"] {
+        let server = serving(move |_| Fault::Field(fields.into()));
+        let e = store().head(&at(&server, "/o.safetensors"), 8).unwrap_err();
+        assert!(e.to_string().contains("the body is encoded (gzip"), "{fields}: {e}");
+    }
+}
+
+/// A store with one object that has these bytes.
+fn holding(content: &[u8], script: impl Fn(&Asked) -> Fault + Send + Sync + 'static) -> WebServer {
+    let contents = Contents::default();
+    contents.lock().unwrap().insert("/o".into(), (Arc::new(content.to_vec()), "\"one\"".to_owned()));
+    WebServer::of(&contents, script)
+}
+
+#[test]
+fn less_is_asked_for_where_a_range_that_passes_the_end_is_refused() {
+    for says in [false, true] {
+        for size in [0, 1, 2, 999, 1000, 1001] {
+            let server = holding(&bytes(size), move |_| Fault::Refuses(says));
+            let head = store().head(&at(&server, "/o"), 1000).unwrap();
+            assert_eq!((head.size, head.bytes), (size as u64, bytes(size.min(1000))), "{size} bytes, {says}");
+            let most = if says { 2 } else { 3 };
+            assert!(server.asked().len() <= most, "{size} bytes, {says}: {:?}", server.asked());
+        }
+    }
+}
+
+#[test]
+fn what_comes_whole_and_without_a_length_ends_where_it_is_known_to_end() {
+    let shard = shard(&[("a".into(), 1000), ("b".into(), 77)]);
+    let json = br#"{"weight_map": {"a": "b", "c": [1, 2, {"d": null}]}}"#;
+    for content in [&shard[..], json, b"plain text"] {
+        for fault in
+            [Fault::WholeChunks(100), Fault::WholeToTheEnd(usize::MAX), Fault::WholeToTheEnd(content.len() / 2)]
+        {
+            let told = fault.clone();
+            let server = holding(content, move |_| told.clone());
+            let is_known = content.starts_with(b"{") || content.len() > 1000;
+            let is_whole = !matches!(fault, Fault::WholeToTheEnd(n) if n < content.len());
+            match store().head(&at(&server, "/o"), 10_000) {
+                Ok(head) => {
+                    assert!(is_whole && (is_known || fault == Fault::WholeChunks(100)), "{fault:?}: {content:?}");
+                    assert_eq!((head.size, &*head.bytes), (content.len() as u64, content), "{fault:?}");
+                }
+                Err(e) => {
+                    assert!(fault != Fault::WholeChunks(100) && !(is_whole && is_known), "{fault:?}: {e}");
+                    assert!(e.to_string().contains("nothing says whether that is all"), "{fault:?}: {e}");
+                }
+            }
+            // It is longer than what was asked for.
+            if content.len() > 20 && is_whole {
+                let e = store().head(&at(&server, "/o"), 20).unwrap_err();
+                assert!(e.to_string().contains("range requests"), "{fault:?}: {e}");
+            }
+        }
+    }
+    // What breaks off is asked for from the first byte on.
+    let failed = Mutex::new(0);
+    let server = holding(&bytes(5_000), move |_| {
+        *failed.lock().unwrap() += 1;
+        if *failed.lock().unwrap() < 3 {
+            Fault::WholeReset(2_000)
+        } else {
+            Fault::WholeChunks(1_500)
+        }
+    });
+    assert!(store().head(&at(&server, "/o"), 10_000).unwrap().bytes == bytes(5_000));
 }
 
 #[test]

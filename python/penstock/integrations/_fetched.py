@@ -115,8 +115,8 @@ def _place(place: str, storage: Storage | None) -> _Place:
     if place.lower().startswith(("http://", "https://")):
         text = f"a web server does not say which files it has: {ADVICE}"
         raise InvalidError(f"{without_secrets(place)}: {text}")
-    # As `penstock.open`: what ends like a file is one
-    folder = place.rpartition("/")[0] if place.endswith((".safetensors", ".json")) else place.rstrip("/")
+    # As `penstock.open`: what ends like a file is one. One slash ends a folder; if there are more, they are of its name
+    folder = place.rpartition("/")[0] if place.endswith((".safetensors", ".json")) else place.removesuffix("/")
 
     def names(within: str) -> list[str]:
         return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage)

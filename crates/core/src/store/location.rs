@@ -50,7 +50,9 @@ impl Location {
             Location::Path(path) => Location::Path(path.join(name)),
             Location::Url(text) => {
                 let (place, query) = without_query(text);
-                Location::Url(format!("{}/{}{query}", place.trim_end_matches('/'), name.to_string_lossy()))
+                // Keys are strings: what else ends with a slash is another folder.
+                let folder = place.strip_suffix('/').unwrap_or(place);
+                Location::Url(format!("{folder}/{}{query}", name.to_string_lossy()))
             }
         }
     }
@@ -165,6 +167,10 @@ mod tests {
         }
         let index = Location::Url("toy://a/model.index.json".into());
         assert_eq!(index.sibling("x-1.st"), Location::Url("toy://a/x-1.st".into()));
+        for (folder, file) in [("toy://a/b", "toy://a/b/x"), ("toy://a/b/", "toy://a/b/x"), ("toy://a//", "toy://a//x")]
+        {
+            assert_eq!(Location::Url(folder.into()).within(OsStr::new("x")), Location::Url(file.into()));
+        }
     }
 
     #[test]

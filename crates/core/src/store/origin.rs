@@ -72,7 +72,8 @@ impl Origin {
             return Ok(None);
         }
         // As in a folder, what lies deeper is another checkpoint.
-        let folder = format!("{}/", self.location.to_string().trim_end_matches('/'));
+        let text = self.location.to_string();
+        let folder = format!("{}/", text.strip_suffix('/').unwrap_or(&text));
         let name = |location: &Location| {
             let text = location.to_string();
             let name = text.strip_prefix(&folder)?;
@@ -110,7 +111,11 @@ impl Origin {
             return local_content(self.location.as_path(), most, watch, check);
         }
         // What is wanted whole is asked for in one request.
-        let mut head = self.head(first.max(MOST_PER_REQUEST), watch)?;
+        let mut head = match self.head(first.max(MOST_PER_REQUEST), watch) {
+            // The server sends all or nothing.
+            Err(e) if e.status() == Some(200) && most > MOST_PER_REQUEST => self.head(most, watch)?,
+            head => head?,
+        };
         let size = head.size();
         check(size)?;
         head.read_until(size.min(most))?;

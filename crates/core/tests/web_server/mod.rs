@@ -50,8 +50,22 @@ pub(crate) enum Fault {
     CloseSilently,
     /// Gives no Content-Length; the end of the connection is the end of the body.
     NoLength,
-    /// Sends the body in chunks.
+    /// Says that the body comes in chunks, and sends it without.
     Chunked,
+    /// Sends the body in chunks of so many bytes, with fields behind the last one.
+    Chunks(usize),
+    /// The same, and ends it with a last chunk after so many bytes.
+    FewChunks(usize, usize),
+    /// Has one more field, or several.
+    Field(String),
+    /// Refuses a range that passes the end; whether it says where that is.
+    Refuses(bool),
+    /// Sends all of the object with status 200 and without its length: in chunks of so many bytes.
+    WholeChunks(usize),
+    /// The same, and resets the connection after so many bytes.
+    WholeReset(usize),
+    /// Sends all of the object, or its first bytes, with status 200 and without its length, and closes the connection.
+    WholeToTheEnd(usize),
     /// No HTTP.
     Nonsense,
 }
@@ -233,6 +247,11 @@ impl Shared {
             write!(stream, "HTTP/1.1 416 No\r\nContent-Range: bytes */{size}\r\nContent-Length: 0\r\n\r\n")?;
             return Ok(true);
         }
+        if let (Fault::Refuses(says), true) = (&fault, asked.range.is_some_and(|(_, end)| end > size)) {
+            let range = if *says { format!("Content-Range: bytes */{size}\r\n") } else { String::new() };
+            write!(stream, "HTTP/1.1 416 Range Not Satisfiable\r\n{range}Content-Length: 300\r\n\r\n{:300}", "")?;
+            return Ok(true);
+        }
         let mut body = content[first as usize..end as usize].to_vec();
         let (mut told_first, mut told_size, mut told_length) = (first, size, end - first);
         let mut validator = format!("ETag: {tag}");
@@ -244,8 +263,8 @@ impl Shared {
             Fault::Weak(date) => validator = format!("ETag: W/{tag}\r\nLast-Modified: {date}"),
             _ => {}
         }
-        let mut head = match fault {
-            Fault::Whole => {
+        let mut head = match &fault {
+            Fault::Whole | Fault::WholeChunks(_) | Fault::WholeReset(_) | Fault::WholeToTheEnd(_) => {
                 body = content.to_vec();
                 told_length = size;
                 format!("HTTP/1.1 200 OK\r\n{validator}\r\n")
@@ -255,10 +274,15 @@ impl Shared {
                 format!("HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {told_first}-{last}/{told_size}\r\n{validator}\r\n")
             }
         };
-        match fault {
-            Fault::NoLength => {}
-            Fault::Chunked => head.push_str("Transfer-Encoding: chunked\r\n"),
+        match &fault {
+            Fault::NoLength | Fault::WholeReset(_) | Fault::WholeToTheEnd(_) => {}
+            Fault::Chunked | Fault::Chunks(_) | Fault::FewChunks(..) | Fault::WholeChunks(_) => {
+                head.push_str("Transfer-Encoding: chunked\r\n");
+            }
             _ => write!(head, "Content-Length: {told_length}\r\n").unwrap(),
+        }
+        if let Fault::Field(field) = &fault {
+            write!(head, "{field}\r\n").unwrap();
         }
         if matches!(fault, Fault::Close | Fault::NoLength) {
             head.push_str("Connection: close\r\n");
@@ -269,9 +293,27 @@ impl Shared {
             self.served.fetch_add(part.len() as u64, Ordering::SeqCst);
             stream.write_all(part)
         };
+        let closes = matches!(
+            fault,
+            Fault::Short(_) | Fault::Close | Fault::CloseSilently | Fault::NoLength | Fault::WholeToTheEnd(_)
+        );
         match fault {
+            Fault::Chunks(n) | Fault::WholeChunks(n) | Fault::FewChunks(n, _) => {
+                if let Fault::FewChunks(_, most) = fault {
+                    body.truncate(most);
+                }
+                let mut framed = Vec::new();
+                for part in body.chunks(n) {
+                    write!(framed, "{:x};size={}\r\n", part.len(), part.len())?;
+                    framed.extend(part);
+                    framed.extend(b"\r\n");
+                }
+                framed.extend(b"0\r\nX-Checksum: no\r\n\r\n");
+                send(&framed)?;
+            }
+            Fault::WholeToTheEnd(n) => send(&body[..n.min(body.len())])?,
             Fault::Short(n) => send(&body[..n.min(body.len())])?,
-            Fault::Reset(n) => {
+            Fault::Reset(n) | Fault::WholeReset(n) => {
                 send(&body[..n.min(body.len())])?;
                 return reset(stream);
             }
@@ -291,7 +333,6 @@ impl Shared {
             }
             _ => send(&body)?,
         }
-        let closes = matches!(fault, Fault::Short(_) | Fault::Close | Fault::CloseSilently | Fault::NoLength);
         Ok(!closes)
     }
 }

@@ -14,7 +14,7 @@ pub(super) struct Server {
 }
 
 /// A server, and what is asked of it. It is never shown: the target may hold a signature.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Address {
     pub(super) server: Server,
     /// Path and query, as the request has them.

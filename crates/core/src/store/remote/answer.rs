@@ -1,5 +1,6 @@
 //! The head of an answer: what it says, and whether that is what was asked for.
 
+use super::chunks;
 use super::server_error::{shortened, ServerError};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::version::Version;
@@ -26,8 +27,10 @@ pub(super) struct Answer {
     etag: Option<String>,
     modified: Option<String>,
     location: Option<String>,
-    /// The name of its transfer or content encoding, if it has one.
+    /// The content encoding that it names, if that is one that changes bytes.
     encoding: Option<String>,
+    /// The transfer coding that it names.
+    coding: Option<TransferCoding>,
     request_id: Option<String>,
     /// What the Hugging Face Hub says instead of a reason, such as `GatedRepo`.
     error_code: Option<String>,
@@ -39,6 +42,32 @@ pub(super) struct Answer {
     /// Whether the connection can be used again.
     pub(super) keeps: bool,
 }
+
+/// What the bytes of a body went through.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum TransferCoding {
+    /// They come in chunks.
+    Chunked,
+    /// Something that nobody has asked for.
+    Other(String),
+}
+
+/// Content encodings that change the bytes of a body. What else a server names there was said by whoever stored the object
+/// (`aws-chunked`, `binary`, `utf-8`), and says nothing of its bytes.
+const COMPRESSED: [&str; 12] = [
+    "gzip",
+    "x-gzip",
+    "deflate",
+    "compress",
+    "x-compress",
+    "br",
+    "zstd",
+    "dcb",
+    "dcz",
+    "exi",
+    "pack200-gzip",
+    "aes128gcm",
+];
 
 /// What a request expects of the object.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -54,8 +83,12 @@ pub(super) struct Expected {
 pub(super) enum Verdict {
     /// So many bytes follow, of an object of this size and version.
     Body { length: u64, size: u64, version: Version },
-    /// The object is elsewhere.
-    Moved(String),
+    /// The whole object follows, of this version. It ends where its body ends.
+    Whole { version: Version },
+    /// The object ends before the range does: its bytes up to this one may be asked for.
+    Less(u64),
+    /// The object is elsewhere, perhaps in a region that is named.
+    Moved { to: String, region: Option<String> },
     /// It may work later.
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
@@ -77,9 +110,14 @@ pub(super) struct Refused {
 }
 
 impl Answer {
-    /// An answer that came another way.
-    pub(super) fn of(status: u16, body: &[u8], region: Option<String>) -> Answer {
-        Answer { status, said: ServerError::of(body), region, ..Answer::default() }
+    /// An answer that came another way, with these fields.
+    pub(super) fn of(status: u16, fields: &[(String, Vec<u8>)], body: &[u8]) -> Answer {
+        let mut found = Answer { status, said: ServerError::of(body), ..Answer::default() };
+        for (name, value) in fields {
+            // Its length and its ranges are known to be right.
+            let _ = found.field(name, value);
+        }
+        found
     }
 
     /// Takes what the body of an error says. Returns whether more of the body is to come that would say it.
@@ -95,7 +133,10 @@ impl Answer {
         if !all && !ended && body.len() < LONGEST_ERROR {
             return true;
         }
-        self.said = ServerError::of(body);
+        self.said = match self.coding {
+            Some(TransferCoding::Chunked) => ServerError::of(&chunks::begun(body)),
+            _ => ServerError::of(body),
+        };
         false
     }
 
@@ -118,38 +159,52 @@ impl Answer {
             ..Answer::default()
         };
         for field in parsed.headers.iter() {
-            let value = String::from_utf8_lossy(field.value).trim().to_owned();
-            match field.name.to_ascii_lowercase().as_str() {
-                "content-length" => {
-                    let length = value.parse().map_err(|_| io("the length of the answer is no number".into()))?;
-                    if found.length.is_some_and(|other| other != length) {
-                        return Err(io("the answer has two lengths".into()));
-                    }
-                    found.length = Some(length);
-                }
-                "content-range" => (found.range, found.total) = content_range(&value),
-                "etag" => found.etag = Some(value),
-                "last-modified" => found.modified = Some(value),
-                "location" => found.location = Some(value),
-                "content-encoding" | "transfer-encoding" if !value.eq_ignore_ascii_case("identity") => {
-                    found.encoding = Some(shortened(&value));
-                }
-                "retry-after" => {
-                    found.pause = value.parse().ok().map(|s| Duration::from_secs(s).min(LONGEST_PAUSE));
-                }
-                "x-amz-request-id" | "x-request-id" | "x-ms-request-id" | "x-guploader-uploadid" => {
-                    found.request_id = Some(shortened(&value));
-                }
-                "x-error-code" => found.error_code = Some(shortened(&value)),
-                "x-amz-bucket-region" => found.region = Some(shortened(&value)),
-                "connection" => {
-                    let has = |word: &str| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word));
-                    found.keeps = !has("close") && (found.keeps || has("keep-alive"));
-                }
-                _ => {}
-            }
+            found.field(field.name, field.value)?;
+        }
+        if found.coding.is_some() {
+            // The chunks say how long it is.
+            found.length = None;
         }
         Ok(Some((found, length)))
+    }
+
+    /// Takes a field of the head.
+    fn field(&mut self, name: &str, value: &[u8]) -> Result<()> {
+        let value = String::from_utf8_lossy(value).trim().to_owned();
+        let has = |word: &str| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word));
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => {
+                let length = value.parse().map_err(|_| io("the length of the answer is no number".into()))?;
+                if self.length.is_some_and(|other| other != length) {
+                    return Err(io("the answer has two lengths".into()));
+                }
+                self.length = Some(length);
+            }
+            "content-range" => (self.range, self.total) = content_range(&value),
+            "etag" => self.etag = Some(value),
+            "last-modified" => self.modified = Some(value),
+            "location" => self.location = Some(value),
+            "content-encoding" if COMPRESSED.iter().any(|coding| has(coding)) => {
+                self.encoding = Some(shortened(&value));
+            }
+            "transfer-encoding" if value.eq_ignore_ascii_case("chunked") && self.coding.is_none() => {
+                self.coding = Some(TransferCoding::Chunked);
+            }
+            "transfer-encoding" if !value.is_empty() && !value.eq_ignore_ascii_case("identity") => {
+                self.coding = Some(TransferCoding::Other(shortened(&value)));
+            }
+            "retry-after" => {
+                self.pause = value.parse().ok().map(|s| Duration::from_secs(s).min(LONGEST_PAUSE));
+            }
+            "x-amz-request-id" | "x-request-id" | "x-ms-request-id" | "x-guploader-uploadid" => {
+                self.request_id = Some(shortened(&value));
+            }
+            "x-error-code" => self.error_code = Some(shortened(&value)),
+            "x-amz-bucket-region" => self.region = Some(shortened(&value)),
+            "connection" => self.keeps = !has("close") && (self.keeps || has("keep-alive")),
+            _ => {}
+        }
+        Ok(())
     }
 
     /// What tells the object apart: a strong ETag, or what there is: a weak one, a date, nothing but its size.
@@ -170,10 +225,7 @@ impl Answer {
 
     /// The status, what the server says of it, and the number of the request that its owner can look up.
     fn named(&self) -> String {
-        let said = self.said.as_ref().map_or_else(String::new, |said| {
-            let ServerError { code, message, .. } = said;
-            format!(", {code}{}{message}", if message.is_empty() { "" } else { ": " })
-        });
+        let said = self.said.as_ref().map_or_else(String::new, |said| format!(", {}", said.shown()));
         // Azure's reason is its message.
         let is_said =
             self.said.as_ref().is_some_and(|said| said.message.starts_with(self.reason.trim_end_matches('.')));
@@ -206,25 +258,40 @@ impl Answer {
         let named = self.named();
         let seen = expected.object.is_some();
         match self.status {
-            206 => self.part(expected).unwrap_or_else(|verdict| *verdict),
             // An empty object has no range that could be asked for.
             200 if !seen && self.length == Some(0) => Verdict::Body { length: 0, size: 0, version: self.version() },
+            200 | 206 if self.refused_coding().is_some() => {
+                Verdict::Failed(io(self.refused_coding().unwrap_or_default()))
+            }
+            206 => self.part(expected).unwrap_or_else(|verdict| *verdict),
             // Some servers send small objects whole, whatever is asked for.
             200 if !seen && self.is_all_of(&expected.range) => {
                 let size = self.length.unwrap_or_default();
                 Verdict::Body { length: size, size, version: self.version() }
             }
-            // Not every server says the size here. But only an empty object lacks its first byte.
-            416 if !seen && (self.total == Some(0) || (self.total.is_none() && expected.range.start == 0)) => {
+            // How long it is, is seen in the end.
+            200 if !seen && self.length.is_none() && expected.range.start == 0 => {
+                Verdict::Whole { version: self.version() }
+            }
+            // All of an object that has been seen was asked for.
+            200 if self.is_same(expected) => {
+                let size = expected.range.end;
+                Verdict::Body { length: size, size, version: self.version() }
+            }
+            // Some servers refuse a range that passes the end. Not every one says where that is. But only an empty object
+            // lacks its first byte.
+            416 if !seen && self.size_said() == Some(0) => {
                 Verdict::Body { length: 0, size: 0, version: self.version() }
             }
-            200 => Verdict::Failed(io(
-                "the server sent the whole object where a part was asked for: it does not support range requests; copy \
-                 the file to a disk, or to a server that does (nginx, Apache, any object store)"
-                    .into(),
-            )),
+            416 if !seen && expected.range.start == 0 => match self.size_said() {
+                Some(size) if size < expected.range.end => Verdict::Less(size),
+                None if expected.range.end > 1 && !self.is_empty() => Verdict::Less(1),
+                None => Verdict::Body { length: 0, size: 0, version: self.version() },
+                Some(_) => Verdict::Failed(io(format!("the server answered {named}"))),
+            },
+            200 => Verdict::Failed(no_ranges()),
             301 | 302 | 303 | 307 | 308 => match &self.location {
-                Some(to) => Verdict::Moved(to.clone()),
+                Some(to) => Verdict::Moved { to: to.clone(), region: self.region.clone() },
                 None => self.refused(io(format!("the server redirects ({named}) and does not say where")), false),
             },
             401 | 403 => {
@@ -254,18 +321,44 @@ impl Answer {
         }
     }
 
+    /// The size of the object, as the server says it where it refuses a range.
+    fn size_said(&self) -> Option<u64> {
+        self.total.or_else(|| self.said.as_ref().and_then(|said| said.size))
+    }
+
+    /// Whether a refused range that begins with the first byte means that there is none. What object stores call so, they say
+    /// of no other range.
+    fn is_empty(&self) -> bool {
+        self.said.as_ref().is_some_and(|said| said.code == "InvalidRange")
+    }
+
+    /// What is wrong with a body that went through something on its way. Where its length is known, it is that of the range or
+    /// of the object, and so the encoding was there before the object was stored.
+    fn refused_coding(&self) -> Option<String> {
+        let named = match (&self.coding, &self.encoding) {
+            (Some(TransferCoding::Other(coding)), _) => coding,
+            (_, Some(encoding)) if self.length.is_none() || self.status == 200 => encoding,
+            _ => return None,
+        };
+        Some(format!("the body is encoded ({named}), which was not asked for"))
+    }
+
+    /// Whether it is all of an object that has been seen, and that was asked for whole.
+    fn is_same(&self, expected: &Expected) -> bool {
+        expected.object.as_ref().is_some_and(|(size, version)| {
+            expected.range == (0..*size) && self.length == Some(*size) && self.version() == *version
+        })
+    }
+
     /// Whether a body that is the whole object has nothing but bytes of `range`.
     fn is_all_of(&self, range: &Range<u64>) -> bool {
-        self.encoding.is_none() && range.start == 0 && self.length.is_some_and(|length| length <= range.end)
+        range.start == 0 && self.length.is_some_and(|length| length <= range.end)
     }
 
     /// A part of the object. The verdict is boxed, because it is large.
     fn part(&self, expected: &Expected) -> Result<Verdict, Box<Verdict>> {
         let failed = |text: String| Box::new(Verdict::Failed(io(text)));
         let Range { start, end } = expected.range;
-        if let Some(encoding) = &self.encoding {
-            return Err(failed(format!("the body is encoded ({encoding}), which was not asked for")));
-        }
         let (Some((first, last)), Some(size)) = (self.range, self.total) else {
             return Err(failed("the answer does not say which part of the object it is (Content-Range)".into()));
         };
@@ -298,6 +391,23 @@ impl Answer {
     pub(super) fn has_length(&self) -> bool {
         self.length.is_some()
     }
+
+    /// Whether the body comes in chunks.
+    pub(super) fn is_chunked(&self) -> bool {
+        self.coding == Some(TransferCoding::Chunked)
+    }
+
+    /// Takes what the server says of itself in an error that has been found later.
+    pub(super) fn named_in(&self, e: Error) -> Error {
+        e.answered(self.status, self.request_id.clone())
+    }
+}
+
+/// The error of a server that sends all where a part was asked for.
+pub(super) fn no_ranges() -> Error {
+    io("the server sent the whole object where a part was asked for: it does not support range requests; copy the file to a \
+        disk, or to a server that does (nginx, Apache, any object store)"
+        .into())
 }
 
 fn io(text: String) -> Error {
@@ -336,7 +446,9 @@ mod tests {
     fn told(text: &str, object: Option<(u64, Version)>) -> String {
         match answer(text).judge(&Expected { object, range: 10..20 }) {
             Verdict::Body { length, size, version } => format!("{length} of {size} {version:?}"),
-            Verdict::Moved(to) => format!("moved {to}"),
+            Verdict::Whole { version } => format!("whole {version:?}"),
+            Verdict::Less(end) => format!("less {end}"),
+            Verdict::Moved { to, region } => format!("moved {to}{}", region.unwrap_or_default()),
             Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
             Verdict::OtherEtag(e) => format!("other etag {:?}", e.kind()),
             Verdict::Refused(Refused { error, access, region }) => {
@@ -371,8 +483,12 @@ mod tests {
                 "5 of 15 Strong(\"\\\"a\\\"\")",
             ),
             (&part.replace("Length: 10", "Length: 11"), known(), "failed Io"),
-            (&part.replace("Content-Length: 10", "Transfer-Encoding: chunked"), known(), "failed Io"),
-            (&part.replace("\nETag", "\nContent-Encoding: gzip\nETag"), known(), "failed Io"),
+            (
+                &part.replace("Content-Length: 10", "Transfer-Encoding: chunked"),
+                known(),
+                "10 of 100 Strong(\"\\\"a\\\"\")",
+            ),
+            (&part.replace("Content-Length: 10", "Transfer-Encoding: gzip, chunked"), known(), "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 100", known(), "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 5", None, "failed Io"),
             ("HTTP/1.1 200 OK\nContent-Length: 0\nETag: \"e\"", None, "0 of 0 Strong(\"\\\"e\\\"\")"),
@@ -380,6 +496,7 @@ mod tests {
             ("HTTP/1.1 416 No", None, "failed Io"),
             ("HTTP/1.1 416 No\nContent-Range: bytes */5", known(), "failed Changed"),
             ("HTTP/1.1 302 Found\nLocation: /x", known(), "moved /x"),
+            ("HTTP/1.1 307 Found\nLocation: /x\nx-amz-bucket-region:  r", known(), "moved /xr"),
             ("HTTP/1.1 302 Found\nX: /x", known(), "refused Io"),
             ("HTTP/1.1 301 Moved\nx-amz-bucket-region: there", known(), "refused Iothere"),
             ("HTTP/1.1 400 Bad Request", known(), "refused Io"),
@@ -393,9 +510,80 @@ mod tests {
         ] {
             assert_eq!(told(text, object), expected, "{text}");
         }
-        // Without its size, too: an empty object alone lacks its first byte.
-        let found = answer("HTTP/1.1 416 No\nContent-Length: 300").judge(&Expected { object: None, range: 0..20 });
-        assert!(matches!(found, Verdict::Body { length: 0, size: 0, .. }), "{found:?}");
+    }
+
+    #[test]
+    fn a_range_that_passes_the_end_is_asked_for_again() {
+        let of = |text: &str, end: u64| match answer(text).judge(&Expected { object: None, range: 0..end }) {
+            Verdict::Less(end) => format!("less {end}"),
+            Verdict::Body { length, size, .. } => format!("{length} of {size}"),
+            other => format!("{other:?}"),
+        };
+        let (bare, sized) = ("HTTP/1.1 416 No\nContent-Length: 300", "HTTP/1.1 416 No\nContent-Range: bytes */7");
+        assert_eq!((of(bare, 20), of(sized, 20)), ("less 1".into(), "less 7".into()));
+        // An empty object alone lacks its first byte.
+        assert_eq!(
+            (of(bare, 1), of("HTTP/1.1 416 No\nContent-Range: bytes */0", 20)),
+            ("0 of 0".into(), "0 of 0".into())
+        );
+        assert!(of(sized, 7).contains("416"), "it contradicts itself");
+        // Object stores refuse no other range, and Amazon says the size elsewhere.
+        for (more, verdict) in [
+            ("", "0 of 0"),
+            ("<ActualObjectSize>0</ActualObjectSize>", "0 of 0"),
+            ("<ActualObjectSize>7</ActualObjectSize>", "less 7"),
+        ] {
+            let said = Answer::of(416, &[], format!("<Error><Code>InvalidRange</Code>{more}</Error>").as_bytes());
+            let found = match said.judge(&Expected { object: None, range: 0..20 }) {
+                Verdict::Less(end) => format!("less {end}"),
+                Verdict::Body { length, size, .. } => format!("{length} of {size}"),
+                other => format!("{other:?}"),
+            };
+            assert_eq!(found, verdict, "{more}");
+        }
+    }
+
+    #[test]
+    fn what_whoever_stored_an_object_said_of_its_encoding_says_nothing_of_its_bytes() {
+        let known = || Some((100, Version::Strong("\"a\"".into())));
+        let told = |head: &str, object| told(&format!("{head}\nETag: \"a\""), object);
+        let part = "HTTP/1.1 206 Partial Content\nContent-Range: bytes 10-19/100";
+        let (sized, chunked) = (format!("{part}\nContent-Length: 10"), format!("{part}\nTransfer-Encoding: chunked"));
+        for name in ["aws-chunked", "", "binary", "utf-8", "identity", "none", "AWS-Chunked, UTF-8", "application/json"]
+        {
+            for head in [&sized, &chunked, part] {
+                let text = format!("{head}\nContent-Encoding: {name}");
+                assert!(told(&text, known()).starts_with("10 of 100"), "{text}");
+                assert!(told(&text, None).starts_with("10 of 100"), "{text}");
+            }
+        }
+        for name in COMPRESSED.map(str::to_owned).into_iter().chain(["aws-chunked,GZIP".into()]) {
+            let text = format!("\nContent-Encoding: {name}");
+            assert!(told(&format!("{sized}{text}"), known()).starts_with("10 of 100"), "{text}");
+            // Nothing shows that these are the object's own bytes.
+            assert_eq!(told(&format!("{chunked}{text}"), known()), "failed Io", "{text}");
+            assert_eq!(told(&format!("{part}{text}"), None), "failed Io", "{text}");
+            assert_eq!(told(&format!("HTTP/1.1 200 OK{text}"), None), "failed Io", "{text}");
+        }
+        let two = format!("{sized}\nContent-Encoding: aws-chunked\nContent-Encoding: utf-8");
+        assert!(told(&two, known()).starts_with("10 of 100"));
+        assert_eq!(
+            told(&sized.replace("Length: 10", "Length: 7").replace("\n", "\nContent-Encoding: gzip\n"), known()),
+            "failed Io"
+        );
+    }
+
+    #[test]
+    fn a_whole_object_may_come_without_its_length() {
+        let of = |text: &str, object, range| format!("{:?}", answer(text).judge(&Expected { object, range }));
+        for head in
+            ["HTTP/1.1 200 OK", "HTTP/1.0 200 OK\nTransfer-Encoding: chunked", "HTTP/1.1 200 OK\nContent-Encoding: x"]
+        {
+            assert!(of(head, None, 0..20).starts_with("Whole"), "{head}");
+            assert!(of(head, None, 1..20).contains("range requests"), "{head}");
+            assert!(of(head, Some((20, Version::Weak(String::new()))), 0..20).contains("range requests"), "{head}");
+        }
+        assert!(of("HTTP/1.1 200 OK\nTransfer-Encoding: br, chunked", None, 0..20).contains("encoded (br, chunked)"));
     }
 
     #[test]
@@ -408,7 +596,9 @@ mod tests {
         assert!(told(whole, None, 0..20) && told(whole, None, 0..100));
         assert!(!told(whole, None, 0..19), "it is longer");
         assert!(!told(whole, None, 1..20), "it begins before");
-        assert!(!told(whole, Some((20, Version::Strong("\"a\"".into()))), 0..20), "a part was asked for");
+        let known = |tag: &str| Some((20, Version::Strong(tag.into())));
+        assert!(told(whole, known("\"a\""), 0..20), "all of it was asked for");
+        assert!(!told(whole, known("\"b\""), 0..20) && !told(whole, known("\"a\""), 0..19));
         assert!(!told("HTTP/1.1 200 OK\nContent-Length: 20\nContent-Encoding: gzip", None, 0..100));
         assert!(!told("HTTP/1.1 200 OK\nTransfer-Encoding: chunked", None, 0..100));
     }
@@ -444,7 +634,7 @@ mod tests {
         assert!(found.learn(&[b'x'; 100], false) && !found.learn(&[b'x'; LONGEST_ERROR], false));
         assert!(!found.learn(b"", true) && !answer("HTTP/1.1 206 Part").learn(b"", false));
         assert!(!answer("HTTP/1.1 404 No\nContent-Length: 0").learn(b"", false));
-        let expired = Answer::of(400, b"<Error><Code>ExpiredToken</Code></Error>", None);
+        let expired = Answer::of(400, &[], b"<Error><Code>ExpiredToken</Code></Error>");
         let verdict = expired.judge(&Expected { object: None, range: 0..1 });
         assert!(matches!(verdict, Verdict::Refused(Refused { access: true, .. })), "{verdict:?}");
     }

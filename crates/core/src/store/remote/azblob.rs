@@ -4,21 +4,18 @@
 
 use super::address::Address;
 use super::answer::Refused;
-use super::aws::retries;
 use super::azure::{Azure, AzureKey, Credential};
-use super::control::Control;
 use super::credentials::Credentials;
 use super::environment::Environment;
-use super::listing::{escaped, list, listed, parts};
+use super::listing::{escaped, list, listed, parts, Ask};
 use super::net::Common;
-use super::request::{Get, Requests};
+use super::pages::NextPage;
+use super::request::{Get, Listed, Requests};
 use super::settings::AzureSettings;
 use super::tokens::form;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::wake::Wake;
-use object_store::azure::{AzureCredential, MicrosoftAzure, MicrosoftAzureBuilder};
-use object_store::StaticCredentialProvider;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -100,10 +97,9 @@ impl Requests for AzureBlob {
         })
     }
 
-    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         let names = |container: &str, prefix: &str| {
-            let store = |key: &AzureKey, control| lister(container, key, control);
-            listed(&self.credentials, prefix, store, |generation, refusal| {
+            listed(&self.credentials, container, prefix, page, |generation, refusal| {
                 self.credentials.renewed(generation, refusal)
             })
         };
@@ -162,22 +158,28 @@ fn signature(account: &str, key: &[u8], container: &str, until: &str, tls: bool)
     said.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-fn lister(container: &str, key: &AzureKey, control: Control) -> Result<MicrosoftAzure> {
-    let Address { server, target } = &key.endpoint;
-    let credential = match (&key.credential, signed(container, key)) {
-        (Credential::Token(token), _) => AzureCredential::BearerToken(token.clone()),
-        (_, pairs) => AzureCredential::SASToken(pairs.unwrap_or_default()),
+/// The request for a page of a listing.
+fn page(ask: &Ask<'_, AzureKey>) -> Result<Get> {
+    let AzureKey { credential, endpoint: Address { server, target } } = ask.key;
+    let address = match ask.moved {
+        Some(place) => place.address.clone(),
+        None => {
+            let mut pairs =
+                vec![("restype", "container"), ("comp", "list"), ("prefix", ask.prefix), ("delimiter", "/")];
+            if let NextPage::Token(marker) = ask.page {
+                pairs.push(("marker", marker));
+            }
+            let signed = signed(ask.bucket, ask.key).unwrap_or_default();
+            pairs.extend(signed.iter().map(|(name, value)| (&**name, &**value)));
+            let target = format!("{}/{}?{}", target.trim_end_matches('/'), ask.bucket, form(&pairs));
+            Address { server: server.clone(), target }
+        }
     };
-    let builder = MicrosoftAzureBuilder::new()
-        // For signatures in fields, which these requests do not have.
-        .with_account("none")
-        .with_container_name(container)
-        .with_endpoint(format!("{}{}", server.origin(), target.trim_end_matches('/')))
-        .with_retry(retries(5))
-        .with_http_connector(control)
-        .with_skip_signature(key.credential == Credential::None)
-        .with_credentials(Arc::new(StaticCredentialProvider::new(credential)));
-    builder.build().map_err(|_| invalid("object_store takes no such container or endpoint"))
+    let mut fields = format!("x-ms-version: {VERSION}\r\n");
+    if let (Credential::Token(token), true) = (credential, address.server == *server) {
+        fields += &format!("Authorization: Bearer {token}\r\n");
+    }
+    Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
 }
 
 fn invalid(text: &str) -> Error {

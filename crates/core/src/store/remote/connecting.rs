@@ -6,16 +6,21 @@ use super::net::{fail, Net, LEAST_ASKED};
 use super::range_read::RangeRead;
 use super::request::Get;
 use super::told::Told;
-use super::wires::Wires;
+use super::wires::{WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Whether it is for an address that does not answer, while another one may.
+fn is_late<S: WireEnd>(link: &Link<S>, now: Instant) -> bool {
+    link.state == LinkState::Connecting && link.stream.is_late(now)
+}
+
 impl<W: Wires> Net<W> {
     /// Makes connections for what waits, as far as there may be more. Whether it made one.
     pub(super) fn connect_more(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
-        if self.waiting.len() == 0 || !self.may_connect() {
+        if self.waiting.len() == 0 || !self.may_connect(now) {
             return false;
         }
         let mut made = false;
@@ -47,10 +52,14 @@ impl<W: Wires> Net<W> {
                 false => theirs.iter().map(|known| known.2).sum(),
             };
             wanted = others;
-            let is_free = |link: &Link<_>| matches!(link.state, LinkState::Connecting | LinkState::Idle);
-            let is_coming = |link: &Link<_>| is_free(link) && link.server == server;
+            let is_free = |link: &Link<W::Stream>| match link.state {
+                LinkState::Connecting => !link.stream.is_late(now),
+                state => state == LinkState::Idle,
+            };
+            let is_coming = |link: &Link<W::Stream>| is_free(link) && link.server == server;
             let mut coming = self.links.iter().filter(|(_, link)| is_coming(link)).count() as u64;
-            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1) && self.make_room(&server)
+            while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1)
+                && self.make_room(&server, now)
             {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
@@ -75,8 +84,9 @@ impl<W: Wires> Net<W> {
     }
 
     /// Whether there may be one more connection, perhaps in the place of another.
-    fn may_connect(&self) -> bool {
-        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0 || self.is_stuck()
+    fn may_connect(&self, now: Instant) -> bool {
+        let has_room = self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0;
+        has_room || self.is_stuck() || self.links.iter().any(|(_, link)| is_late(link, now))
     }
 
     /// Whether every connection waits for a slab, while something that holds one waits for a connection.
@@ -86,15 +96,15 @@ impl<W: Wires> Net<W> {
     }
 
     /// Whether one more connection to this server may be made. If there are as many as there may be, one to another server on
-    /// which nothing is asked for gives way, or one that would wait for ever.
-    fn make_room(&mut self, server: &Server) -> bool {
+    /// which nothing is asked for gives way, or one that would wait for ever, or that no address answers.
+    fn make_room(&mut self, server: &Server, now: Instant) -> bool {
         if self.links.len() < self.pace.limit() {
             return true;
         }
         let is_stuck = self.is_stuck();
         let gives_way = |link: &Link<_>| match is_stuck {
             true => link.state == LinkState::Parked,
-            false => link.state == LinkState::Idle && link.server != *server,
+            false => (link.state == LinkState::Idle && link.server != *server) || is_late(link, now),
         };
         let Some((_, link)) = self.links.take_where(gives_way) else { return false };
         self.back(link.fetch);

@@ -1,14 +1,16 @@
 //! One connection: a socket that never blocks, with or without TLS. Bytes are received where they belong.
 
 use super::proxy::Via;
+use super::racing::Attempt;
 use super::tunnel::Tunnel;
 use super::wires::WireEnd;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
 use std::io::{self, Read, Write};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Encrypted bytes that are received at once: four records and a bit.
 const ENCRYPTED: usize = 68 << 10;
@@ -24,9 +26,12 @@ pub(super) struct Connection {
     /// What is to be sent, and how much of it has been.
     out: Vec<u8>,
     sent: usize,
+    /// Which of the server's addresses it is for.
+    attempt: Option<Attempt>,
 }
 
-struct Socket(OwnedFd);
+/// A socket that never blocks.
+pub(super) struct Socket(OwnedFd);
 
 /// TLS over the socket, by rustls with its own buffers.
 struct Encrypted {
@@ -57,7 +62,12 @@ impl Connection {
             }
         };
         let tunnel = via.as_ref().and_then(Via::tunnel);
-        Ok(Connection { socket, is_connected: false, via, tunnel, tls, out: Vec::new(), sent: 0 })
+        Ok(Connection { socket, is_connected: false, via, tunnel, tls, out: Vec::new(), sent: 0, attempt: None })
+    }
+
+    /// One of several addresses of a server.
+    pub(super) fn attempting(self, attempt: Attempt) -> Connection {
+        Connection { attempt: Some(attempt), ..self }
     }
 
     pub(super) fn fd(&self) -> RawFd {
@@ -67,11 +77,16 @@ impl Connection {
 
 impl WireEnd for Connection {
     fn is_ready(&mut self) -> io::Result<bool> {
-        let Connection { socket, is_connected, tunnel, tls, .. } = self;
-        if !*is_connected && !socket.is_connected()? {
-            return Ok(false);
+        let Connection { socket, is_connected, tunnel, tls, attempt, .. } = self;
+        if !*is_connected {
+            *is_connected = socket.is_connected().inspect_err(|_| {
+                attempt.iter().for_each(|attempt| attempt.health.refused(&attempt.to));
+            })?;
+            if !*is_connected {
+                return Ok(false);
+            }
+            attempt.take().iter().for_each(|attempt| attempt.health.answered(&attempt.to));
         }
-        *is_connected = true;
         if let Some(asked) = tunnel {
             match asked.open(socket) {
                 Ok(()) => *tunnel = None,
@@ -119,6 +134,14 @@ impl WireEnd for Connection {
             Some(tunnel) => tunnel.has_to_send(),
             None => self.sent < self.out.len() || self.tls.as_ref().is_some_and(|tls| tls.connection.wants_write()),
         }
+    }
+
+    fn is_late(&self, now: Instant) -> bool {
+        self.attempt.as_ref().is_some_and(|attempt| attempt.is_late(now))
+    }
+
+    fn has_other(&self) -> bool {
+        self.attempt.as_ref().is_some_and(Attempt::has_other)
     }
 
     fn holds_bytes(&self) -> bool {
@@ -228,8 +251,31 @@ impl Encrypted {
     }
 }
 
+impl AsRawFd for Socket {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
 impl Socket {
-    fn connect(to: &SocketAddr, interface: Option<&str>) -> io::Result<Socket> {
+    /// The same, for calls that block.
+    pub(super) fn into_blocking(self) -> io::Result<TcpStream> {
+        let stream = TcpStream::from(self.0);
+        stream.set_nonblocking(false)?;
+        Ok(stream)
+    }
+
+    /// A socket that lets one connection wait, and takes none.
+    #[cfg(test)]
+    pub(super) fn deaf(at: &SocketAddr) -> io::Result<OwnedFd> {
+        let listener = std::net::TcpListener::bind(at)?;
+        // SAFETY: a plain system call.
+        unsafe { libc::listen(listener.as_raw_fd(), 0) };
+        Ok(listener.into())
+    }
+
+    /// Begins to connect to an address.
+    pub(super) fn connect(to: &SocketAddr, interface: Option<&str>) -> io::Result<Socket> {
         let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
         // SAFETY: a plain system call.
         let fd = unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) };
@@ -289,7 +335,7 @@ impl Socket {
     }
 
     /// Whether it is connected; an error if that has failed.
-    fn is_connected(&self) -> io::Result<bool> {
+    pub(super) fn is_connected(&self) -> io::Result<bool> {
         let fd = self.0.as_raw_fd();
         let (mut code, mut size) = (0i32, size_of::<i32>() as libc::socklen_t);
         // SAFETY: the option is four bytes.

@@ -1,10 +1,12 @@
 //! The control plane of object stores: listings and credentials, by `object_store` over a plain HTTP/1.1 client. A request is
 //! a connection of its own, on a thread that may block. Bytes of tensors never come this way.
 
-use super::address::Address;
+use super::address::{Address, Server};
 use super::answer::Answer;
 use super::net::Common;
 use super::proxy::Via;
+use super::racing;
+use super::request::Get;
 use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{lock, Mutex};
@@ -16,7 +18,6 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConnection, StreamOwned};
 use std::future::Future;
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -74,15 +75,10 @@ impl HttpService for Control {
                 for (name, value) in &fields {
                     response = response.header(name, value.as_slice());
                 }
-                let seen = (status >= 300).then(|| {
-                    let region = fields.iter().find(|(name, _)| name.eq_ignore_ascii_case("x-amz-bucket-region"));
-                    let region = region.map(|(_, value)| String::from_utf8_lossy(value).into_owned());
-                    Ok(Answer::of(status, &body, region))
-                });
+                let seen = (status >= 300).then(|| Ok(Answer::of(status, &fields, &body)));
                 (response.body(body.into()).map_err(|e| HttpError::new(HttpErrorKind::Decode, e)), seen)
             }
             Err(e) => {
-                let seen = Error::new(ErrorKind::Io, format!("{}: no answer", server_of(&request)));
                 let refused = tunnel::refused(&e);
                 let kind = match e.kind() {
                     _ if refused.is_some() => HttpErrorKind::Decode,
@@ -90,8 +86,7 @@ impl HttpService for Control {
                     io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => HttpErrorKind::Decode,
                     _ => HttpErrorKind::Connect,
                 };
-                let text = e.to_string();
-                let seen = refused.unwrap_or_else(|| seen.caused_by(io::Error::other(text)));
+                let seen = refused.unwrap_or_else(|| no_answer(&server_of(&request), &e));
                 (Err(HttpError::new(kind, e)), Some(Err(seen)))
             }
         };
@@ -105,7 +100,12 @@ fn server_of(request: &HttpRequest) -> String {
     request.uri().authority().map_or_else(|| "a server".to_owned(), |authority| authority.host().to_owned())
 }
 
-type Parts = (u16, Vec<(String, Vec<u8>)>, Vec<u8>);
+fn no_answer(server: &str, e: &io::Error) -> Error {
+    Error::new(ErrorKind::Io, format!("{server}: no answer")).caused_by(io::Error::other(e.to_string()))
+}
+
+/// Status, fields and body of an answer.
+pub(super) type Parts = (u16, Vec<(String, Vec<u8>)>, Vec<u8>);
 
 fn invalid(text: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text.into())
@@ -122,21 +122,43 @@ impl Control {
         self.exchange(request).map(|(status, _, body)| (status, body)).map_err(silent)
     }
 
+    /// The answer to a request for everything at its address. An error comes with whether it will come again.
+    pub(super) fn get(&self, get: &Get) -> std::result::Result<Parts, (Error, bool)> {
+        let Address { server, target } = &get.address;
+        let host = server.authority();
+        let agent = concat!("penstock/", env!("CARGO_PKG_VERSION"));
+        let head = format!(
+            "GET {target} HTTP/1.1\r\nHost: {host}\r\n{}Accept: */*\r\nUser-Agent: {agent}\r\nConnection: close\r\n\r\n",
+            get.fields
+        );
+        self.exchange_with(server, head.into_bytes(), &[]).map_err(|e| match tunnel::refused(&e) {
+            Some(refused) => (refused, true),
+            None => {
+                let is_final = matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData);
+                (no_answer(&server.host, &e), is_final)
+            }
+        })
+    }
+
     fn exchange(&self, request: &HttpRequest) -> io::Result<Parts> {
-        let until = Instant::now() + self.patience;
         let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());
         let Address { server, target } = Address::parse(&request.uri().to_string()).map_err(|e| refuse(&e))?;
+        let head = head_of(request, &target, &server.authority());
+        let mut body = Vec::new();
+        request.body().as_bytes().into_iter().for_each(|bytes| body.extend_from_slice(bytes));
+        self.exchange_with(&server, head, &body)
+    }
+
+    fn exchange_with(&self, server: &Server, head: Vec<u8>, body: &[u8]) -> io::Result<Parts> {
+        let until = Instant::now() + self.patience;
+        let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());
         let common = &self.common;
-        let proxy = if self.is_direct { None } else { common.proxy(&server).map_err(|e| refuse(&e))? };
-        let to = proxy.map_or(&server, |proxy| &proxy.server);
+        let proxy = if self.is_direct { None } else { common.proxy(server).map_err(|e| refuse(&e))? };
+        let to = proxy.map_or(server, |proxy| &proxy.server);
         let found = common.names.addresses(to, None).unwrap_or_else(|| Ok(Arc::default()));
-        let mut socket = Err(invalid("the host has no address"));
-        for address in found.map_err(|e| io::Error::other(e.message().to_owned()))?.iter() {
-            socket = TcpStream::connect_timeout(address, left(until)?.min(self.patience / 2));
-            if socket.is_ok() {
-                break;
-            }
-        }
+        let found = found.map_err(|e| io::Error::other(e.message().to_owned()))?;
+        let socket =
+            racing::connect(&common.names.health, &found, Instant::now() + left(until)?.min(self.patience / 2));
         let mut socket = socket.map_err(|e| match proxy {
             Some(proxy) => io::Error::new(e.kind(), format!("the proxy {}: {e}", proxy.name())),
             None => e,
@@ -144,7 +166,7 @@ impl Control {
         socket.set_nodelay(true)?;
         let timed = socket.try_clone()?;
         timed.set_write_timeout(Some(left(until)?))?;
-        let via = proxy.map(|proxy| proxy.via(&server));
+        let via = proxy.map(|proxy| proxy.via(server));
         if let Some(mut tunnel) = via.as_ref().and_then(Via::tunnel) {
             timed.set_read_timeout(Some(left(until)?))?;
             tunnel.open(&mut socket).map_err(|e| match e.kind() {
@@ -161,12 +183,11 @@ impl Control {
         } else {
             Box::new(socket)
         };
-        let head = head_of(request, &target, &server.authority());
         stream.write_all(&match &via {
             Some(via) => via.worded(head),
             None => head,
         })?;
-        stream.write_all(request.body().as_bytes().map_or(&[], |body| body))?;
+        stream.write_all(body)?;
         stream.flush()?;
         let mut received = Vec::new();
         let mut part = vec![0; 64 << 10];

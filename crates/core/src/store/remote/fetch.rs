@@ -39,7 +39,8 @@ pub(super) enum NextBytes {
 impl RangeRequest {
     /// Read number `first` of those that wait, with its neighbours up to `most` bytes, with at most `gap` between two.
     pub(super) fn take(waiting: &mut ReadQueue, first: usize, most: u64, gap: u64) -> Option<RangeRequest> {
-        let read = waiting.take(first)?;
+        let mut read = waiting.take(first)?;
+        read.begin();
         let asked = read.missing();
         let mut fetch = RangeRequest { at: asked.start, asked, reads: VecDeque::from([read]), pinned: false };
         let mut at = first;

@@ -3,20 +3,17 @@
 
 use super::address::Address;
 use super::answer::Refused;
-use super::aws::retries;
-use super::control::Control;
 use super::credentials::Credentials;
 use super::environment::Environment;
 use super::google::{Google, GoogleKey};
-use super::listing::{escaped, list, listed, parts};
+use super::listing::{escaped, list, listed, parts, s3_query, Ask};
 use super::net::Common;
-use super::request::{Get, Requests};
+use super::request::{Get, Listed, Requests};
 use super::settings::GcsSettings;
+use super::tokens::form;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::wake::Wake;
-use object_store::gcp::{GcpCredential, GoogleCloudStorage, GoogleCloudStorageBuilder};
-use object_store::StaticCredentialProvider;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -54,19 +51,23 @@ impl Gcs {
         Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
     }
 
-    fn lister(&self, bucket: &str, token: Option<&str>, control: Control) -> Result<GoogleCloudStorage> {
-        let Address { server, target } = self.endpoint(token)?;
-        let scheme = if server.tls { "https" } else { "http" };
-        // It looks for credentials of its own if it is given none.
-        let bearer = token.unwrap_or_default().to_owned();
-        let builder = GoogleCloudStorageBuilder::new()
-            .with_bucket_name(bucket)
-            .with_base_url(&format!("{scheme}://{}{}", server.authority(), target.trim_end_matches('/')))
-            .with_retry(retries(5))
-            .with_http_connector(control)
-            .with_credentials(Arc::new(StaticCredentialProvider::new(GcpCredential { bearer })))
-            .with_skip_signature(token.is_none());
-        builder.build().map_err(|_| invalid("object_store takes no such bucket or endpoint"))
+    /// The request for a page of a listing.
+    fn page(&self, ask: &Ask<'_, GoogleKey>) -> Result<Get> {
+        let token = ask.key.token.as_deref();
+        let there = self.endpoint(token)?;
+        let address = match ask.moved {
+            Some(place) => place.address.clone(),
+            None => {
+                let pairs = s3_query(ask);
+                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                let target = format!("{}/{}?{}", there.target.trim_end_matches('/'), ask.bucket, form(&pairs));
+                Address { server: there.server.clone(), target }
+            }
+        };
+        let is_theirs = address.server == there.server;
+        let fields =
+            token.filter(|_| is_theirs).map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
     }
 }
 
@@ -106,12 +107,15 @@ impl Requests for Gcs {
         })
     }
 
-    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         let names = |bucket: &str, prefix: &str| {
-            let store = |key: &GoogleKey, control| self.lister(bucket, key.token.as_deref(), control);
-            listed(&self.credentials, prefix, store, |generation, refusal| {
-                self.credentials.renewed(generation, refusal)
-            })
+            listed(
+                &self.credentials,
+                bucket,
+                prefix,
+                |ask| self.page(ask),
+                |generation, refusal| self.credentials.renewed(generation, refusal),
+            )
         };
         list(at, names, |e| self.explained(e))
     }

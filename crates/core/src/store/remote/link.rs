@@ -1,18 +1,22 @@
 //! One connection and what is asked on it: from the request to the last byte of the body.
 
 use super::address::Server;
-use super::answer::{Answer, Verdict};
+use super::answer::{no_ranges, Answer, Verdict};
+use super::chunks::Chunks;
 use super::fetch::{NextBytes, RangeRequest};
 use super::range_read::RangeRead;
 use super::request::Get;
 use super::told::{end, Told};
 use super::wires::{Watched, WireEnd};
 use crate::error::Error;
+use crate::store::version::Version;
 use std::io;
 use std::time::{Duration, Instant};
 
 /// Bytes that are received in search of the head of an answer. What of the body comes with it is copied.
 const HEAD: usize = 4096;
+/// Bytes that are received in search of the next chunk. What of the body comes with it is copied.
+const CHUNK: usize = 64 << 10;
 /// How often it is reported that bytes come.
 const REPORT: Duration = Duration::from_secs(1);
 
@@ -62,6 +66,10 @@ pub(super) struct Link<S> {
     head: Vec<u8>,
     /// How much of `head` has been used.
     used: usize,
+    /// Of a body in chunks: how far it has come.
+    chunks: Option<Chunks>,
+    /// Of an object that comes whole, and ends where its body does: its version, and the answer that said so.
+    whole: Option<(Version, Box<Answer>)>,
     /// Whether it can be used for the next request.
     keeps: bool,
     /// Whether it has answered a request before.
@@ -94,6 +102,8 @@ impl<S: WireEnd> Link<S> {
             state,
             head,
             used,
+            chunks: None,
+            whole: None,
             keeps,
             reused,
             last,
@@ -116,6 +126,7 @@ impl<S: WireEnd> Link<S> {
         (self.fetch, self.state, self.keeps) = (Some(fetch), LinkState::Asked, false);
         (self.last, self.asked_at, self.answered_at, self.told) = (now, now, None, now);
         (self.used, self.got, self.gaps) = (0, 0, 0);
+        (self.chunks, self.whole) = (None, None);
     }
 
     /// Whether the server has said nothing to this request.
@@ -218,7 +229,16 @@ impl<S: WireEnd> Link<S> {
                     (read.redirects, read.renewed) = (0, 0);
                 }
                 fetch.asked.end = fetch.asked.start + bytes;
-                self.keeps = answer.keeps && answer.has_length() && answer.status == 206;
+                let is_chunked = answer.is_chunked();
+                self.keeps = answer.keeps && (answer.has_length() || is_chunked) && answer.status == 206;
+                self.chunks = is_chunked.then(Chunks::default);
+                (self.used, self.state) = (length, LinkState::Body);
+                Ok(None)
+            }
+            Verdict::Whole { version } => {
+                fetch.reads.iter_mut().for_each(RangeRead::opened);
+                self.chunks = answer.is_chunked().then(Chunks::default);
+                self.whole = Some((version, Box::new(answer)));
                 (self.used, self.state) = (length, LinkState::Body);
                 Ok(None)
             }
@@ -249,24 +269,42 @@ impl<S: WireEnd> Link<S> {
                 self.state = LinkState::Parked;
                 return Ok(Some(Advance::Wait));
             }
+            if let Some((_, answer)) = &self.whole {
+                // It ends here, or it is longer than what was asked for.
+                let too_long = answer.named_in(no_ranges());
+                if self.left_of_chunk()? > 0 {
+                    return Ok(Some(Advance::Told(Verdict::Failed(too_long))));
+                }
+                self.close(told);
+            }
         } else {
             if *allowed == 0 {
                 self.is_held = true;
                 return Ok(Some(Advance::Held));
             }
-            let mut room = usize::try_from(*allowed).unwrap_or(usize::MAX);
+            let most = match &self.chunks {
+                Some(_) => (*allowed).min(self.left_of_chunk()?),
+                None => *allowed,
+            };
+            let mut room = usize::try_from(most).unwrap_or(usize::MAX);
             for place in &mut places {
                 place.iov_len = place.iov_len.min(room);
                 room -= place.iov_len;
             }
-            let got = self.receive(&mut places)?;
+            let got = if room_of(&places) == 0 { 0 } else { self.receive(&mut places)? };
+            if got == 0 && self.whole.is_some() && self.chunks.as_ref().is_none_or(Chunks::is_over) {
+                self.close(told);
+                return Ok(None);
+            }
             if got == 0 {
-                return Err(io::Error::new(
-                    io::ErrorKind::UnexpectedEof,
-                    "the server closed the connection within the body",
-                ));
+                let text = match &self.chunks {
+                    Some(_) => "the server ended the body before all of its bytes had come",
+                    None => "the server closed the connection within the body",
+                };
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
             self.last = now;
+            self.chunks.iter_mut().for_each(|chunks| chunks.took(got as u64));
             *allowed -= got as u64;
             self.took(got, now, told);
             // The next connection's bytes have waited longer. Who goes on here takes what just came, in small pieces.
@@ -278,6 +316,46 @@ impl<S: WireEnd> Link<S> {
         }
         self.end_complete(told);
         Ok(None)
+    }
+
+    /// Bytes of the body that come next without anything between them; 0 at its end.
+    fn left_of_chunk(&mut self) -> io::Result<u64> {
+        loop {
+            let Some(chunks) = &mut self.chunks else {
+                // The end of the connection is its end.
+                return if self.used < self.head.len() || self.fill(1)? { Ok(1) } else { Ok(0) };
+            };
+            self.used += chunks.read(&self.head[self.used..])?;
+            if chunks.left() > 0 || chunks.is_over() {
+                return Ok(chunks.left());
+            }
+            if !self.fill(CHUNK)? {
+                let text = "the server closed the connection within the body";
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+            }
+        }
+    }
+
+    /// Receives at most so many bytes into `head`, behind those that were not used. Whether some came.
+    fn fill(&mut self, most: usize) -> io::Result<bool> {
+        self.head.drain(..self.used);
+        self.used = 0;
+        let had = self.head.len();
+        self.head.resize(had + most, 0);
+        let place = libc::iovec { iov_base: self.head[had..].as_mut_ptr().cast(), iov_len: most };
+        // SAFETY: the place is the end of `head`.
+        let got = unsafe { self.stream.receive(&mut [place]) };
+        self.head.truncate(had + *got.as_ref().unwrap_or(&0));
+        Ok(got? > 0)
+    }
+
+    /// The body of an object that came whole has ended.
+    fn close(&mut self, told: &mut Vec<Told>) {
+        let by_close = self.chunks.is_none();
+        let (Some((version, _)), Some(fetch)) = (self.whole.take(), &mut self.fetch) else { return };
+        fetch.reads.iter_mut().for_each(|read| read.closed(version.clone(), by_close));
+        fetch.asked.end = fetch.at;
+        self.end_complete(told);
     }
 
     /// Receives into these places what came with the head of the answer, and then what comes.
@@ -331,7 +409,7 @@ impl<S: WireEnd> Link<S> {
 
     /// Ends the reads whose bytes are all there.
     fn end_complete(&mut self, told: &mut Vec<Told>) {
-        let Some(fetch) = &mut self.fetch else { return };
+        let Some(fetch) = self.fetch.as_mut().filter(|_| self.whole.is_none()) else { return };
         while fetch.reads.front().is_some_and(|read| read.missing().is_empty()) {
             if let Some(read) = fetch.reads.pop_front() {
                 let got = read.got();
@@ -344,10 +422,17 @@ impl<S: WireEnd> Link<S> {
     fn ended(&mut self) -> Advance {
         // A body that is longer than the server says, or than anybody wants: what follows is no answer to the next request.
         let all = self.fetch.take().is_none_or(|fetch| fetch.left() == 0);
-        if !all || !self.keeps || self.used < self.head.len() {
+        // What ends a body in chunks mostly comes with its last bytes.
+        let is_over = self.chunks.is_none() || (self.keeps && self.left_of_chunk().is_ok_and(|left| left == 0));
+        if !all || !is_over || !self.keeps || self.used < self.head.len() {
             return Advance::Close;
         }
         (self.state, self.reused) = (LinkState::Idle, true);
         Advance::Ready
     }
+}
+
+/// Bytes that these places have room for.
+fn room_of(places: &[libc::iovec]) -> usize {
+    places.iter().map(|place| place.iov_len).sum()
 }

@@ -1,32 +1,60 @@
-//! Names of object stores: what an address means, and what a folder has.
+//! Names of object stores: what an address means, and what a folder has. Keys are strings: a `/` in them ends a folder, and
+//! nothing else in them has a meaning.
 
-use super::answer::{Expected, Refused, Verdict};
-use super::control::{block_on, Control};
+use super::address::Address;
+use super::answer::{Answer, Expected, Refused, Verdict};
+use super::control::Control;
 use super::credentials::{Credentials, Finder};
+use super::net::{LOOK, MOST_REDIRECTS};
+use super::pages::{NextPage, Page, WITHOUT};
+use super::request::{Get, Listed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
-use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use crate::store::watch::still_wanted;
+use std::collections::HashSet;
 use std::fmt::Write as _;
-use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// How long a page of a listing may take.
+/// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a page is asked for that does not come, and the first pause before the next time. Each one is twice as long.
+const TRIES: u32 = 6;
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A page of a listing is asked for.
+pub(super) struct Ask<'a, K> {
+    pub(super) key: &'a K,
+    pub(super) bucket: &'a str,
+    pub(super) prefix: &'a str,
+    pub(super) page: &'a NextPage,
+    /// Where a redirect has led.
+    pub(super) moved: Option<&'a Place>,
+}
+
+/// Where a redirect has led, and the region that it named.
+pub(super) struct Place {
+    pub(super) address: Address,
+    pub(super) region: Option<String>,
+}
+
+/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them.
+type Names = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
 /// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
 pub(super) fn list(
     at: &Location,
-    listed: impl FnOnce(&str, &str) -> Result<Result<Vec<String>, Refused>>,
+    listed: impl FnOnce(&str, &str) -> Names,
     explained: impl FnOnce(Error) -> Error,
-) -> Result<Vec<Location>> {
+) -> Result<Vec<Listed>> {
     let text = at.to_string();
     let (bucket, key) = parts(&text)?;
+    let itself = || vec![Listed { location: at.clone(), size: None }];
     let is_file = |ending: &str| Path::new(key).extension().is_some_and(|found| found == ending);
     if is_file("safetensors") || is_file("json") {
-        return Ok(vec![at.clone()]);
+        return Ok(itself());
     }
     let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
     let names = listed(bucket, &format!("{key}{slash}"))?.map_err(|refusal| explained(refusal.error))?;
@@ -38,65 +66,138 @@ pub(super) fn list(
     }
     if names.is_empty() {
         // An object whose name has another ending.
-        return Ok(vec![at.clone()]);
+        return Ok(itself());
     }
-    let folder = text.trim_end_matches('/');
-    Ok(names.iter().map(|name| Location::Url(format!("{folder}/{name}"))).collect())
+    // One slash ends the folder. If there are more, they are of its name.
+    let folder = text.strip_suffix('/').unwrap_or(&text);
+    let found = |(name, size)| Listed { location: Location::Url(format!("{folder}/{name}")), size };
+    Ok(names.into_iter().map(found).collect())
 }
 
-/// The names that begin with `prefix` and have no further slash, or why the server does not say them. `store` is asked with
+/// The names that begin with `prefix` and have no further slash, or why the server does not say them. It is asked with
 /// the credentials that there are, and with others once more if `renewed` says that there are some. Blocks.
-pub(super) fn listed<F: Finder, S: PaginatedListStore>(
+pub(super) fn listed<F: Finder>(
     credentials: &Arc<Credentials<F>>,
+    bucket: &str,
     prefix: &str,
-    store: impl Fn(&F::Key, Control) -> Result<S>,
+    request: impl Fn(&Ask<'_, F::Key>) -> Result<Get>,
     renewed: impl Fn(u64, &Refused) -> bool,
-) -> Result<Result<Vec<String>, Refused>> {
+) -> Names {
     let mut again = true;
     loop {
         let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
         let session = credentials.session(None).unwrap_or_else(none)?;
         let generation = credentials.generation.load(Ordering::Acquire);
         let control = Control::new(&credentials.common, PATIENCE);
-        match names(&store(&session.found.key, control.clone())?, &control, prefix)? {
+        let key = &session.found.key;
+        let body = |page: &NextPage, moved: Option<&Place>| request(&Ask { key, bucket, prefix, page, moved });
+        match names(&control, prefix, body)? {
             Err(refusal) if again && renewed(generation, &refusal) => again = false,
             found => return Ok(found),
         }
     }
 }
 
-/// The names, or why the server does not say them.
-fn names(store: &impl PaginatedListStore, control: &Control, prefix: &str) -> Result<Result<Vec<String>, Refused>> {
-    let e = match block_on(all_names(store, prefix))? {
-        Ok(names) => return Ok(Ok(names)),
-        Err(e) => e,
-    };
-    let unclear =
-        |text: String| Error::new(ErrorKind::Io, "the listing is not understood").caused_by(io::Error::other(text));
-    match control.last() {
-        None => Err(unclear(e.to_string())),
-        Some(Err(e)) => Err(e),
-        Some(Ok(answer)) => match answer.judge(&Expected { object: None, range: 0..1 }) {
-            Verdict::Refused(refusal) => Ok(Err(refusal)),
-            Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e) => Err(e),
-            Verdict::Moved(_) | Verdict::Body { .. } => Err(unclear(e.to_string())),
-        },
+fn names(control: &Control, prefix: &str, request: impl Fn(&NextPage, Option<&Place>) -> Result<Get>) -> Names {
+    let (mut names, mut seen) = (Vec::new(), HashSet::new());
+    let mut page = NextPage::None;
+    loop {
+        let body = match asked(control, |moved| request(&page, moved))? {
+            Ok(body) => body,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        let Page { keys, folders, next } = Page::of(&body)?;
+        let had = seen.len();
+        seen.extend(folders);
+        for (key, size) in keys {
+            // What these name in a folder is not in it.
+            let name = key.strip_prefix(prefix).filter(|name| !name.contains('/') && !["", ".", ".."].contains(name));
+            if let Some(name) = name {
+                names.push((name.to_owned(), size));
+            }
+            seen.insert(key);
+        }
+        // Without a token there is progress on every page. With one, a page may be empty.
+        let is_stuck =
+            next == page || (matches!(next, NextPage::Behind(_)) && page != NextPage::None && seen.len() == had);
+        if next == NextPage::None {
+            return Ok(Ok(names));
+        }
+        if is_stuck {
+            let text = "the server says that its listing goes on (IsTruncated), and gives the same page again";
+            return Err(Error::new(ErrorKind::Io, format!("{text}: {WITHOUT}")));
+        }
+        page = next;
     }
 }
 
-async fn all_names(store: &impl PaginatedListStore, prefix: &str) -> object_store::Result<Vec<String>> {
-    let mut names = Vec::new();
-    let mut page_token = None;
+/// The body of an answer, or why the server refuses it. What may go better later is asked for again, and redirects are
+/// followed.
+fn asked(control: &Control, request: impl Fn(Option<&Place>) -> Result<Get>) -> Result<Result<Vec<u8>, Refused>> {
+    let (mut tries, mut redirects, mut pause) = (0, 0, PAUSE);
+    let mut moved: Option<Place> = None;
+    let until = Instant::now() + 2 * PATIENCE;
     loop {
-        let options = PaginatedListOptions { delimiter: Some("/".into()), page_token, ..Default::default() };
-        let page = store.list_paginated(Some(prefix), options).await?;
-        let direct = page.result.objects.iter().filter_map(|object| object.location.as_ref().strip_prefix(prefix));
-        names.extend(direct.filter(|name| !name.is_empty() && !name.contains('/')).map(str::to_owned));
-        page_token = page.page_token;
-        if page_token.is_none() {
-            return Ok(names);
+        let get = request(moved.as_ref())?;
+        let e = match control.get(&get) {
+            Ok((200, _, body)) => return Ok(Ok(body)),
+            Ok((status, fields, body)) => {
+                let answer = Answer::of(status, &fields, &body);
+                match answer.judge(&Expected { object: None, range: 0..1 }) {
+                    Verdict::Refused(refusal) => return Ok(Err(refusal)),
+                    Verdict::Moved { .. } if redirects == MOST_REDIRECTS => {
+                        let text = format!("the server redirects more than {MOST_REDIRECTS} times");
+                        return Err(Error::new(ErrorKind::Io, text));
+                    }
+                    Verdict::Moved { to, region } => {
+                        redirects += 1;
+                        let address = get.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
+                        moved = Some(Place { address, region });
+                        continue;
+                    }
+                    Verdict::Again(e, longer) => {
+                        pause = pause.max(longer.unwrap_or_default());
+                        e
+                    }
+                    Verdict::OtherEtag(e) | Verdict::Failed(e) => return Err(e),
+                    Verdict::Body { .. } | Verdict::Whole { .. } | Verdict::Less(_) => {
+                        let text = format!("the server answers a listing with status {status}");
+                        return Err(Error::new(ErrorKind::Io, text).answered(status, None));
+                    }
+                }
+            }
+            Err((e, true)) => return Err(e),
+            Err((e, false)) => e,
+        };
+        tries += 1;
+        if tries >= TRIES || Instant::now() + pause >= until {
+            return Err(e);
         }
+        let due = Instant::now() + pause;
+        while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            if !still_wanted() {
+                return Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more"));
+            }
+            std::thread::sleep(left.min(LOOK));
+        }
+        pause = (pause * 2).min(Duration::from_secs(2));
     }
+}
+
+/// The query of a page in the terms of S3, which Google Cloud Storage knows too.
+pub(super) fn s3_query<K>(ask: &Ask<'_, K>) -> Vec<(&'static str, String)> {
+    let mut pairs = vec![("delimiter", "/".to_owned())];
+    if !ask.prefix.is_empty() {
+        pairs.push(("prefix", ask.prefix.to_owned()));
+    }
+    match ask.page {
+        NextPage::None => pairs.push(("list-type", "2".to_owned())),
+        NextPage::Token(token) => {
+            pairs.extend([("continuation-token", token.clone()), ("list-type", "2".to_owned())]);
+        }
+        NextPage::Behind(name) => pairs.push(("marker", name.clone())),
+    }
+    pairs
 }
 
 /// Bucket and key.

@@ -1,10 +1,11 @@
 //! One connection at a time, with a clock beside it: what a request for a byte takes. Loads do not come this way.
 
 use super::address::Server;
-use super::answer::{Answer, Expected, Verdict};
+use super::answer::{no_ranges, Answer, Expected, Verdict};
 use super::connection::Connection;
 use super::names::Names;
 use super::net::{Common, MOST_REDIRECTS};
+use super::racing;
 use super::range_read::Site;
 use super::refusal::{refused, refused_by_tls};
 use super::request::Get;
@@ -46,8 +47,9 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
                 (found.object, found.connections) = (Some((size, version)), 1);
                 return again(common, &request, times, link, found);
             }
-            (Verdict::Moved(to), _) => {
-                site.moved(request.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?);
+            (Verdict::Moved { to, region }, _) => {
+                let next = request.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
+                site.moved(next, region.as_deref());
             }
             (Verdict::Refused(refusal), _) => {
                 if renewed || !site.renew(&request, &refusal) {
@@ -56,6 +58,7 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
                 renewed = true;
             }
             (Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e), _) => return Err(e),
+            (Verdict::Whole { .. } | Verdict::Less(_), _) => return Err(no_ranges()),
         }
     }
     Err(Error::new(ErrorKind::Io, format!("the server redirects more than {MOST_REDIRECTS} times")))
@@ -96,6 +99,14 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
     let addresses = resolved.unwrap_or_else(|| Err(Error::new(ErrorKind::Internal, "nobody was asked")))?;
     asked.lookup = to.ip().is_none().then(|| begun.elapsed());
     asked.addresses = addresses.len();
+    let mut addresses = (*addresses).clone();
+    // Which one answers first is found out beforehand: what it takes is measured without the others.
+    if addresses.len() > 1 {
+        let found = racing::connect(&common.names.health, &addresses, begun + common.settings.stall);
+        if let Ok(first) = found.and_then(|socket| socket.peer_addr()) {
+            addresses.sort_by_key(|address| *address != first);
+        }
+    }
     let no = |e: io::Error| {
         let text = format!("there is no connection to {}", common.named(server));
         refused(&e).unwrap_or_else(|| Error::new(ErrorKind::Io, text).caused_by(e))

@@ -13,6 +13,7 @@ mod answer;
 mod aws;
 mod azblob;
 mod azure;
+mod chunks;
 mod connecting;
 mod connection;
 mod control;
@@ -33,9 +34,11 @@ mod look;
 mod names;
 mod net;
 mod pace;
+mod pages;
 mod proxied;
 mod proxy;
 mod queue;
+mod racing;
 mod range_read;
 mod rate_limit;
 mod refusal;
@@ -54,7 +57,9 @@ mod tunnel;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod virtual_time;
+mod whole;
 mod wires;
+mod xml;
 
 use self::answer::Expected;
 use self::azblob::AzureBlob;
@@ -76,6 +81,7 @@ use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
 pub(super) use self::tls::authorities;
 use self::told::Told;
+use self::whole::{is_whole, unknown_end};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::look::Look;
@@ -86,13 +92,17 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
 use crate::source::Source;
+use crate::sync::{lock, Mutex};
 use crate::way::Routing;
 use std::collections::hash_map::DefaultHasher;
+use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Objects whose sizes are remembered.
+const MOST_SIZES: usize = 100_000;
 /// Bytes of one read, and so of one slab. A request asks for many neighbouring ones.
 const EXTENT: u64 = MIB;
 /// Reads in flight for each connection: those of its request, and as many that wait for the next.
@@ -103,6 +113,8 @@ const READS: usize = 32;
 pub struct Web {
     common: Arc<Common>,
     requests: Arc<dyn Requests>,
+    /// Bytes of objects, as listings said them.
+    sizes: Arc<Mutex<HashMap<Location, u64>>>,
 }
 
 impl Web {
@@ -114,7 +126,7 @@ impl Web {
             (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
             _ => requests_of(bearer),
         };
-        Web { common, requests }
+        Web { common, requests, sizes: Arc::default() }
     }
 
     /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
@@ -123,21 +135,21 @@ impl Web {
         let bundle = environment.first(&["AWS_CA_BUNDLE"]).map(PathBuf::from);
         web.authorities = web.authorities.or(bundle);
         let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common }
+        Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common, sizes: Arc::default() }
     }
 
     /// The store of `gs://` addresses. What the settings leave out is looked for in the environment.
     pub(super) fn gcs(settings: StorageSettings, environment: Environment) -> Web {
         let StorageSettings { web, gcs, .. } = settings;
         let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(Gcs::new(gcs, environment, common.clone())), common }
+        Web { requests: Arc::new(Gcs::new(gcs, environment, common.clone())), common, sizes: Arc::default() }
     }
 
     /// The store of `az://` addresses. What the settings leave out is looked for in the environment.
     pub(super) fn azure(settings: StorageSettings, environment: Environment) -> Web {
         let StorageSettings { web, azure, .. } = settings;
         let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(AzureBlob::new(azure, environment, common.clone())), common }
+        Web { requests: Arc::new(AzureBlob::new(azure, environment, common.clone())), common, sizes: Arc::default() }
     }
 
     /// What of this process's environment the store of a scheme looks at.
@@ -163,8 +175,17 @@ impl Web {
     }
 }
 
-/// Asks for a range and waits for it: its bytes, and size and version of the object.
-fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(Vec<u8>, u64, Version)> {
+/// The bytes of a range, and size and version of their object.
+struct Fetched {
+    bytes: Vec<u8>,
+    size: u64,
+    version: Version,
+    /// Nothing but the end of a connection says where the object ends.
+    by_close: bool,
+}
+
+/// Asks for a range and waits for it.
+fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fetched> {
     let located = |e: Error| e.at(&site.path);
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
@@ -180,12 +201,12 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
             return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
         }
         for event in told.drain(..) {
-            if let Told::Done { result, object, .. } = event {
+            if let Told::Done { result, object, by_close, .. } = event {
                 let got = result? as usize;
                 bytes.truncate(got);
                 let none = || Error::new(ErrorKind::Internal, "an answer without a size; please report this");
                 let (size, version) = object.ok_or_else(none).map_err(located)?;
-                return Ok((bytes, size, version));
+                return Ok(Fetched { bytes, size, version, by_close });
             }
         }
     }
@@ -193,12 +214,28 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<(V
 
 impl Store for Web {
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        self.requests.list(at)
+        let listed = self.requests.list(at)?;
+        let mut sizes = lock(&self.sizes);
+        if sizes.len() > MOST_SIZES {
+            sizes.clear();
+        }
+        sizes.extend(listed.iter().filter_map(|found| Some((found.location.clone(), found.size?))));
+        Ok(listed.into_iter().map(|found| found.location).collect())
     }
 
     fn head(&self, at: &Location, first: u64) -> Result<Head> {
         let expected = Expected { object: None, range: 0..first.max(1) };
-        let (mut bytes, size, version) = fetch(&self.common, self.site(at), expected)?;
+        let site = self.site(at);
+        let Fetched { mut bytes, size, version, by_close } = fetch(&self.common, site.clone(), expected)?;
+        if by_close && lock(&self.sizes).get(at).map_or(!is_whole(&bytes), |known| *known != size) {
+            return Err(unknown_end(bytes.len()).at(&site.path));
+        }
+        // The server has refused a range that passes the end, and did not say where that is.
+        let (got, first) = (bytes.len() as u64, first.min(size));
+        if got > 0 && got < first {
+            let expected = Expected { object: Some((size, version.clone())), range: got..first };
+            bytes.extend(fetch(&self.common, site, expected)?.bytes);
+        }
         bytes.truncate(first as usize);
         Ok(Head { bytes, size, version })
     }
@@ -208,7 +245,7 @@ impl Store for Web {
             return Ok(Vec::new());
         }
         let expected = Expected { object: Some((object.size, object.version.clone())), range };
-        fetch(&self.common, self.site(&object.location), expected).map(|(bytes, ..)| bytes)
+        fetch(&self.common, self.site(&object.location), expected).map(|fetched| fetched.bytes)
     }
 
     fn look(&self, at: &Location, times: usize) -> Result<Look> {

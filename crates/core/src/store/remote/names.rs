@@ -1,6 +1,7 @@
 //! The addresses of servers. `getaddrinfo` blocks, so threads that may not are answered later.
 
 use super::address::Server;
+use super::racing::{in_turn, Health};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::block_signals;
 use crate::sync::{lock, Mutex};
@@ -17,7 +18,11 @@ type Resolved = Result<Arc<Vec<SocketAddr>>>;
 
 /// What is known of servers' addresses, and who waits for more.
 #[derive(Debug, Default)]
-pub(super) struct Names(Mutex<Lookups>);
+pub(super) struct Names {
+    lookups: Mutex<Lookups>,
+    /// Which addresses answer.
+    pub(super) health: Arc<Health>,
+}
 
 #[derive(Debug, Default)]
 struct Lookups {
@@ -33,7 +38,7 @@ impl Names {
         if let Some(ip) = server.ip() {
             return Some(Ok(Arc::new(vec![SocketAddr::new(ip, server.port)])));
         }
-        let mut state = lock(&self.0);
+        let mut state = lock(&self.lookups);
         match state.known.get(server) {
             // An error is news once.
             Some((_, Err(_))) => return state.known.remove(server).map(|(_, error)| error),
@@ -44,7 +49,7 @@ impl Names {
             drop(state);
             let found = resolved(server);
             if found.is_ok() {
-                lock(&self.0).known.insert(server.clone(), (Instant::now(), found.clone()));
+                lock(&self.lookups).known.insert(server.clone(), (Instant::now(), found.clone()));
             }
             return Some(found);
         };
@@ -61,7 +66,7 @@ impl Names {
         match thread.spawn(move || names.answer(&asked)) {
             Ok(_) => None,
             Err(e) => {
-                lock(&self.0).asked.remove(server);
+                lock(&self.lookups).asked.remove(server);
                 Some(Err(Error::io("start a thread", &e)))
             }
         }
@@ -71,7 +76,7 @@ impl Names {
     fn answer(&self, server: &Server) {
         block_signals();
         let found = resolved(server);
-        let mut state = lock(&self.0);
+        let mut state = lock(&self.lookups);
         state.known.insert(server.clone(), (Instant::now(), found));
         for wake in state.asked.remove(server).unwrap_or_default() {
             wake.notify();
@@ -85,7 +90,7 @@ fn resolved(server: &Server) -> Resolved {
     if found.is_empty() {
         return Err(no_address(server));
     }
-    Ok(Arc::new(found))
+    Ok(Arc::new(in_turn(found)))
 }
 
 fn no_address(server: &Server) -> Error {

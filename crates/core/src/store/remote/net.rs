@@ -236,6 +236,8 @@ impl<W: Wires> Net<W> {
             let e = Error::new(ErrorKind::Timeout, text);
             match link.fetch {
                 Some(fetch) => self.again(fetch, link.got, e, None, told),
+                // Another address is tried, or was.
+                None if link.stream.has_other() => {}
                 None => self.not_connected(&link.server, e, false, now, told),
             }
         }
@@ -376,6 +378,7 @@ impl<W: Wires> Net<W> {
         let (refused, is_expired) = (refused(&e), link.reused && link.is_unanswered());
         let server = self.common.named(&link.server);
         match (link.fetch, refused) {
+            (None, None) if link.state == LinkState::Connecting && link.stream.has_other() => {}
             (None, refused) if link.state == LinkState::Connecting => {
                 let is_final = refused.is_some();
                 let no = || Error::new(ErrorKind::Io, format!("there is no connection to {server}")).caused_by(e);
@@ -413,8 +416,12 @@ impl<W: Wires> Net<W> {
     fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
         let verdict = self.of_proxy(&fetch, verdict);
         match verdict {
-            Verdict::Body { .. } => {}
-            Verdict::Moved(to) => {
+            Verdict::Body { .. } | Verdict::Whole { .. } => {}
+            Verdict::Less(end) => {
+                fetch.reads.iter_mut().for_each(|read| read.less(end));
+                self.back(Some(fetch));
+            }
+            Verdict::Moved { to, region } => {
                 fetch.reads.iter_mut().for_each(|read| read.redirects += 1);
                 let Some(first) = fetch.reads.front() else { return };
                 if first.redirects > MOST_REDIRECTS {
@@ -425,7 +432,7 @@ impl<W: Wires> Net<W> {
                 lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
                 match asked.map(|address| address.redirected(&to)).transpose() {
                     Ok(next) => {
-                        next.into_iter().for_each(|next| first.site.moved(next));
+                        next.into_iter().for_each(|next| first.site.moved(next, region.as_deref()));
                         self.back(Some(fetch));
                     }
                     Err(e) => fail_all(Some(fetch), &e.of_kind(ErrorKind::Io), told),

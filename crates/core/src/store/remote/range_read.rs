@@ -42,10 +42,7 @@ impl Site {
     pub(super) fn request(&self, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         let moved = lock(&self.moved).clone();
         match moved {
-            Some(address) => {
-                let fields = self.requests.redirected(&address);
-                Some(Ok(Get { address, fields, generation: 0, is_moved: true }))
-            }
+            Some(address) => self.requests.moved(&self.at, &address, wake),
             None => self.requests.request(&self.at, wake),
         }
     }
@@ -55,7 +52,9 @@ impl Site {
         self.unpinned.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn moved(&self, to: Address) {
+    /// The server has redirected to there, perhaps to another region.
+    pub(super) fn moved(&self, to: Address, region: Option<&str>) {
+        region.into_iter().for_each(|region| self.requests.learn_region(&self.at, region));
         *lock(&self.moved) = Some(to);
     }
 
@@ -64,6 +63,10 @@ impl Site {
     pub(super) fn renew(&self, asked: &Get, refusal: &Refused) -> bool {
         if !asked.is_moved {
             return self.requests.renew(&self.at, asked, refusal);
+        }
+        // Another credential, or another region, may be right for this place.
+        if asked.generation > 0 && self.requests.renew(&self.at, asked, refusal) {
+            return true;
         }
         // A read that was refused before this one may have had the place forgotten, or been redirected again.
         lock(&self.moved).take_if(|address| *address == asked.address);
@@ -123,6 +126,11 @@ impl BodyPlaces {
         left == 0
     }
 
+    /// Nothing is there.
+    fn restart(&mut self) {
+        (self.place, self.filled) = (0, 0);
+    }
+
     /// `bytes` more are there.
     fn advance(&mut self, mut bytes: usize) {
         while let Some((_, len)) = self.list.get(self.place) {
@@ -162,6 +170,10 @@ pub(super) struct RangeRead {
     pub(super) renewed: u32,
     /// Whether its arrival was reported.
     pub(super) arrived: bool,
+    /// The object comes whole, and its size is not known yet.
+    is_open: bool,
+    /// Nothing but the end of the connection said where the object ends.
+    pub(super) by_close: bool,
 }
 
 // SAFETY: the addresses are only written to while the read is held, and `keep` keeps them valid (invariant 5).
@@ -190,6 +202,8 @@ impl RangeRead {
             redirects: 0,
             renewed: 0,
             arrived: false,
+            is_open: false,
+            by_close: false,
         }
     }
 
@@ -235,6 +249,30 @@ impl RangeRead {
         }
     }
 
+    /// The whole object comes, and ends where its body ends. What breaks off is asked for from the first byte on.
+    pub(super) fn opened(&mut self) {
+        self.is_open = true;
+    }
+
+    /// The body of an object that came whole has ended.
+    pub(super) fn closed(&mut self, version: Version, by_close: bool) {
+        (self.is_open, self.by_close) = (false, by_close);
+        self.seen(self.got, self.got, version);
+    }
+
+    /// Before it is asked for: what broke off and cannot go on is forgotten.
+    pub(super) fn begin(&mut self) {
+        if std::mem::take(&mut self.is_open) {
+            self.got = 0;
+            self.places.iter_mut().for_each(BodyPlaces::restart);
+        }
+    }
+
+    /// The object, which has not been seen, ends here at the latest.
+    pub(super) fn less(&mut self, end: u64) {
+        self.expected.range.end = self.expected.range.end.min(end);
+    }
+
     pub(super) fn got(&self) -> u64 {
         self.got
     }
@@ -266,12 +304,12 @@ mod tests {
         let asked = |site: &Site| site.request(None).unwrap().unwrap();
         let renew = |asked: &Get| site.renew(asked, &refusal());
         assert!(!renew(&asked(&site)), "nothing would be different");
-        site.moved(address(there));
+        site.moved(address(there), None);
         let refused = asked(&site);
         assert!(renew(&refused));
         assert!(renew(&refused), "the other read has not been redirected yet");
         assert!(asked(&site).address == address(first));
-        site.moved(address(next));
+        site.moved(address(next), None);
         assert!(renew(&refused) && asked(&site).address == address(next), "it has been redirected");
     }
 }

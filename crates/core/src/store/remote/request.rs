@@ -33,6 +33,17 @@ pub(super) trait Requests: Send + Sync + Debug {
     /// fetched, and `wake` is notified when they are there. Without a `wake` the call waits for them.
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>>;
 
+    /// The request for where a redirect has led from the object at this address. `wake` as in [`request`](Self::request).
+    fn moved(&self, at: &str, to: &Address, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let _ = (at, wake);
+        Some(Ok(Get { address: to.clone(), fields: self.redirected(to), generation: 0, is_moved: true }))
+    }
+
+    /// The server says which region has the object at this address.
+    fn learn_region(&self, at: &str, region: &str) {
+        let _ = (at, region);
+    }
+
     /// The fields of a request for where a redirect has led. Most credentials are not for others.
     fn redirected(&self, to: &Address) -> String {
         let _ = to;
@@ -57,15 +68,23 @@ pub(super) trait Requests: Send + Sync + Debug {
     ///
     /// # Errors
     /// `NotFound` where nothing is listed: web servers do not list.
-    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         if at.to_string().ends_with('/') || at.file_name().is_empty() {
             let text =
                 "web servers list no files: give the address of the file, of its index (*.safetensors.index.json), or \
                         a list of all files";
             return Err(Error::new(ErrorKind::NotFound, text).at(at));
         }
-        Ok(vec![at.clone()])
+        Ok(vec![Listed { location: at.clone(), size: None }])
     }
+}
+
+/// Something under an address.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Listed {
+    pub(super) location: Location,
+    /// Its bytes, if the listing says them.
+    pub(super) size: Option<u64>,
 }
 
 /// Requests of no one in particular.

@@ -3,21 +3,20 @@
 
 use super::address::{Address, Server};
 use super::answer::Refused;
-use super::aws::{retries, Aws, AwsKey};
-use super::control::Control;
+use super::aws::{Aws, AwsKey};
 use super::credentials::Credentials;
 use super::environment::Environment;
-use super::listing::{escaped, list, listed, parts};
+use super::listing::{escaped, list, listed, parts, s3_query, Ask};
 use super::net::Common;
-use super::request::{Get, Requests};
+use super::request::{Get, Listed, Requests};
 use super::settings::{Addressing, S3Settings};
+use super::tokens::form;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
-use object_store::aws::{AmazonS3, AmazonS3Builder, AwsAuthorizer, AwsCredential};
+use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::client::HttpRequestBody;
-use object_store::{ClientOptions, StaticCredentialProvider};
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
@@ -35,7 +34,8 @@ pub(super) struct S3 {
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
     /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
-    signed: Mutex<HashMap<String, (Instant, Get)>>,
+    /// By the address of the object, and the place that a redirect named.
+    signed: Mutex<HashMap<(String, Option<Address>), (Instant, Get)>>,
 }
 
 impl S3 {
@@ -84,32 +84,60 @@ impl S3 {
         let region = self.region(bucket, with)?;
         let Address { server, target } = self.place(bucket, &region, with)?;
         let address = Address { server, target: format!("{}/{}", target.trim_end_matches('/'), escaped(key)) };
-        let fields = match &with.credential {
-            None => String::new(),
-            Some(credential) => signature(&address, credential, &region, self.settings().requester_pays)?,
-        };
+        let fields = self.fields(&address, bucket, with, false)?;
         Ok(Get { address, fields, generation, is_moved: false })
     }
 
-    fn lister(&self, bucket: &str, region: &str, place: &Address, key: &AwsKey, control: Control) -> Result<AmazonS3> {
-        let scheme = if place.server.tls { "https" } else { "http" };
-        let mut builder = AmazonS3Builder::new()
-            .with_bucket_name(bucket)
-            .with_region(region)
-            // It is taken as it is.
-            .with_virtual_hosted_style_request(true)
-            .with_endpoint(format!("{scheme}://{}{}", place.server.authority(), place.target.trim_end_matches('/')))
-            .with_client_options(ClientOptions::new().with_allow_http(true))
-            .with_retry(retries(5))
-            .with_request_payer(self.settings().requester_pays)
-            .with_http_connector(control)
-            .with_skip_signature(key.credential.is_none());
-        if let Some(credential) = &key.credential {
-            let AwsCredential { key_id, secret_key, token } = &**credential;
-            let copy = AwsCredential { key_id: key_id.clone(), secret_key: secret_key.clone(), token: token.clone() };
-            builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(copy)));
+    /// The request for a page of a listing.
+    fn page(&self, ask: &Ask<'_, AwsKey>) -> Result<Get> {
+        let named = ask.moved.and_then(|place| place.region.as_deref());
+        named.into_iter().for_each(|region| self.learn(ask.bucket, region));
+        let address = match ask.moved {
+            Some(place) => place.address.clone(),
+            None => {
+                let Address { server, target } = self.place(ask.bucket, &self.region(ask.bucket, ask.key)?, ask.key)?;
+                let target = target.trim_end_matches('/');
+                let pairs = s3_query(ask);
+                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                let path = if target.is_empty() { "/" } else { target };
+                Address { server, target: format!("{path}?{}", form(&pairs)) }
+            }
+        };
+        let is_moved = ask.moved.is_some();
+        let fields = self.fields(&address, ask.bucket, ask.key, is_moved)?;
+        Ok(Get { address, fields, generation: 0, is_moved })
+    }
+
+    /// The fields that sign a request. Where a redirect has led, the place may have another region, or its own signature.
+    fn fields(&self, address: &Address, bucket: &str, key: &AwsKey, is_moved: bool) -> Result<String> {
+        let Some(credential) = key.credential.as_ref().filter(|_| !is_moved || !is_signed(&address.target)) else {
+            return Ok(String::new());
+        };
+        let there = region_of(&address.server.host).filter(|_| is_moved && !lock(&self.regions).contains_key(bucket));
+        let region = there.map_or_else(|| self.region(bucket, key), Ok)?;
+        signature(address, credential, &region, self.settings().requester_pays)
+    }
+
+    /// What `made` gives, or what it gave lately for the same.
+    fn once(&self, of: (String, Option<Address>), generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
+        let mut signed = lock(&self.signed);
+        if let Some((when, get)) = signed.get(&of) {
+            if when.elapsed() < SIGNED && get.generation == generation {
+                return Ok(get.clone());
+            }
         }
-        builder.build().map_err(|e| invalid(&e.to_string()))
+        if signed.len() >= MOST_SIGNED {
+            signed.clear();
+        }
+        let get = made()?;
+        signed.insert(of, (Instant::now(), get.clone()));
+        Ok(get)
+    }
+
+    fn learn(&self, bucket: &str, region: &str) {
+        if is_region(region) {
+            lock(&self.regions).insert(bucket.to_owned(), region.to_owned());
+        }
     }
 
     fn renewed(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
@@ -138,20 +166,23 @@ impl Requests for S3 {
             Err(e) => return Some(Err(e)),
         };
         let generation = self.credentials.generation.load(Ordering::Acquire);
-        let mut signed = lock(&self.signed);
-        if let Some((when, get)) = signed.get(at) {
-            if when.elapsed() < SIGNED && get.generation == generation {
-                return Some(Ok(get.clone()));
-            }
-        }
-        if signed.len() >= MOST_SIGNED {
-            signed.clear();
-        }
-        let made = self.made(at, &session.found.key, generation);
-        if let Ok(get) = &made {
-            signed.insert(at.to_owned(), (Instant::now(), get.clone()));
-        }
-        Some(made)
+        Some(self.once((at.to_owned(), None), generation, || self.made(at, &session.found.key, generation)))
+    }
+
+    fn moved(&self, at: &str, to: &Address, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        Some(self.once((at.to_owned(), Some(to.clone())), generation, || {
+            let fields = self.fields(to, parts(at)?.0, &session.found.key, true)?;
+            Ok(Get { address: to.clone(), fields, generation, is_moved: true })
+        }))
+    }
+
+    fn learn_region(&self, at: &str, region: &str) {
+        parts(at).into_iter().for_each(|(bucket, _)| self.learn(bucket, region));
     }
 
     fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
@@ -183,17 +214,37 @@ impl Requests for S3 {
         })
     }
 
-    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
+        let text = at.to_string();
         let names = |bucket: &str, prefix: &str| {
-            let store = |key: &AwsKey, control| {
-                let region = self.region(bucket, key)?;
-                self.lister(bucket, &region, &self.place(bucket, &region, key)?, key, control)
-            };
-            let text = at.to_string();
-            listed(&self.credentials, prefix, store, |generation, refusal| self.renewed(&text, generation, refusal))
+            listed(
+                &self.credentials,
+                bucket,
+                prefix,
+                |ask| self.page(ask),
+                |generation, refusal| self.renewed(&text, generation, refusal),
+            )
         };
         list(at, names, |e| self.explained(e))
     }
+}
+
+/// Whether a query signs the request that has it: a redirect may lead to what such an address opens.
+fn is_signed(target: &str) -> bool {
+    let query = target.split_once('?').map_or("", |(_, query)| query).to_ascii_lowercase();
+    query.split('&').any(|pair| {
+        ["x-amz-signature=", "signature=", "sig=", "x-goog-signature="].iter().any(|name| pair.starts_with(name))
+    })
+}
+
+/// The region that the name of one of Amazon's hosts says.
+fn region_of(host: &str) -> Option<String> {
+    let labels = host.strip_suffix(".cn").unwrap_or(host).strip_suffix(".amazonaws.com")?;
+    let labels: Vec<&str> = labels.split('.').collect();
+    let at = labels.iter().rposition(|label| *label == "s3" || label.starts_with("s3-"))?;
+    let old = labels[at].strip_prefix("s3-").filter(|rest| *rest != "fips");
+    let region = old.or_else(|| labels[at + 1..].iter().find(|label| **label != "dualstack").copied())?;
+    is_region(region).then(|| region.to_owned())
 }
 
 /// The fields that sign a request for this address.
@@ -284,6 +335,40 @@ mod tests {
         // Keys that were given are not renewed.
         let refusal = Refused { error: error(), access: true, region: None };
         assert!(!s3.renew("s3://b/k", &second, &refusal));
+    }
+
+    #[test]
+    fn a_request_is_signed_for_the_place_that_a_redirect_names() {
+        let s3 = store(keys(), &[("AWS_REGION", "us-east-1"), ("AWS_SESSION_TOKEN", "t")]);
+        let first = s3.request("s3://b/k", None).unwrap().unwrap();
+        let moved = |to: &str| s3.moved("s3://b/k", &Address::parse(to).unwrap(), None).unwrap().unwrap();
+        for (to, region) in [
+            ("https://b.s3.eu-west-1.amazonaws.com/k", Some("eu-west-1")),
+            ("https://b.s3-us-west-2.amazonaws.com/k", Some("us-west-2")),
+            ("https://b.s3.dualstack.eu-west-1.amazonaws.com/k", Some("eu-west-1")),
+            ("https://s3.cn-north-1.amazonaws.com.cn/b/k", Some("cn-north-1")),
+            ("https://b.s3.amazonaws.com/k", Some("us-east-1")),
+            ("https://node-7.example.com:8443/b/k?x=1", Some("us-east-1")),
+            ("https://cdn.example.com/k?X-Amz-Signature=1", None),
+            ("https://cdn.example.com/k?e=1&Signature=1", None),
+        ] {
+            let get = moved(to);
+            assert!(get.is_moved && get.generation == first.generation, "{to}");
+            let scope = get.fields.split("/s3/aws4_request").next().and_then(|text| text.rsplit('/').next());
+            assert_eq!(scope.filter(|_| !get.fields.is_empty()), region, "{to}: {}", get.fields);
+            assert_eq!(get.fields, moved(to).fields, "it is signed once");
+        }
+        // The place says which region it is: from then on that one counts.
+        let refusal = Refused { error: Error::new(ErrorKind::Io, "no"), access: false, region: Some("r-9".into()) };
+        let there = moved("https://node-7.example.com:8443/b/k");
+        assert!(s3.renew("s3://b/k", &there, &refusal));
+        assert!(moved("https://node-7.example.com:8443/b/k").fields.contains("/r-9/s3/"));
+        let anonymous = store(S3Settings { anonymous: true, ..S3Settings::default() }, &[("AWS_REGION", "r")]);
+        assert!(anonymous.request("s3://b/k", None).unwrap().is_ok());
+        assert_eq!(
+            anonymous.moved("s3://b/k", &Address::parse("https://h/k").unwrap(), None).unwrap().unwrap().fields,
+            ""
+        );
     }
 
     #[test]

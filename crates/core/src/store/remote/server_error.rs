@@ -1,11 +1,15 @@
-//! The body of an error, as object stores write it.
+//! The body of an error: XML, as object stores write it, or a few words.
 
-/// What an object store says of an error, in XML.
+use super::xml::unescaped;
+
+/// What a server says of an error. A text that is no XML of an object store is a message without a code.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct ServerError {
     pub(super) code: String,
     pub(super) message: String,
     pub(super) region: Option<String>,
+    /// Bytes of the object, of which a range was asked for that it does not have.
+    pub(super) size: Option<u64>,
 }
 
 /// Codes with status 400 or 409 that other credentials could help with.
@@ -26,8 +30,7 @@ impl ServerError {
             let (_, rest) = text.split_once(&format!("<{name}>"))?;
             let (found, _) = rest.split_once(&format!("</{name}>"))?;
             let found = found.split("\nRequestId:").next().unwrap_or_default();
-            let plain = found.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&apos;", "'");
-            Some(shortened(&plain.replace("&amp;", "&")))
+            Some(shortened(&unescaped(found)))
         };
         // Google's message says no more than its code. Azure's ends with the number of the request and the time; what is
         // wrong with a signature it says elsewhere.
@@ -36,7 +39,19 @@ impl ServerError {
         let more = more.split(". String to sign").next().unwrap_or_default();
         let parts = [&message, more].map(|text| text.trim_end_matches('.'));
         let message = parts.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ");
-        Some(ServerError { code: of("Code")?, message, region: of("Region") })
+        match of("Code") {
+            Some(code) => {
+                let size = of("ActualObjectSize").and_then(|text| text.trim().parse().ok());
+                Some(ServerError { code, message, region: of("Region"), size })
+            }
+            None => Some(ServerError { message: plain(&text)?, ..ServerError::default() }),
+        }
+    }
+
+    /// As a message shows it.
+    pub(super) fn shown(&self) -> String {
+        let ServerError { code, message, .. } = self;
+        [code, message].into_iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join(": ")
     }
 
     /// Whether other credentials could help, where the status does not say it.
@@ -50,6 +65,38 @@ pub(super) fn shortened(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(160).collect()
 }
 
+/// The words of a text: of a web page its title, or what it shows. Queries of addresses in it are left out: they may be what
+/// allows access.
+fn plain(text: &str) -> Option<String> {
+    if text.contains(['\0', '\u{fffd}']) {
+        return None;
+    }
+    let lower = text.to_ascii_lowercase();
+    let title = lower.find("<title").and_then(|from| {
+        let from = from + lower[from..].find('>')? + 1;
+        Some(&text[from..from + lower[from..].find("</title")?])
+    });
+    let mut shown = String::new();
+    if title.is_none() && text.trim_start().starts_with('<') {
+        let mut is_tag = false;
+        for c in text.chars() {
+            match c {
+                '<' => is_tag = true,
+                '>' => is_tag = false,
+                _ if !is_tag => shown.push(c),
+                _ => {}
+            }
+        }
+    }
+    let text = unescaped(title.unwrap_or(if shown.is_empty() { text } else { &shown }));
+    let bare = |word: &str| match word.split_once('?') {
+        Some((place, query)) if query.contains('=') => place.to_owned(),
+        _ => word.to_owned(),
+    };
+    let words = shortened(&text.split_whitespace().map(bare).collect::<Vec<_>>().join(" "));
+    (!words.is_empty()).then_some(words)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -61,5 +108,25 @@ mod tests {
                     <AuthenticationErrorDetail>Signature did not match. String to sign used was secret\
                     </AuthenticationErrorDetail></Error>";
         assert_eq!(ServerError::of(body.as_bytes()).unwrap().message, "No; Signature did not match");
+    }
+
+    #[test]
+    fn a_text_that_is_no_xml_is_the_message() {
+        for (body, message) in [
+            ("Bucket is\n locked ", Some("Bucket is locked")),
+            ("{\"message\": \"no\"}", Some("{\"message\": \"no\"}")),
+            ("<html><TITLE>\n Bad &amp; worse</TITLE><p>x", Some("Bad & worse")),
+            ("<p>Sorry, <b>no</b></p>", Some("Sorry, no")),
+            ("not found: http://h/o?X-Sig=secret&y=1 . Is it?", Some("not found: http://h/o . Is it?")),
+            ("<Error><Message>no code</Message></Error>", Some("no code")),
+            ("", None),
+            (" <br/> ", None),
+            ("\0\u{1}", None),
+        ] {
+            let found = ServerError::of(body.as_bytes());
+            assert_eq!(found.as_ref().map(|said| &*said.message), message, "{body}");
+            assert!(found.is_none_or(|said| said.code.is_empty() && said.shown() == said.message));
+        }
+        assert_eq!(ServerError::of(&[0x1f, 0x8b, 8, 0, 255]), None);
     }
 }

@@ -3,6 +3,7 @@
 use super::address::Server;
 use super::connection::Connection;
 use super::net::Common;
+use super::racing::Attempt;
 use super::wires::{Watched, Wires};
 use crate::error::{Error, Result};
 use crate::source::epoll;
@@ -60,17 +61,24 @@ impl Wires for Sockets {
         let authorities = self.common.settings.authorities.as_deref();
         let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
         let interfaces = &self.common.settings.interfaces;
-        let ways = addresses.len() * interfaces.len().max(1);
+        let health = &self.common.names.health;
         // Some addresses cannot be reached from here, such as those of IPv6 on many machines. That is known at once.
         let mut tries = 0;
         loop {
-            (self.made, tries) = (self.made + 1, tries + 1);
-            let interface = interfaces.get(self.made % interfaces.len().max(1)).map(String::as_str);
+            let hopeful = health.hopeful(&addresses);
+            let (made, each) = (self.made, interfaces.len().max(1));
+            (self.made, tries) = (made + 1, tries + 1);
+            let interface = interfaces.get(made % each).map(String::as_str);
             // Each interface comes to each address.
-            let to = &addresses[self.made / interfaces.len().max(1) % addresses.len()];
+            let to = hopeful[made / each % hopeful.len()];
+            let begun = self.now();
             match Connection::connect(to, interface, proxy.map(|proxy| proxy.via(server)), tls.clone()) {
+                Ok(connection) if addresses.len() > 1 => {
+                    let (health, of) = (health.clone(), addresses.clone());
+                    return Ok(Some(connection.attempting(Attempt { health, of, to: *to, begun })));
+                }
                 Ok(connection) => return Ok(Some(connection)),
-                Err(_) if tries < ways => {}
+                Err(_) if tries < addresses.len() * each => health.refused(to),
                 Err(e) => {
                     let over = interface.map_or_else(String::new, |name| format!(" over the interface {name}"));
                     return Err(Error::io(&format!("connect{over}"), &e));

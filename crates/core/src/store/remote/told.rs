@@ -17,12 +17,15 @@ pub(super) enum Told {
         object: Option<(u64, Version)>,
         /// Bytes that were received into its place, from the first on.
         written: u64,
+        /// Nothing but the end of a connection says where the object ends.
+        by_close: bool,
     },
 }
 
 /// A read ends: nobody learns of it while its memory is held.
 pub(super) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
     let (ticket, route, object, written) = (read.ticket, read.route, read.object().cloned(), read.got());
+    let by_close = read.by_close;
     drop(read);
-    told.push(Told::Done { ticket, route, result, object, written });
+    told.push(Told::Done { ticket, route, result, object, written, by_close });
 }

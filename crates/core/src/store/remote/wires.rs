@@ -25,6 +25,17 @@ pub(super) trait WireEnd {
     /// Whether bytes were received that `receive` has not given yet: no event tells of them.
     fn holds_bytes(&self) -> bool;
 
+    /// Whether it connects for so long that another address of its server should be tried, and there is one.
+    fn is_late(&self, now: Instant) -> bool {
+        let _ = now;
+        false
+    }
+
+    /// Whether another address of its server may answer, after this one did not.
+    fn has_other(&self) -> bool {
+        false
+    }
+
     /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
     /// `WouldBlock` says that nothing is there.
     ///
