@@ -67,7 +67,7 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
         import torch
     except ImportError:
         raise UnsupportedError("reading what torch.save wrote needs torch") from None
-    from ._shared import duplicates
+    from ._shared import tied
 
     tensors: dict[str, Any] = {}
     for file in files:
@@ -88,17 +88,8 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
             if name in tensors:
                 raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file), tensor=name)
             tensors[name] = tensor.detach()
-    try:
-        tied = duplicates(tensors)
-    except InvalidError:  # parts of one memory: each is saved by itself
-        return tensors, {"format": "pt"}
-    left = {name: kept for kept, names in tied.items() for name in names}
-    same = {
-        name: kept
-        for name, kept in left.items()
-        if tensors[name].shape == tensors[kept].shape and tensors[name].stride() == tensors[kept].stride()
-    }
-    return {name: tensor for name, tensor in tensors.items() if name not in same}, {"format": "pt", **same}
+    left = tied(tensors)
+    return {name: tensor for name, tensor in tensors.items() if name not in left}, {"format": "pt", **left}
 
 
 def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -199,6 +190,7 @@ def convert(
     fsync: bool = True,
     progress: Progress = None,
     storage: Storage | None = None,
+    variant: str | None = None,
 ) -> Report:
     """Writes the checkpoint that ``sources`` name to a directory.
 
@@ -206,6 +198,7 @@ def convert(
         sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those.
         dtype: Casts floating-point tensors of 16 bits and more.
         storage: How servers are asked, as for `penstock.open`.
+        variant: Whose safetensors files are meant, as for `penstock.open`.
 
     The other arguments, what is returned and the errors are those of `penstock.save`.
     """
@@ -217,7 +210,7 @@ def convert(
             source_path(source, "sources")
     target = Path(local_path(directory, "directory", written=True))
     with ExitStack() as until:
-        tensors, metadata, read_from = _source(sources, kind, order, storage, until)
+        tensors, metadata, read_from = _source(sources, kind, order, storage, until, variant)
         if kind is not None:
             tensors = _cast(tensors, kind)
         if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
@@ -235,14 +228,21 @@ def convert(
 
 
 def _source(
-    sources: Sequence[str], kind: str | None, order: Order, storage: Storage | None, until: ExitStack
+    sources: Sequence[str],
+    kind: str | None,
+    order: Order,
+    storage: Storage | None,
+    until: ExitStack,
+    variant: str | None,
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Tensors, metadata, and the files of this machine that they are read from."""
     pickles = [] if any(map(is_web, sources)) else _pickles(sources)
     if pickles:
+        if variant is not None:
+            raise InvalidError(f"variant={variant!r} is for safetensors files, and these are torch.save's: give the files")
         return *_unpickled(pickles), [str(path) for path in pickles]
     given = list(sources) if len(sources) > 1 else sources[0]
-    checkpoint = open_as("sources", given, storage=storage)
+    checkpoint = open_as("sources", given, storage=storage, variant=variant)
     files = [path for path in checkpoint.files if not is_web(path)]
     if len(files) < len(checkpoint.files):
         return _streamed(checkpoint, kind, order, until), checkpoint.metadata, files

@@ -120,13 +120,18 @@ class Checkpoint:
         stall_timeout: float | None = None,
         storage: Storage | None = None,
         bearer: tuple[str, str] | None = None,
+        variant: str | None = None,
+        leftover: bool = True,
+        names: Sequence[str] | None = None,
     ) -> Checkpoint:
         """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it. storage: as `penstock.Storage`.
 
         bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
+        variant: whose files are meant in a folder. leftover: an index may be passed over if none of its files is there.
+        names: what the folder holds, where its server does not list it.
         """
     @staticmethod
-    def to_open(place: str, names: Sequence[str]) -> list[int]:
+    def to_open(place: str, names: Sequence[str], variant: str | None = None) -> list[int]:
         """Positions of the names in one place that `open` chooses: that of an index, or shards in natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
