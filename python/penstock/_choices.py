@@ -26,6 +26,8 @@ Framework = Literal[
 Order = Literal["file", "layer"]
 """``order=`` of reading and of saving."""
 ORDERS: tuple[Order, ...] = get_args(Order)
+Sequencing = Literal["file", "layer", "asked"]
+"""The order of a load in the core: a stream of named tensors hands out in the order asked for."""
 
 Layout = Literal["aligned", "compact"]
 """``layout=`` of a saved file."""

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Scope, Storage
+from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Scope, Sequencing, Storage
 
 __all__ = [
     "CacheFill",
@@ -364,7 +364,7 @@ class Load:
         wants: Sequence[int] | None = None,
         regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
         device: str = "cpu",
-        order: Order = "file",
+        order: Sequencing = "file",
         stream: bool = False,
         caller_blocks: bool = False,
         into: Sequence[tuple[int, int]] | None = None,

@@ -407,10 +407,25 @@ fn an_index_without_any_of_its_files_is_passed_over_if_there_is_something_else()
     let map = [("a", "model-1.safetensors"), ("b", "sub/model-2.safetensors")];
     write_index(d.path().join(INDEX), &map, "6");
     refused(d.path(), NotFound, &["2 of the 2 shard files"]);
-    write(d.path().join("weights.safetensors"), &[("a", 3)]);
-    let c = open(d.path());
-    assert_eq!(file_names(&c), ["weights.safetensors"]);
-    assert!(c.warnings()[0].contains("passed over, because none of its shard files is here"), "{:?}", c.warnings());
+    // A file that need not be the whole of it
+    write(d.path().join("mtp.safetensors"), &[("m", 3)]);
+    refused(d.path(), NotFound, &["2 of the 2 shard files"]);
+    fs::remove_file(d.path().join("mtp.safetensors")).expect("removed");
+    for (index, whole) in [
+        (INDEX, "consolidated.safetensors"),
+        ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
+        ("weights.safetensors.index.json", "weights.safetensors"),
+    ] {
+        let d = folder();
+        write_index(d.path().join(index), &map, "6");
+        write(d.path().join(whole), &[("a", 3)]);
+        let c = open(d.path());
+        assert_eq!(file_names(&c), [whole]);
+        assert!(c.warnings()[0].contains("passed over, because none of its shard files is here"), "{:?}", c.warnings());
+    }
+    write(d.path().join("adapter_model.safetensors"), &[("a", 3)]);
+    assert_eq!(file_names(&open(d.path())), ["adapter_model.safetensors"]);
+    fs::remove_file(d.path().join("adapter_model.safetensors")).expect("removed");
     refused(d.path().join(INDEX), NotFound, &["2 of the 2 shard files"]);
     // One of them is there: that is a download that has not ended
     fs::create_dir(d.path().join("sub")).expect("made");
@@ -507,7 +522,9 @@ fn the_index_of_a_directory_is_the_plain_one_or_the_only_one() {
     assert_eq!(files(&[inner]).expect("the only one"), inner);
     assert_eq!(files(&[fp16, plain]).expect("without variant"), plain);
     assert_eq!(files(&[fp16, plain, INDEX, inner]).expect("model"), INDEX);
-    for ambiguous in [&[fp16, inner][..], &[plain, "other.safetensors.index.json"]] {
+    let other = "other.safetensors.index.json";
+    assert_eq!(files(&[other, plain]).expect("diffusers"), plain);
+    for ambiguous in [&[fp16, inner][..], &["an.safetensors.index.json", other]] {
         let e = files(ambiguous).expect_err("ambiguous");
         assert_eq!(e.kind(), Index);
         assert!(ambiguous.iter().all(|i| e.to_string().contains(i)), "{e}");

@@ -69,6 +69,12 @@ pub(super) fn is_hidden(name: &str) -> bool {
     name.starts_with('.')
 }
 
+/// Whether this is a whole checkpoint by its name, beside an index that is called `index` and has lost its files.
+pub(super) fn is_whole_beside(name: &str, index: &str) -> bool {
+    let Some(stem) = name.strip_suffix(".safetensors") else { return false };
+    [MODEL, DIFFUSERS, PEFT, CONSOLIDATED].contains(&stem) || index_parts(index).is_some_and(|(set, _)| set == stem)
+}
+
 /// What stands before the ending of an index, and the variant inside the ending ("" if there is none).
 fn index_parts(name: &str) -> Option<(&str, &str)> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(".safetensors.index")?;
@@ -91,7 +97,8 @@ fn without_number(stem: &str) -> &str {
 /// Whether variants are called so wherever they occur: number formats, and averages of training.
 fn is_variant_word(label: &str) -> bool {
     let label = label.to_ascii_lowercase();
-    let format = |prefix: &str| label.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let format =
+        |prefix: &str| label.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
     let formats = ["fp", "bf", "f", "int", "uint", "nf", "float", "bfloat", "mxfp", "nvfp"];
     formats.into_iter().any(format)
         || matches!(label.as_str(), "ema" | "non_ema" | "no_ema" | "ema_only" | "non-ema" | "half" | "4bit" | "8bit")
@@ -351,13 +358,28 @@ mod tests {
             (&format!("consolidated.00.safetensors consolidated.01.safetensors {shards}"), shards),
             ("consolidated.safetensors.index.json consolidated-1-of-1.safetensors foo.safetensors", "foo.safetensors"),
             ("consolidated.safetensors", "consolidated.safetensors"),
-            ("consolidated.00.safetensors consolidated.01.safetensors", "consolidated.00.safetensors consolidated.01.safetensors"),
-            ("consolidated.safetensors.index.json consolidated-1-of-1.safetensors", "consolidated.safetensors.index.json"),
+            (
+                "consolidated.00.safetensors consolidated.01.safetensors",
+                "consolidated.00.safetensors consolidated.01.safetensors",
+            ),
+            (
+                "consolidated.safetensors.index.json consolidated-1-of-1.safetensors",
+                "consolidated.safetensors.index.json",
+            ),
             ("consolidated.safetensors model.fp16.safetensors", "consolidated.safetensors"),
             // diffusers: an index before the single file
-            ("diffusion_pytorch_model.safetensors diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"),
-            ("diffusion_pytorch_model.safetensors diffusion_pytorch_model.fp16.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
-            ("diffusion_pytorch_model.non_ema.safetensors diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors"),
+            (
+                "diffusion_pytorch_model.safetensors diffusion_pytorch_model.safetensors.index.json",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ),
+            (
+                "diffusion_pytorch_model.safetensors diffusion_pytorch_model.fp16.safetensors.index.json",
+                "diffusion_pytorch_model.safetensors",
+            ),
+            (
+                "diffusion_pytorch_model.non_ema.safetensors diffusion_pytorch_model.safetensors",
+                "diffusion_pytorch_model.safetensors",
+            ),
             ("diffusion_pytorch_model.safetensors other.safetensors", "diffusion_pytorch_model.safetensors"),
             // peft
             ("adapter_model.safetensors other.safetensors", "adapter_model.safetensors"),
@@ -366,16 +388,28 @@ mod tests {
             // One index, of any name
             ("foo.safetensors.index.json foo-1-of-1.safetensors bar.safetensors", "foo.safetensors.index.json"),
             // All files
-            ("b.safetensors a-10.safetensors a-9.safetensors config.json", "a-9.safetensors a-10.safetensors b.safetensors"),
+            (
+                "b.safetensors a-10.safetensors a-9.safetensors config.json",
+                "a-9.safetensors a-10.safetensors b.safetensors",
+            ),
             // Hidden files and sidecars
             ("._model.safetensors model.safetensors", "model.safetensors"),
             ("._model.safetensors.index.json .hidden.safetensors .safetensors a.safetensors", "a.safetensors"),
             (".model.safetensors foo.safetensors", "foo.safetensors"),
             // Dots that are no variant: versions, numbers, modules with a file of their own
-            ("sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors", "sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors"),
-            ("Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors", "Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors"),
+            (
+                "sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors",
+                "sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors",
+            ),
+            (
+                "Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors",
+                "Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors",
+            ),
             ("model.1.safetensors model.2.safetensors", "model.1.safetensors model.2.safetensors"),
-            ("model.embed_tokens.safetensors model.layers.0.safetensors lm_head.safetensors", "lm_head.safetensors model.embed_tokens.safetensors model.layers.0.safetensors"),
+            (
+                "model.embed_tokens.safetensors model.layers.0.safetensors lm_head.safetensors",
+                "lm_head.safetensors model.embed_tokens.safetensors model.layers.0.safetensors",
+            ),
             ("Qwen2.5-7B.safetensors.index.json x.safetensors", "Qwen2.5-7B.safetensors.index.json"),
         ];
         for (names, expected) in cases {
@@ -391,8 +425,14 @@ mod tests {
     fn the_only_variant_is_opened_and_of_several_none() {
         for (names, expected) in [
             ("model.fp16.safetensors", "model.fp16.safetensors"),
-            ("model.fp16.safetensors.index.json model.fp16-00001-of-00001.safetensors", "model.fp16.safetensors.index.json"),
-            ("model.safetensors.index.fp16.json model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"),
+            (
+                "model.fp16.safetensors.index.json model.fp16-00001-of-00001.safetensors",
+                "model.fp16.safetensors.index.json",
+            ),
+            (
+                "model.safetensors.index.fp16.json model.fp16-00001-of-00001.safetensors",
+                "model.safetensors.index.fp16.json",
+            ),
             ("diffusion_pytorch_model.fp16.safetensors config.json", "diffusion_pytorch_model.fp16.safetensors"),
             ("model.v2.safetensors", "model.v2.safetensors"),
         ] {

@@ -1,6 +1,6 @@
 //! From what the user named to the shard files that it stands for.
 
-use super::choose::{choose, is_candidate, Asked, Choice, ToOpen};
+use super::choose::{choose, is_candidate, is_whole_beside, Asked, Choice, ToOpen};
 use super::join::listed;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Origin, Watch};
@@ -66,8 +66,7 @@ pub(super) fn discover(sources: &[Origin], asked: &Asked, watch: &Watch) -> Resu
 
 impl Folder {
     fn chosen(mut self) -> Result<Found> {
-        let Choice { open, only_variant } =
-            choose(self.at.location(), &self.names, &self.asked, &self.abandoned)?;
+        let Choice { open, only_variant } = choose(self.at.location(), &self.names, &self.asked, &self.abandoned)?;
         self.only_variant = only_variant;
         let what = match open {
             ToOpen::Index(name) => What::Index(self.at.within(&name)),
@@ -76,7 +75,8 @@ impl Folder {
         Ok(Found { what, folder: Some(self) })
     }
 
-    /// What is opened in place of this index, of whose files none is there; `None` if some are, or there is nothing else.
+    /// The whole file that is opened in place of this index, of whose files none is there. `None` if some are, or if there is no
+    /// such file: another one may be a part of what is still to be fetched.
     pub(super) fn without(&self, index: &Origin, files: &[Origin], watch: &Watch) -> Result<Option<Found>> {
         let listed = |file: &Origin| self.names.iter().any(|name| self.at.within(name) == *file);
         if !self.asked.leftover || files.iter().any(listed) {
@@ -89,24 +89,36 @@ impl Folder {
             return Ok(None);
         }
         let mut other = self.clone();
-        other.abandoned.push(index.location().file_name().to_owned());
-        Ok(other.chosen().ok())
+        let index = index.location().file_name();
+        other.abandoned.push(index.to_owned());
+        let is_whole =
+            |file: &Origin| is_whole_beside(&file.location().file_name().to_string_lossy(), &index.to_string_lossy());
+        Ok(other
+            .chosen()
+            .ok()
+            .filter(|found| matches!(&found.what, What::Files(files) if matches!(&files[..], [one] if is_whole(one)))))
     }
 
     /// What is to be told of the choice, `files` and perhaps an index having been opened.
     pub(super) fn warnings(&self, files: &[Origin], index: Option<&Origin>) -> Vec<String> {
         let at = self.at.location();
-        let opened: HashSet<&OsStr> =
-            files.iter().chain(index).map(|one| one.location().as_os_str()).collect();
+        let opened: HashSet<&OsStr> = files.iter().chain(index).map(|one| one.location().as_os_str()).collect();
         let mut warnings = Vec::new();
         if let Some(variant) = &self.only_variant {
-            warnings.push(format!("{at}: there is only the variant {variant:?}, which was opened; variant={variant:?} asks for it"));
+            warnings.push(format!(
+                "{at}: there is only the variant {variant:?}, which was opened; variant={variant:?} asks for it"
+            ));
         }
         for index in &self.abandoned {
-            warnings.push(format!("{at}: {}: passed over, because none of its shard files is here", index.to_string_lossy()));
+            warnings.push(format!(
+                "{at}: {}: passed over, because none of its shard files is here",
+                index.to_string_lossy()
+            ));
         }
         let mut passed: Vec<&OsString> = self.names.iter().filter(|n| is_candidate(&n.to_string_lossy())).collect();
-        passed.retain(|name| !opened.contains(self.at.within(name).location().as_os_str()) && !self.abandoned.contains(name));
+        passed.retain(|name| {
+            !opened.contains(self.at.within(name).location().as_os_str()) && !self.abandoned.contains(name)
+        });
         passed.sort_by(|a, b| natural(a, b));
         if !passed.is_empty() {
             let what = match (index, files) {

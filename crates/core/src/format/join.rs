@@ -122,8 +122,10 @@ pub(super) fn indexed(
                     // The index names a third file: choosing one of the two would be a guess.
                     Some(other) => {
                         let (other, says) = (&index.files[other as usize], &index.files[*m as usize]);
-                        let text =
-                            format!("tensor {} is in {at_file} and in {other}, but the index maps it to {says}", quoted(name));
+                        let text = format!(
+                            "tensor {} is in {at_file} and in {other}, but the index maps it to {says}",
+                            quoted(name)
+                        );
                         return Err(Error::new(ErrorKind::Index, text)
                             .at(at)
                             .of_tensor(name)
@@ -158,7 +160,8 @@ pub(super) fn indexed(
         let absent: Vec<String> =
             lacking().map(|(name, _, file)| format!("{} ({})", quoted(name), index.files[file as usize])).collect();
         let n = absent.len();
-        let text = format!("{n} tensor{} of the index {} in no shard file", plural(n), if n == 1 { "is" } else { "are" });
+        let text =
+            format!("{n} tensor{} of the index {} in no shard file", plural(n), if n == 1 { "is" } else { "are" });
         if kept == 0 {
             let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
             let text = format!("{text}: {}. Nothing is left of this checkpoint", listed(absent.into_iter(), n));
@@ -312,7 +315,10 @@ fn twice(checkpoint: &Checkpoint, name: &str, (a, b): (u32, u32), indexes: &[Str
     let what = "the files belong to several checkpoints, or to several variants of one";
     let (kind, what) = match indexes {
         [] => (ErrorKind::Header, format!("{what}; give only the files that you want to load")),
-        _ => (ErrorKind::Index, format!("{what}, and no index says which counts; give the index that you mean: {}", indexes.join(", "))),
+        _ => (
+            ErrorKind::Index,
+            format!("{what}, and no index says which counts; give the index that you mean: {}", indexes.join(", ")),
+        ),
     };
     let text = format!("tensor {} is also in {}{same_file}: {what}", quoted(name), a.spelled);
     Error::new(kind, text).at(&b.spelled).of_tensor(name)

@@ -195,7 +195,9 @@ impl Unread {
             match &folder {
                 Some(folder) => match folder.without(&origin, &files, watch)? {
                     Some(other) => found = other,
-                    None => return Ok(Unread { files, index: Some((origin, index)), folder: Some(folder.clone()), hasher }),
+                    None => {
+                        return Ok(Unread { files, index: Some((origin, index)), folder: Some(folder.clone()), hasher })
+                    }
                 },
                 None => return Ok(Unread { files, index: Some((origin, index)), folder, hasher }),
             }

@@ -21,7 +21,8 @@ pub(crate) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint, Error> {
         Files::from_paths(&[file.path()]).and_then(|files| files.facts(0)).expect("told");
     });
     let paths: Vec<PathBuf> = sources.iter().map(|p| p.as_ref().to_path_buf()).collect();
-    let here = Checkpoint::open_cancellable(&paths, &Asked::plain(), &Stores::default(), Duration::from_secs(120), || true);
+    let here =
+        Checkpoint::open_cancellable(&paths, &Asked::plain(), &Stores::default(), Duration::from_secs(120), || true);
     let there = Checkpoint::open(&paths);
     match (&here, &there) {
         (Ok(a), Ok(b)) => {
