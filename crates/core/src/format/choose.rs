@@ -69,10 +69,20 @@ pub(super) fn is_hidden(name: &str) -> bool {
     name.starts_with('.')
 }
 
-/// Whether this is a whole checkpoint by its name, beside an index that is called `index` and has lost its files.
-pub(super) fn is_whole_beside(name: &str, index: &str) -> bool {
-    let Some(stem) = name.strip_suffix(".safetensors") else { return false };
-    [MODEL, DIFFUSERS, PEFT, CONSOLIDATED].contains(&stem) || index_parts(index).is_some_and(|(set, _)| set == stem)
+/// Whether these are a whole checkpoint by their names, beside an index that is called `index` and has lost its files: one
+/// file, or one set of shards.
+pub(super) fn are_whole_beside(names: &[&str], index: &str) -> bool {
+    let stems: Vec<&str> = names.iter().filter_map(|name| name.strip_suffix(".safetensors")).collect();
+    let of_index = |set: &str| index_parts(index).is_some_and(|(stem, _)| stem == set);
+    match stems[..] {
+        [] => false,
+        [one] if without_number(one) == one => [MODEL, DIFFUSERS, PEFT, CONSOLIDATED].contains(&one) || of_index(one),
+        [first, ..] => {
+            let count = first.rsplit_once("-of-").and_then(|(_, of)| of.parse().ok());
+            let of_set = |stem: &&str| without_number(stem) != *stem && of_index(without_number(stem));
+            count == Some(names.len()) && stems.len() == names.len() && stems.iter().all(of_set)
+        }
+    }
 }
 
 /// What stands before the ending of an index, and the variant inside the ending ("" if there is none).
@@ -475,6 +485,28 @@ mod tests {
         assert!(["fp16", "bf16", "int8"].iter().all(|v| error.to_string().contains(v)), "{error}");
         assert!(opened("model.safetensors", Some("fp16")).unwrap_err().to_string().contains("without a variant"));
         assert!(opened(".model.fp16.safetensors", Some("fp16")).is_err());
+    }
+
+    #[test]
+    fn what_is_whole_by_its_names() {
+        let whole = |names: &str, index| are_whole_beside(&names.split(' ').collect::<Vec<_>>(), index);
+        for (names, index) in [
+            ("model.safetensors", INDEX),
+            ("consolidated.safetensors", INDEX),
+            ("foo.safetensors", "foo.safetensors.index.json"),
+            (SHARDS, INDEX),
+            ("foo-1-of-1.safetensors", "foo.safetensors.index.json"),
+        ] {
+            assert!(whole(names, index), "{names}");
+        }
+        for (names, index) in [
+            ("mtp.safetensors", INDEX),
+            ("model-00001-of-00002.safetensors", INDEX),
+            (SHARDS, "foo.safetensors.index.json"),
+            ("model-00001-of-00002.safetensors mtp.safetensors", INDEX),
+        ] {
+            assert!(!whole(names, index), "{names}");
+        }
     }
 
     #[test]

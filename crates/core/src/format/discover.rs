@@ -1,6 +1,6 @@
 //! From what the user named to the shard files that it stands for.
 
-use super::choose::{choose, is_candidate, is_whole_beside, Asked, Choice, ToOpen};
+use super::choose::{are_whole_beside, choose, is_candidate, Asked, Choice, ToOpen};
 use super::join::listed;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Origin, Watch};
@@ -75,8 +75,8 @@ impl Folder {
         Ok(Found { what, folder: Some(self) })
     }
 
-    /// The whole file that is opened in place of this index, of whose files none is there. `None` if some are, or if there is no
-    /// such file: another one may be a part of what is still to be fetched.
+    /// The whole file, or set of shards, that is opened in place of this index, of whose files none is there. `None` if some
+    /// are, or if nothing is whole by its name: other files may be a part of what is still to be fetched.
     pub(super) fn without(&self, index: &Origin, files: &[Origin], watch: &Watch) -> Result<Option<Found>> {
         let listed = |file: &Origin| self.names.iter().any(|name| self.at.within(name) == *file);
         if !self.asked.leftover || files.iter().any(listed) {
@@ -91,12 +91,12 @@ impl Folder {
         let mut other = self.clone();
         let index = index.location().file_name();
         other.abandoned.push(index.to_owned());
-        let is_whole =
-            |file: &Origin| is_whole_beside(&file.location().file_name().to_string_lossy(), &index.to_string_lossy());
-        Ok(other
-            .chosen()
-            .ok()
-            .filter(|found| matches!(&found.what, What::Files(files) if matches!(&files[..], [one] if is_whole(one)))))
+        let whole = |found: &Found| {
+            let What::Files(files) = &found.what else { return false };
+            let names: Vec<_> = files.iter().map(|file| file.location().file_name().to_string_lossy()).collect();
+            are_whole_beside(&names.iter().map(|name| &**name).collect::<Vec<_>>(), &index.to_string_lossy())
+        };
+        Ok(other.chosen().ok().filter(whole))
     }
 
     /// What is to be told of the choice, `files` and perhaps an index having been opened.
