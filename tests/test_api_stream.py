@@ -139,7 +139,9 @@ def test_listed_names_come_in_the_order_of_the_list(big, window, copy):
     oracle, options = Oracle(big), {"copy": copy}
     names = list(checkpoint)
     for given in (names, names[::-1], names[1::2] + names[::2], chance.sample(names, len(names) // 2)):
-        arrived = [(name, raw(tensor)) for name, tensor in checkpoint.stream(names=given, window=window, options=options)]
+        arrived = [
+            (name, raw(tensor)) for name, tensor in checkpoint.stream(names=given, window=window, options=options)
+        ]
         assert [name for name, _ in arrived] == given
         assert all(content == oracle[name] for name, content in arrived)
     with penstock.safe_open(big) as opened:

@@ -1,4 +1,4 @@
-"""Which files of a folder are opened, and what is told of the others: the table of docs/compatibility.md, by whole folders.
+"""Which files of a folder are opened, and what is told of the others: the table of docs/compatibility.md.
 
 The table itself is tested beside the function, in `crates/core/src/format/choose.rs`.
 """
@@ -98,7 +98,8 @@ POOL = [
     ["model.fp16.safetensors"], ["model.fp16.safetensors.index.json", *shards("model.fp16")],
     ["model.safetensors.index.bf16.json", *shards("model.bf16")],
     ["diffusion_pytorch_model.fp16.safetensors.index.json", *shards("diffusion_pytorch_model.fp16")],
-    ["._model.safetensors"], ["._model.safetensors.index.json"], [".hidden.safetensors"], [".safetensors"], ["config.json"],
+    ["._model.safetensors"], ["._model.safetensors.index.json"], [".hidden.safetensors"], [".safetensors"],
+    ["config.json"],
 ]  # fmt: skip
 
 
@@ -186,7 +187,9 @@ def test_verify_tells_what_the_index_decides(tmp_path: Path, capsys: pytest.Capt
     assert main(["verify", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert any("1 tensor: passed over" in text and "`w1`" in text and new in text for text in document["warnings"])
-    assert any("1 tensor of the index is in no shard file" in text and "`gone`" in text for text in document["warnings"])
+    assert any(
+        "1 tensor of the index is in no shard file" in text and "`gone`" in text for text in document["warnings"]
+    )
     for source in (tmp_path, [tmp_path / old, tmp_path / new]):
         state = penstock.open(source).load(framework="np")
         assert {name: float(tensor[0]) for name, tensor in state.items()} == {"w0": 0, "w1": 1, "w2": 1}
@@ -215,7 +218,9 @@ def test_a_list_and_its_folder_are_the_same_whatever_the_index_decides(tmp_path:
         checkpoint = penstock.open(source)
         state = checkpoint.load(framework="np")
         assert {name: int(tensor[0]) for name, tensor in state.items()} == expected
-        passed = [int(found[1]) for text in checkpoint.warnings if (found := re.search(r": (\d+) tensors?: passed", text))]
+        passed = [
+            int(found[1]) for text in checkpoint.warnings if (found := re.search(r": (\d+) tensors?: passed", text))
+        ]
         assert sum(passed) == sum(len(found) - 1 for found in places.values())
         for name in checkpoint:
             assert Path(checkpoint[name].file).name == mapping[name]

@@ -88,7 +88,9 @@ def test_a_whole_whose_parts_are_all_there_is_not_missed(tmp_path: Path):
     penstock.open(tmp_path).load_into({"whole": whole, **parts})
     assert whole[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
     with pytest.raises(penstock.MismatchError, match="whole is missing"):
-        penstock.open(tmp_path).load_into({"whole": whole, "part0": parts["part0"], "part1": parts["part1"]}, names="part[01]")
+        penstock.open(tmp_path).load_into(
+            {"whole": whole, "part0": parts["part0"], "part1": parts["part1"]}, names="part[01]"
+        )
 
 
 @pytest.mark.parametrize("order", [("whole", "a", "b"), ("b", "whole", "a"), ("a", "b", "whole"), ("b", "a", "whole")])
@@ -168,7 +170,13 @@ def tiny_models() -> dict[str, Any]:
     """Models of transformers with tied embeddings, by the order and the kinds of their ties."""
     import transformers as t
 
-    small = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     return {
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, num_key_value_heads=2, tie_word_embeddings=True)),
@@ -205,7 +213,11 @@ def test_transformers_finds_every_weight_under_every_auto_class(tmp_path: Path, 
         left = {name for name in info["missing_keys"] if not name.startswith(("pooler", "bert.pooler"))}
         assert not left, auto
         found = again.state_dict()
-        prefix = "" if auto == head else next((p for p in ("model.", "transformer.", "bert.") if p + next(iter(found)) in expected), "")
+        prefix = (
+            ""
+            if auto == head
+            else next((p for p in ("model.", "transformer.", "bert.") if p + next(iter(found)) in expected), "")
+        )
         same = [name for name in found if prefix + name in expected]
         assert len(same) >= len(found) - 2, auto
         assert all(torch.equal(found[name], expected[prefix + name]) for name in same), auto

@@ -287,15 +287,16 @@ class Checkpoint:
         slices: Slices = None,
         group: Any = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) while the next tensors are being read: in the order of ``names``, if it is a list, else in
-        that of the files.
+        """Yields (name, tensor) while the next tensors are being read.
+
+        They come in the order of ``names``, if that is a list, and otherwise in the order of the files.
 
         The call checks its arguments. Reading starts when the first tensor is asked for. You may keep the tensors. If
         you close or drop the iterator, the load stops.
 
         Args:
-            order: "file", or "layer" to get the tensors of one layer together, even if they are in different files. With
-                "layer", and with ``group``, the order of ``names`` does not count.
+            order: "file", or "layer" to get the tensors of one layer together, even if they are in different files.
+                With "layer", and with ``group``, the order of ``names`` does not count.
             window: The most bytes that are read ahead of the consumer, such as "1GiB" (the default). A next tensor that
                 is larger is read alone.
             group: As in `load`. Ranks may want different tensors. They go on together, half a window at a time: a rank
@@ -310,8 +311,8 @@ class Checkpoint:
             return self._prepare(device, names, dtype, framework, made, slices, order)
 
         if group is None:
-            request, adapter = prepared()
-            return _load.stream(request.as_asked(names), adapter, progress)
+            request, made = prepared()
+            return _load.stream(request.as_asked(names), made, progress)
         with importing():
             from . import _group_stream
 

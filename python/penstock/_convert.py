@@ -239,7 +239,9 @@ def _source(
     pickles = [] if any(map(is_web, sources)) else _pickles(sources)
     if pickles:
         if variant is not None:
-            raise InvalidError(f"variant={variant!r} is for safetensors files, and these are torch.save's: give the files")
+            raise InvalidError(
+                f"variant={variant!r} is for safetensors files, and these are torch.save's: give the files"
+            )
         return *_unpickled(pickles), [str(path) for path in pickles]
     given = list(sources) if len(sources) > 1 else sources[0]
     checkpoint = open_as("sources", given, storage=storage, variant=variant)

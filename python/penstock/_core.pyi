@@ -143,7 +143,7 @@ class Checkpoint:
     def info(self, index: int) -> tuple[str, str, tuple[int, ...], int, int, int]:
         """(name, dtype, shape, file number, begin, end) with offsets counted from the start of the file."""
     def matching(self, patterns: Sequence[str]) -> list[int]: ...
-    def in_order(self, order: Order) -> list[int]:
+    def in_order(self, order: Sequencing) -> list[int]:
         """Numbers of all tensors in the order in which a load of all of them reads."""
     def by_dtype(self, wants: Sequence[int] | None = None) -> dict[str, list[int]]:
         """Positions in `wants` (tensor numbers; None: all) by dtype name, each list ascending."""

@@ -101,12 +101,14 @@ def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matche
 
 
 def _turns(found: Sequence[Memory], views: Sequence[tuple[Memory, Memory]]) -> dict[int, int]:
-    """The turn of each that shares bytes with one before it, by its id. As in `load_state_dict`, the last one counts."""
+    """The turn of each that shares bytes with one before it, by its id: as in `load_state_dict`, the last counts."""
     if not views:
         return {}
     place = {id(to): number for number, to in enumerate(found)}
     turns: dict[int, int] = {}
-    for one, other in sorted((sorted(pair, key=lambda to: place[id(to)]) for pair in views), key=lambda p: place[id(p[1])]):
+    for one, other in sorted(
+        (sorted(pair, key=lambda to: place[id(to)]) for pair in views), key=lambda p: place[id(p[1])]
+    ):
         turns[id(other)] = max(turns.get(id(other), 0), turns.get(id(one), 0) + 1)
     return turns
 

@@ -393,7 +393,7 @@ def _interleave(group: list[_Spanning]) -> bool:
 
 
 def _overlaps(group: list[_Spanning], views: list[tuple[Memory, Memory]] | None) -> list[str]:
-    """What is wrong with those that share a byte with one before them, in the order of addresses; see `memory_problems`."""
+    """What is wrong with those that share a byte with one before them, by address; see `memory_problems`."""
     problems = []
     row, places = _within_a_row(group)
     near: list[tuple[int, int, int]] = []  # number in the group, and place and length within a row

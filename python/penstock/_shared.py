@@ -62,7 +62,7 @@ def tied(state: Mapping[str, Any], module: Any = None) -> dict[str, str]:
 
 
 def _targets(module: Any, names: Sequence[str]) -> set[str]:
-    """The names that a module of transformers ties to others when it is made: a mapping to these, or a list of patterns."""
+    """The names that a module of transformers ties to others when it is made: the keys of a mapping, or patterns."""
     found: set[str] = set()
     named_modules = getattr(module, "named_modules", None)
     for prefix, part in named_modules() if callable(named_modules) else ():

@@ -113,7 +113,9 @@ def _with_shape_of_one_turned(path: Path) -> None:
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints: one of each model, another one of Llama, and what is left of that when it is broken."""
     root = tmp_path_factory.mktemp("sglang")
-    found = {name: root / name for name in (*MODELS, "other", "truncated", "missing", "shape", "torn", "twice", "pickled")}
+    found = {
+        name: root / name for name in (*MODELS, "other", "truncated", "missing", "shape", "torn", "twice", "pickled")
+    }
     for name in (*MODELS, "other"):
         model, seed = ("llama", "1") if name == "other" else (name, "0")
         subprocess.run([PYTHON, "-c", _WRITE, model, found[name], seed], cwd=HERE, check=True, capture_output=True)

@@ -3,7 +3,7 @@
 | report | what it is about | at first |
 |---|---|---|
 | diffusers#14719 | a variant's index, or an old one, beside a file that was just saved | failed |
-| diffusers#14769 | a new file beside the shards and the index of an older save | failed: nothing said, and refused without the shards |
+| diffusers#14769 | a new file beside an older save's shards and index | failed: nothing said, refused without shards |
 | diffusers#11182 | default shards beside a variant's | failed |
 | vllm#40765 | `consolidated*` beside shards | failed: nothing said, and both loaded without an index |
 | sglang#33671 (new) | `consolidated.safetensors` beside `model.safetensors` | failed |
@@ -19,14 +19,14 @@
 | mlx-vlm#1827 | an index whose shards were renamed | failed |
 | CoSER#3 (new) | an index of 30 shards beside a set of 15 | failed |
 | mlx-vlm#624 | an index that is left over beside one file | failed |
-| mlx-vlm#1464 (new) | a stray `model.safetensors` beside shards: transformers takes it, and the shards are told | failed: nothing said |
+| mlx-vlm#1464 (new) | a stray `model.safetensors` beside shards, which transformers takes | failed: nothing said |
 | vllm-omni#6234 (new) | old shards beside those that the index names | right at once, but nothing said |
 | SceneWorks#1333 | `._model.safetensors` | failed |
 | mlx-engine#79 | the same, for each of many shards | failed |
 | omlx#3679 | `._model.safetensors.index.json` | failed |
 | lmstudio-bug-tracker#486 (new) | sidecars on a disk of another system | failed |
 | Kolors#7 (new) | a folder with a variant alone | right at once, but nothing said |
-| diffusers#8974 (new) | `model.fp16.safetensors` where `model.safetensors` is expected | failed: nothing said, and another error for two |
+| diffusers#8974 (new) | `model.fp16.safetensors` without `model.safetensors` | failed: nothing said |
 | diffusers#10634 (new) | shards of a variant beside default ones, and `variant=` | failed: no such argument |
 | transformers#38870 | the head is kept, and the embedding is random | failed |
 | transformers#41038 | names of ties in the metadata | failed |
@@ -304,7 +304,13 @@ def test_diffusers_10634_a_variant_is_asked_for(tmp_path: Path):
 def tiny(kind: str) -> Any:
     import transformers as t
 
-    small = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     if kind == "llama":
         return t.LlamaForCausalLM(t.LlamaConfig(**small, num_key_value_heads=2, tie_word_embeddings=True))
     if kind == "opt":

@@ -4,7 +4,7 @@ mod both_ways;
 mod checkpoints;
 
 use checkpoints::{header, shard, write, write_index};
-use penstock::format::{Asked, Checkpoint, DType};
+use penstock::format::{Checkpoint, DType, FolderRequest};
 use penstock::store::{Identity, Stores, Version};
 use penstock::{Error, ErrorKind};
 use std::fs::{self, File};
@@ -457,7 +457,7 @@ fn a_variant_is_of_a_folder() {
     let d = folder();
     write(d.path().join("model.safetensors"), &[("a", 3)]);
     write(d.path().join("model.fp16.safetensors"), &[("a", 2)]);
-    let asked = |variant: &str| Asked { variant: Some(variant.to_owned()), ..Asked::plain() };
+    let asked = |variant: &str| FolderRequest { variant: Some(variant.to_owned()), ..FolderRequest::plain() };
     let open = |path: PathBuf, variant: &str| {
         Checkpoint::open_cancellable(&[path], &asked(variant), &Stores::default(), Duration::from_secs(60), || true)
     };

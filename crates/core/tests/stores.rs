@@ -338,7 +338,7 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     let begun = Instant::now();
     let e = Checkpoint::open_cancellable(
         &sources(),
-        &penstock::format::Asked::plain(),
+        &penstock::format::FolderRequest::plain(),
         &Stores::default(),
         Duration::from_millis(200),
         || true,
@@ -347,7 +347,7 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
     let e = Checkpoint::open_cancellable(
         &sources(),
-        &penstock::format::Asked::plain(),
+        &penstock::format::FolderRequest::plain(),
         &Stores::default(),
         Duration::from_secs(60),
         || false,

@@ -443,7 +443,7 @@ fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
     let index = [server.url("/m/model.safetensors.index.json")];
     let checkpoint = Checkpoint::open_cancellable(
         &index,
-        &penstock::format::Asked::plain(),
+        &penstock::format::FolderRequest::plain(),
         &stores,
         Duration::from_secs(60),
         || true,
@@ -605,7 +605,7 @@ fn an_open_that_is_given_up_leaves_no_thread_that_asks_on() {
     let go_on = || server.asked().is_empty();
     let opened = Checkpoint::open_cancellable(
         &[server.url("/o.safetensors")],
-        &penstock::format::Asked::plain(),
+        &penstock::format::FolderRequest::plain(),
         &Stores::default(),
         stall,
         go_on,

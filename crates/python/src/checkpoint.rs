@@ -6,7 +6,7 @@ use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::look::told;
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
-use penstock::format::{Asked, Checkpoint as Core};
+use penstock::format::{Checkpoint as Core, FolderRequest};
 use penstock::options::Order;
 use penstock::plan::layout::tensors_in_order;
 use pyo3::exceptions::{PyIndexError, PyKeyError, PyValueError};
@@ -41,7 +41,7 @@ impl Checkpoint {
             let stall = stall_timeout_of(stall_timeout)?;
             let stores = stores_of(py, storage, bearer)?;
             let names = names.map(|names| names.0.iter().map(OsString::from).collect());
-            let asked = Asked { variant, leftover, names };
+            let asked = FolderRequest { variant, leftover, names };
             interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &asked, &stores, stall, go_on)).map(Self::of)
         })
     }
@@ -62,7 +62,7 @@ impl Checkpoint {
     ) -> Answer<'py, Vec<u32>> {
         answer(py, || {
             let all: Vec<OsString> = names.0.iter().map(OsString::from).collect();
-            let asked = Asked { variant, ..Asked::plain() };
+            let asked = FolderRequest { variant, ..FolderRequest::plain() };
             let found = penstock::format::to_open(place, &all, &asked).map_err(|e| raise(py, &e))?;
             let number = |name: OsString| names.0.iter().position(|other| name == *other.as_str());
             Ok(found.into_iter().filter_map(number).map(|number| number as u32).collect::<Vec<_>>())
@@ -120,6 +120,7 @@ impl Checkpoint {
             let order = match order {
                 "file" => Order::File,
                 "layer" => Order::Layer,
+                "asked" => Order::Asked,
                 other => return Err(PyValueError::new_err(format!("order={other:?}: give \"file\" or \"layer\""))),
             };
             Ok(tensors_in_order(&self.0, order))

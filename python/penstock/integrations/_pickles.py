@@ -26,7 +26,7 @@ def _pickles_in(place: str) -> list[str]:
 
 @contextmanager
 def naming_convert(place: str, engine: str) -> Iterator[None]:
-    """Around an engine's search for safetensors files at ``place``: if there are only pickles, the error says what to do.
+    """Around an engine's search for safetensors files at ``place``: of pickles alone the error says what to do.
 
     Raises:
         UnsupportedError: there are none.
@@ -47,7 +47,8 @@ def naming_convert(place: str, engine: str) -> Iterator[None]:
         if _FOUND_NONE not in str(error):
             raise
         raise UnsupportedError(
-            f"{engine} finds no safetensors files of {place}, and load format penstock reads no others. If it has files "
-            f"that torch.save wrote, `penstock convert` writes them anew; --load-format auto leaves them to {engine}",
+            f"{engine} finds no safetensors files of {place}, and load format penstock reads no others. If it has "
+            "files that torch.save wrote, `penstock convert` writes them anew; --load-format auto leaves them to "
+            f"{engine}",
             path=place,
         ) from error

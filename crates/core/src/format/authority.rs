@@ -28,7 +28,7 @@ struct Says {
 }
 
 /// The file that counts for a name, and the index that says so.
-pub(super) struct Answer {
+pub(super) struct Ruling {
     pub(super) file: u32,
     pub(super) index: Origin,
 }
@@ -42,7 +42,7 @@ impl<'w> Authority<'w> {
     ///
     /// # Errors
     /// [`Watch::too_much`] on the caller's thread: indexes are read.
-    pub(super) fn file_of(&mut self, name: &str, hash: u64) -> Result<Option<Answer>> {
+    pub(super) fn file_of(&mut self, name: &str, hash: u64) -> Result<Option<Ruling>> {
         if self.watch.is_here() {
             return Err(self.watch.too_much());
         }
@@ -52,7 +52,7 @@ impl<'w> Authority<'w> {
         let all = self.indexes.as_deref().unwrap_or_default().iter();
         let mut answers = all.filter_map(|says| Some((says.numbers[says.index.file_of(name, hash)? as usize]?, says)));
         let Some((file, first)) = answers.next() else { return Ok(None) };
-        Ok(answers.all(|(other, _)| other == file).then(|| Answer { file, index: first.origin.clone() }))
+        Ok(answers.all(|(other, _)| other == file).then(|| Ruling { file, index: first.origin.clone() }))
     }
 
     /// The names of the indexes that were read, for an error.

@@ -2,7 +2,7 @@
 //!
 //! `docs/compatibility.md` states the order, and the tests below are its table of cases.
 
-use super::discover::natural;
+use super::natural::natural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Location;
 use std::borrow::Cow;
@@ -30,7 +30,7 @@ pub(super) enum ToOpen {
 
 /// What a caller asks of a folder.
 #[derive(Debug, Clone, Default)]
-pub struct Asked {
+pub struct FolderRequest {
     /// The variant whose files are meant, such as `fp16`. `None`: the files without one.
     pub variant: Option<String>,
     /// Whether an index may be passed over if none of its files is there. A cache that holds a part of a repository says no.
@@ -39,16 +39,16 @@ pub struct Asked {
     pub names: Option<Vec<OsString>>,
 }
 
-impl Asked {
+impl FolderRequest {
     /// The files without a variant, as an open of a folder means them.
-    pub fn plain() -> Asked {
-        Asked { variant: None, leftover: true, names: None }
+    pub fn plain() -> FolderRequest {
+        FolderRequest { variant: None, leftover: true, names: None }
     }
 }
 
 /// What is opened, and the variant that it is if nobody asked for one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Choice {
+pub(super) struct ChosenNames {
     pub(super) open: ToOpen,
     pub(super) only_variant: Option<String>,
 }
@@ -142,7 +142,7 @@ impl Candidate<'_> {
 }
 
 /// The names that are no variant's, as far as a look at one name tells.
-struct Known<'n> {
+struct DottedNames<'n> {
     stems: Vec<&'n str>,
     /// Whether names are those of modules (`model.layers.0`), each with a file of its own.
     modules: bool,
@@ -156,15 +156,15 @@ fn parts(name: &str) -> Option<(&str, bool, &str)> {
     }
 }
 
-impl<'n> Known<'n> {
-    fn of(names: &[&'n str]) -> Known<'n> {
+impl<'n> DottedNames<'n> {
+    fn of(names: &[&'n str]) -> DottedNames<'n> {
         let all = names.iter().filter_map(|name| parts(name));
         let stems: Vec<&str> = all.filter(|p| p.2.is_empty()).map(|p| without_number(p.0)).collect();
         let of_module = |stem: &&str| {
             let parts: Vec<&str> = stem.split('.').collect();
             parts.len() > 2 && parts[1..].iter().any(|part| part.bytes().all(|b| b.is_ascii_digit()))
         };
-        Known { modules: stems.iter().any(of_module), stems }
+        DottedNames { modules: stems.iter().any(of_module), stems }
     }
 
     /// Whether `label` in `head.label.safetensors` is a variant.
@@ -176,7 +176,12 @@ impl<'n> Known<'n> {
 }
 
 /// The candidate that a name is; `None` if it is neither a shard file nor an index.
-fn candidate<'n>(name: &'n OsString, text: &str, known: &Known<'_>, asked: Option<&str>) -> Option<Candidate<'n>> {
+fn candidate<'n>(
+    name: &'n OsString,
+    text: &str,
+    known: &DottedNames<'_>,
+    asked: Option<&str>,
+) -> Option<Candidate<'n>> {
     let (stem, is_index, inner) = parts(text)?;
     let set = without_number(stem);
     let mut found = Candidate {
@@ -207,15 +212,20 @@ fn candidate<'n>(name: &'n OsString, text: &str, known: &Known<'_>, asked: Optio
 ///
 /// # Errors
 /// `NotFound` if there is no checkpoint. `Index` if there are several.
-pub(super) fn choose(place: &Location, names: &[OsString], asked: &Asked, abandoned: &[OsString]) -> Result<Choice> {
+pub(super) fn choose(
+    place: &Location,
+    names: &[OsString],
+    asked: &FolderRequest,
+    abandoned: &[OsString],
+) -> Result<ChosenNames> {
     let mut ordered: Vec<(&OsString, Cow<'_, str>)> = names.iter().map(|n| (n, n.to_string_lossy())).collect();
     ordered.retain(|(name, text)| !is_hidden(text) && !abandoned.contains(name));
     ordered.sort_by(|a, b| natural(a.0, b.0));
-    let known = Known::of(&ordered.iter().map(|n| &*n.1).collect::<Vec<_>>());
+    let known = DottedNames::of(&ordered.iter().map(|n| &*n.1).collect::<Vec<_>>());
     let variant = asked.variant.as_deref();
     let found: Vec<Candidate<'_>> =
         ordered.iter().filter_map(|(name, text)| candidate(name, text, &known, variant)).collect();
-    let chosen = |open| Ok(Choice { open, only_variant: None });
+    let chosen = |open| Ok(ChosenNames { open, only_variant: None });
     let having = |variant: Option<&str>| found.iter().filter(|c| c.variant.as_deref() == variant).collect::<Vec<_>>();
     if let Some(open) = pick_all(place, &having(variant))? {
         return chosen(open);
@@ -230,7 +240,7 @@ pub(super) fn choose(place: &Location, names: &[OsString], asked: &Asked, abando
     match sets[..] {
         [] => Err(nothing_in(place, &ordered.iter().map(|n| &*n.1).collect::<Vec<_>>(), names.len() > ordered.len())),
         [(_, variant)] => match pick_all(place, &having(Some(variant)))? {
-            Some(open) => Ok(Choice { open, only_variant: Some(variant.to_owned()) }),
+            Some(open) => Ok(ChosenNames { open, only_variant: Some(variant.to_owned()) }),
             None => Err(no_variant(place, variant, &found)),
         },
         _ => {
@@ -330,8 +340,8 @@ mod tests {
     /// What is opened of these names: the index, or the files, with a space between two.
     fn opened(names: &str, variant: Option<&str>) -> Result<(String, Option<String>)> {
         let names: Vec<OsString> = names.split_whitespace().map(OsString::from).collect();
-        let asked = Asked { variant: variant.map(str::to_owned), ..Asked::plain() };
-        let Choice { open, only_variant } = choose(&Location::file("folder".as_ref()), &names, &asked, &[])?;
+        let asked = FolderRequest { variant: variant.map(str::to_owned), ..FolderRequest::plain() };
+        let ChosenNames { open, only_variant } = choose(&Location::file("folder".as_ref()), &names, &asked, &[])?;
         let names = match open {
             ToOpen::Index(name) => vec![name],
             ToOpen::Files(names) => names,
@@ -513,8 +523,8 @@ mod tests {
     fn an_abandoned_index_is_passed_over() {
         let names: Vec<OsString> = [INDEX, "weights.safetensors"].iter().map(OsString::from).collect();
         let place = Location::file("folder".as_ref());
-        let found = choose(&place, &names, &Asked::plain(), &[INDEX.into()]).unwrap();
+        let found = choose(&place, &names, &FolderRequest::plain(), &[INDEX.into()]).unwrap();
         assert_eq!(found.open, ToOpen::Files(vec!["weights.safetensors".into()]));
-        assert!(choose(&place, &names[..1], &Asked::plain(), &[INDEX.into()]).is_err());
+        assert!(choose(&place, &names[..1], &FolderRequest::plain(), &[INDEX.into()]).is_err());
     }
 }

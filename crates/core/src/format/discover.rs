@@ -1,20 +1,19 @@
 //! From what the user named to the shard files that it stands for.
 
-use super::choose::{are_whole_beside, choose, is_candidate, Asked, Choice, ToOpen};
+use super::choose::{are_whole_beside, choose, is_candidate, ChosenNames, FolderRequest, ToOpen};
 use super::join::listed;
+use super::natural::natural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Origin, Watch};
-use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
 
 /// What a source stands for.
 #[derive(Debug, Clone)]
 pub(super) struct Found {
     pub(super) what: What,
     /// The folder that was chosen from; `None` if the files were named.
-    pub(super) folder: Option<Folder>,
+    pub(super) folder: Option<ChosenFolder>,
 }
 
 /// What is opened.
@@ -28,17 +27,17 @@ pub(super) enum What {
 
 /// A folder, and what was chosen of its names.
 #[derive(Debug, Clone)]
-pub(super) struct Folder {
+pub(super) struct ChosenFolder {
     at: Origin,
     names: Vec<OsString>,
-    asked: Asked,
+    asked: FolderRequest,
     /// Indexes that were passed over because none of their files is there.
     abandoned: Vec<OsString>,
     only_variant: Option<String>,
 }
 
 /// What `sources` stand for: one thing (shard file, directory, index) or a list of shard files.
-pub(super) fn discover(sources: &[Origin], asked: &Asked, watch: &Watch) -> Result<Found> {
+pub(super) fn discover(sources: &[Origin], asked: &FolderRequest, watch: &Watch) -> Result<Found> {
     let named = |what| {
         if let (Some(variant), Some(source)) = (&asked.variant, sources.first()) {
             let text = format!("variant={variant:?} chooses among the files of a folder, and this is not one: omit it");
@@ -58,15 +57,15 @@ pub(super) fn discover(sources: &[Origin], asked: &Asked, watch: &Watch) -> Resu
                     None => return named(What::Files(vec![one.clone()])),
                 },
             };
-            Folder { at: one.clone(), names, asked, abandoned: Vec::new(), only_variant: None }.chosen()
+            ChosenFolder { at: one.clone(), names, asked, abandoned: Vec::new(), only_variant: None }.chosen()
         }
         many => named(What::Files(in_order(many.to_vec())?)),
     }
 }
 
-impl Folder {
+impl ChosenFolder {
     fn chosen(mut self) -> Result<Found> {
-        let Choice { open, only_variant } = choose(self.at.location(), &self.names, &self.asked, &self.abandoned)?;
+        let ChosenNames { open, only_variant } = choose(self.at.location(), &self.names, &self.asked, &self.abandoned)?;
         self.only_variant = only_variant;
         let what = match open {
             ToOpen::Index(name) => What::Index(self.at.within(&name)),
@@ -158,39 +157,12 @@ fn is_index(origin: &Origin) -> bool {
 ///
 /// # Errors
 /// `NotFound` if there is no checkpoint; `Index` if there are several.
-pub fn to_open(place: &str, names: &[OsString], asked: &Asked) -> Result<Vec<OsString>> {
+pub fn to_open(place: &str, names: &[OsString], asked: &FolderRequest) -> Result<Vec<OsString>> {
     let place = Location::file(OsStr::new(place));
     Ok(match choose(&place, names, asked, &[])?.open {
         ToOpen::Index(name) => vec![name],
         ToOpen::Files(names) => names,
     })
-}
-
-/// Natural order: runs of digits compare as numbers, so that `model-2` comes before `model-10`. It is a total order:
-/// names that differ only in leading zeros still differ.
-pub(super) fn natural(a: &OsStr, b: &OsStr) -> Ordering {
-    let (full_a, full_b) = (a.as_bytes(), b.as_bytes());
-    let (mut a, mut b) = (full_a, full_b);
-    loop {
-        match (a.first(), b.first()) {
-            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
-                let ((m, rest_a), (n, rest_b)) = (number(a), number(b));
-                match m.len().cmp(&n.len()).then_with(|| m.cmp(n)) {
-                    Ordering::Equal => (a, b) = (rest_a, rest_b),
-                    unequal => return unequal,
-                }
-            }
-            (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            (x, y) => return x.cmp(&y).then_with(|| full_a.cmp(full_b)),
-        }
-    }
-}
-
-/// The digits at the start without leading zeros, and the rest.
-fn number(s: &[u8]) -> (&[u8], &[u8]) {
-    let end = s.iter().position(|b| !b.is_ascii_digit()).unwrap_or(s.len());
-    let zeros = s[..end].iter().take_while(|&&b| b == b'0').count();
-    (&s[zeros..end], &s[end..])
 }
 
 /// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.

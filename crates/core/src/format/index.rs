@@ -1,8 +1,8 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
 use super::checkpoint::Seeded;
-use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
+use super::natural::natural;
 use super::shard::{self, FIRST_READ};
 
 use crate::error::{Error, ErrorKind, Result};

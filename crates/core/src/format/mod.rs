@@ -11,13 +11,14 @@ mod dtype;
 mod header;
 mod index;
 mod join;
+mod natural;
 mod open;
 mod shard;
 mod small_files;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
-pub use choose::Asked;
+pub use choose::FolderRequest;
 pub use discover::to_open;
 pub use dtype::DType;
 pub(crate) use header::quoted;

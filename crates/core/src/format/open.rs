@@ -2,8 +2,8 @@
 
 use super::authority::Authority;
 use super::checkpoint::{Checkpoint, Seeded};
-use super::choose::Asked;
-use super::discover::{self, Folder, Found, What};
+use super::choose::FolderRequest;
+use super::discover::{self, ChosenFolder, Found, What};
 use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
@@ -31,7 +31,7 @@ impl Checkpoint {
     /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<OsStr>>(sources: &[P]) -> Result<Checkpoint> {
-        Step::Named(origins(sources, &Stores::default()), Asked::plain()).finish(&Watch::default())
+        Step::Named(origins(sources, &Stores::default()), FolderRequest::plain()).finish(&Watch::default())
     }
 
     /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
@@ -48,7 +48,7 @@ impl Checkpoint {
     /// Those of [`open`](Self::open), `Cancelled` and `Timeout`. `Invalid` for a variant of what is no folder.
     pub fn open_cancellable<P: AsRef<OsStr>>(
         sources: &[P],
-        asked: &Asked,
+        asked: &FolderRequest,
         stores: &Stores,
         stall: Duration,
         go_on: impl FnMut() -> bool,
@@ -79,7 +79,7 @@ pub(super) fn origins<P: AsRef<OsStr>>(sources: &[P], stores: &Stores) -> Vec<Or
 
 /// How far an open has come.
 enum Step {
-    Named(Vec<Origin>, Asked),
+    Named(Vec<Origin>, FolderRequest),
     Found(Found),
     Unread(Unread),
 }
@@ -175,7 +175,7 @@ pub(super) fn open_detached<T: Send + 'static>(
 struct Unread {
     files: Vec<Origin>,
     index: Option<(Origin, Index)>,
-    folder: Option<Folder>,
+    folder: Option<ChosenFolder>,
     hasher: Seeded,
 }
 
