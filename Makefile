@@ -15,6 +15,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 VENV := $(CURDIR)/.venv
 BENCH_VENV := $(CURDIR)/.bench/venv
 ENGINES_VENV := $(CURDIR)/.engines/venv
+TRANSFORMERS_4_VENV := $(CURDIR)/.transformers-4/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
@@ -41,13 +42,14 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
+.PHONY: test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
+	@echo "make test-transformers-4  what was saved, loaded by transformers 4.52 (installs it into .transformers-4)"
 	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node)"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make ranks   ranks that load together: killed and stopped at 50 points, starved, beside a thousand rounds of collectives (ten minutes)"
@@ -292,6 +294,11 @@ drives: develop
 		env PYTHONDONTWRITEBYTECODE=1 $(RUN) benches/drives.py --rounds $(DRIVES_ROUNDS) --json /out/drives.json \
 		/srv/drive0 /srv/drive1 /srv/drive2 /srv/drive3
 
+# `make test` has transformers 5, which ties weights in another way.
+test-transformers-4: develop
+	@$(PYTHON) tools/environment.py $(TRANSFORMERS_4_VENV) --torch "transformers==4.52.*" "pytest>=8" pytest-timeout numpy "safetensors>=0.6"
+	PYTHONPATH=$(CURDIR)/python PENSTOCK_TEST_TRANSFORMERS=4.52 $(TRANSFORMERS_4_VENV)/bin/python -m pytest tests/test_tied.py tests/test_save.py -k transformers
+
 # The engines, with Penstock installed: they find it by its entry points. pip takes a few seconds to see that everything is
 # there.
 engines-environment: environment
@@ -343,6 +350,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .engines .servers .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .engines .transformers-4 .servers .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import threading
 from pathlib import Path
 
@@ -129,3 +130,52 @@ def test_a_stream_may_be_taken_up_by_another_thread(small):
     thread.start()
     thread.join()
     Oracle(small).same(first | rest)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("window", [1, "1MiB", 1 << 30])
+def test_listed_names_come_in_the_order_of_the_list(big, window, copy):
+    checkpoint, chance = penstock.open(big), random.Random(7)
+    oracle, options = Oracle(big), {"copy": copy}
+    names = list(checkpoint)
+    for given in (names, names[::-1], names[1::2] + names[::2], chance.sample(names, len(names) // 2)):
+        arrived = [
+            (name, raw(tensor)) for name, tensor in checkpoint.stream(names=given, window=window, options=options)
+        ]
+        assert [name for name, _ in arrived] == given
+        assert all(content == oracle[name] for name, content in arrived)
+    with penstock.safe_open(big) as opened:
+        assert [name for name, _ in opened.tensors(names[::-1])] == names[::-1]
+        assert [name for name, _ in opened.tensors([*names[5:7], "*"])][:2] == names[5:7]
+
+
+def test_globs_functions_and_layers_keep_the_order_of_the_files(small):
+    checkpoint = penstock.open(small)
+    names = [name for name, _ in checkpoint.stream()]
+    assert [name for name, _ in checkpoint.stream(names="*")] == names
+    assert [name for name, _ in checkpoint.stream(names=lambda name: True)] == names
+    assert [name for name, _ in checkpoint.stream(names=["layers.1.*", "layers.0.*"])] == [
+        *(name for name in names if name.startswith("layers.1.")),
+        *(name for name in names if name.startswith("layers.0.")),
+    ]
+    by_layer = [name for name, _ in checkpoint.stream(order="layer")]
+    assert [name for name, _ in checkpoint.stream(names=names[::-1], order="layer")] == by_layer
+
+
+def test_listed_names_are_read_ahead_no_further_than_the_window(big):
+    checkpoint = penstock.open(big)
+    names = list(checkpoint)[::-1]
+    for name, tensor in checkpoint.stream(names=names, window="4MiB", options={"copy": True, "io": "threads"}):
+        assert raw(tensor) == Oracle(big)[name]
+    report = checkpoint.last_report
+    assert report is not None
+    assert report.nbytes == checkpoint.nbytes
+
+
+def test_listed_slices_and_casts_come_in_the_order_of_the_list(opened):
+    names = [name for name in opened if name.endswith("attn.weight")][::-1]
+    slices = {name: ([slice(0, 2), slice(4, 6)], slice(None)) for name in names[::2]}
+    arrived = list(opened.stream(names=names, slices=slices, dtype="float16"))
+    assert [name for name, _ in arrived] == names
+    expected = opened.load(names=names, slices=slices, dtype="float16")
+    assert all(raw(tensor) == raw(expected[name]) for name, tensor in arrived)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _load
-from ._choices import ORDERS, Framework, Order, Scope, Storage, check_choice
+from ._choices import ORDERS, Framework, Order, Scope, Storage, check_choice, check_variant
 from ._core import Options
 from ._device import CPU
 from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
@@ -141,7 +141,7 @@ class Checkpoint:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd in the files, and was tolerated, such as a wrong ``total_size`` in the index."""
+        """What is odd and was tolerated, such as a wrong ``total_size`` in the index; and what was passed over."""
         return self._core.warnings()
 
     @property
@@ -287,13 +287,16 @@ class Checkpoint:
         slices: Slices = None,
         group: Any = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) in the order of reading, while the next tensors are being read.
+        """Yields (name, tensor) while the next tensors are being read.
+
+        They come in the order of ``names``, if that is a list, and otherwise in the order of the files.
 
         The call checks its arguments. Reading starts when the first tensor is asked for. You may keep the tensors. If
         you close or drop the iterator, the load stops.
 
         Args:
             order: "file", or "layer" to get the tensors of one layer together, even if they are in different files.
+                With "layer", and with ``group``, the order of ``names`` does not count.
             window: The most bytes that are read ahead of the consumer, such as "1GiB" (the default). A next tensor that
                 is larger is read alone.
             group: As in `load`. Ranks may want different tensors. They go on together, half a window at a time: a rank
@@ -308,7 +311,8 @@ class Checkpoint:
             return self._prepare(device, names, dtype, framework, made, slices, order)
 
         if group is None:
-            return _load.stream(*prepared(), progress)
+            request, made = prepared()
+            return _load.stream(request.as_asked(names), made, progress)
         with importing():
             from . import _group_stream
 
@@ -527,7 +531,13 @@ def _gathering(group: Any) -> AbstractContextManager[Gathering | None]:
     return nullcontext(group) if isinstance(group, Gathering) else Gathering(group)
 
 
-def open(source: Source, *, stall_timeout: float | None = None, storage: Storage | None = None) -> Checkpoint:
+def open(
+    source: Source,
+    *,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+    variant: str | None = None,
+) -> Checkpoint:
     """Opens a safetensors checkpoint: reads and checks the headers and the index, and no tensor.
 
     Args:
@@ -542,6 +552,8 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
+        variant: Of a folder or a repository, the files of this variant: "fp16" is ``model.fp16.safetensors``. None: the
+            files without one. Files that are passed over are in `Checkpoint.warnings`.
 
     Returns:
         A `Checkpoint`. It holds no open file.
@@ -551,9 +563,10 @@ def open(source: Source, *, stall_timeout: float | None = None, storage: Storage
         AccessError: (a PermissionError) files may not be read; a repository of the Hub is gated.
         HeaderError, IndexFileError, TruncatedError, NotACheckpointError: what is there is not a valid checkpoint.
         StalledError: the file system does not answer. It names the file.
-        InvalidError: ``source`` is not a path or such an address. Another scheme is a FileNotFoundError too.
+        InvalidError: ``source`` is not a path or such an address. Another scheme is a FileNotFoundError too. Or
+            ``variant`` is given for something else than a folder.
     """
-    return open_as("source", source, stall_timeout, storage)
+    return open_as("source", source, stall_timeout, storage, variant=variant)
 
 
 def open_as(
@@ -563,13 +576,15 @@ def open_as(
     storage: Storage | None = None,
     *,
     network: bool = True,
+    variant: str | None = None,
 ) -> Checkpoint:
     """`open`, by a function whose callers know ``source`` as ``argument``. ``network``: the Hub may be asked."""
     paths = _paths_of(source, argument)
+    check_variant(variant)
     absent = None
     if not isinstance(source, str) or not source.startswith("hf://"):
         try:
-            core = _core.Checkpoint.open(paths, stall_timeout, storage)
+            core = _core.Checkpoint.open(paths, stall_timeout, storage, variant=variant)
             if isinstance(source, OneFile) and core.files() != paths:
                 raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
             return Checkpoint(core)
@@ -584,7 +599,7 @@ def open_as(
     lacking = None
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
-        return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout), snapshot)
+        return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout, variant), snapshot)
     except NotFoundError as error:
         if error is absent or not network or not _hub.asks_network(source):
             raise
@@ -595,6 +610,6 @@ def open_as(
         from . import _hub_network
 
     try:
-        return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage))
+        return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage, variant))
     finally:
         lacking = None

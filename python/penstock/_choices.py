@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict, get_args
 
-from ._errors import InvalidError
+from ._errors import ArgumentTypeError, InvalidError
 
 Exchange = Literal["auto", "on", "off"]
 Scope = Literal["world", "node"]
@@ -26,6 +26,8 @@ Framework = Literal[
 Order = Literal["file", "layer"]
 """``order=`` of reading and of saving."""
 ORDERS: tuple[Order, ...] = get_args(Order)
+Sequencing = Literal["file", "layer", "asked"]
+"""The order of a load in the core: a stream of named tensors hands out in the order asked for."""
 
 Layout = Literal["aligned", "compact"]
 """``layout=`` of a saved file."""
@@ -110,6 +112,16 @@ class Storage(TypedDict, total=False):
 
     interfaces: Sequence[str] | str | None
     """Network interfaces, such as ["eth0", "eth1"]: the connections that receive tensors are bound to them in turn."""
+
+
+def check_variant(variant: object) -> None:
+    """Raises InvalidError if this cannot be the variant of a file's name: `fp16` in `model.fp16.safetensors`."""
+    if variant is None:
+        return
+    if not isinstance(variant, str):
+        raise ArgumentTypeError(f'variant={variant!r}: give a part of a name, such as "fp16", or leave it out')
+    if not variant or variant.strip(".") != variant or any(c in variant for c in "/\0\\*?"):
+        raise InvalidError(f'variant={variant!r}: give a part of a name, such as "fp16" of model.fp16.safetensors')
 
 
 def check_choice(argument: str, value: object, values: tuple[str, ...]) -> None:

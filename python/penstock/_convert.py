@@ -33,25 +33,16 @@ _WINDOW = 256 << 20
 
 def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
     """Tensors of files that torch.save wrote, read without running anything that is in them."""
+    from ._shared import tied
+
     tensors: dict[str, Any] = {}
     for file in files:
         for name, tensor in _pickles.tensors_of(file):
             if name in tensors:
                 raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file), tensor=name)
             tensors[name] = tensor
-    from ._shared import duplicates
-
-    try:
-        tied = duplicates(tensors)
-    except InvalidError:  # parts of one memory: each is saved by itself
-        return tensors, {"format": "pt"}
-    left = {name: kept for kept, names in tied.items() for name in names}
-    same = {
-        name: kept
-        for name, kept in left.items()
-        if tensors[name].shape == tensors[kept].shape and tensors[name].stride() == tensors[kept].stride()
-    }
-    return {name: tensor for name, tensor in tensors.items() if name not in same}, {"format": "pt", **same}
+    left = tied(tensors)
+    return {name: tensor for name, tensor in tensors.items() if name not in left}, {"format": "pt", **left}
 
 
 def _warn(files: Iterable[Path]) -> None:
@@ -159,6 +150,7 @@ def convert(
     fsync: bool = True,
     progress: Progress = None,
     storage: Storage | None = None,
+    variant: str | None = None,
 ) -> Report:
     """Writes the checkpoint that ``sources`` name to a directory.
 
@@ -167,6 +159,7 @@ def convert(
             file is follows from its content. If its name says something else, there is a RuntimeWarning.
         dtype: Casts floating-point tensors of 16 bits and more.
         storage: How servers are asked, as for `penstock.open`.
+        variant: Whose safetensors files are meant, as for `penstock.open`.
 
     The other arguments, what is returned and the errors are those of `penstock.save`.
     """
@@ -178,7 +171,7 @@ def convert(
             source_path(source, "sources")
     target = Path(local_path(directory, "directory", written=True))
     with ExitStack() as until:
-        tensors, metadata, read_from = _source(sources, kind, order, storage, until)
+        tensors, metadata, read_from = _source(sources, kind, order, storage, until, variant)
         if kind is not None:
             tensors = _cast(tensors, kind)
         if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
@@ -196,18 +189,27 @@ def convert(
 
 
 def _source(
-    sources: Sequence[str], kind: str | None, order: Order, storage: Storage | None, until: ExitStack
+    sources: Sequence[str],
+    kind: str | None,
+    order: Order,
+    storage: Storage | None,
+    until: ExitStack,
+    variant: str | None,
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Tensors, metadata, and the files of this machine that they are read from."""
     pickles = _pickles.weights(sources)
     if pickles:
+        if variant is not None:
+            raise InvalidError(
+                f"variant={variant!r} is for safetensors files, and these are torch.save's: give the files"
+            )
         _warn(path for path in pickles if path.suffix not in _pickles.SUFFIXES)
         return *_unpickled(pickles), [str(path) for path in pickles]
     misnamed = _pickles.misnamed(sources)
     _warn(map(Path, misnamed or ()))
     given = misnamed or (list(sources) if len(sources) > 1 else sources[0])
     try:
-        checkpoint = open_as("sources", given, storage=storage)
+        checkpoint = open_as("sources", given, storage=storage, variant=variant)
     except (NotACheckpointError, NotFoundError) as error:
         if is_web(sources[0]) or not Path(sources[0]).exists():
             raise _pickles.not_here(sources[0], error) from None

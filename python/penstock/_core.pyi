@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Scope, Storage
+from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Scope, Sequencing, Storage
 
 __all__ = [
     "CacheFill",
@@ -124,13 +124,18 @@ class Checkpoint:
         stall_timeout: float | None = None,
         storage: Storage | None = None,
         bearer: tuple[str, str] | None = None,
+        variant: str | None = None,
+        leftover: bool = True,
+        names: Sequence[str] | None = None,
     ) -> Checkpoint:
         """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it. storage: as `penstock.Storage`.
 
         bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
+        variant: whose files are meant in a folder. leftover: an index may be passed over if none of its files is there.
+        names: what the folder holds, where its server does not list it.
         """
     @staticmethod
-    def to_open(place: str, names: Sequence[str]) -> list[int]:
+    def to_open(place: str, names: Sequence[str], variant: str | None = None) -> list[int]:
         """Positions of the names in one place that `open` chooses: that of an index, or shards in natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
@@ -142,7 +147,7 @@ class Checkpoint:
     def info(self, index: int) -> tuple[str, str, tuple[int, ...], int, int, int]:
         """(name, dtype, shape, file number, begin, end) with offsets counted from the start of the file."""
     def matching(self, patterns: Sequence[str]) -> list[int]: ...
-    def in_order(self, order: Order) -> list[int]:
+    def in_order(self, order: Sequencing) -> list[int]:
         """Numbers of all tensors in the order in which a load of all of them reads."""
     def by_dtype(self, wants: Sequence[int] | None = None) -> dict[str, list[int]]:
         """Positions in `wants` (tensor numbers; None: all) by dtype name, each list ascending."""
@@ -363,7 +368,7 @@ class Load:
         wants: Sequence[int] | None = None,
         regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
         device: str = "cpu",
-        order: Order = "file",
+        order: Sequencing = "file",
         stream: bool = False,
         caller_blocks: bool = False,
         into: Sequence[tuple[int, int]] | None = None,

@@ -302,15 +302,17 @@ def listed(names: list[str]) -> str:
 # Opening it
 
 
-def open_snapshot(snapshot: Snapshot, stall_timeout: float | None = None) -> _core.Checkpoint:
-    """The checkpoint in this snapshot.
+def open_snapshot(
+    snapshot: Snapshot, stall_timeout: float | None = None, variant: str | None = None
+) -> _core.Checkpoint:
+    """The checkpoint in this snapshot. An index whose files are not there is one of which they were not downloaded.
 
     Raises:
         NotFoundError: it has none, or files of it have not been downloaded or were removed.
         StalledError: the file system does not answer.
     """
     try:
-        core = _core.Checkpoint.open([str(snapshot.path)], stall_timeout)
+        core = _core.Checkpoint.open([str(snapshot.path)], stall_timeout, variant=variant, leftover=False)
     except NotFoundError as error:
         why = error
         try:

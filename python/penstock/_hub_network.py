@@ -368,6 +368,7 @@ def open_commit(
     sent: Token | None,
     stall_timeout: float | None = None,
     storage: Storage | None = None,
+    variant: str | None = None,
 ) -> _core.Checkpoint:
     """The checkpoint that lies where ``reference`` says, at this commit: the same one as in a snapshot of it.
 
@@ -375,11 +376,15 @@ def open_commit(
         NotFoundError: there is none.
         AccessError: the Hub does not let us read its files.
     """
-    addresses = [base(pinned) + quote(name) for name in _chosen(source, reference, pinned)]
+    names = _names(source, reference, pinned, variant)
+    address = base(pinned) + quote(reference.within)
     asked = without_credentials(storage)
-    return explained(
-        source, pinned, sent, lambda bearer: _core.Checkpoint.open(addresses, stall_timeout, asked, bearer)
-    )
+
+    def read(bearer: tuple[str, str] | None) -> _core.Checkpoint:
+        known = None if names is None else [quote(name) for name in names]
+        return _core.Checkpoint.open([address], stall_timeout, asked, bearer, variant, names=known)
+
+    return explained(source, pinned, sent, read)
 
 
 def without_credentials(storage: Storage | None) -> Storage | None:
@@ -398,11 +403,15 @@ def explained(source: str, pinned: Pinned, sent: Token | None, read: Callable[[t
         raise
 
 
-def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
-    """The paths of the files to open: of one index, or of shard files."""
+def _names(source: str, reference: Reference, pinned: Pinned, variant: str | None) -> list[str] | None:
+    """The names in the folder to open; None if it is a file.
+
+    Raises:
+        NotFoundError: there is nothing to open among them, or a part of it.
+    """
     within, place = reference.within, f"{reference} on {endpoint()} (commit {pinned.commit})"
     if within in pinned.names:
-        return [within]
+        return None
     folder = f"{within}/" if within else ""
     names = [name[len(folder) :] for name in pinned.names if name.startswith(folder)]
     if within and not names:
@@ -410,7 +419,7 @@ def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
         raise NotFoundError(f"{place}: there is no {within}; the repository holds {listed(held)}", path=source)
     try:
         here = [name for name in names if "/" not in name]
-        chosen = [here[position] for position in _core.Checkpoint.to_open(source, here)]
+        chosen = [here[position] for position in _core.Checkpoint.to_open(source, here, variant)]
     except NotFoundError as error:
         inside = sorted({name.rpartition("/")[0] for name in pinned.names if name.endswith(".safetensors")} - {""})
         more = ""
@@ -422,11 +431,15 @@ def _chosen(source: str, reference: Reference, pinned: Pinned) -> list[str]:
     for name, there, count in partial_sets(chosen):
         message = f"{there} of the {count} shard files of {name!r} are there, by their names, and no index"
         raise NotFoundError(f"{place}: {message}", path=source)
-    return [folder + name for name in chosen]
+    return here
 
 
 def open_repository(
-    source: str, lacking: NotFoundError, stall_timeout: float | None = None, storage: Storage | None = None
+    source: str,
+    lacking: NotFoundError,
+    stall_timeout: float | None = None,
+    storage: Storage | None = None,
+    variant: str | None = None,
 ) -> tuple[_core.Checkpoint, Snapshot | None, Digests | None]:
     """The checkpoint that ``source`` names, from the Hub; ``lacking`` is what the local cache lacks of it.
 
@@ -453,10 +466,10 @@ def open_repository(
         local = f"{SCHEME}{reference.repository}@{pinned.commit}" + (f"/{reference.within}" if reference.within else "")
         try:
             snapshot = patiently(lambda: find(local), stall_timeout, local)
-            return open_snapshot(snapshot, stall_timeout), snapshot, None
+            return open_snapshot(snapshot, stall_timeout, variant), snapshot, None
         except NotFoundError:
             pass
-        core = open_commit(source, reference, pinned, sent, stall_timeout, storage)
+        core = open_commit(source, reference, pinned, sent, stall_timeout, storage, variant)
     except (NotFoundError, AccessError, ReadError) as error:
         raise _both(source, error, lacking, pinned is None) from error.__cause__
     _tell(source, pinned, lacking)

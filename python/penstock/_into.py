@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _accelerator, _core, _running
@@ -16,7 +16,7 @@ from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._late_imports import importing
 from ._load import stream
-from ._memory import Memory, is_numpy, is_torch, memories, memory_of, memory_problems
+from ._memory import Memory, covered, is_numpy, is_torch, memories, memory_of, memory_problems
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._request import Request
@@ -29,26 +29,38 @@ _SHOWN = 10
 class _Matched:
     """What is to be filled, and what only one side has."""
 
-    def __init__(self, selection: Selection, fills: list[Fill], missing: list[str], unexpected: list[str]) -> None:
+    def __init__(
+        self,
+        selection: Selection,
+        fills: list[Fill],
+        missing: list[str],
+        unexpected: list[str],
+        turns: Mapping[int, int] | None = None,
+    ) -> None:
         self.selection = selection
         """The wants, in the order of the fills."""
         self.fills = fills
         self.missing = missing
         self.unexpected = unexpected
+        self._turns = turns or {}
+
+    def turn(self, fill: Fill) -> int:
+        """How many fills come before it, one after the other, because they are of the same bytes."""
+        return self._turns.get(id(fill.memory), 0)
 
 
 def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matched:
     """Tensors of a module or mapping and the wants of their names. Raises MismatchError listing all that is wrong."""
     wants = {name: want for want, name in enumerate(selection.names)}
     pairs: list[tuple[int, Region | None, Fill]] = []
-    missing: list[str] = []
+    absent: list[Memory] = []
     problems: list[str] = []
     known: set[str] = set()
     for to in found:
         present = [name for name in to.names if name in wants]
         known.update(present)
         if not present:
-            missing.extend(to.names)
+            absent.append(to)
             continue
         name = present[-1]  # as load_state_dict, where of several names for one tensor the last one wins
         if to.problem is not None:
@@ -72,15 +84,33 @@ def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matche
                 problems += wrong
                 break  # the other parts have the same
     unexpected = [name for name in selection.names if name not in known]
-    problems += memory_problems([fill.memory for _, _, fill in pairs])
+    filled = [fill.memory for _, _, fill in pairs]
+    views: list[tuple[Memory, Memory]] = []
+    problems += memory_problems(filled, views)
+    # A view of tensors that are loaded gets its bytes with them: savers leave it out
+    missing = [name for to in absent if not covered(to, filled) for name in to.names]
     if strict:
         problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
         problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]
     if problems:
         raise _mismatch(selection.core.files(), problems)
+    turns = _turns(filled, views)
     pairs.sort(key=lambda pair: pair[0])
-    filled = selection.with_regions([(want, region) for want, region, _ in pairs])
-    return _Matched(filled, [fill for _, _, fill in pairs], missing, unexpected)
+    wanted = selection.with_regions([(want, region) for want, region, _ in pairs])
+    return _Matched(wanted, [fill for _, _, fill in pairs], missing, unexpected, turns)
+
+
+def _turns(found: Sequence[Memory], views: Sequence[tuple[Memory, Memory]]) -> dict[int, int]:
+    """The turn of each that shares bytes with one before it, by its id: as in `load_state_dict`, the last counts."""
+    if not views:
+        return {}
+    place = {id(to): number for number, to in enumerate(found)}
+    turns: dict[int, int] = {}
+    for one, other in sorted(
+        (sorted(pair, key=lambda to: place[id(to)]) for pair in views), key=lambda p: place[id(p[1])]
+    ):
+        turns[id(other)] = max(turns.get(id(other), 0), turns.get(id(one), 0) + 1)
+    return turns
 
 
 def _parts(selection: Selection, want: int, to: Memory) -> Iterator[tuple[Region, Memory]]:
@@ -190,10 +220,16 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
         else:
             matched = _by_name(request.selection, memories(given), strict)
     request = request._replace(selection=matched.selection)
-    straight = [(want, fill) for want, fill in enumerate(matched.fills) if fill.straight(matched.selection, want)]
+    straight = [
+        (want, fill)
+        for want, fill in enumerate(matched.fills)
+        if not matched.turn(fill) and fill.straight(matched.selection, want)
+    ]
     taken = {want for want, _ in straight}
     roundabout = [(want, fill) for want, fill in enumerate(matched.fills) if want not in taken]
-    detours = list(_detours(request, roundabout))
+    detours: list[_Detour] = []
+    for turn in sorted({matched.turn(fill) for _, fill in roundabout}):
+        detours += _detours(request, [(want, fill) for want, fill in roundabout if matched.turn(fill) == turn])
     parts: list[_Part] = []
     reports: list[Report] = []
     copied: list[Fill] = []

@@ -6,7 +6,7 @@ A write to memory that is read-only, freed or smaller than its tensor kills the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -227,17 +227,48 @@ def memories(given: Any) -> list[Memory]:
         to = _of_dtensor(value) if _is_dtensor(value) else memory_of(value)
         if to is None:
             raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
-        strides: Any = ()
-        if to.problem is None and not to.contiguous:
-            strides = to.tensor.stride() if is_torch(value) else value.strides
-        # Tied: the same memory seen in the same way. Without memory only the same object is the same tensor
-        seen = (to.device, to.address, to.dtype, to.shape, strides, str(to.placed))
-        same: Any = seen if to.address and to.nbytes else id(value)
-        to = by_memory.setdefault(same, to)
+        to = by_memory.setdefault(identity(to, value), to)
         if not to.names:
             found.append(to)
         to.names.append(name)
     return found
+
+
+def identity(to: Memory, value: Any) -> Any:
+    """What is equal for tied tensors alone: the same memory seen in the same way. ``to`` is the memory of ``value``.
+
+    A view of other shape, strides or dtype is another tensor, although it has bytes in common. Without memory only the
+    same object is the same tensor.
+    """
+    if not to.address or not to.nbytes:
+        return id(value)
+    strides: Any = ()
+    if to.problem is None and not to.contiguous:
+        strides = to.tensor.stride() if is_torch(value) else value.strides
+    return to.device, to.address, to.dtype, to.shape, strides, str(to.placed)
+
+
+def is_dense(to: Memory) -> bool:
+    """Whether its elements fill the memory from its first byte to its last."""
+    start, past = _span(to)
+    return to.problem is None and to.nbytes > 0 and past - start == to.nbytes and not _overlaps_itself(to)
+
+
+def covers(a: Memory, b: Memory) -> bool:
+    """Whether every byte of ``b`` is a byte of ``a``. A no may be wrong where ``a`` has holes."""
+    (start, past), (begin, end) = _span(a), _span(b)
+    return a.device == b.device and start <= begin and end <= past and is_dense(a)
+
+
+def covered(to: Memory, filled: Sequence[Memory]) -> bool:
+    """Whether tensors that are filled have every byte of this one between them."""
+    if to.problem is not None or not to.nbytes:
+        return False
+    reached, past = _span(to)
+    for start, end in sorted(_span(other) for other in filled if other.device == to.device and is_dense(other)):
+        if start <= reached < end:
+            reached = end
+    return reached >= past
 
 
 def _overlaps_itself(to: Memory) -> bool:
@@ -299,14 +330,17 @@ class _Elsewhere:
         }
 
 
-def memory_problems(found: list[Memory]) -> list[str]:
-    """Destinations that overlap each other, or whose memory may not be written to."""
+def memory_problems(found: list[Memory], views: list[tuple[Memory, Memory]] | None = None) -> list[str]:
+    """Destinations that overlap each other, or whose memory may not be written to.
+
+    ``views``, if given, gets the pairs of which one covers the other. These are no problem then.
+    """
     problems = []
     filled = [(to, *_span(to)) for to in found if to.problem is None and to.nbytes]
     filled.sort(key=lambda entry: (entry[0].device, entry[1]))
     for together in _whose_spans_meet(filled):
         if not _interleave(together):
-            problems += _overlaps(together)
+            problems += _overlaps(together, views)
     on_cpu = [(to, start, past) for to, start, past in filled if to.device.is_cpu]
     for number, why in _core.unwritable([(start, past) for _, start, past in on_cpu]):
         problems.append(f"{on_cpu[number][0].names[0]} {why}")
@@ -358,8 +392,8 @@ def _interleave(group: list[_Spanning]) -> bool:
     return all(end <= begin for end, begin in zip(ends, begins, strict=True))
 
 
-def _overlaps(group: list[_Spanning]) -> list[str]:
-    """What is wrong with those that share a byte with one before them, in the order of addresses."""
+def _overlaps(group: list[_Spanning], views: list[tuple[Memory, Memory]] | None) -> list[str]:
+    """What is wrong with those that share a byte with one before them, by address; see `memory_problems`."""
     problems = []
     row, places = _within_a_row(group)
     near: list[tuple[int, int, int]] = []  # number in the group, and place and length within a row
@@ -369,6 +403,10 @@ def _overlaps(group: list[_Spanning]) -> list[str]:
             if row and length_a <= (place - place_a) % row <= row - length:
                 continue
             if overlap(group[a][0], group[b][0]):
+                pair = group[a][0], group[b][0]
+                if views is not None and (covers(*pair) or covers(*pair[::-1])):
+                    views.append(pair)
+                    continue
                 one, other = (group[i][0].names[0] for i in (a, b))
                 problems.append(f"{other} overlaps {one} in memory without being the same tensor")
                 break

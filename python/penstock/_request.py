@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, Protocol
 
-from ._choices import ORDERS, Framework, Order, check_choice
+from ._choices import ORDERS, Framework, Order, Sequencing, check_choice
 from ._core import Checkpoint, Load, Mesh, Options, Shares
 from ._device import Device
 from ._framework import Adapter
@@ -55,11 +55,18 @@ class Request(NamedTuple):
     selection: Selection
     device: Device
     options: Options
-    order: Order
+    order: Sequencing
     group: Together | None = None
     """The ranks that load it together."""
     finish: Finish | None = None
     """What makes the caller's tensors of the wants'; None: they are these."""
+
+    def as_asked(self, names: Names) -> "Request":
+        """The same, but that tensors which were listed are handed out as listed, unless they are wanted by layer."""
+        if names is None or callable(names) or self.order != "file":
+            return self
+        tensors = [self.selection.tensor(want) for want in range(len(self.selection.names))]
+        return self if tensors == sorted(tensors) else self._replace(order="asked")
 
 
 def prepare(

@@ -172,6 +172,7 @@ class safe_open:
         backend: As in safetensors: "mmap" changes nothing, "pread" gives private copies.
         options: `Options`, or a dict with the same keywords.
         storage: As in `penstock.open`.
+        variant: As in `penstock.open`.
 
     You can use it with or without ``with``. Tensors and slices stay valid after it is closed.
 
@@ -189,6 +190,7 @@ class safe_open:
         backend: Backend | None = None,
         options: Options | Mapping[str, Any] | None = None,
         storage: Storage | None = None,
+        variant: str | None = None,
     ) -> None:
         if not isinstance(backend, (str, type(None))) or backend not in _BACKENDS:
             wrong = InvalidError if isinstance(backend, str) else ArgumentTypeError
@@ -199,7 +201,9 @@ class safe_open:
         self._made_by = need(self._framework)
         self._sliced_by = self._made_by.sliced_by(self._device)
         self._options = make_options(options, **_BACKENDS[backend])
-        self._checkpoint: Checkpoint = open_as("filename", filename, self._options.stall_timeout, storage)
+        self._checkpoint: Checkpoint = open_as(
+            "filename", filename, self._options.stall_timeout, storage, variant=variant
+        )
         self._closed = False
         # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
         self._asked = itertools.count()

@@ -374,7 +374,8 @@ def save(
 
     Args:
         tensors_or_module: Tensors by name as for `save_file`, or a torch module. Tied tensors of a module are saved
-            once; the metadata says under which name, and has "format": "pt".
+            once, under the first of their names that the module does not tie to another; the metadata says which names
+            are left out, and has "format": "pt". Views of other tensors are saved as tensors of their own.
         directory: The folder. It is made if it does not exist. Shards and indexes of an earlier save are removed after
             the new files have their names, except files that somebody has changed since.
         max_shard_size: The most bytes of tensors in one file, as a number or a text such as "5GB" or "4.5GiB". None is
@@ -411,10 +412,10 @@ def _of_module(module: Any) -> tuple[dict[str, Any], dict[str, str]]:
     state_dict = getattr(module, "state_dict", None)
     if not callable(state_dict):
         raise InvalidError(f"a {type(module).__name__} is neither a mapping of names to tensors nor a torch module")
-    from ._shared import duplicates
+    from ._shared import tied
 
     state = dict(state_dict())
     check(state)
-    found = {left: kept for kept, group in duplicates(state).items() for left in group}
+    found = tied(state, module)
     # transformers asks for the format
     return {name: tensor for name, tensor in state.items() if name not in found}, {"format": "pt", **found}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ._errors import SharedMemoryError
+from ._late_imports import importing
 
 
 def _span(tensor: Any) -> tuple[int, int]:
@@ -33,6 +35,45 @@ def groups(state: Mapping[str, Any]) -> list[list[str]]:
             group.append(name)
             end = max(end, stop)
     return sorted(sorted(group) for group in found if len(group) > 1)
+
+
+def tied(state: Mapping[str, Any], module: Any = None) -> dict[str, str]:
+    """The names that are left out because the same tensor is saved under another one, which is given for each.
+
+    The same tensor is the same memory seen in the same way: what `Checkpoint.load_into` takes for one too. A view of
+    another shape, a transposed one or a part is a tensor of its own. The first name in the order of ``state`` is kept,
+    and none that ``module`` says it ties to another (transformers: `_tied_weights_keys`), as long as there is a choice.
+    """
+    with importing():
+        from ._memory import identity, memory_of
+
+    names: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        to = memory_of(tensor)
+        if to is not None:
+            names[identity(to, tensor)].append(name)
+    several = [group for group in names.values() if len(group) > 1]
+    targets = _targets(module, [name for group in several for name in group]) if several else set()
+    left: dict[str, str] = {}
+    for group in several:
+        kept = next((name for name in group if name not in targets), group[0])
+        left.update((name, kept) for name in group if name != kept)
+    return left
+
+
+def _targets(module: Any, names: Sequence[str]) -> set[str]:
+    """The names that a module of transformers ties to others when it is made: the keys of a mapping, or patterns."""
+    found: set[str] = set()
+    named_modules = getattr(module, "named_modules", None)
+    for prefix, part in named_modules() if callable(named_modules) else ():
+        start = f"{prefix}." if prefix else ""
+        expanded = getattr(part, "all_tied_weights_keys", None)
+        if isinstance(expanded, Mapping):
+            found.update(f"{start}{name}" for name in expanded)
+        for pattern in getattr(part, "_tied_weights_keys", None) or ():
+            below = (name for name in names if name.startswith(start))
+            found.update(name for name in below if re.search(pattern, name[len(start) :]))
+    return found
 
 
 def _is_complete(tensor: Any) -> bool:

@@ -94,7 +94,8 @@ def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Check
     sources: list[str] = args.source
     storage = cast("Storage", dict(getattr(args, "storage", [])))
     found: Any = sources[0] if len(sources) == 1 else sources
-    return open_as("source", found, stall_timeout, storage, network=args.command in _OVER_NETWORK)
+    network = args.command in _OVER_NETWORK
+    return open_as("source", found, stall_timeout, storage, network=network, variant=args.variant)
 
 
 def _refuse_schemes(args: argparse.Namespace) -> None:
@@ -691,6 +692,7 @@ def _convert(args: argparse.Namespace) -> None:
         fsync=args.fsync,
         progress=False if args.no_progress else None,
         storage=cast("Storage", dict(args.storage)),
+        variant=args.variant,
     )
     text = (
         f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
@@ -799,6 +801,8 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
 
     def with_source(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
         made.add_argument("source", nargs="+", help=_SOURCE)
+        help = "of a folder or a repository, the files of this variant: fp16 is model.fp16.safetensors"
+        made.add_argument("--variant", metavar="NAME", help=help)
         return made
 
     def with_patience(made: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -238,6 +238,7 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
 
     return {
         "different": different(expected, digests(mine)),
+        "digests": digests(mine),
         "parameters": len(list(mine.parameters())),
         "left": left(mine),
         "reports": reports(),

@@ -77,6 +77,14 @@ index = json.loads(path.read_text())
 index["weight_map"] |= dict.fromkeys(head, "model-head.safetensors")
 path.write_text(json.dumps(index))
 """
+#: Adds an old version of a tensor of the first shard to the last one. The index does not say so.
+_HAVE_OLD_VERSION = """
+import pathlib, sys
+from safetensors.torch import load_file, save_file
+first, *_, last = sorted(pathlib.Path(sys.argv[1]).glob("*.safetensors"))
+name, tensor = next((n, t) for n, t in load_file(first).items() if n.endswith("down_proj.weight"))
+save_file({**load_file(last), name: -tensor}, last, {"format": "pt"})
+"""
 _WRITE = "import sys, pathlib, tiny_models; tiny_models.write(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
 
 
@@ -105,7 +113,9 @@ def _with_shape_of_one_turned(path: Path) -> None:
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints: one of each model, another one of Llama, and what is left of that when it is broken."""
     root = tmp_path_factory.mktemp("sglang")
-    found = {name: root / name for name in (*MODELS, "other", "truncated", "missing", "shape", "torn")}
+    found = {
+        name: root / name for name in (*MODELS, "other", "truncated", "missing", "shape", "torn", "twice", "pickled")
+    }
     for name in (*MODELS, "other"):
         model, seed = ("llama", "1") if name == "other" else (name, "0")
         subprocess.run([PYTHON, "-c", _WRITE, model, found[name], seed], cwd=HERE, check=True, capture_output=True)
@@ -119,12 +129,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": 1.0},
     }
     (found["deepseek"] / "config.json").write_text(json.dumps(config))
-    for name in ("truncated", "missing", "shape", "torn"):
+    for name in ("truncated", "missing", "shape", "torn", "twice", "pickled"):
         shutil.copytree(found["other"], found[name])
     last = {name: _shards(found[name])[-1] for name in found}
     os.truncate(last["truncated"], last["truncated"].stat().st_size - 1000)
     last["missing"].unlink()
     _with_shape_of_one_turned(last["shape"])
+    subprocess.run([PYTHON, "-c", _HAVE_OLD_VERSION, found["twice"]], check=True, capture_output=True)
+    for shard in _shards(found["pickled"]):
+        shard.rename(shard.with_name(f"pytorch_{shard.stem}.bin"))
+    (found["pickled"] / "model.safetensors.index.json").unlink()
     return found
 
 
@@ -186,7 +200,7 @@ def _updated(places: dict[str, Path]) -> dict[str, Any]:
 def single(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """All that one rank does."""
     llama = str(places["llama"])
-    broken = {name: str(places[name]) for name in ("truncated", "missing", "shape")}
+    broken = {name: str(places[name]) for name in ("truncated", "missing", "shape", "pickled")}
     torn = {"torn": str(places["torn"]), "shard": str(_shards(places["torn"])[0])}
     tasks = [
         *_compared(places),
@@ -195,6 +209,7 @@ def single(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "fallback", "do": "fallback", "with": {"folder": llama}},
         {"name": "outside", "do": "outside", "with": {"folder": llama}},
         {"name": "elsewhere", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["other"])}},
+        {"name": "twice", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["twice"])}},
         {"name": "failures", "do": "failures", "with": {"folder": llama, "broken": broken, **torn}},
         *({"name": f"drift {kind}", "do": "drift", "with": {"folder": llama, "kind": kind}} for kind in DRIFTS),
     ]
@@ -341,6 +356,19 @@ def test_a_missing_shard_is_what_sglang_makes_of_it_and_changes_nothing(single: 
     assert text.startswith("Failed to get weights iterator: ") and "1 shard file(s) missing" in text
     assert not found["update missing"]["different"] and not found["update missing"]["moved"]
     assert found["start missing"]["type"] == "RuntimeError"
+
+
+def test_of_a_tensor_in_two_shards_the_index_says_which(single: Run):
+    """`twice` has an old version of one tensor in its last shard, and is otherwise `other`."""
+    [found] = single.of("twice")
+    [expected] = single.of("elsewhere")
+    assert found["digests"] == expected["digests"]
+
+
+def test_only_pickles_are_an_error_that_names_convert(single: Run):
+    [found] = single.of("failures")
+    assert found["start pickled"]["type"] == "UnsupportedError"
+    assert "penstock convert" in found["start pickled"]["text"]
 
 
 def test_a_wrong_shape_is_an_error_of_the_model_that_changes_nothing(single: Run):

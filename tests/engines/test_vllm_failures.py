@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import penstock
 import pytest
+import safetensors.torch
 import slow_fs
 import torch
 from penstock import Checkpoint, Destination
@@ -81,6 +83,63 @@ def test_a_shard_that_only_the_index_names(model: Path):
     shard = shards(model)[-1]
     shard.unlink()
     _, loaded = failed(model, FileNotFoundError, shard.name)
+    unchanged(loaded)
+
+
+def superseded(folder: Path, name: str) -> None:
+    """Has the last shard hold a new version of a tensor of the first one, and the index name the last one."""
+    first, last = shards(folder)[0], shards(folder)[-1]
+    old = safetensors.torch.load_file(first)
+    new = {**safetensors.torch.load_file(last), name: -old[name]}
+    safetensors.torch.save_file(new, last, {"format": "pt"})
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = last.name
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("newer", ["last", "first"])
+def test_of_a_tensor_in_two_shards_the_index_says_which(model: Path, newer: str, tmp_path: Path):
+    """vLLM gives its loader the files without their index."""
+    name = next(name for name in safetensors.torch.load_file(shards(model)[0]) if name.endswith("down_proj.weight"))
+    plain = shutil.copytree(model, tmp_path / "plain")
+    superseded(model, name)
+    if newer == "first":
+        path = model / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"][name] = shards(model)[0].name
+        path.write_text(json.dumps(index))
+    else:  # the same, without the old version
+        changed = safetensors.torch.load_file(shards(plain)[0])
+        changed[name] = -changed[name]
+        safetensors.torch.save_file(changed, shards(plain)[0], {"format": "pt"})
+    found = []
+    for folder, load_format in ((model, "penstock"), (plain, "safetensors")):
+        config = configured({"model": str(folder)}, load_format)
+        loader, loaded = created(config)
+        load(loader, loaded, config)
+        found.append(digests(loaded))
+        assert not getattr(loader, "fallbacks", [])
+    assert found[0] == found[1]
+
+
+def test_a_name_in_two_files_without_an_index_is_an_error_that_names_both(model: Path):
+    name = next(name for name in safetensors.torch.load_file(shards(model)[0]))
+    superseded(model, name)
+    (model / "model.safetensors.index.json").unlink()
+    error, loaded = failed(model, penstock.HeaderError, f"{name}.* is also in")
+    assert shards(model)[0].name in str(error)
+    assert shards(model)[-1].name in str(error)
+    unchanged(loaded)
+
+
+def test_only_pickles_are_an_error_that_names_convert(model: Path):
+    for shard in shards(model):
+        torch.save(safetensors.torch.load_file(shard), shard.with_name(f"pytorch_{shard.stem}.bin"))
+        shard.unlink()
+    (model / "model.safetensors.index.json").unlink()
+    error, loaded = failed(model, penstock.UnsupportedError, "penstock convert .*--load-format auto")
+    assert "pytorch_model-00001" in str(error)
     unchanged(loaded)
 
 

@@ -138,6 +138,8 @@ pub enum Order {
     File,
     /// Grouped by layer (the first number in the name); within a group in the order of the files.
     Layer,
+    /// As they are asked for: in the order of the wants. Of a save, that of its tensors, as `File`.
+    Asked,
 }
 
 /// Options of one load. `Default` is right for nearly every load.

@@ -4,12 +4,13 @@ mod both_ways;
 mod checkpoints;
 
 use checkpoints::{header, shard, write, write_index};
-use penstock::format::{Checkpoint, DType};
-use penstock::store::{Identity, Version};
+use penstock::format::{Checkpoint, DType, FolderRequest};
+use penstock::store::{Identity, Stores, Version};
 use penstock::{Error, ErrorKind};
 use std::fs::{self, File};
 use std::os::unix::fs::{symlink, FileExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use ErrorKind::{Changed, Header, Index, Invalid, NotACheckpoint, NotFound};
 
 fn folder() -> tempfile::TempDir {
@@ -170,9 +171,9 @@ fn a_list_of_files_is_sorted_and_may_name_each_once() {
 #[test]
 fn a_tensor_in_two_files_is_refused_naming_both() {
     let d = folder();
-    write(d.path().join("model.safetensors"), &[("w", 1)]);
-    write(d.path().join("model.fp16.safetensors"), &[("w", 1)]);
-    refused(d.path(), Header, &["`w`", "model.safetensors", "model.fp16.safetensors"]);
+    write(d.path().join("a.safetensors"), &[("w", 1)]);
+    write(d.path().join("b.safetensors"), &[("w", 1)]);
+    refused(d.path(), Header, &["`w`", "a.safetensors", "b.safetensors"]);
 }
 
 #[test]
@@ -195,11 +196,13 @@ fn an_index_is_honoured_and_files_it_does_not_name_are_ignored() {
     fs::write(d.path().join("broken.safetensors"), "not read").expect("written");
     let map = [("c", "model-2.safetensors"), ("a", "model-1.safetensors"), ("b", "./model-1.safetensors")];
     write_index(d.path().join(INDEX), &map, "10");
-    for source in [d.path().to_path_buf(), d.path().join(INDEX)] {
+    for (source, source_is_folder) in [(d.path().to_path_buf(), true), (d.path().join(INDEX), false)] {
         let c = open(source);
         assert_eq!(names(&c), ["a", "b", "c"]);
         assert_eq!(file_names(&c), ["model-1.safetensors", "model-2.safetensors"]);
-        assert_eq!(c.warnings(), [] as [&str; 0]);
+        // Of an index that was named, nothing was chosen
+        let passed = c.warnings().iter().any(|w| w.contains("broken.safetensors, consolidated.safetensors"));
+        assert_eq!((c.warnings().len(), passed), if source_is_folder { (1, true) } else { (0, false) });
     }
 }
 
@@ -280,7 +283,7 @@ fn malformed_indexes() {
         (b"{\"metadata\":7,\"weight_map\":{\"a\":\"a.safetensors\"}}", Index, "expected metadata"),
         (b"<html>404</html>", NotACheckpoint, "a web page"),
         (b"{\"weight_map\":{\"a\":\"A.safetensors\"}}", NotFound, "A.safetensors"),
-        (b"{\"weight_map\":{\"b\":\"a.safetensors\"}}", Index, "1 tensors of the index are not in the file"),
+        (b"{\"weight_map\":{\"b\":\"a.safetensors\"}}", Index, "1 tensor of the index is in no shard file"),
     ];
     for (text, kind, says) in cases {
         fs::write(d.path().join(INDEX), text).expect("written");
@@ -306,17 +309,167 @@ fn every_missing_shard_is_reported_in_one_error() {
     refused(d.path(), NotFound, &["38 of the 40 shard files", "and 26 more"]);
 }
 
+/// File names and lengths of the tensors, by name.
+fn places(c: &Checkpoint) -> Vec<(String, String, u64)> {
+    let files = file_names(c);
+    let mut found: Vec<_> =
+        c.tensors().map(|t| (t.name.to_owned(), files[t.file as usize].clone(), t.nbytes())).collect();
+    found.sort();
+    found
+}
+
 #[test]
-fn a_tensor_in_another_file_than_the_index_says_is_refused() {
+fn the_index_says_which_of_two_tensors_counts() {
+    // Every way in which three shards may have a tensor, and every file that the index may map it to.
+    for have in 1..8u8 {
+        for says in 0..3 {
+            let d = folder();
+            for file in 0..3u64 {
+                let own = format!("own{file}");
+                let both = [(own.as_str(), 1), ("a", 10 + file)];
+                let list = if have & (1 << file) == 0 { &both[..1] } else { &both[..] };
+                write(d.path().join(format!("{file}.safetensors")), list);
+            }
+            let file = |n: u64| format!("{n}.safetensors");
+            let files: Vec<String> = (0..3).map(file).collect();
+            let map = [("own0", &*files[0]), ("own1", &files[1]), ("own2", &files[2]), ("a", &files[says as usize])];
+            write_index(d.path().join(INDEX), &map, "null");
+            let where_it_is: Vec<u64> = (0..3).filter(|n| have & (1 << n) != 0).collect();
+            let expected = match &where_it_is[..] {
+                found if found.contains(&says) => says,
+                &[one] => one,
+                // In two files, and the index names the third one: choosing would be a guess
+                _ => {
+                    refused(d.path(), Index, &["`a` is in", &format!("maps it to {says}.safetensors")]);
+                    continue;
+                }
+            };
+            let c = open(d.path());
+            let found = places(&c).into_iter().find(|p| p.0 == "a").expect("there");
+            assert_eq!(found, ("a".to_owned(), file(expected), 10 + expected), "{have:b} {says}");
+            assert_eq!(c.len(), 4);
+            let told: Vec<&String> = c.warnings().iter().filter(|w| w.contains("1 tensor: ")).collect();
+            let others = where_it_is.iter().filter(|n| **n != expected).count() + usize::from(expected != says);
+            assert_eq!(told.len(), others, "{:?}", c.warnings());
+            // The same files as a list: their index still decides, where there is something to decide
+            let paths: Vec<PathBuf> = files.iter().map(|f| d.path().join(f)).collect();
+            let listed = both_ways::open(&paths).expect("opens");
+            assert_eq!(places(&listed), places(&c), "{have:b} {says}");
+            assert_eq!(listed.warnings().len(), where_it_is.len() - 1, "{:?}", listed.warnings());
+        }
+    }
+}
+
+#[test]
+fn of_listed_files_an_index_decides_only_if_it_is_the_only_one_to_say_so() {
+    let d = folder();
+    let path = |n: &str| d.path().join(n);
+    for (n, file) in [(1, "a.safetensors"), (2, "b.safetensors"), (3, "c.safetensors")] {
+        write(path(file), &[("w", n), (file, 1)]);
+    }
+    let all = [path("a.safetensors"), path("b.safetensors"), path("c.safetensors")];
+    let width = |c: &Checkpoint| c.find("w").map(|t| t.nbytes());
+    let error = both_ways::open(&all).expect_err("no index");
+    assert!(error.kind() == Header && error.to_string().contains("`w` is also in"), "{error}");
+    write_index(path(".hidden.safetensors.index.json"), &[("w", "a.safetensors")], "1");
+    assert_eq!(both_ways::open(&all).expect_err("a hidden index").kind(), Header);
+    write_index(path("x.safetensors.index.json"), &[("w", "b.safetensors")], "1");
+    let c = both_ways::open(&all).expect("opens");
+    assert_eq!((width(&c), c.len()), (Some(2), 4));
+    assert!(c.find("a.safetensors").is_some() && c.find("nothing").is_none());
+    // Names that the index does not map stay: somebody has listed their files
+    assert_eq!(names(&c), ["a.safetensors", "w", "b.safetensors", "c.safetensors"]);
+    assert_eq!(both_ways::open(&all[..1]).map(|c| width(&c)).expect("opens"), Some(1), "one file has no conflict");
+    write_index(path("y.safetensors.index.json"), &[("w", "c.safetensors")], "1");
+    let error = both_ways::open(&all).expect_err("two indexes");
+    assert!(error.kind() == Index && error.to_string().contains("x.safetensors.index.json, y.safetensors.index.json"));
+    fs::write(path("y.safetensors.index.json"), "{").expect("written");
+    assert_eq!(both_ways::open(&all).map(|c| width(&c)).expect("opens"), Some(2), "that one says nothing");
+}
+
+#[test]
+fn tensors_of_the_index_that_no_shard_has_are_lacking_with_a_warning() {
     let d = folder();
     write(d.path().join("1.safetensors"), &[("a", 3)]);
     write(d.path().join("2.safetensors"), &[("b", 3)]);
-    write_index(d.path().join(INDEX), &[("a", "2.safetensors"), ("b", "2.safetensors"), ("c", "1.safetensors")], "6");
-    refused(d.path(), Index, &[INDEX, "`a` is in", "1.safetensors", "maps it to 2.safetensors"]);
-    // In both: which one is meant would be a guess.
-    write(d.path().join("2.safetensors"), &[("b", 3), ("a", 3)]);
-    write_index(d.path().join(INDEX), &[("a", "2.safetensors"), ("b", "2.safetensors"), ("c", "1.safetensors")], "6");
-    refused(d.path(), Index, &[INDEX, "`a` is in", "1.safetensors", "maps it to 2.safetensors"]);
+    let map = [("a", "1.safetensors"), ("b", "2.safetensors"), ("c", "1.safetensors"), ("d", "2.safetensors")];
+    write_index(d.path().join(INDEX), &map, "6");
+    let c = open(d.path());
+    assert_eq!(names(&c), ["a", "b"]);
+    assert_eq!(c.warnings().len(), 1);
+    let says = ["2 tensors of the index are in no shard file", "`c` (1.safetensors)", "`d` (2.safetensors)"];
+    assert!(says.iter().all(|text| c.warnings()[0].contains(text)), "{:?}", c.warnings());
+}
+
+#[test]
+fn an_index_without_any_of_its_files_is_passed_over_if_there_is_something_else() {
+    let d = folder();
+    let map = [("a", "model-1.safetensors"), ("b", "sub/model-2.safetensors")];
+    write_index(d.path().join(INDEX), &map, "6");
+    refused(d.path(), NotFound, &["2 of the 2 shard files"]);
+    // A file that need not be the whole of it
+    write(d.path().join("mtp.safetensors"), &[("m", 3)]);
+    refused(d.path(), NotFound, &["2 of the 2 shard files"]);
+    fs::remove_file(d.path().join("mtp.safetensors")).expect("removed");
+    for (index, whole) in [
+        (INDEX, "consolidated.safetensors"),
+        ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
+        ("weights.safetensors.index.json", "weights.safetensors"),
+    ] {
+        let d = folder();
+        write_index(d.path().join(index), &map, "6");
+        write(d.path().join(whole), &[("a", 3)]);
+        let c = open(d.path());
+        assert_eq!(file_names(&c), [whole]);
+        assert!(c.warnings()[0].contains("passed over, because none of its shard files is here"), "{:?}", c.warnings());
+    }
+    write(d.path().join("adapter_model.safetensors"), &[("a", 3)]);
+    assert_eq!(file_names(&open(d.path())), ["adapter_model.safetensors"]);
+    fs::remove_file(d.path().join("adapter_model.safetensors")).expect("removed");
+    refused(d.path().join(INDEX), NotFound, &["2 of the 2 shard files"]);
+    // One of them is there: that is a download that has not ended
+    fs::create_dir(d.path().join("sub")).expect("made");
+    write(d.path().join("sub/model-2.safetensors"), &[("b", 3)]);
+    refused(d.path(), NotFound, &["1 of the 2 shard files", "model-1.safetensors"]);
+    // A link to nothing is a cache that has lost its file
+    fs::remove_file(d.path().join("sub/model-2.safetensors")).expect("removed");
+    symlink("nowhere", d.path().join("model-1.safetensors")).expect("linked");
+    refused(d.path(), NotFound, &["2 of the 2 shard files", "1 are links to nothing"]);
+}
+
+#[test]
+fn what_was_passed_over_is_told() {
+    let d = folder();
+    for name in ["model.safetensors", "model.fp16.safetensors", "consolidated.safetensors", "._model.safetensors"] {
+        write(d.path().join(name), &[("a", 3)]);
+    }
+    write_index(d.path().join(INDEX), &[("a", "model.safetensors")], "3");
+    fs::write(d.path().join("config.json"), "{}").expect("written");
+    let c = open(d.path());
+    assert_eq!(file_names(&c), ["model.safetensors"]);
+    let told = "._model.safetensors, consolidated.safetensors, model.fp16.safetensors, model.safetensors.index.json";
+    assert!(c.warnings().len() == 1 && c.warnings()[0].contains(told), "{:?}", c.warnings());
+    assert!(open(d.path().join("model.fp16.safetensors")).warnings().is_empty());
+}
+
+#[test]
+fn a_variant_is_of_a_folder() {
+    let d = folder();
+    write(d.path().join("model.safetensors"), &[("a", 3)]);
+    write(d.path().join("model.fp16.safetensors"), &[("a", 2)]);
+    let asked = |variant: &str| FolderRequest { variant: Some(variant.to_owned()), ..FolderRequest::plain() };
+    let open = |path: PathBuf, variant: &str| {
+        Checkpoint::open_cancellable(&[path], &asked(variant), &Stores::default(), Duration::from_secs(60), || true)
+    };
+    assert_eq!(file_names(&open(d.path().into(), "fp16").expect("opens")), ["model.fp16.safetensors"]);
+    assert_eq!(open(d.path().into(), "fp8").expect_err("not there").kind(), NotFound);
+    assert_eq!(open(d.path().join("model.safetensors"), "fp16").expect_err("a file").kind(), Invalid);
+    // Only variants
+    fs::remove_file(d.path().join("model.safetensors")).expect("removed");
+    let only = both_ways::open(&[d.path()]).expect("opens");
+    assert!(only.warnings()[0].contains("only the variant \"fp16\""), "{:?}", only.warnings());
+    write(d.path().join("model.bf16.safetensors"), &[("a", 2)]);
+    refused(d.path(), Index, &["model.fp16.safetensors", "model.bf16.safetensors", "variant=\"bf16\""]);
 }
 
 #[test]
@@ -369,7 +522,9 @@ fn the_index_of_a_directory_is_the_plain_one_or_the_only_one() {
     assert_eq!(files(&[inner]).expect("the only one"), inner);
     assert_eq!(files(&[fp16, plain]).expect("without variant"), plain);
     assert_eq!(files(&[fp16, plain, INDEX, inner]).expect("model"), INDEX);
-    for ambiguous in [&[fp16, inner][..], &[plain, "other.safetensors.index.json"]] {
+    let other = "other.safetensors.index.json";
+    assert_eq!(files(&[other, plain]).expect("diffusers"), plain);
+    for ambiguous in [&[fp16, inner][..], &["an.safetensors.index.json", other]] {
         let e = files(ambiguous).expect_err("ambiguous");
         assert_eq!(e.kind(), Index);
         assert!(ambiguous.iter().all(|i| e.to_string().contains(i)), "{e}");

@@ -336,11 +336,23 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
     let slow = Model::new(|server| server.latency = Duration::from_secs(60));
     let sources = || [slow.address("")];
     let begun = Instant::now();
-    let e =
-        Checkpoint::open_cancellable(&sources(), &Stores::default(), Duration::from_millis(200), || true).unwrap_err();
+    let e = Checkpoint::open_cancellable(
+        &sources(),
+        &penstock::format::FolderRequest::plain(),
+        &Stores::default(),
+        Duration::from_millis(200),
+        || true,
+    )
+    .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
-    let e =
-        Checkpoint::open_cancellable(&sources(), &Stores::default(), Duration::from_secs(60), || false).unwrap_err();
+    let e = Checkpoint::open_cancellable(
+        &sources(),
+        &penstock::format::FolderRequest::plain(),
+        &Stores::default(),
+        Duration::from_secs(60),
+        || false,
+    )
+    .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
     assert!(begun.elapsed() < Duration::from_secs(40));
     assert_eq!(register(&slow.scheme, Arc::new(Toy(slow.server.clone()))).unwrap_err().kind(), ErrorKind::Invalid);

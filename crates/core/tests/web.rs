@@ -552,7 +552,14 @@ fn a_token_goes_to_its_server_and_never_to_where_that_redirects() {
     let web = WebSettings { connections: 1, ..WebSettings::default() };
     let stores = Stores::with(StorageSettings { bearer: Some(bearer), web, ..StorageSettings::default() });
     let index = [server.url("/m/model.safetensors.index.json")];
-    let checkpoint = Checkpoint::open_cancellable(&index, &stores, Duration::from_secs(60), || true).unwrap();
+    let checkpoint = Checkpoint::open_cancellable(
+        &index,
+        &penstock::format::FolderRequest::plain(),
+        &stores,
+        Duration::from_secs(60),
+        || true,
+    )
+    .unwrap();
     let opened = server.asked().len();
     let checkpoint = Arc::new(checkpoint);
     let load = Load::start(request(&checkpoint, Want::all(&checkpoint), false)).unwrap();
@@ -707,7 +714,13 @@ fn an_open_that_is_given_up_leaves_no_thread_that_asks_on() {
     let until = Instant::now() + Duration::from_secs(40);
     let stall = Duration::from_secs(300);
     let go_on = || server.asked().is_empty();
-    let opened = Checkpoint::open_cancellable(&[server.url("/o.safetensors")], &Stores::default(), stall, go_on);
+    let opened = Checkpoint::open_cancellable(
+        &[server.url("/o.safetensors")],
+        &penstock::format::FolderRequest::plain(),
+        &Stores::default(),
+        stall,
+        go_on,
+    );
     assert_eq!(opened.err().unwrap().kind(), ErrorKind::Cancelled);
     let asking = || threads_named("penstock-ask");
     while asking() > 0 {

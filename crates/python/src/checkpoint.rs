@@ -6,7 +6,7 @@ use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::look::told;
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
-use penstock::format::Checkpoint as Core;
+use penstock::format::{Checkpoint as Core, FolderRequest};
 use penstock::options::Order;
 use penstock::plan::layout::tensors_in_order;
 use pyo3::exceptions::{PyIndexError, PyKeyError, PyValueError};
@@ -24,18 +24,25 @@ pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 #[pymethods]
 impl Checkpoint {
     #[staticmethod]
-    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None))]
+    #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
+    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None, variant = None, leftover = true,
+                        names = None))]
     fn open(
         py: Python<'_>,
         sources: Listed<PathBuf>,
         stall_timeout: Option<f64>,
         storage: Option<&Bound<'_, PyAny>>,
         bearer: Option<(String, String)>,
+        variant: Option<String>,
+        leftover: bool,
+        names: Option<Listed<String>>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
             let stores = stores_of(py, storage, bearer)?;
-            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &stores, stall, go_on)).map(Self::of)
+            let names = names.map(|names| names.0.iter().map(OsString::from).collect());
+            let asked = FolderRequest { variant, leftover, names };
+            interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &asked, &stores, stall, go_on)).map(Self::of)
         })
     }
 
@@ -46,10 +53,17 @@ impl Checkpoint {
 
     /// The numbers of those of these names, of what lies in one place, that `open` would choose: one index, or shard files.
     #[staticmethod]
-    fn to_open<'py>(py: Python<'py>, place: &str, names: Listed<String>) -> Answer<'py, Vec<u32>> {
+    #[pyo3(signature = (place, names, variant = None))]
+    fn to_open<'py>(
+        py: Python<'py>,
+        place: &str,
+        names: Listed<String>,
+        variant: Option<String>,
+    ) -> Answer<'py, Vec<u32>> {
         answer(py, || {
-            let all = names.0.iter().map(OsString::from).collect();
-            let found = penstock::format::to_open(place, all).map_err(|e| raise(py, &e))?;
+            let all: Vec<OsString> = names.0.iter().map(OsString::from).collect();
+            let asked = FolderRequest { variant, ..FolderRequest::plain() };
+            let found = penstock::format::to_open(place, &all, &asked).map_err(|e| raise(py, &e))?;
             let number = |name: OsString| names.0.iter().position(|other| name == *other.as_str());
             Ok(found.into_iter().filter_map(number).map(|number| number as u32).collect::<Vec<_>>())
         })
@@ -106,6 +120,7 @@ impl Checkpoint {
             let order = match order {
                 "file" => Order::File,
                 "layer" => Order::Layer,
+                "asked" => Order::Asked,
                 other => return Err(PyValueError::new_err(format!("order={other:?}: give \"file\" or \"layer\""))),
             };
             Ok(tensors_in_order(&self.0, order))

@@ -100,7 +100,11 @@ impl Load {
             options.order = match order {
                 "file" => Order::File,
                 "layer" => Order::Layer,
-                _ => return Err(PyValueError::new_err(format!("order={order:?}: must be \"file\" or \"layer\""))),
+                "asked" => Order::Asked,
+                _ => {
+                    let text = format!("order={order:?}: must be \"file\", \"layer\" or \"asked\"");
+                    return Err(PyValueError::new_err(text));
+                }
             };
             let memory = match into {
                 Some(tensors) => Memory::Into {

@@ -18,6 +18,7 @@ from sglang.srt.model_loader import loader as sglang_loader
 
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
+from ._pickles import naming_convert
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 
@@ -89,6 +90,8 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
             remote = RemoteWeights(model, settings.storage)
             _remotes(loader)[remote.folder] = remote
             model = remote.folder
+        with naming_convert(model, "SGLang"):
+            return original(loader, model, *args, **kwargs)
     return original(loader, model, *args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from .._report import Report
 from ._engine import Chosen, Loads, reloaded, settings_of
+from ._pickles import naming_convert
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
@@ -89,7 +90,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         yield from super().get_all_weights(model_config, model)
 
     def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
-        return super()._prepare_weights(self._place(model_name_or_path), *args, **kwargs)
+        place = self._place(model_name_or_path)
+        with naming_convert(place, "vLLM"):
+            return super()._prepare_weights(place, *args, **kwargs)
 
     def download_model(self, model_config: Any) -> None:
         """Downloads the files, if they are not to be read from where they are."""

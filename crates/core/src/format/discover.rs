@@ -1,34 +1,134 @@
 //! From what the user named to the shard files that it stands for.
 
+use super::choose::{are_whole_beside, choose, is_candidate, ChosenNames, FolderRequest, ToOpen};
+use super::join::listed;
+use super::natural::natural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Origin, Watch};
-use std::cmp::Ordering;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
 
 /// What a source stands for.
 #[derive(Debug, Clone)]
-pub(super) enum Found {
+pub(super) struct Found {
+    pub(super) what: What,
+    /// The folder that was chosen from; `None` if the files were named.
+    pub(super) folder: Option<ChosenFolder>,
+}
+
+/// What is opened.
+#[derive(Debug, Clone)]
+pub(super) enum What {
     /// Shard files, in natural order.
     Files(Vec<Origin>),
     /// An index, which names the files.
     Index(Origin),
 }
 
+/// A folder, and what was chosen of its names.
+#[derive(Debug, Clone)]
+pub(super) struct ChosenFolder {
+    at: Origin,
+    names: Vec<OsString>,
+    asked: FolderRequest,
+    /// Indexes that were passed over because none of their files is there.
+    abandoned: Vec<OsString>,
+    only_variant: Option<String>,
+}
+
 /// What `sources` stand for: one thing (shard file, directory, index) or a list of shard files.
-pub(super) fn discover(sources: &[Origin], watch: &Watch) -> Result<Found> {
+pub(super) fn discover(sources: &[Origin], asked: &FolderRequest, watch: &Watch) -> Result<Found> {
+    let named = |what| {
+        if let (Some(variant), Some(source)) = (&asked.variant, sources.first()) {
+            let text = format!("variant={variant:?} chooses among the files of a folder, and this is not one: omit it");
+            return Err(Error::new(ErrorKind::Invalid, text).at(source.location()));
+        }
+        Ok(Found { what, folder: None })
+    };
     match sources {
         [] => Err(Error::new(ErrorKind::Invalid, "no file, directory or index was given to open")),
-        [one] if is_index(one) => Ok(Found::Index(one.clone())),
+        [one] if is_index(one) => named(What::Index(one.clone())),
         [one] => {
-            let Some(names) = one.names(watch)? else { return Ok(Found::Files(vec![one.clone()])) };
-            Ok(match choose(one.location(), names)? {
-                ToOpen::Index(name) => Found::Index(one.within(&name)),
-                ToOpen::Files(names) => Found::Files(names.iter().map(|name| one.within(name)).collect()),
-            })
+            let mut asked = asked.clone();
+            let names = match asked.names.take() {
+                Some(names) => names,
+                None => match one.names(watch)? {
+                    Some(names) => names,
+                    None => return named(What::Files(vec![one.clone()])),
+                },
+            };
+            ChosenFolder { at: one.clone(), names, asked, abandoned: Vec::new(), only_variant: None }.chosen()
         }
-        many => Ok(Found::Files(in_order(many.to_vec())?)),
+        many => named(What::Files(in_order(many.to_vec())?)),
+    }
+}
+
+impl ChosenFolder {
+    fn chosen(mut self) -> Result<Found> {
+        let ChosenNames { open, only_variant } = choose(self.at.location(), &self.names, &self.asked, &self.abandoned)?;
+        self.only_variant = only_variant;
+        let what = match open {
+            ToOpen::Index(name) => What::Index(self.at.within(&name)),
+            ToOpen::Files(names) => What::Files(names.iter().map(|name| self.at.within(name)).collect()),
+        };
+        Ok(Found { what, folder: Some(self) })
+    }
+
+    /// The whole file, or set of shards, that is opened in place of this index, of whose files none is there. `None` if some
+    /// are, or if nothing is whole by its name: other files may be a part of what is still to be fetched.
+    pub(super) fn without(&self, index: &Origin, files: &[Origin], watch: &Watch) -> Result<Option<Found>> {
+        let listed = |file: &Origin| self.names.iter().any(|name| self.at.within(name) == *file);
+        if !self.asked.leftover || files.iter().any(listed) {
+            return Ok(None);
+        }
+        if watch.is_here() {
+            return Err(watch.too_much());
+        }
+        if !files.iter().all(|file| !watch.is_given_up() && file.is_gone(watch)) {
+            return Ok(None);
+        }
+        let mut other = self.clone();
+        let index = index.location().file_name();
+        other.abandoned.push(index.to_owned());
+        let whole = |found: &Found| {
+            let What::Files(files) = &found.what else { return false };
+            let names: Vec<_> = files.iter().map(|file| file.location().file_name().to_string_lossy()).collect();
+            are_whole_beside(&names.iter().map(|name| &**name).collect::<Vec<_>>(), &index.to_string_lossy())
+        };
+        Ok(other.chosen().ok().filter(whole))
+    }
+
+    /// What is to be told of the choice, `files` and perhaps an index having been opened.
+    pub(super) fn warnings(&self, files: &[Origin], index: Option<&Origin>) -> Vec<String> {
+        let at = self.at.location();
+        let opened: HashSet<&OsStr> = files.iter().chain(index).map(|one| one.location().as_os_str()).collect();
+        let mut warnings = Vec::new();
+        if let Some(variant) = &self.only_variant {
+            warnings.push(format!(
+                "{at}: there is only the variant {variant:?}, which was opened; variant={variant:?} asks for it"
+            ));
+        }
+        for index in &self.abandoned {
+            warnings.push(format!(
+                "{at}: {}: passed over, because none of its shard files is here",
+                index.to_string_lossy()
+            ));
+        }
+        let mut passed: Vec<&OsString> = self.names.iter().filter(|n| is_candidate(&n.to_string_lossy())).collect();
+        passed.retain(|name| {
+            !opened.contains(self.at.within(name).location().as_os_str()) && !self.abandoned.contains(name)
+        });
+        passed.sort_by(|a, b| natural(a, b));
+        if !passed.is_empty() {
+            let what = match (index, files) {
+                (Some(index), _) => index.location().file_name().to_string_lossy().into_owned(),
+                (None, [one]) => one.location().file_name().to_string_lossy().into_owned(),
+                (None, many) => format!("{} shard files", many.len()),
+            };
+            let names = listed(passed.iter().map(|n| n.to_string_lossy().into_owned()), passed.len());
+            warnings.push(format!("{at}: {what} was opened, and this was passed over: {names}"));
+        }
+        warnings
     }
 }
 
@@ -52,131 +152,17 @@ fn is_index(origin: &Origin) -> bool {
     origin.location().ending() == Some("json")
 }
 
-/// Indexes are called `model.safetensors.index.json`. The name of a variant stands before that ending
-/// (`model.fp16.safetensors.index.json`, diffusers) or inside it (`model.safetensors.index.fp16.json`, transformers).
-fn is_index_name(name: &str) -> bool {
-    match name.strip_suffix(".json").and_then(|n| n.split_once(".safetensors.index")) {
-        Some((_, variant)) => variant.is_empty() || variant.starts_with('.'),
-        None => false,
-    }
-}
-
-fn has_variant(name: &str) -> bool {
-    name.strip_suffix(".safetensors.index.json").is_none_or(|stem| stem.contains('.'))
-}
-
-/// What is opened of the things in one place.
-enum ToOpen {
-    /// This index, and the files that it names.
-    Index(OsString),
-    /// These files, in natural order.
-    Files(Vec<OsString>),
-}
-
 /// The names that are opened of the names in a folder, or under an address, `place`: those of shard files in natural order,
 /// or that of one index, which names the files.
 ///
 /// # Errors
 /// `NotFound` if there is no checkpoint; `Index` if there are several.
-pub fn to_open(place: &str, names: Vec<OsString>) -> Result<Vec<OsString>> {
+pub fn to_open(place: &str, names: &[OsString], asked: &FolderRequest) -> Result<Vec<OsString>> {
     let place = Location::file(OsStr::new(place));
-    Ok(match choose(&place, names)? {
+    Ok(match choose(&place, names, asked, &[])?.open {
         ToOpen::Index(name) => vec![name],
         ToOpen::Files(names) => names,
     })
-}
-
-/// Which of the names in the directory `dir`, or under an address, are opened.
-fn choose(dir: &Location, mut names: Vec<OsString>) -> Result<ToOpen> {
-    names.sort_by(|a, b| natural(a, b));
-    let indexes: Vec<&str> = names.iter().filter_map(|n| n.to_str()).filter(|n| is_index_name(n)).collect();
-    if !indexes.is_empty() {
-        let plain: Vec<&str> = indexes.iter().copied().filter(|n| !has_variant(n)).collect();
-        let chosen = match (&plain[..], &indexes[..]) {
-            (plain, _) if plain.contains(&"model.safetensors.index.json") => "model.safetensors.index.json",
-            ([one], _) | ([], [one]) => one,
-            _ => {
-                return Err(Error::new(
-                    ErrorKind::Index,
-                    format!("several indexes in this directory; give one of them: {}", indexes.join(", ")),
-                )
-                .at(dir));
-            }
-        };
-        return Ok(ToOpen::Index(chosen.into()));
-    }
-    let files: Vec<OsString> =
-        names.iter().filter(|n| Location::file(n).ending() == Some("safetensors")).cloned().collect();
-    if files.is_empty() {
-        return Err(nothing_in(dir, &names));
-    }
-    Ok(ToOpen::Files(files))
-}
-
-/// The error for a directory without safetensors files: it says what is there instead.
-fn nothing_in(dir: &Location, names: &[OsString]) -> Error {
-    const SHOWN: usize = 8;
-    let lossy: Vec<_> = names.iter().map(|n| n.to_string_lossy()).collect();
-    let ends = |ends: &[&str]| lossy.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));
-    let text = if names.is_empty() {
-        "the directory is empty".to_owned()
-    } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
-        format!("no safetensors file in this directory, but {n}: a download that has not ended?")
-    } else if let Some(n) = lossy.iter().find(|n| is_pickled_weights(n)) {
-        format!(
-            "no safetensors file in this directory, but {n}, a torch.save file: `penstock convert FOLDER DIRECTORY` writes \
-             it as safetensors"
-        )
-    } else if let Some(n) = ends(&[".gguf"]) {
-        format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
-    } else {
-        let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
-        format!("no safetensors file in this directory; it holds {}{more}", lossy[..names.len().min(SHOWN)].join(", "))
-    };
-    Error::new(ErrorKind::NotFound, text).at(dir)
-}
-
-/// Whether torch.save may have written weights to a file of this name, and not the state of a training.
-fn is_pickled_weights(name: &str) -> bool {
-    const STATE: [&str; 8] = [
-        "optim",
-        "scheduler",
-        "lr_scheduler",
-        "scaler",
-        "rng_state",
-        "random_states",
-        "training_args",
-        "trainer_state",
-    ];
-    let ends = [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
-    ends && !name.starts_with('.') && !STATE.iter().any(|state| name.starts_with(state))
-}
-
-/// Natural order: runs of digits compare as numbers, so that `model-2` comes before `model-10`. It is a total order:
-/// names that differ only in leading zeros still differ.
-pub(super) fn natural(a: &OsStr, b: &OsStr) -> Ordering {
-    let (full_a, full_b) = (a.as_bytes(), b.as_bytes());
-    let (mut a, mut b) = (full_a, full_b);
-    loop {
-        match (a.first(), b.first()) {
-            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
-                let ((m, rest_a), (n, rest_b)) = (number(a), number(b));
-                match m.len().cmp(&n.len()).then_with(|| m.cmp(n)) {
-                    Ordering::Equal => (a, b) = (rest_a, rest_b),
-                    unequal => return unequal,
-                }
-            }
-            (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            (x, y) => return x.cmp(&y).then_with(|| full_a.cmp(full_b)),
-        }
-    }
-}
-
-/// The digits at the start without leading zeros, and the rest.
-fn number(s: &[u8]) -> (&[u8], &[u8]) {
-    let end = s.iter().position(|b| !b.is_ascii_digit()).unwrap_or(s.len());
-    let zeros = s[..end].iter().take_while(|&&b| b == b'0').count();
-    (&s[zeros..end], &s[end..])
 }
 
 /// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.

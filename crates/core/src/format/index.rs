@@ -1,8 +1,8 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
 use super::checkpoint::Seeded;
-use super::discover::natural;
 use super::header::{offset_of, quoted, without_position, Ignored};
+use super::natural::natural;
 use super::shard::{self, FIRST_READ};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -109,10 +109,15 @@ impl Index {
         &self.names[start as usize..(start + len) as usize]
     }
 
-    /// Number of the file in [`files`](Self::files) that the index maps `name` to, and of the entry.
+    /// Number of the file in [`files`](Self::files) that the index maps `name` to.
     pub(super) fn file_of(&self, name: &str, hash: u64) -> Option<u32> {
+        self.entry_of(name, hash).map(|(_, file)| file)
+    }
+
+    /// Number of the entry of `name`, and of the file in [`files`](Self::files) that it names.
+    pub(super) fn entry_of(&self, name: &str, hash: u64) -> Option<(u32, u32)> {
         let i = self.by_name.find(hash, |&i| self.entries[i as usize].hash == hash && self.name(i) == name)?;
-        Some(self.entries[*i as usize].file)
+        Some((*i, self.entries[*i as usize].file))
     }
 
     /// All (name, hash of the name, file number), in the index's order.

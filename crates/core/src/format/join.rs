@@ -1,5 +1,6 @@
 //! Joining headers: read several at a time, put into one set of arenas, compared with the index.
 
+use super::authority::Authority;
 use super::checkpoint::{Checkpoint, Entry, Seeded, ShardFile};
 use super::header::quoted;
 use super::index::Index;
@@ -73,65 +74,101 @@ pub(super) fn read_all<T: Send>(
     done.into_iter().map(|d| d.1).collect()
 }
 
-/// A checkpoint of the files of this index and of their headers.
+/// A checkpoint of the files of this index and of their headers. The index is the authority: of a tensor in several files it
+/// says which one counts.
 pub(super) fn indexed(
     at: &Location,
     index: &Index,
     files: Vec<Origin>,
     mut shards: Vec<Shard>,
     hasher: Seeded,
+    mut warnings: Vec<String>,
 ) -> Result<Checkpoint> {
     let order = index.in_natural_order();
-    let mut warnings = Vec::new();
-    let mut kept = 0;
-    for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
-        let h = &mut shard.header;
-        let name = |e: &Entry| &h.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize];
-        let mapped: Vec<Option<u32>> =
-            h.entries.iter().zip(&h.hashes).map(|(e, &h)| index.file_of(name(e), h)).collect();
-        // This holds even if the other file has a tensor of that name: choosing one of the two would be a guess.
-        if let Some((e, &Some(other))) = h.entries.iter().zip(&mapped).find(|(_, m)| m.is_some_and(|m| m != number)) {
-            return Err(Error::new(
-                ErrorKind::Index,
-                format!(
-                    "tensor {} is in {}, but the index maps it to {}",
-                    quoted(name(e)),
-                    file.location(),
-                    index.files[other as usize]
-                ),
-            )
-            .at(at)
-            .of_tensor(name(e))
-            .with_values(index.files[other as usize].clone(), file.location().to_string()));
+    let mapped = |shard: &Shard| -> Vec<Option<(u32, u32)>> {
+        let h = &shard.header;
+        h.entries.iter().zip(&h.hashes).map(|(e, &hash)| index.entry_of(name_in(shard, e), hash)).collect()
+    };
+    // For each entry of the index: whether its tensor is where the index says.
+    let mut there = vec![false; index.len()];
+    let mut astray = false;
+    for (shard, &number) in shards.iter().zip(&order) {
+        for (entry, file) in mapped(shard).into_iter().flatten() {
+            there[entry as usize] |= file == number;
+            astray |= file != number;
         }
-        let unmapped: Vec<&Entry> =
-            h.entries.iter().zip(&mapped).filter(|(_, m)| m.is_none()).map(|(e, _)| e).collect();
-        if !unmapped.is_empty() {
-            let names = listed(unmapped.iter().map(|e| quoted(name(e))), unmapped.len());
-            warnings.push(format!("{}: ignored, because the index does not map them: {names}", file.location()));
-            let keep = |i: usize| mapped[i].is_some();
-            h.hashes = h.hashes.iter().enumerate().filter(|h| keep(h.0)).map(|h| *h.1).collect();
-            h.entries = h.entries.iter().enumerate().filter(|e| keep(e.0)).map(|e| *e.1).collect();
+    }
+    let mut kept = 0;
+    // For each entry whose tensor is elsewhere: the file that it is taken from.
+    let mut elsewhere: Vec<Option<u32>> = if astray { vec![None; index.len()] } else { Vec::new() };
+    for ((shard, file), &number) in shards.iter_mut().zip(&files).zip(&order) {
+        let mapped = mapped(shard);
+        let at_file = file.location();
+        let (mut unmapped, mut superseded, mut moved) = (Vec::new(), Vec::new(), Vec::new());
+        let mut keep = vec![true; mapped.len()];
+        for (i, (e, m)) in shard.header.entries.iter().zip(&mapped).enumerate() {
+            let name = name_in(shard, e);
+            match m {
+                None => unmapped.push(quoted(name)),
+                Some((_, m)) if *m == number => continue,
+                Some((entry, m)) if there[*entry as usize] => {
+                    superseded.push(format!("{} ({})", quoted(name), index.files[*m as usize]));
+                }
+                Some((entry, m)) => match elsewhere[*entry as usize].replace(number) {
+                    None => {
+                        moved.push(format!("{} ({})", quoted(name), index.files[*m as usize]));
+                        continue;
+                    }
+                    // The index names a third file: choosing one of the two would be a guess.
+                    Some(other) => {
+                        let (other, says) = (&index.files[other as usize], &index.files[*m as usize]);
+                        let text = format!(
+                            "tensor {} is in {at_file} and in {other}, but the index maps it to {says}",
+                            quoted(name)
+                        );
+                        return Err(Error::new(ErrorKind::Index, text)
+                            .at(at)
+                            .of_tensor(name)
+                            .with_values(says.clone(), at_file.to_string()));
+                    }
+                },
+            }
+            keep[i] = false;
+        }
+        for (names, what) in [
+            (unmapped, "ignored, because the index does not map them"),
+            (superseded, "passed over, because the index maps them to other files, which have them"),
+            (moved, "taken from here, because the files to which the index maps them lack them"),
+        ] {
+            if let n @ 1.. = names.len() {
+                warnings.push(format!("{at_file}: {n} tensor{}: {what}: {}", plural(n), listed(names.into_iter(), n)));
+            }
+        }
+        let h = &mut shard.header;
+        if keep.contains(&false) {
+            let mut of = keep.iter();
+            h.hashes.retain(|_| of.next().copied().unwrap_or(true));
+            let mut of = keep.iter();
+            h.entries.retain(|_| of.next().copied().unwrap_or(true));
         }
         kept += h.entries.len();
     }
     let mapped = index.len();
-    let mut checkpoint = merge(files.into_iter().zip(shards), hasher, warnings)?;
+    let mut checkpoint = merge(files.into_iter().zip(shards), hasher, warnings, None)?;
     if kept < mapped {
         let lacking = || index.entries().filter(|&(name, ..)| checkpoint.find(name).is_none());
-        let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
         let absent: Vec<String> =
-            lacking().map(|(name, _, file)| format!("{} (in {})", quoted(name), index.files[file as usize])).collect();
+            lacking().map(|(name, _, file)| format!("{} ({})", quoted(name), index.files[file as usize])).collect();
         let n = absent.len();
-        return Err(Error::new(
-            ErrorKind::Index,
-            format!(
-                "{n} tensors of the index are not in the files that it maps them to: {}",
-                listed(absent.into_iter(), n)
-            ),
-        )
-        .at(at)
-        .of_tensor(first));
+        let text =
+            format!("{n} tensor{} of the index {} in no shard file", plural(n), if n == 1 { "is" } else { "are" });
+        if kept == 0 {
+            let first = lacking().next().map_or("", |(name, ..)| name).to_owned();
+            let text = format!("{text}: {}. Nothing is left of this checkpoint", listed(absent.into_iter(), n));
+            return Err(Error::new(ErrorKind::Index, text).at(at).of_tensor(first));
+        }
+        let text = format!("{at}: {text}, so this checkpoint lacks them: {}", listed(absent.into_iter(), n));
+        checkpoint.warnings.push(text);
     }
     if let Some(total) = index.total_size {
         let actual = checkpoint.nbytes();
@@ -142,11 +179,25 @@ pub(super) fn indexed(
     Ok(checkpoint)
 }
 
-/// Joins the headers into one checkpoint. Refuses a name that is in two files.
+fn name_in<'s>(shard: &'s Shard, e: &Entry) -> &'s str {
+    &shard.header.names[e.name.0 as usize..(e.name.0 + e.name.1) as usize]
+}
+
+fn plural(n: usize) -> &'static str {
+    if n == 1 {
+        ""
+    } else {
+        "s"
+    }
+}
+
+/// Joins the headers into one checkpoint. Refuses a name that is in two files, unless an index beside them (`authority`) says
+/// which one counts.
 pub(super) fn merge(
     shards: impl Iterator<Item = (Origin, Shard)>,
     hasher: Seeded,
     warnings: Vec<String>,
+    mut authority: Option<Authority<'_>>,
 ) -> Result<Checkpoint> {
     let shards: Vec<(Origin, Shard)> = shards.collect();
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|s| of(&s.1)).sum::<usize>();
@@ -207,34 +258,115 @@ pub(super) fn merge(
         });
     }
     let mut by_name = std::mem::take(&mut checkpoint.by_name);
+    let mut decided: Vec<Decided> = Vec::new();
     for (i, &hash) in hashes.iter().enumerate() {
-        let name = checkpoint.name(i as u32);
+        let i = i as u32;
+        let name = checkpoint.name(i);
         let same = |&j: &u32| hashes[j as usize] == hash && checkpoint.name(j) == name;
         match by_name.entry(hash, same, |&j| hashes[j as usize]) {
             Slot::Vacant(slot) => {
-                slot.insert(i as u32);
+                slot.insert(i);
             }
-            Slot::Occupied(slot) => {
-                let file = |i: u32| &checkpoint.files[checkpoint.tensors[i as usize].file as usize];
-                let (a, b) = (file(*slot.get()), file(i as u32));
-                let same_file =
-                    if a.version.is_of_same_file(&b.version) { " (both names lead to one file)" } else { "" };
-                return Err(Error::new(
-                    ErrorKind::Header,
-                    format!(
-                        "tensor {} is also in {}{same_file}: the files belong to several checkpoints, or to several \
-                         variants of one; give only the files that you want to load",
-                        quoted(name),
-                        a.spelled
-                    ),
-                )
-                .at(&b.spelled)
-                .of_tensor(name));
+            Slot::Occupied(mut slot) => {
+                let held = *slot.get();
+                let (a, b) = (checkpoint.file_of(held), checkpoint.file_of(i));
+                let answer = match &mut authority {
+                    Some(authority) if !checkpoint.same_file(a, b) => authority.file_of(name, hash)?,
+                    _ => None,
+                };
+                let indexes = || authority.as_ref().map(Authority::read_from).unwrap_or_default();
+                let Some(answer) = answer else { return Err(twice(&checkpoint, name, (a, b), &indexes())) };
+                let left = if answer.file == b { std::mem::replace(slot.get_mut(), i) } else { i };
+                decided.push(Decided { left, kept: answer.file, index: answer.index });
             }
         }
     }
-    checkpoint.by_name = by_name;
+    if decided.is_empty() {
+        checkpoint.by_name = by_name;
+        return Ok(checkpoint);
+    }
+    for one in &decided {
+        let name = checkpoint.name(one.left);
+        let hash = hashes[one.left as usize];
+        let found = by_name.find(hash, |&j| hashes[j as usize] == hash && checkpoint.name(j) == name).copied();
+        let kept = found.map_or(one.kept, |j| checkpoint.file_of(j));
+        if kept != one.kept {
+            let (files, index) = ((kept, checkpoint.file_of(one.left)), one.index.location().file_name());
+            return Err(twice(&checkpoint, name, files, &[index.to_string_lossy().into_owned()]));
+        }
+    }
+    checkpoint.leave_out(&decided, &hashes);
     Ok(checkpoint)
+}
+
+/// A tensor that is left out, because an index says that another file's counts.
+struct Decided {
+    /// Number of the tensor.
+    left: u32,
+    /// The file that counts.
+    kept: u32,
+    index: Origin,
+}
+
+/// The error for a name that is in two files, about which none of these indexes says anything, or several say different things.
+fn twice(checkpoint: &Checkpoint, name: &str, (a, b): (u32, u32), indexes: &[String]) -> Error {
+    let same_file = if checkpoint.same_file(a, b) { " (both names lead to one file)" } else { "" };
+    let (a, b) = (&checkpoint.files[a as usize], &checkpoint.files[b as usize]);
+    let what = "the files belong to several checkpoints, or to several variants of one";
+    let (kind, what) = match indexes {
+        [] => (ErrorKind::Header, format!("{what}; give only the files that you want to load")),
+        _ => (
+            ErrorKind::Index,
+            format!("{what}, and no index says which counts; give the index that you mean: {}", indexes.join(", ")),
+        ),
+    };
+    let text = format!("tensor {} is also in {}{same_file}: {what}", quoted(name), a.spelled);
+    Error::new(kind, text).at(&b.spelled).of_tensor(name)
+}
+
+impl Checkpoint {
+    fn file_of(&self, tensor: u32) -> u32 {
+        self.tensors[tensor as usize].file
+    }
+
+    fn same_file(&self, a: u32, b: u32) -> bool {
+        self.files[a as usize].version.is_of_same_file(&self.files[b as usize].version)
+    }
+
+    /// Leaves out what an index has decided against, and says so. `hashes`: of the names, by tensor.
+    fn leave_out(&mut self, decided: &[Decided], hashes: &[u64]) {
+        for (number, file) in (0..).zip(&self.files) {
+            let here: Vec<&Decided> = decided.iter().filter(|d| file.tensors.contains(&d.left)).collect();
+            let Some(first) = here.first() else { continue };
+            let kept = |d: &Decided| self.files[d.kept as usize].spelled.file_name().to_string_lossy().into_owned();
+            debug_assert!(here.iter().all(|d| d.kept != number));
+            let names = here.iter().map(|d| format!("{} ({})", quoted(self.name(d.left)), kept(d)));
+            let n = here.len();
+            let text = format!(
+                "{}: {n} tensor{}: passed over, because {} maps them to other files, which have them: {}",
+                file.spelled,
+                plural(n),
+                first.index.location(),
+                listed(names, n)
+            );
+            self.warnings.push(text);
+        }
+        let mut keep = vec![true; self.tensors.len()];
+        decided.iter().for_each(|d| keep[d.left as usize] = false);
+        let mut next = 0;
+        for file in &mut self.files {
+            let start = next;
+            next += file.tensors.clone().filter(|&i| keep[i as usize]).count() as u32;
+            file.tensors = start..next;
+        }
+        let hashes: Vec<u64> = hashes.iter().zip(&keep).filter(|h| *h.1).map(|h| *h.0).collect();
+        let mut of = keep.iter();
+        self.tensors.retain(|_| of.next().copied().unwrap_or(true));
+        self.by_name = HashTable::with_capacity(hashes.len());
+        for (i, &hash) in (0..).zip(&hashes) {
+            self.by_name.insert_unique(hash, i, |&j| hashes[j as usize]);
+        }
+    }
 }
 
 pub(super) fn listed(names: impl Iterator<Item = String>, count: usize) -> String {

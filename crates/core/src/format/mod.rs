@@ -3,18 +3,22 @@
 //! The layout of a shard file is: eight bytes of little-endian header length N, N bytes of JSON, then the data section,
 //! in which tensors follow each other without gaps or overlaps (safetensors format specification).
 
+mod authority;
 mod checkpoint;
+mod choose;
 mod discover;
 mod dtype;
 mod header;
 mod index;
 mod join;
+mod natural;
 mod open;
 mod shard;
 mod small_files;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
+pub use choose::FolderRequest;
 pub use discover::to_open;
 pub use dtype::DType;
 pub(crate) use header::quoted;

@@ -1,7 +1,9 @@
 //! Opening a checkpoint: choose the thread, find the files, read their headers, join them.
 
+use super::authority::Authority;
 use super::checkpoint::{Checkpoint, Seeded};
-use super::discover::{self, Found};
+use super::choose::FolderRequest;
+use super::discover::{self, ChosenFolder, Found, What};
 use super::index::Index;
 use super::join::{indexed, listed, merge, read_all};
 use super::shard::{self, Shard};
@@ -19,9 +21,9 @@ const MOST_HERE: usize = 16;
 impl Checkpoint {
     /// Opens what `sources` name: one shard file, several, a directory, or an index file (`*.json`).
     ///
-    /// In a directory, `model.safetensors.index.json` is looked for, then any other `*.safetensors.index.json`, then
-    /// every `*.safetensors`. With an index, files that it does not name are ignored. Tensors in its files that it does
-    /// not map are ignored too, with a warning.
+    /// Of a directory the files are chosen by their names: `docs/compatibility.md` has the order. With an index, files that
+    /// it does not name are ignored. Of a tensor in several of its files the index says which one counts. Tensors in its
+    /// files that it does not map are ignored too. Warnings say what was passed over.
     ///
     /// Every header is read and checked here, several at a time; no tensor is read. No descriptor stays open.
     ///
@@ -29,7 +31,7 @@ impl Checkpoint {
     /// `NotFound` (also for shard files that an index names: all of them in one error), `Permission`, `NotACheckpoint`,
     /// `Header`, `Truncated`, `Index`, and `Invalid` for a list that names a file twice.
     pub fn open<P: AsRef<OsStr>>(sources: &[P]) -> Result<Checkpoint> {
-        Step::Named(origins(sources, &Stores::default())).finish(&Watch::default())
+        Step::Named(origins(sources, &Stores::default()), FolderRequest::plain()).finish(&Watch::default())
     }
 
     /// The same for a caller that must not hang with a network mount whose server is gone, and must answer signals: a
@@ -40,18 +42,19 @@ impl Checkpoint {
     /// If the headers are small and in the page cache, the caller's own thread opens files on disks that this process
     /// has loaded from: that saves two turns at the scheduler. `go_on` is not asked then.
     ///
-    /// Addresses are opened, and later loaded, from `stores`.
+    /// Addresses are opened, and later loaded, from `stores`. `asked` says what is meant of a folder.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open), `Cancelled` and `Timeout`.
+    /// Those of [`open`](Self::open), `Cancelled` and `Timeout`. `Invalid` for a variant of what is no folder.
     pub fn open_cancellable<P: AsRef<OsStr>>(
         sources: &[P],
+        asked: &FolderRequest,
         stores: &Stores,
         stall: Duration,
         go_on: impl FnMut() -> bool,
     ) -> Result<Checkpoint> {
         here(move || {
-            let mut step = Step::Named(origins(sources, stores));
+            let mut step = Step::Named(origins(sources, stores), asked.clone());
             let watch = Watch::here();
             match open_here(&mut step, &watch) {
                 Err(_) if watch.was_too_much() => open_detached(move |watch| step.finish(watch), stall, go_on),
@@ -66,7 +69,7 @@ impl Checkpoint {
         let hasher = Seeded::default();
         let origin = Origin::of(OsStr::new("memory.safetensors"), &Stores::default());
         let shard = shard::parse(bytes, size, &hasher).map_err(|e| e.at(origin.location()))?;
-        merge(std::iter::once((origin, shard)), hasher, Vec::new())
+        merge(std::iter::once((origin, shard)), hasher, Vec::new(), None)
     }
 }
 
@@ -76,7 +79,7 @@ pub(super) fn origins<P: AsRef<OsStr>>(sources: &[P], stores: &Stores) -> Vec<Or
 
 /// How far an open has come.
 enum Step {
-    Named(Vec<Origin>),
+    Named(Vec<Origin>, FolderRequest),
     Found(Found),
     Unread(Unread),
 }
@@ -84,7 +87,7 @@ enum Step {
 impl Step {
     fn finish(self, watch: &Watch) -> Result<Checkpoint> {
         let found = match self {
-            Step::Named(sources) => discover::discover(&sources, watch)?,
+            Step::Named(sources, asked) => discover::discover(&sources, &asked, watch)?,
             Step::Found(found) => found,
             Step::Unread(unread) => return unread.read(watch),
         };
@@ -96,23 +99,23 @@ impl Step {
 /// watch's [`too_much`](Watch::too_much), and `step` says how far this thread came.
 fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
     let known = |origins: &[Origin]| origins.len() <= MOST_HERE && origins.iter().all(Origin::leads_to_known_disk);
-    let Step::Named(sources) = step else { return Err(watch.too_much()) };
-    let sources = std::mem::take(sources);
+    let Step::Named(sources, asked) = step else { return Err(watch.too_much()) };
+    let (sources, asked) = (std::mem::take(sources), std::mem::take(asked));
     if !known(&sources) {
-        *step = Step::Named(sources);
+        *step = Step::Named(sources, asked);
         return Err(watch.too_much());
     }
-    let found = match discover::discover(&sources, watch) {
+    let found = match discover::discover(&sources, &asked, watch) {
         Ok(found) => found,
         Err(e) => {
-            *step = Step::Named(sources);
+            *step = Step::Named(sources, asked);
             return Err(e);
         }
     };
     // Entries of a folder, or files that an index names, may be links to anywhere: hub caches are full of them.
-    let unread = match &found {
-        Found::Index(index) if !index.leads_to_known_disk() => Err(watch.too_much()),
-        found => Unread::new(found.clone(), watch),
+    let unread = match &found.what {
+        What::Index(index) if !index.leads_to_known_disk() => Err(watch.too_much()),
+        _ => Unread::new(found.clone(), watch),
     };
     let unread = match unread {
         Ok(unread) => unread,
@@ -130,7 +133,13 @@ fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
             *step = Step::Unread(unread);
             Err(e)
         }
-        shards => unread.joined(shards, watch),
+        shards => {
+            let joined = unread.joined(shards, watch);
+            if watch.was_too_much() {
+                *step = Step::Named(sources, asked);
+            }
+            joined
+        }
     }
 }
 
@@ -166,19 +175,31 @@ pub(super) fn open_detached<T: Send + 'static>(
 struct Unread {
     files: Vec<Origin>,
     index: Option<(Origin, Index)>,
+    folder: Option<ChosenFolder>,
     hasher: Seeded,
 }
 
 impl Unread {
-    /// Reads the index, where one was found.
-    fn new(found: Found, watch: &Watch) -> Result<Unread> {
+    /// Reads the index, where one was found. If none of its files is there, the folder may mean something else.
+    fn new(mut found: Found, watch: &Watch) -> Result<Unread> {
         let hasher = Seeded::default();
-        match found {
-            Found::Files(files) => Ok(Unread { files, index: None, hasher }),
-            Found::Index(origin) => {
-                let index = Index::read(&origin, &hasher, watch)?;
-                let files = index.in_natural_order().iter().map(|&i| origin.beside(&index.files[i as usize])).collect();
-                Ok(Unread { files, index: Some((origin, index)), hasher })
+        loop {
+            let Found { what, folder } = found;
+            let origin = match what {
+                What::Files(files) => return Ok(Unread { files, index: None, folder, hasher }),
+                What::Index(origin) => origin,
+            };
+            let index = Index::read(&origin, &hasher, watch)?;
+            let files: Vec<Origin> =
+                index.in_natural_order().iter().map(|&i| origin.beside(&index.files[i as usize])).collect();
+            match &folder {
+                Some(folder) => match folder.without(&origin, &files, watch)? {
+                    Some(other) => found = other,
+                    None => {
+                        return Ok(Unread { files, index: Some((origin, index)), folder: Some(folder.clone()), hasher })
+                    }
+                },
+                None => return Ok(Unread { files, index: Some((origin, index)), folder, hasher }),
             }
         }
     }
@@ -195,15 +216,20 @@ impl Unread {
 
     /// The checkpoint of these headers.
     fn joined(self, shards: Result<Vec<Shard>>, watch: &Watch) -> Result<Checkpoint> {
-        let Unread { files, index, hasher } = self;
+        let Unread { files, index, folder, hasher } = self;
+        let chosen = folder.map(|folder| folder.warnings(&files, index.as_ref().map(|(origin, _)| origin)));
+        let mut warnings = chosen.unwrap_or_default();
         if let Some((origin, index)) = index {
             let shards = shards.map_err(|e| missing(origin.location(), &files, watch).unwrap_or(e))?;
-            return indexed(origin.location(), &index, files, shards, hasher);
+            return indexed(origin.location(), &index, files, shards, hasher, warnings);
         }
         let shards = shards?;
         // A single file was chosen on purpose, whatever its name says about others.
-        let warnings = if files.len() > 1 { discover::incomplete_sets(&files) } else { Vec::new() };
-        merge(files.into_iter().zip(shards), hasher, warnings)
+        if files.len() > 1 {
+            warnings.extend(discover::incomplete_sets(&files));
+        }
+        let authority = Authority::new(&files, &hasher, watch);
+        merge(files.into_iter().zip(shards), hasher, warnings, Some(authority))
     }
 }
 

@@ -111,7 +111,7 @@ impl Layout {
     /// that owns them (`model.norm.`). A group of layers, or a module without a number, stands where its first tensor
     /// stands in the files. So embeddings that come before the layers in the file stay before them, and tensors that
     /// come after the first tensor of the layers come after the last layer. Within a group the order is that of the
-    /// file.
+    /// file. [`Order::Asked`] is the order of the wants; what is near in it and in the file is read together.
     ///
     /// # Errors
     /// Those of [`Runs::of`]. `Limit` for more than 2^32 - 2 wants, for blocks that together have more bytes than an
@@ -127,6 +127,7 @@ impl Layout {
         layout.order = match order {
             Order::File => by_file.clone(),
             Order::Layer => by_layer(checkpoint, wants, &by_file),
+            Order::Asked => (0..wants.len() as u32).collect(),
         };
         match target {
             Target::Foreign => {
@@ -301,7 +302,7 @@ impl Homes {
 pub fn tensors_in_order(checkpoint: &Checkpoint, order: Order) -> Vec<u32> {
     let by_file: Vec<u32> = (0..checkpoint.len() as u32).collect();
     match order {
-        Order::File => by_file,
+        Order::File | Order::Asked => by_file,
         Order::Layer => by_layer(checkpoint, &Want::all(checkpoint), &by_file),
     }
 }

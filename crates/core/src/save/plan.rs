@@ -128,7 +128,7 @@ impl SavePlan {
             .filter(|n| i64::try_from(*n).is_ok())
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the tensors together do not fit a file system"))?;
         let layers = match order {
-            Order::File => vec![0; tensors.len()],
+            Order::File | Order::Asked => vec![0; tensors.len()],
             Order::Layer => layers(tensors),
         };
         let mut ordered: Vec<usize> = (0..tensors.len()).collect();

@@ -58,6 +58,13 @@ impl Origin {
         Origin { location: self.location.sibling(name), store: self.store.clone() }
     }
 
+    /// The folder of this file.
+    pub(crate) fn folder(&self) -> Origin {
+        let found = self.location.sibling("");
+        let here = found == Location::file(OsStr::new(""));
+        Origin { location: if here { Location::file(OsStr::new(".")) } else { found }, store: self.store.clone() }
+    }
+
     /// Whether it is on a disk of this machine that this process has loaded from, so that no question hangs.
     pub(crate) fn leads_to_known_disk(&self) -> bool {
         self.store.is_none() && leads_to_known_disk(self.location.as_path())

@@ -1,7 +1,7 @@
 //! Opens on the thread that every wait may be left on, and as for files on a disk that this process has loaded from: the
 //! checkpoint, or the error, must be the same.
 
-use penstock::format::{Checkpoint, TensorInfo};
+use penstock::format::{Checkpoint, FolderRequest, TensorInfo};
 use penstock::store::{Files, Stores};
 use penstock::Error;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,13 @@ pub(crate) fn open<P: AsRef<Path>>(sources: &[P]) -> Result<Checkpoint, Error> {
         Files::from_paths(&[file.path()]).and_then(|files| files.facts(0)).expect("told");
     });
     let paths: Vec<PathBuf> = sources.iter().map(|p| p.as_ref().to_path_buf()).collect();
-    let here = Checkpoint::open_cancellable(&paths, &Stores::default(), Duration::from_secs(120), || true);
+    let here = Checkpoint::open_cancellable(
+        &paths,
+        &FolderRequest::plain(),
+        &Stores::default(),
+        Duration::from_secs(120),
+        || true,
+    );
     let there = Checkpoint::open(&paths);
     match (&here, &there) {
         (Ok(a), Ok(b)) => {

@@ -1,0 +1,549 @@
+//! The names of a folder that are opened: a pure function of its names.
+//!
+//! `docs/compatibility.md` states the order, and the tests below are its table of cases.
+
+use super::natural::natural;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::Location;
+use std::borrow::Cow;
+use std::ffi::OsString;
+
+/// Tensors of transformers and mlx.
+const MODEL: &str = "model";
+/// Tensors of diffusers, which takes an index before a single file.
+const DIFFUSERS: &str = "diffusion_pytorch_model";
+/// Tensors of peft.
+const PEFT: &str = "adapter_model";
+/// Tensors in the layout of the model's own program, often beside those of transformers.
+const CONSOLIDATED: &str = "consolidated";
+/// Names of which a dotted part is never a module of a model.
+const WRITERS: [&str; 5] = [DIFFUSERS, PEFT, CONSOLIDATED, "pytorch_model", "pytorch_lora_weights"];
+
+/// What is opened of the things in one place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum ToOpen {
+    /// This index, and the files that it names.
+    Index(OsString),
+    /// These files, in natural order.
+    Files(Vec<OsString>),
+}
+
+/// What a caller asks of a folder.
+#[derive(Debug, Clone, Default)]
+pub struct FolderRequest {
+    /// The variant whose files are meant, such as `fp16`. `None`: the files without one.
+    pub variant: Option<String>,
+    /// Whether an index may be passed over if none of its files is there. A cache that holds a part of a repository says no.
+    pub leftover: bool,
+    /// The names in the folder, if the caller knows them: a web server does not list any.
+    pub names: Option<Vec<OsString>>,
+}
+
+impl FolderRequest {
+    /// The files without a variant, as an open of a folder means them.
+    pub fn plain() -> FolderRequest {
+        FolderRequest { variant: None, leftover: true, names: None }
+    }
+}
+
+/// What is opened, and the variant that it is if nobody asked for one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ChosenNames {
+    pub(super) open: ToOpen,
+    pub(super) only_variant: Option<String>,
+}
+
+/// Whether this is the name of an index. The name of a variant stands before its ending
+/// (`model.fp16.safetensors.index.json`, diffusers) or inside it (`model.safetensors.index.fp16.json`, transformers).
+pub(super) fn is_index_name(name: &str) -> bool {
+    index_parts(name).is_some()
+}
+
+/// Whether a folder's choice is made among names like this one: of shard files and indexes, hidden ones too.
+pub(super) fn is_candidate(name: &str) -> bool {
+    name.ends_with(".safetensors") || is_index_name(name)
+}
+
+/// Whether no folder means this file: macOS writes `._name` beside every file that it copies.
+pub(super) fn is_hidden(name: &str) -> bool {
+    name.starts_with('.')
+}
+
+/// Whether these are a whole checkpoint by their names, beside an index that is called `index` and has lost its files: one
+/// file, or one set of shards.
+pub(super) fn are_whole_beside(names: &[&str], index: &str) -> bool {
+    let stems: Vec<&str> = names.iter().filter_map(|name| name.strip_suffix(".safetensors")).collect();
+    let of_index = |set: &str| index_parts(index).is_some_and(|(stem, _)| stem == set);
+    match stems[..] {
+        [] => false,
+        [one] if without_number(one) == one => [MODEL, DIFFUSERS, PEFT, CONSOLIDATED].contains(&one) || of_index(one),
+        [first, ..] => {
+            let count = first.rsplit_once("-of-").and_then(|(_, of)| of.parse().ok());
+            let of_set = |stem: &&str| without_number(stem) != *stem && of_index(without_number(stem));
+            count == Some(names.len()) && stems.len() == names.len() && stems.iter().all(of_set)
+        }
+    }
+}
+
+/// What stands before the ending of an index, and the variant inside the ending ("" if there is none).
+fn index_parts(name: &str) -> Option<(&str, &str)> {
+    let (stem, rest) = name.strip_suffix(".json")?.split_once(".safetensors.index")?;
+    match rest {
+        "" => Some((stem, "")),
+        _ => Some((stem, rest.strip_prefix('.')?)),
+    }
+}
+
+/// A stem without `-00001-of-00003` at its end.
+fn without_number(stem: &str) -> &str {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let head = stem.rsplit_once("-of-").filter(|(_, of)| digits(of)).map(|(head, _)| head);
+    match head.and_then(|head| head.rsplit_once('-')) {
+        Some((set, part)) if digits(part) => set,
+        _ => stem,
+    }
+}
+
+/// Whether variants are called so wherever they occur: number formats, and averages of training.
+fn is_variant_word(label: &str) -> bool {
+    let label = label.to_ascii_lowercase();
+    let format =
+        |prefix: &str| label.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let formats = ["fp", "bf", "f", "int", "uint", "nf", "float", "bfloat", "mxfp", "nvfp"];
+    formats.into_iter().any(format)
+        || matches!(label.as_str(), "ema" | "non_ema" | "no_ema" | "ema_only" | "non-ema" | "half" | "4bit" | "8bit")
+}
+
+/// One name of a folder, taken apart.
+struct Candidate<'n> {
+    name: &'n OsString,
+    is_index: bool,
+    /// Without ending, number and variant: `model`.
+    base: String,
+    variant: Option<String>,
+    /// Whether its variant stands inside the ending, as transformers and diffusers write it now.
+    inner: bool,
+    /// Whether it is one of several files, by its name.
+    numbered: bool,
+}
+
+impl Candidate<'_> {
+    fn is_whole(&self, base: &str) -> bool {
+        !self.is_index && !self.numbered && self.base == base
+    }
+
+    fn is_index_of(&self, base: &str) -> bool {
+        self.is_index && self.base == base
+    }
+
+    fn is_consolidated(&self) -> bool {
+        self.base.starts_with(CONSOLIDATED)
+    }
+}
+
+/// The names that are no variant's, as far as a look at one name tells.
+struct DottedNames<'n> {
+    stems: Vec<&'n str>,
+    /// Whether names are those of modules (`model.layers.0`), each with a file of its own.
+    modules: bool,
+}
+
+/// What stands before the ending of a name, whether it is an index, and the variant inside the ending.
+fn parts(name: &str) -> Option<(&str, bool, &str)> {
+    match name.strip_suffix(".safetensors") {
+        Some(stem) => Some((stem, false, "")),
+        None => index_parts(name).map(|(stem, inner)| (stem, true, inner)),
+    }
+}
+
+impl<'n> DottedNames<'n> {
+    fn of(names: &[&'n str]) -> DottedNames<'n> {
+        let all = names.iter().filter_map(|name| parts(name));
+        let stems: Vec<&str> = all.filter(|p| p.2.is_empty()).map(|p| without_number(p.0)).collect();
+        let of_module = |stem: &&str| {
+            let parts: Vec<&str> = stem.split('.').collect();
+            parts.len() > 2 && parts[1..].iter().any(|part| part.bytes().all(|b| b.is_ascii_digit()))
+        };
+        DottedNames { modules: stems.iter().any(of_module), stems }
+    }
+
+    /// Whether `label` in `head.label.safetensors` is a variant.
+    fn is_variant(&self, head: &str, label: &str) -> bool {
+        let number = label.bytes().all(|b| b.is_ascii_digit());
+        let known = || WRITERS.contains(&head) || (head == MODEL && !self.modules) || self.stems.contains(&head);
+        !head.is_empty() && !number && (is_variant_word(label) || known())
+    }
+}
+
+/// The candidate that a name is; `None` if it is neither a shard file nor an index.
+fn candidate<'n>(
+    name: &'n OsString,
+    text: &str,
+    known: &DottedNames<'_>,
+    asked: Option<&str>,
+) -> Option<Candidate<'n>> {
+    let (stem, is_index, inner) = parts(text)?;
+    let set = without_number(stem);
+    let mut found = Candidate {
+        name,
+        is_index,
+        base: set.to_owned(),
+        variant: None,
+        inner: !inner.is_empty(),
+        numbered: set.len() < stem.len(),
+    };
+    let asked = asked.filter(|asked| set.strip_suffix(asked).is_some_and(|head| head.ends_with('.') && head.len() > 1));
+    let split = match asked {
+        Some(asked) => Some((&set[..set.len() - asked.len() - 1], asked)),
+        None => set.rsplit_once('.').filter(|(head, label)| known.is_variant(without_number(head), label)),
+    };
+    if found.inner {
+        found.variant = Some(inner.to_owned());
+    } else if let Some((head, label)) = split {
+        let base = without_number(head);
+        found.numbered |= base.len() < head.len();
+        (found.base, found.variant) = (base.to_owned(), Some(label.to_owned()));
+    }
+    Some(found)
+}
+
+/// What is opened of the names in the directory `place`, or under that address. Those in `abandoned` are passed over: indexes
+/// none of whose files is there.
+///
+/// # Errors
+/// `NotFound` if there is no checkpoint. `Index` if there are several.
+pub(super) fn choose(
+    place: &Location,
+    names: &[OsString],
+    asked: &FolderRequest,
+    abandoned: &[OsString],
+) -> Result<ChosenNames> {
+    let mut ordered: Vec<(&OsString, Cow<'_, str>)> = names.iter().map(|n| (n, n.to_string_lossy())).collect();
+    ordered.retain(|(name, text)| !is_hidden(text) && !abandoned.contains(name));
+    ordered.sort_by(|a, b| natural(a.0, b.0));
+    let known = DottedNames::of(&ordered.iter().map(|n| &*n.1).collect::<Vec<_>>());
+    let variant = asked.variant.as_deref();
+    let found: Vec<Candidate<'_>> =
+        ordered.iter().filter_map(|(name, text)| candidate(name, text, &known, variant)).collect();
+    let chosen = |open| Ok(ChosenNames { open, only_variant: None });
+    let having = |variant: Option<&str>| found.iter().filter(|c| c.variant.as_deref() == variant).collect::<Vec<_>>();
+    if let Some(open) = pick_all(place, &having(variant))? {
+        return chosen(open);
+    }
+    if let Some(variant) = variant {
+        return Err(no_variant(place, variant, &found));
+    }
+    let mut sets: Vec<(&str, &str)> =
+        found.iter().map(|c| (c.base.as_str(), c.variant.as_deref().unwrap_or_default())).collect();
+    sets.sort_unstable();
+    sets.dedup();
+    match sets[..] {
+        [] => Err(nothing_in(place, &ordered.iter().map(|n| &*n.1).collect::<Vec<_>>(), names.len() > ordered.len())),
+        [(_, variant)] => match pick_all(place, &having(Some(variant)))? {
+            Some(open) => Ok(ChosenNames { open, only_variant: Some(variant.to_owned()) }),
+            None => Err(no_variant(place, variant, &found)),
+        },
+        _ => {
+            let listed: Vec<_> = found.iter().map(|c| c.name.to_string_lossy()).collect();
+            let mut labels: Vec<_> = sets.iter().map(|set| format!("variant={:?}", set.1)).collect();
+            labels.sort_unstable();
+            labels.dedup();
+            let text = format!(
+                "this directory holds only variants, and several of them; give {}, or one of the files: {}",
+                labels.join(" or "),
+                listed.join(", ")
+            );
+            Err(Error::new(ErrorKind::Index, text).at(place))
+        }
+    }
+}
+
+/// What is opened of candidates of one variant: `consolidated*` only if there is nothing else.
+fn pick_all(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>> {
+    let (consolidated, usual): (Vec<_>, Vec<_>) = found.iter().copied().partition(|c| c.is_consolidated());
+    match pick(place, &usual)? {
+        None => pick(place, &consolidated),
+        found => Ok(found),
+    }
+}
+
+fn pick(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>> {
+    let whole = |base| found.iter().find(|c| c.is_whole(base)).map(|c| ToOpen::Files(vec![c.name.clone()]));
+    let index = |base| {
+        let all = found.iter().filter(|c| c.is_index_of(base));
+        all.max_by_key(|c| c.inner).map(|c| ToOpen::Index(c.name.clone()))
+    };
+    let named = whole(MODEL)
+        .or_else(|| index(MODEL))
+        .or_else(|| index(DIFFUSERS))
+        .or_else(|| whole(DIFFUSERS))
+        .or_else(|| whole(PEFT))
+        .or_else(|| whole(CONSOLIDATED));
+    if named.is_some() {
+        return Ok(named);
+    }
+    let mut bases: Vec<&str> = found.iter().filter(|c| c.is_index).map(|c| c.base.as_str()).collect();
+    bases.dedup();
+    match bases[..] {
+        [] => {}
+        [one] => return Ok(index(one)),
+        _ => {
+            let listed: Vec<_> = found.iter().filter(|c| c.is_index).map(|c| c.name.to_string_lossy()).collect();
+            let text = format!("several indexes in this directory; give one of them: {}", listed.join(", "));
+            return Err(Error::new(ErrorKind::Index, text).at(place));
+        }
+    }
+    let files: Vec<OsString> = found.iter().map(|c| c.name.clone()).collect();
+    Ok((!files.is_empty()).then_some(ToOpen::Files(files)))
+}
+
+/// The error for a variant that is not there: it says what is.
+fn no_variant(place: &Location, variant: &str, found: &[Candidate<'_>]) -> Error {
+    let mut there: Vec<String> = found.iter().filter_map(|c| c.variant.as_ref().map(|v| format!("{v:?}"))).collect();
+    there.sort_unstable();
+    there.dedup();
+    let what = match (there.is_empty(), found.is_empty()) {
+        (false, _) => format!("the variants here are {}", there.join(", ")),
+        (true, false) => format!("there are only files without a variant, such as {}", found[0].name.to_string_lossy()),
+        (true, true) => "there is no safetensors file here".to_owned(),
+    };
+    let text = format!("variant={variant:?}: no file of this variant in the directory; {what}");
+    Error::new(ErrorKind::NotFound, text).at(place)
+}
+
+/// The error for a directory without safetensors files: it says what is there instead.
+fn nothing_in(place: &Location, names: &[&str], hidden: bool) -> Error {
+    const SHOWN: usize = 8;
+    let ends = |ends: &[&str]| names.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));
+    let text = if names.is_empty() && hidden {
+        "there are only hidden files in this directory, and they are never read".to_owned()
+    } else if names.is_empty() {
+        "the directory is empty".to_owned()
+    } else if let Some(n) = ends(&[".incomplete", ".part", ".crdownload", ".aria2"]) {
+        format!("no safetensors file in this directory, but {n}: a download that has not ended?")
+    } else if let Some(n) = names.iter().find(|n| is_pickled_weights(n)) {
+        format!(
+            "no safetensors file in this directory, but {n}, a torch.save file: `penstock convert FOLDER DIRECTORY` writes \
+             it as safetensors"
+        )
+    } else if let Some(n) = ends(&[".gguf"]) {
+        format!("no safetensors file in this directory, but {n}, which is for llama.cpp")
+    } else {
+        let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
+        format!("no safetensors file in this directory; it holds {}{more}", names[..names.len().min(SHOWN)].join(", "))
+    };
+    Error::new(ErrorKind::NotFound, text).at(place)
+}
+
+/// Whether torch.save may have written weights to a file of this name, and not the state of a training.
+fn is_pickled_weights(name: &str) -> bool {
+    const STATE: [&str; 8] = [
+        "optim",
+        "scheduler",
+        "lr_scheduler",
+        "scaler",
+        "rng_state",
+        "random_states",
+        "training_args",
+        "trainer_state",
+    ];
+    let ends = [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
+    ends && !name.starts_with('.') && !STATE.iter().any(|state| name.starts_with(state))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// What is opened of these names: the index, or the files, with a space between two.
+    fn opened(names: &str, variant: Option<&str>) -> Result<(String, Option<String>)> {
+        let names: Vec<OsString> = names.split_whitespace().map(OsString::from).collect();
+        let asked = FolderRequest { variant: variant.map(str::to_owned), ..FolderRequest::plain() };
+        let ChosenNames { open, only_variant } = choose(&Location::file("folder".as_ref()), &names, &asked, &[])?;
+        let names = match open {
+            ToOpen::Index(name) => vec![name],
+            ToOpen::Files(names) => names,
+        };
+        Ok((names.iter().map(|n| n.to_string_lossy()).collect::<Vec<_>>().join(" "), only_variant))
+    }
+
+    const SHARDS: &str = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors";
+    const INDEX: &str = "model.safetensors.index.json";
+
+    #[test]
+    fn the_table_of_cases() {
+        let shards = SHARDS;
+        let cases: &[(&str, &str)] = &[
+            // transformers: the single file, then its index
+            ("model.safetensors", "model.safetensors"),
+            (&format!("{INDEX} {shards} model.safetensors"), "model.safetensors"),
+            (&format!("{INDEX} {shards}"), INDEX),
+            (shards, shards),
+            // A variant beside it, of whatever kind and name
+            ("model.fp16.safetensors.index.json model.safetensors", "model.safetensors"),
+            ("model.safetensors.index.fp16.json model.safetensors", "model.safetensors"),
+            ("model.fp16.safetensors model.safetensors", "model.safetensors"),
+            ("model.v2.safetensors model.safetensors", "model.safetensors"),
+            (&format!("model.fp16.safetensors {INDEX}"), INDEX),
+            (&format!("model.fp16-00001-of-00002.safetensors model.fp16-00002-of-00002.safetensors {shards}"), shards),
+            (&format!("model-00001-of-00002.fp16.safetensors model-00002-of-00002.fp16.safetensors {shards}"), shards),
+            ("unet.fp16.safetensors unet.safetensors vae.safetensors", "unet.safetensors vae.safetensors"),
+            ("foo.mine.safetensors foo.safetensors", "foo.safetensors"),
+            ("model.fp16.safetensors.index.json foo.safetensors", "foo.safetensors"),
+            // Files that the program of the model itself reads
+            (&format!("consolidated.safetensors {INDEX}"), INDEX),
+            ("consolidated.safetensors model.safetensors", "model.safetensors"),
+            (&format!("consolidated.00.safetensors consolidated.01.safetensors {shards}"), shards),
+            ("consolidated.safetensors.index.json consolidated-1-of-1.safetensors foo.safetensors", "foo.safetensors"),
+            ("consolidated.safetensors", "consolidated.safetensors"),
+            (
+                "consolidated.00.safetensors consolidated.01.safetensors",
+                "consolidated.00.safetensors consolidated.01.safetensors",
+            ),
+            (
+                "consolidated.safetensors.index.json consolidated-1-of-1.safetensors",
+                "consolidated.safetensors.index.json",
+            ),
+            ("consolidated.safetensors model.fp16.safetensors", "consolidated.safetensors"),
+            // diffusers: an index before the single file
+            (
+                "diffusion_pytorch_model.safetensors diffusion_pytorch_model.safetensors.index.json",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ),
+            (
+                "diffusion_pytorch_model.safetensors diffusion_pytorch_model.fp16.safetensors.index.json",
+                "diffusion_pytorch_model.safetensors",
+            ),
+            (
+                "diffusion_pytorch_model.non_ema.safetensors diffusion_pytorch_model.safetensors",
+                "diffusion_pytorch_model.safetensors",
+            ),
+            ("diffusion_pytorch_model.safetensors other.safetensors", "diffusion_pytorch_model.safetensors"),
+            // peft
+            ("adapter_model.safetensors other.safetensors", "adapter_model.safetensors"),
+            ("adapter_model.safetensors foo.safetensors.index.json", "adapter_model.safetensors"),
+            ("adapter_model.safetensors model.safetensors", "model.safetensors"),
+            // One index, of any name
+            ("foo.safetensors.index.json foo-1-of-1.safetensors bar.safetensors", "foo.safetensors.index.json"),
+            // All files
+            (
+                "b.safetensors a-10.safetensors a-9.safetensors config.json",
+                "a-9.safetensors a-10.safetensors b.safetensors",
+            ),
+            // Hidden files and sidecars
+            ("._model.safetensors model.safetensors", "model.safetensors"),
+            ("._model.safetensors.index.json .hidden.safetensors .safetensors a.safetensors", "a.safetensors"),
+            (".model.safetensors foo.safetensors", "foo.safetensors"),
+            // Dots that are no variant: versions, numbers, modules with a file of their own
+            (
+                "sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors",
+                "sd_xl_base_1.0.safetensors sd_xl_refiner_1.0.safetensors",
+            ),
+            (
+                "Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors",
+                "Llama-3.1-8B-00001-of-00002.safetensors Llama-3.1-8B-00002-of-00002.safetensors",
+            ),
+            ("model.1.safetensors model.2.safetensors", "model.1.safetensors model.2.safetensors"),
+            (
+                "model.embed_tokens.safetensors model.layers.0.safetensors lm_head.safetensors",
+                "lm_head.safetensors model.embed_tokens.safetensors model.layers.0.safetensors",
+            ),
+            ("Qwen2.5-7B.safetensors.index.json x.safetensors", "Qwen2.5-7B.safetensors.index.json"),
+        ];
+        for (names, expected) in cases {
+            let found = opened(names, None).unwrap_or_else(|e| panic!("{names}: {e}"));
+            assert_eq!(found, ((*expected).to_owned(), None), "{names}");
+            // The order in which a folder lists its names says nothing
+            let reversed: Vec<&str> = names.split_whitespace().rev().collect();
+            assert_eq!(opened(&reversed.join(" "), None).unwrap().0, *expected, "{names}, reversed");
+        }
+    }
+
+    #[test]
+    fn the_only_variant_is_opened_and_of_several_none() {
+        for (names, expected) in [
+            ("model.fp16.safetensors", "model.fp16.safetensors"),
+            (
+                "model.fp16.safetensors.index.json model.fp16-00001-of-00001.safetensors",
+                "model.fp16.safetensors.index.json",
+            ),
+            (
+                "model.safetensors.index.fp16.json model.fp16-00001-of-00001.safetensors",
+                "model.safetensors.index.fp16.json",
+            ),
+            ("diffusion_pytorch_model.fp16.safetensors config.json", "diffusion_pytorch_model.fp16.safetensors"),
+            ("model.v2.safetensors", "model.v2.safetensors"),
+        ] {
+            let (found, variant) = opened(names, None).unwrap();
+            assert_eq!(found, expected);
+            assert!(variant.is_some_and(|v| expected.contains(&v)), "{names}");
+        }
+        for names in [
+            "model.fp16.safetensors model.bf16.safetensors",
+            "diffusion_pytorch_model.fp16.safetensors.index.json model.safetensors.index.fp16.json",
+            "a.fp16.safetensors b.fp16.safetensors",
+            "model.ema.safetensors model.non_ema.safetensors.index.json",
+        ] {
+            let error = opened(names, None).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Index);
+            assert!(names.split(' ').all(|n| error.to_string().contains(n)), "{error}");
+            assert!(error.to_string().contains("variant="), "{error}");
+        }
+        assert!(opened("a.safetensors.index.json b.safetensors.index.json", None).is_err());
+    }
+
+    #[test]
+    fn a_variant_that_was_asked_for_is_opened_or_refused() {
+        let all = format!(
+            "{INDEX} {SHARDS} model.safetensors model.fp16.safetensors model.bf16.safetensors.index.json \
+             model.bf16-00001-of-00001.safetensors diffusion_pytorch_model.safetensors.index.int8.json \
+             diffusion_pytorch_model.int8.safetensors flux1.dev.safetensors consolidated.x.safetensors"
+        );
+        for (variant, expected) in [
+            ("fp16", "model.fp16.safetensors"),
+            ("bf16", "model.bf16.safetensors.index.json"),
+            ("int8", "diffusion_pytorch_model.safetensors.index.int8.json"),
+            ("dev", "flux1.dev.safetensors"),
+            ("x", "consolidated.x.safetensors"),
+        ] {
+            assert_eq!(opened(&all, Some(variant)).unwrap(), (expected.to_owned(), None));
+        }
+        let error = opened(&all, Some("fp8")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(["fp16", "bf16", "int8"].iter().all(|v| error.to_string().contains(v)), "{error}");
+        assert!(opened("model.safetensors", Some("fp16")).unwrap_err().to_string().contains("without a variant"));
+        assert!(opened(".model.fp16.safetensors", Some("fp16")).is_err());
+    }
+
+    #[test]
+    fn what_is_whole_by_its_names() {
+        let whole = |names: &str, index| are_whole_beside(&names.split(' ').collect::<Vec<_>>(), index);
+        for (names, index) in [
+            ("model.safetensors", INDEX),
+            ("consolidated.safetensors", INDEX),
+            ("foo.safetensors", "foo.safetensors.index.json"),
+            (SHARDS, INDEX),
+            ("foo-1-of-1.safetensors", "foo.safetensors.index.json"),
+        ] {
+            assert!(whole(names, index), "{names}");
+        }
+        for (names, index) in [
+            ("mtp.safetensors", INDEX),
+            ("model-00001-of-00002.safetensors", INDEX),
+            (SHARDS, "foo.safetensors.index.json"),
+            ("model-00001-of-00002.safetensors mtp.safetensors", INDEX),
+        ] {
+            assert!(!whole(names, index), "{names}");
+        }
+    }
+
+    #[test]
+    fn an_abandoned_index_is_passed_over() {
+        let names: Vec<OsString> = [INDEX, "weights.safetensors"].iter().map(OsString::from).collect();
+        let place = Location::file("folder".as_ref());
+        let found = choose(&place, &names, &FolderRequest::plain(), &[INDEX.into()]).unwrap();
+        assert_eq!(found.open, ToOpen::Files(vec!["weights.safetensors".into()]));
+        assert!(choose(&place, &names[..1], &FolderRequest::plain(), &[INDEX.into()]).is_err());
+    }
+}
