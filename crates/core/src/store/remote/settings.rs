@@ -1,6 +1,7 @@
 //! The settings of the stores.
 
 use super::address::{Address, Server};
+use super::aws_place::is_region;
 use super::given::{CredentialSource, GivesCredentials};
 use super::proxy::Proxies;
 pub use super::secret::Secret;
@@ -83,6 +84,26 @@ impl PartialEq for ProfileSource {
     }
 }
 
+/// Whether requests can be sent to this endpoint.
+///
+/// # Errors
+/// `Invalid` if it is no address.
+pub fn check_endpoint(text: &str) -> Result<()> {
+    Address::parse(text).map(drop)
+}
+
+/// Whether a region can be called so.
+///
+/// # Errors
+/// `Invalid` if none can.
+pub fn check_region(text: &str) -> Result<()> {
+    let text = text.strip_prefix("fips-").or(text.strip_suffix("-fips")).unwrap_or(text);
+    match is_region(text) {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Invalid, "a region has letters, digits and '-' only: such as us-east-1")),
+    }
+}
+
 /// Where a bucket stands in the addresses of its objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Addressing {
@@ -146,8 +167,10 @@ pub struct WebSettings {
     pub pause: Duration,
     /// A connection that brings nothing for so long is closed, and what is missing is asked for again.
     pub stall: Duration,
-    /// A file with the certificates (PEM) of the authorities to trust, instead of the system's.
+    /// A file with the certificates (PEM) to trust, or a folder of such files, instead of the system's.
     pub authorities: Option<PathBuf>,
+    /// Whether the certificates of servers are checked.
+    pub tls_verify: bool,
     /// What is asked for credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
     /// The network interfaces that connections of loads are bound to, in turn. None: as the system routes them.
@@ -173,6 +196,7 @@ impl Default for WebSettings {
             pause,
             stall,
             authorities: None,
+            tls_verify: true,
             credentials: None,
             interfaces: Vec::new(),
             bandwidth: None,
