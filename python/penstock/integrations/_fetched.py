@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from .._checkpoint import Checkpoint
-from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._errors import InvalidError, NotFoundError
 from .._paths import without_secrets
 from ._format import FORMAT
-from ._remote import file_name, is_remote
+from ._remote import Files, file_name, is_remote, open_files
 from ._small_files import Names, Read, small_files
 
 MOST = 64 << 20
@@ -65,7 +64,9 @@ _filling = threading.Lock()
 _held: dict[str, tuple[int, int]] = {}
 
 
-def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: bool = True) -> Fetched:
+def fetch(
+    place: str, storage: Storage | None, *, code: bool = False, weights: bool = True, which: Files = "model"
+) -> Fetched:
     """Fetches what an engine wants of the model at ``place`` besides its weights.
 
     Of the weights the folder has the headers: engines look for names and dtypes there. Nothing can be loaded from it.
@@ -75,6 +76,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
         storage: How servers are asked.
         code: Whether to fetch Python files too. An engine runs them if it is told to trust them.
         weights: Whether it has weights and a configuration; a tokenizer alone needs neither.
+        which: The weights that are meant.
 
     Raises:
         InvalidError: a web server, which lists nothing.
@@ -89,7 +91,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
         text = f"there is no {' or '.join(_CONFIGURATIONS)} beside the weights, only {held}: {ADVICE}"
         raise NotFoundError(text, path=without_secrets(place))
     if weights:
-        files |= _headers(open_checkpoint(found.weights, storage=storage))
+        files |= _headers(open_files(found.weights, storage, which))
     endpoint = str((storage or {}).get("endpoint", ""))
     digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
     last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]

@@ -67,7 +67,7 @@ def small_files(place: str, names: Names, read: Read, code: bool) -> dict[str, b
         code: Whether Python files are among them.
 
     Raises:
-        UnsupportedError: a file that engines need is too long, or its name.
+        UnsupportedError: a file that engines need is too long.
         PenstockError: as ``names`` and ``read``.
     """
 
@@ -151,9 +151,7 @@ def _has_a_place(name: str, place: str) -> bool:
     """Whether a file can be called so in a folder."""
     try:
         checked_name(name, place)
-    except UnsupportedError:
-        if _NEEDED.fullmatch(name):
-            raise
+    except UnsupportedError:  # nor does an engine look for such a name
         _passed_over(name[:80], place, "no file can be called so")
         return False
     return True
