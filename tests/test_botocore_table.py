@@ -6,15 +6,12 @@ older name of the region us-east-1.
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import random
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import penstock
 import pytest
+from asked_servers import listening
 from conftest import LAYOUT
 from s3_server import KEYS, Answer, Bucket, serving
 
@@ -269,32 +267,6 @@ def _server(url: str) -> str:
     host = re.sub(r"(^|\.)s3\.amazonaws\.com$", r"\1s3.us-east-1.amazonaws.com", parts.hostname or "")
     where = "" if host.startswith("bucket.") else parts.path.rpartition("/m/")[0]
     return f"{parts.scheme}://{host}:{parts.port or {'http': 80, 'https': 443}[parts.scheme]}{where}"
-
-
-@contextmanager
-def listening() -> Iterator[tuple[str, list[str]]]:
-    asked: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path if "://" in self.path else f"https://{self.path}")
-            self.send_response(403)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_CONNECT = do_GET
-
-        def log_message(self, *about: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def of_penstock(bucket: Services, proxy: str, asked: list[str]) -> Found:

@@ -190,7 +190,8 @@ def test_no_value_of_s3_is_a_panic(bucket, tmp_path, monkeypatch, source):
             # With and without a listing
             for address in (f"s3://bucket/m/{FILE}", "s3://bucket/m/"):
                 found = opened(address)
-                if isinstance(found, penstock.InvalidError):
+                # An empty variable is not set
+                if isinstance(found, penstock.InvalidError) and how != "no text":
                     about = re.sub("PENSTOCK_STORAGE_", "", name).lower()
                     says = str(found).lower()
                     assert name.lower() in says or about in says or "session token" in says, (name, how, str(found))

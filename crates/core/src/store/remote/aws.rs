@@ -3,7 +3,7 @@
 
 use super::address::Address;
 use super::aws_files::{value, Values};
-use super::aws_place::{Files, Place};
+use super::aws_place::{Profiles, S3Place};
 use super::aws_services::{full, relative, AwsService, ContainerToken, Service};
 use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
@@ -56,7 +56,7 @@ pub(super) const VARIABLES: [&str; 30] = [
 pub(super) struct AwsKey {
     /// `None`: they are not signed.
     pub(super) credential: Option<Arc<AwsCredential>>,
-    pub(super) place: Place,
+    pub(super) place: S3Place,
 }
 
 type FoundCredential = FoundKey<Arc<AwsCredential>>;
@@ -81,8 +81,8 @@ impl Finder for Aws {
     type Provider = Provider;
 
     fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundKey<AwsKey>> {
-        let files = Files::read(&self.settings, &self.environment);
-        let place = Place::of(&self.settings, &self.environment, &files)?;
+        let files = Profiles::read(&self.settings, &self.environment);
+        let place = S3Place::of(&self.settings, &self.environment, &files)?;
         if self.settings.anonymous {
             let key = AwsKey { credential: None, place };
             return Ok(FoundKey { key, origin: String::new(), fades: false, renewable: false });
@@ -103,8 +103,8 @@ impl Aws {
     fn credential(
         &self,
         common: &Arc<Common>,
-        files: &Files,
-        place: &Place,
+        files: &Profiles,
+        place: &S3Place,
         provider: &mut Option<Provider>,
     ) -> Result<FoundCredential> {
         if let Some(source) = &common.settings.credentials {
@@ -183,7 +183,7 @@ impl Aws {
     }
 
     /// What profile and environment say, in the order of the tools of AWS.
-    fn looked_for(&self, files: &Files, place: &Place) -> Result<Looked> {
+    fn looked_for(&self, files: &Profiles, place: &S3Place) -> Result<Looked> {
         let (profile, name) = (files.profile()?, &files.name);
         let has = |keys: &[&'static str]| keys.iter().find(|key| profile.get(key).is_some()).copied();
         let giver = |key| Ok(Looked::Provider(Provider::Giver(self.giver(name, key)?)));
@@ -213,7 +213,7 @@ impl Aws {
     }
 
     /// A role for the token in a file: of the environment, except where a profile is given in code, or of the profile.
-    fn web_identity(&self, files: &Files, place: &Place) -> Result<Option<Looked>> {
+    fn web_identity(&self, files: &Profiles, place: &S3Place) -> Result<Option<Looked>> {
         let of = |variable: &'static str, key: &str| {
             let found = self.environment.get(variable).filter(|_| self.settings.profile.is_none());
             found.or(files.found.get(key)).map(str::to_owned)
@@ -280,7 +280,7 @@ impl Aws {
 
 /// The certificates to trust that the tools of AWS would take.
 pub(super) fn authorities(settings: &S3Settings, environment: &Environment) -> Option<PathBuf> {
-    let of_profile = || Files::read(settings, environment).found.get("ca_bundle").map(PathBuf::from);
+    let of_profile = || Profiles::read(settings, environment).found.get("ca_bundle").map(PathBuf::from);
     let named = environment.get("AWS_CA_BUNDLE").map(PathBuf::from).or_else(of_profile);
     named.or_else(|| environment.get("REQUESTS_CA_BUNDLE").map(PathBuf::from))
 }

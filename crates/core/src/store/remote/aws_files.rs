@@ -92,7 +92,8 @@ pub(super) fn value<'a>(values: &'a Values, key: &str) -> Option<&'a str> {
 /// The value of a key in indented lines.
 pub(super) fn nested<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     let lines = text.strip_prefix('\n')?.lines().filter_map(|line| line.split_once('='));
-    let found = lines.filter(|(name, _)| name.trim() == key).last();
+    let mut lines = lines.rev();
+    let found = lines.find(|(name, _)| name.trim() == key);
     found.map(|(_, value)| value.trim()).filter(|value| !value.is_empty())
 }
 

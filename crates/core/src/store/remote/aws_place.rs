@@ -3,7 +3,7 @@
 use super::address::Address;
 use super::aws_files::{nested, AwsFiles, ProfileValues};
 use super::environment::{meant, Environment};
-use super::settings::{Addressing, S3Settings};
+use super::settings::{is_region, Addressing, S3Settings};
 use crate::error::{Error, ErrorKind, Result};
 
 const REGION: &str = "us-east-1";
@@ -19,7 +19,7 @@ const DOMAINS: [(&str, &str); 6] = [
 
 /// Where requests for S3 go.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Place {
+pub(super) struct S3Place {
     pub(super) region: String,
     /// A server that somebody names, instead of AWS.
     pub(super) endpoint: Option<Address>,
@@ -36,11 +36,11 @@ pub(super) struct Variant {
 }
 
 /// A text, and where it comes from, in words.
-struct Origin<'a>(&'a str, String);
+struct Said<'a>(&'a str, String);
 
-impl Place {
+impl S3Place {
     /// What settings, environment and profile say, in this order.
-    pub(super) fn of(settings: &S3Settings, environment: &Environment, files: &Files) -> Result<Place> {
+    pub(super) fn of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<S3Place> {
         if settings.region.is_none() || settings.endpoint.is_none() {
             files.profile()?;
         }
@@ -69,7 +69,7 @@ impl Place {
                 "AWS has no FIPS endpoints in China: unset AWS_USE_FIPS_ENDPOINT, or use_fips_endpoint of the profile",
             ));
         }
-        Ok(Place { region, endpoint, variant, addressing })
+        Ok(S3Place { region, endpoint, variant, addressing })
     }
 
     /// The server of S3 in a region.
@@ -97,12 +97,12 @@ impl Place {
     }
 
     /// Where STS is.
-    pub(super) fn sts(&self, environment: &Environment, files: &Files) -> Result<Address> {
+    pub(super) fn sts(&self, environment: &Environment, files: &Profiles) -> Result<Address> {
         if let Some(address) = endpoint_of("sts", None, environment, files)? {
             return Ok(address);
         }
         let Variant { fips, dualstack } = self.variant;
-        let region = Place::signing(&self.region);
+        let region = S3Place::signing(&self.region);
         let name = if fips && !region.starts_with("us-gov-") { "sts-fips" } else { "sts" };
         let domain = match (dualstack, domain(region)) {
             (true, "amazonaws.com") => "api.aws",
@@ -114,7 +114,7 @@ impl Place {
 }
 
 /// The configuration files, and the profile that is meant.
-pub(super) struct Files {
+pub(super) struct Profiles {
     files: AwsFiles,
     pub(super) name: String,
     pub(super) found: ProfileValues,
@@ -122,8 +122,8 @@ pub(super) struct Files {
     origin: Option<&'static str>,
 }
 
-impl Files {
-    pub(super) fn read(settings: &S3Settings, environment: &Environment) -> Files {
+impl Profiles {
+    pub(super) fn read(settings: &S3Settings, environment: &Environment) -> Profiles {
         // In the order of botocore.
         let named = environment.named(&["AWS_DEFAULT_PROFILE", "AWS_PROFILE"]);
         let (name, origin) = match (&settings.profile, named) {
@@ -133,7 +133,7 @@ impl Files {
         };
         let files = AwsFiles::read(environment);
         let found = files.profile(name);
-        Files { files, name: name.to_owned(), found, origin }
+        Profiles { files, name: name.to_owned(), found, origin }
     }
 
     /// The profile.
@@ -156,13 +156,13 @@ fn domain(region: &str) -> &'static str {
 }
 
 /// The region, and whether its name asks for the FIPS endpoint, as older programs write it.
-fn region_of(settings: &S3Settings, environment: &Environment, files: &Files) -> Result<(String, bool)> {
+fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<(String, bool)> {
     let named = environment.named(&["AWS_REGION", "AWS_DEFAULT_REGION"]);
-    let Origin(text, origin) = match (&settings.region, named) {
-        (Some(text), _) => Origin(meant(text), "region in storage=".to_owned()),
-        (None, Some((variable, text))) => Origin(text, variable.to_owned()),
+    let Said(text, origin) = match (&settings.region, named) {
+        (Some(text), _) => Said(meant(text), "region in storage=".to_owned()),
+        (None, Some((variable, text))) => Said(text, variable.to_owned()),
         (None, None) => match files.profile()?.get("region") {
-            Some(text) => Origin(meant(text), format!("region of the AWS profile {:?}", files.name)),
+            Some(text) => Said(meant(text), format!("region of the AWS profile {:?}", files.name)),
             None => return Ok((REGION.to_owned(), false)),
         },
     };
@@ -181,7 +181,7 @@ fn endpoint_of(
     service: &str,
     given: Option<&str>,
     environment: &Environment,
-    files: &Files,
+    files: &Profiles,
 ) -> Result<Option<Address>> {
     let variables = match service {
         "s3" => ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"],
@@ -191,12 +191,12 @@ fn endpoint_of(
     let ignored = environment.is_true("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
         || files.found.get("ignore_configured_endpoint_urls").is_some_and(|value| value.eq_ignore_ascii_case("true"));
     let said = match (given, environment.named(&variables)) {
-        (Some(text), _) => Some(Origin(text, "endpoint in storage=".to_owned())),
+        (Some(text), _) => Some(Said(text, "endpoint in storage=".to_owned())),
         _ if ignored => None,
-        (None, Some((variable, text))) => Some(Origin(text, variable.to_owned())),
+        (None, Some((variable, text))) => Some(Said(text, variable.to_owned())),
         (None, None) => None,
     };
-    if let Some(Origin(text, origin)) = said {
+    if let Some(Said(text, origin)) = said {
         return parsed(service, text, &origin).map(Some);
     }
     if ignored {
@@ -222,14 +222,6 @@ fn parsed(service: &str, text: &str, origin: &str) -> Result<Address> {
     })
 }
 
-pub(super) fn is_region(text: &str) -> bool {
-    let fits = |b: u8| b.is_ascii_alphanumeric() || b"-_".contains(&b);
-    (1..=63).contains(&text.len())
-        && text.bytes().all(fits)
-        && !text.starts_with(['-', '_'])
-        && !text.ends_with(['-', '_'])
-}
-
 fn invalid(text: String) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
@@ -239,10 +231,10 @@ fn invalid(text: String) -> Error {
 mod tests {
     use super::*;
 
-    fn place(environment: &[(&str, &str)]) -> Result<(Place, Address)> {
+    fn place(environment: &[(&str, &str)]) -> Result<(S3Place, Address)> {
         let environment = Environment::of(environment);
-        let files = Files::read(&S3Settings::default(), &environment);
-        let place = Place::of(&S3Settings::default(), &environment, &files)?;
+        let files = Profiles::read(&S3Settings::default(), &environment);
+        let place = S3Place::of(&S3Settings::default(), &environment, &files)?;
         let sts = place.sts(&environment, &files)?;
         Ok((place, sts))
     }

@@ -72,7 +72,7 @@ impl Service {
                 return Ok(credential.clone());
             }
         }
-        let Given { credential, expires } = match &self.source {
+        let Issued { credential, expires } = match &self.source {
             AwsService::WebIdentity { file, role, session, sts } => web_identity(common, file, role, session, sts)?,
             AwsService::Container(at, token) => container(common, at, token.as_ref())?,
             AwsService::Machine(at) => machine(common, at)?,
@@ -88,7 +88,7 @@ impl Service {
     }
 }
 
-struct Given {
+struct Issued {
     credential: AwsCredential,
     expires: Option<DateTime<Utc>>,
 }
@@ -151,7 +151,7 @@ fn uri(at: &Address, path: &str) -> String {
     format!("{}{}{path}", at.server.origin(), at.target.trim_end_matches('/'))
 }
 
-fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &Address) -> Result<Given> {
+fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &Address) -> Result<Issued> {
     let read = std::fs::read_to_string(file);
     let token = read.map_err(|e| Error::io(&format!("read the token file {file}"), &e))?;
     let fields = [
@@ -173,7 +173,7 @@ fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts
     made(of("AccessKeyId"), of("SecretAccessKey"), of("SessionToken"), of("Expiration"))
 }
 
-fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>) -> Result<Given> {
+fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>) -> Result<Issued> {
     let mut request = Request::get(uri(at, "")).header("accept", "application/json");
     if let Some(token) = token {
         let (variable, token) = match token {
@@ -194,7 +194,7 @@ fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>)
     answered(&asked(&Control::new(common, QUICK).direct(), 2, request, String::new())?)
 }
 
-fn machine(common: &Arc<Common>, at: &Address) -> Result<Given> {
+fn machine(common: &Arc<Common>, at: &Address) -> Result<Issued> {
     const FIELD: &str = "x-aws-ec2-metadata-token";
     let control = Control::new(common, QUICK).direct();
     let request = Request::put(uri(at, "/latest/api/token")).header("x-aws-ec2-metadata-token-ttl-seconds", "600");
@@ -218,21 +218,21 @@ fn machine(common: &Arc<Common>, at: &Address) -> Result<Given> {
     answered(&get(&super::listing::escaped(role))?)
 }
 
-fn answered(body: &[u8]) -> Result<Given> {
+fn answered(body: &[u8]) -> Result<Issued> {
     let Ok(Answered { access_key_id, secret_access_key, token, expiration }) = serde_json::from_slice(body) else {
         return Err(denied("its answer is not understood".to_owned()));
     };
     made(access_key_id, secret_access_key, token, expiration)
 }
 
-fn made(id: Option<String>, secret: Option<String>, token: Option<String>, expires: Option<String>) -> Result<Given> {
+fn made(id: Option<String>, secret: Option<String>, token: Option<String>, expires: Option<String>) -> Result<Issued> {
     let (Some(key_id), Some(secret_key)) = (id, secret) else {
         return Err(denied("its answer has no AccessKeyId and SecretAccessKey".to_owned()));
     };
     let expires = expires.as_deref().and_then(|text| DateTime::parse_from_rfc3339(text).ok());
     let token = token.filter(|token| !token.is_empty());
     let credential = AwsCredential { key_id, secret_key, token };
-    Ok(Given { credential, expires: expires.map(|when| when.with_timezone(&Utc)) })
+    Ok(Issued { credential, expires: expires.map(|when| when.with_timezone(&Utc)) })
 }
 
 fn invalid(text: &str) -> Error {

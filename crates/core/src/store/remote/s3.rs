@@ -4,14 +4,14 @@
 use super::address::{Address, Server};
 use super::answer::Refused;
 use super::aws::{retries, Aws, AwsKey};
-use super::aws_place::{is_region, Place};
+use super::aws_place::S3Place;
 use super::control::Control;
 use super::credentials::Credentials;
 use super::environment::Environment;
 use super::listing::{escaped, list, listed, parts};
 use super::net::Common;
 use super::request::{Get, Requests};
-use super::settings::{Addressing, S3Settings};
+use super::settings::{is_region, Addressing, S3Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::sync::{lock, Mutex};
@@ -55,7 +55,7 @@ impl S3 {
 
     /// Where the bucket is: the server, and what stands before the keys.
     fn place(&self, bucket: &str, region: &str, key: &AwsKey) -> Result<Address> {
-        let Place { endpoint, addressing, .. } = &key.place;
+        let S3Place { endpoint, addressing, .. } = &key.place;
         let Address { server, target } = match endpoint {
             Some(endpoint) => endpoint.clone(),
             None => Address::parse(&format!("https://{}", key.place.host(region)))?,
@@ -85,7 +85,7 @@ impl S3 {
         let fields = match &with.credential {
             None => String::new(),
             Some(credential) => {
-                signature(&address, credential, Place::signing(&region), self.settings().requester_pays)?
+                signature(&address, credential, S3Place::signing(&region), self.settings().requester_pays)?
             }
         };
         Ok(Get { address, fields, generation, is_moved: false })
@@ -95,7 +95,7 @@ impl S3 {
         let scheme = if place.server.tls { "https" } else { "http" };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(bucket)
-            .with_region(Place::signing(region))
+            .with_region(S3Place::signing(region))
             // It is taken as it is.
             .with_virtual_hosted_style_request(true)
             .with_endpoint(format!("{scheme}://{}{}", place.server.authority(), place.target.trim_end_matches('/')))
@@ -236,6 +236,9 @@ fn bucket_and_key(at: &str) -> Result<(&str, &str)> {
                 "this is an ARN of S3 Express One Zone, which is not supported",
                 "give a general purpose bucket",
             ),
+            _ if !bucket.contains(":accesspoint") => {
+                refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
+            }
             _ if is_global => refused(
                 "this is an ARN of a multi-region access point, which is not supported",
                 "give a bucket of a region",

@@ -1,7 +1,6 @@
 //! The settings of the stores.
 
 use super::address::{Address, Server};
-use super::aws_place::is_region;
 use super::given::{CredentialSource, GivesCredentials};
 use super::proxy::Proxies;
 pub use super::secret::Secret;
@@ -102,6 +101,14 @@ pub fn check_region(text: &str) -> Result<()> {
         true => Ok(()),
         false => Err(Error::new(ErrorKind::Invalid, "a region has letters, digits and '-' only: such as us-east-1")),
     }
+}
+
+pub(super) fn is_region(text: &str) -> bool {
+    let fits = |b: u8| b.is_ascii_alphanumeric() || b"-_".contains(&b);
+    (1..=63).contains(&text.len())
+        && text.bytes().all(fits)
+        && !text.starts_with(['-', '_'])
+        && !text.ends_with(['-', '_'])
 }
 
 /// Where a bucket stands in the addresses of its objects.

@@ -84,7 +84,7 @@ pub(in crate::store) fn authorities(given: Option<&Path>) -> Result<Vec<PathBuf>
     };
     let named = variable("SSL_CERT_FILE").map(PathBuf::from);
     if let Some(file) = named.as_ref().filter(|file| !file.exists()) {
-        return Err(none(&[file.clone()]));
+        return Err(none(std::slice::from_ref(file)));
     }
     let file = named.or_else(|| SYSTEM.iter().map(PathBuf::from).find(|file| file.exists()));
     let folders = variable("SSL_CERT_DIR").unwrap_or_default();
