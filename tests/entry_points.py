@@ -94,6 +94,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
     table = {
         "authorities": Call(None, {"ca": path}),
+        "certificates": Call(None, {"tls_verify": False}),
         "ceiling": Call(None, "copy", [path], **measured),
         "contents": Call(None, [path], 1 << 20, 5.0, {"connections": 3}, ("http://127.0.0.1", "token")),
         "evict": Call(None, path),
@@ -108,6 +109,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
         "stop_fills": Call(None, "told to", 1.0),
+        "unchecked_hosts": Call(None),
         "storage_defaults": Call(None),
         "storage_settings": Call(None),
         "unwritable": Call(None, [(4096, 8192)]),

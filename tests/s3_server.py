@@ -11,6 +11,7 @@ import hmac
 import http.server
 import json
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -171,7 +172,7 @@ class Bucket:
 
 
 @contextmanager
-def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[B]:
+def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0), tls: ssl.SSLContext | None = None) -> Iterator[B]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -199,6 +200,9 @@ def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[
 
     with Server(address, Handler) as server:
         bucket.endpoint = f"http://127.0.0.1:{server.server_port}"
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+            bucket.endpoint = f"https://localhost:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

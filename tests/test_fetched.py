@@ -160,6 +160,108 @@ def test_modules_of_a_sentence_transformers_model(bucket, temporary):
     assert {name for name in held(folder) if "/" in name} == {"1_Pooling/config.json"}
 
 
+TOO_LONG = b" " * (_fetched.MOST + 1)
+
+
+def fetched(bucket: Bucket, code: bool = False, **more: Any) -> set[str]:
+    folder, _ = _fetched.fetch(FOLDER, settings(bucket), code=code, **more)
+    return held(folder).keys() - {*SMALL, INDEX, *LAYOUT.files, "modeling.py", "tokenizer.py"}
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "eval_results.json", "log.txt", "notes.yaml", "x.vocab"])
+def test_what_no_engine_needs_may_be_too_long(bucket, temporary, caplog, name):
+    bucket.objects |= {f"m/{name}": TOO_LONG, "m/training.json": b"{}"}
+    assert fetched(bucket) == {"training.json"}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"'{name}' of {FOLDER} is passed over" in said and "67108865 bytes" in said
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "vocab.json", "merges.txt", "spiece.model"])
+def test_what_an_engine_needs_may_not(bucket, temporary, name):
+    bucket.objects[f"m/{name}"] = TOO_LONG
+    with pytest.raises(penstock.UnsupportedError, match="67108865 bytes, and 67108864 are read") as caught:
+        fetched(bucket)
+    assert caught.value.path == f"{FOLDER}{name}"
+
+
+@pytest.mark.parametrize("name", ["x" * 251 + ".json", "ü" * 124 + ".txt", f"{'y' * 600}.jinja"])
+def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary, caplog, name):
+    bucket.objects[f"m/{name}"] = b"{}"
+    assert fetched(bucket) == set()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert repr(name[:80])[:-1] in said and "no file can be called so" in said
+
+
+FOLDERS = (
+    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/rag.jinja",
+    "qformer_tokenizer/tokenizer.json",
+    "decoder_tokenizer/vocab.txt",
+    "image_processor/preprocessor_config.json",
+    "my_own_tokenizer/tokenizer_config.json",
+)
+
+
+def test_folders_that_engines_read(bucket, temporary):
+    bucket.objects |= {f"m/{path}": b"{}" for path in FOLDERS}
+    bucket.objects |= {"m/vocab.bpe": b"#version", "m/model.yaml": b"a: 1", "m/checkpoint-10/config.json": b"{}"}
+    bucket.objects["m/additional_chat_templates/model.safetensors"] = b"no"
+    plain = {"vocab.bpe", "model.yaml"}
+    assert fetched(bucket) == {*plain, *(path for path in FOLDERS if path.startswith("additional"))}
+    bucket.objects["m/processor_config.json"] = json.dumps({"my_own_tokenizer": {}, "processor_class": "X"}).encode()
+    assert fetched(bucket) == {*plain, "processor_config.json", *FOLDERS}
+
+
+def test_packages_that_python_files_import(bucket, temporary):
+    """As transformers follows imports, and no further."""
+    files = {
+        "modeling.py": "from .layers.attention import A\nfrom . import other\nimport torch.nn\n",
+        "other.py": "  from .helpers import b\n",
+        "layers/__init__.py": "from .deep.er import C\n",
+        "layers/attention.py": "from ..kernels import D\nfrom ...outside import E\n",
+        "layers/deep/er.py": "",
+        "kernels/__init__.py": "",
+        "helpers/__init__.py": "import .more\n",
+        "helpers/more/x.py": "",
+        "unused/__init__.py": "",
+        "layers/weights.bin": "no",
+        "layers/config.json": "{}",
+    }
+    bucket.objects |= {f"m/{path}": text.encode() for path, text in files.items()}
+    expected = {
+        "other.py", "layers/__init__.py", "layers/attention.py", "layers/deep/er.py", "kernels/__init__.py",
+        "helpers/__init__.py", "helpers/more/x.py",
+    }  # fmt: skip
+    assert fetched(bucket, code=True) == expected
+    assert fetched(bucket) == set()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_mistrals_own_files(bucket, small, temporary, sharded):
+    """They lie beside those of transformers; `files` says which are meant."""
+    shards = [name for name in LAYOUT.files if name.endswith(".safetensors")]
+    own = {name: f"consolidated-{number:05}.safetensors" for number, name in enumerate(shards)}
+    index = json.loads((small / INDEX).read_bytes())
+    index["weight_map"] = {tensor: own[name] for tensor, name in index["weight_map"].items()}
+    if sharded:
+        bucket.objects |= {f"m/{name}": (small / old).read_bytes() for old, name in own.items()}
+        bucket.objects["m/consolidated.safetensors.index.json"] = json.dumps(index).encode()
+        expected = set(own.values())
+    else:
+        bucket.objects["m/consolidated.safetensors"] = (small / shards[0]).read_bytes()
+        expected = {"consolidated.safetensors"}
+    bucket.objects["m/params.json"] = b"{}"
+    folder, weights = _fetched.fetch(FOLDER, settings(bucket), which="consolidated")
+    assert {name for name in held(folder) if name.endswith(".safetensors")} == expected
+    remote = RemoteWeights(weights, settings(bucket), "consolidated")
+    assert {path.name for path in Path(remote.folder).iterdir()} == expected
+    remote.close()
+    for name in [name for name in bucket.objects if "consolidated" in name]:
+        del bucket.objects[name]
+    with pytest.raises(penstock.NotFoundError, match=r'neither consolidated.*files="consolidated" asks for'):
+        _fetched.fetch(FOLDER, settings(bucket), which="consolidated")
+
+
 def test_a_tokenizer_needs_no_weights(bucket, temporary):
     bucket.objects["t/tokenizer.json"] = b"{}"
     folder, _ = _fetched.fetch("s3://bucket/t", settings(bucket), weights=False)
@@ -262,12 +364,6 @@ def test_what_no_file_can_be_called_is_an_error(last):
             file_name(f"{scheme}://h/m/{last}")
         assert file_name(f"{scheme}://h/{'a' * 250}") == "a" * 250
         assert "?" not in str(caught.value)
-
-
-def test_small_files_of_such_names_are_an_error_too(bucket, temporary):
-    bucket.objects["m/" + "a" * 246 + ".json"] = b"{}"
-    with pytest.raises(penstock.UnsupportedError, match=rf"^{FOLDER}: no file can be called 'a+\.json'"):
-        _fetched.fetch(FOLDER, settings(bucket))
 
 
 def test_a_forked_child_that_ends_leaves_the_folder(bucket, temporary):

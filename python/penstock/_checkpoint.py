@@ -23,6 +23,7 @@ from ._progress import Progress
 from ._report import Report, report_of
 from ._request import Request, prepare
 from ._selection import Names, Rule, Selection, Slices, TensorInfo, info_of, select, unknown
+from ._tls import warn_of_unchecked
 
 if TYPE_CHECKING:
     from ._digest import Digest
@@ -592,6 +593,8 @@ def open_as(
             if not isinstance(source, str) or is_web(source):
                 raise
             absent = error
+        finally:
+            warn_of_unchecked()
     with importing():  # nobody pays for it who opens what is on disk
         from . import _hub
         from ._patience import patiently
@@ -612,4 +615,5 @@ def open_as(
     try:
         return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage, variant))
     finally:
+        warn_of_unchecked()
         lacking = None

@@ -58,7 +58,11 @@ class Storage(TypedDict, total=False):
     """The most bytes of one request, 65,536 (64 KiB) to 1,073,741,824 (1 GiB); default 16 MiB."""
 
     ca: str | os.PathLike[str] | None
-    """A file (PEM) with the certificates of the authorities to trust, instead of the system's."""
+    """A file (PEM) with the certificates to trust, or a folder of such files, instead of the system's: those of
+    authorities, or that of a server, byte for byte."""
+
+    tls_verify: bool | None
+    """False: the certificates of servers are not checked. There is a warning for each host."""
 
     endpoint: str | None
     """The server, such as "http://127.0.0.1:9000", instead of AWS, Google or Azure."""

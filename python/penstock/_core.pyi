@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "authorities",
     "ceiling",
+    "certificates",
     "contents",
     "evict",
     "exiting",
@@ -42,6 +43,7 @@ __all__ = [
     "storage_defaults",
     "storage_settings",
     "traffic",
+    "unchecked_hosts",
     "unwritable",
     "warm",
 ]
@@ -492,8 +494,14 @@ def warm(path: str, threads: int = 0, stall_timeout: float | None = None) -> int
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
 
-def authorities(storage: Storage | None = None) -> Path:
-    """The file with the certificates of the authorities that https trusts. UnsupportedError: there is none."""
+def authorities(storage: Storage | None = None) -> list[Path]:
+    """The files and folders with the certificates that https trusts. UnsupportedError: there are none."""
+
+def certificates(storage: Storage | None = None) -> bytes | None:
+    """The certificates that https trusts (DER, one after the other); None: all. UnsupportedError: there are none."""
+
+def unchecked_hosts() -> list[str]:
+    """Hosts that TLS has connected to without a check of their certificates, each once in a process."""
 
 def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """Which address ranges (first byte, past the last) of this process cannot be written to, by number, and why."""

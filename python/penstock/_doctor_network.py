@@ -36,11 +36,11 @@ _FASTER = 1.25
 _LONG = 0.02
 """Seconds of a round trip that slices of many small pieces notice."""
 
-_VARIABLES = "PENSTOCK_|SSL_CERT_FILE$|(https?|all|no)_proxy$"
+_VARIABLES = "PENSTOCK_|SSL_CERT_(FILE|DIR)$|(https?|all|no)_proxy$"
 """What the names of variables begin with that matter for every server."""
 _MORE_VARIABLES = {
     "hf": "HF_|HUGGING_FACE_",
-    "s3": "AWS_",
+    "s3": "AWS_|REQUESTS_CA_BUNDLE$",
     "az": "AZURE_|IDENTITY_(ENDPOINT|HEADER)$",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS|GCE_|CLOUDSDK_|STORAGE_EMULATOR_HOST|NO_GCE_CHECK",
 }
@@ -154,9 +154,11 @@ def _settings(storage: Storage) -> dict[str, dict[str, Any]]:
         elif name in defaults:
             found[name] = {"value": str(defaults[name]), "from": "default"}
         elif name == "ca":
-            variable = "SSL_CERT_FILE" if "SSL_CERT_FILE" in environ else "the system's"
+            named = [variable for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR") if environ.get(variable)]
+            variable = ", ".join(named) or "the system's"
             try:
-                found[name] = {"value": str(_core.authorities(storage)), "from": variable}
+                places = [str(place) for place in _core.authorities(storage)]
+                found[name] = {"value": ", ".join(places), "from": variable}
             except PenstockError:
                 found[name] = {"value": "none", "from": variable}
     return found

@@ -45,6 +45,7 @@ from ._hub import (
 from ._late_imports import importing
 from ._paths import without_secrets
 from ._patience import T, asking, patiently, pause
+from ._tls import warn_of_unchecked
 
 TRIES = 5
 """Most requests for one thing, as long as the Hub answers at all."""
@@ -177,12 +178,25 @@ class _Proxied(urllib.request.BaseHandler):
     https_request = http_request
 
 
+def _context(url: str, storage: Storage | None) -> ssl.SSLContext:
+    """What TLS trusts: that is what the core trusts, wherever this Python keeps its own authorities."""
+    trusted = _core.certificates(storage)
+    if trusted is None:
+        warn_of_unchecked([urlsplit(url).hostname or ""])
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    context = ssl.create_default_context(cadata=trusted)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate of a server may be trusted itself
+    return context
+
+
 def _opener(url: str, storage: Storage | None) -> urllib.request.OpenerDirector:
     proxied = (urllib.request.ProxyHandler({}), _Proxied(storage))
     if not url.startswith("https:"):
         return urllib.request.build_opener(_Redirects, *proxied)
-    # The authorities are those that the core trusts, wherever this Python keeps its own
-    https = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=_core.authorities(storage)))
+    https = urllib.request.HTTPSHandler(context=_context(url, storage))
     return urllib.request.build_opener(_Redirects, *proxied, https)
 
 

@@ -5,11 +5,12 @@ use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer, Listed};
 use crate::options::{repr, size, value_of};
 use penstock::store::{
-    check_interfaces, Addressing, Bearer, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings,
+    check_endpoint, check_interfaces, check_region, meant, Addressing, Bearer, ProfileSource, Proxies, Secret,
+    StorageSettings, Stores, WebSettings,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyMapping};
+use pyo3::types::{PyBool, PyBytes, PyMapping};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -29,10 +30,11 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 19] = [
+const SETTINGS: [(&str, Kind); 20] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
+    ("tls_verify", Kind::Flag),
     ("endpoint", Kind::Text),
     ("region", Kind::Text),
     ("addressing", Kind::Text),
@@ -79,14 +81,34 @@ fn names() -> Vec<&'static str> {
     SETTINGS.iter().map(|(name, _)| *name).collect()
 }
 
-/// The file with the certificates of the authorities that https trusts with these settings.
+/// The files and folders with the certificates that https trusts with these settings.
 #[pyfunction]
 #[pyo3(signature = (storage = None))]
-pub(crate) fn authorities<'py>(py: Python<'py>, storage: Option<&Bound<'py, PyAny>>) -> Answer<'py, PathBuf> {
+pub(crate) fn authorities<'py>(py: Python<'py>, storage: Option<&Bound<'py, PyAny>>) -> Answer<'py, Vec<PathBuf>> {
     answer(py, || {
         let stores = stores_of(py, storage, None)?;
         detached(py, || stores.authorities())
     })
+}
+
+/// The certificates that https trusts with these settings (DER, one after the other); None: all.
+#[pyfunction]
+#[pyo3(signature = (storage = None))]
+pub(crate) fn certificates<'py>(
+    py: Python<'py>,
+    storage: Option<&Bound<'py, PyAny>>,
+) -> Answer<'py, Option<Bound<'py, PyBytes>>> {
+    answer(py, || {
+        let stores = stores_of(py, storage, None)?;
+        let found = detached(py, || stores.certificates())?;
+        Ok(found.map(|found| PyBytes::new(py, &found.concat())))
+    })
+}
+
+/// Hosts whose certificates were not checked, each once in a process.
+#[pyfunction]
+pub(crate) fn unchecked_hosts(py: Python<'_>) -> Answer<'_, Vec<String>> {
+    answer(py, || Ok(penstock::store::unchecked_hosts()))
 }
 
 /// Host and port of the proxy for an address, and the value of `Proxy-Authorization`; None: it is reached without one.
@@ -114,7 +136,15 @@ pub(crate) fn stores_of(
     for (name, _) in SETTINGS {
         let variable = format!("PENSTOCK_STORAGE_{}", name.to_uppercase());
         if let Some(text) = value_of(&variable)? {
-            set(&mut settings, name, text).map_err(|why| invalid(format!("{variable}: {why}")))?;
+            let text = meant(&text);
+            let checked = match name {
+                "endpoint" if !text.is_empty() => check_endpoint(text),
+                "region" if !text.is_empty() => check_region(text),
+                _ => Ok(()),
+            };
+            let checked = checked.map_err(|e| e.message().to_owned());
+            let is_set = checked.and_then(|()| set(&mut settings, name, text.to_owned()));
+            is_set.map_err(|why| invalid(format!("{variable}: {why}")))?;
         }
     }
     let items = match given {
@@ -231,6 +261,7 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
         }
         "proxy" => settings.web.proxies = Some(Proxies::given(&text).map_err(|e| e.message().to_owned())?),
         "credentials" => return Err("is a callable, which a text cannot give: set it in code, in storage=".into()),
+        "tls_verify" => settings.web.tls_verify = flag(&text)?,
         "ca" => settings.web.authorities = Some(PathBuf::from(text)),
         _ => return Err("is not a setting".into()),
     }

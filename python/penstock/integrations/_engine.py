@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -20,12 +20,12 @@ from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
-from ._remote import RemoteWeights
+from ._remote import Files, RemoteWeights
 
 logger = logging.getLogger("penstock")
 
-WEIGHTS, STORAGE = "weights", "storage"
-"""The keys: another place for the weights, and how its server is asked."""
+WEIGHTS, STORAGE, FILES = "weights", "storage", "files"
+"""The keys: another place for the weights, how its server is asked, and which files of it are meant."""
 _SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
 """Settings of servers that engines would log: they log the arguments that they are given."""
 
@@ -37,6 +37,13 @@ class Settings(NamedTuple):
     weights: str | Mapping[str, str] | None
     """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
+    files: Files = "model"
+    """Which of the weights of a model are meant that lie beside each other."""
+
+    @property
+    def engine_format(self) -> str:
+        """What engines call the format of these files."""
+        return "mistral" if self.files == "consolidated" else "safetensors"
 
     def place_of(self, model: str) -> str:
         """Where the weights of a model are that the engine knows by this path."""
@@ -51,7 +58,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, *Options.names()]
+    known = [WEIGHTS, STORAGE, FILES, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -63,8 +70,12 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
         raise InvalidError(text)
     if storage is not None:
         _check_storage(storage, engine)
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}
-    return Settings(make_options(options), weights, storage)
+    files = given.get(FILES, "model")
+    if files not in get_args(Files):
+        choices = " or ".join(f'"{choice}"' for choice in get_args(Files))
+        raise InvalidError(f"{engine}: {FILES}={files!r}: give {choices} (Mistral's consolidated*.safetensors)")
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, FILES)}
+    return Settings(make_options(options), weights, storage, files)
 
 
 def _check_storage(storage: Any, engine: str) -> None:

@@ -16,35 +16,28 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import _core
 from .._checkpoint import Checkpoint
-from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._errors import InvalidError, NotFoundError
 from .._paths import without_secrets
 from ._format import FORMAT
-from ._remote import checked_name, file_name, is_remote
+from ._remote import Files, file_name, is_remote, open_files
+from ._small_files import Names, Read, small_files
 
 MOST = 64 << 20
 """Bytes of a small file. The largest tokenizers have half of that."""
-_ENDINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab")
-_CODE = ".py"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 #: One of these is what an engine cannot do without.
 _CONFIGURATIONS = ("config.json", "params.json")
-#: Names further folders with configurations, of sentence-transformers models.
-_MODULES = "modules.json"
 ADVICE = (
     "give a folder with the configuration and the tokenizer for the model, and the address of its weights in "
     '--model-loader-extra-config: {"weights": "..."}'
 )
-
-Read = Callable[[Sequence[str]], list[bytes]]
 
 
 class Fetched(NamedTuple):
@@ -59,8 +52,7 @@ class _Place(NamedTuple):
 
     weights: str
     """What to open. On the Hub it names a commit, which is then the same for all ranks."""
-    names: Callable[[str], list[str]]
-    """The names of the files in a folder of it, or in itself ("")."""
+    names: Names
     read: Read
 
 
@@ -72,7 +64,9 @@ _filling = threading.Lock()
 _held: dict[str, tuple[int, int]] = {}
 
 
-def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: bool = True) -> Fetched:
+def fetch(
+    place: str, storage: Storage | None, *, code: bool = False, weights: bool = True, which: Files = "model"
+) -> Fetched:
     """Fetches what an engine wants of the model at ``place`` besides its weights.
 
     Of the weights the folder has the headers: engines look for names and dtypes there. Nothing can be loaded from it.
@@ -82,6 +76,7 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
         storage: How servers are asked.
         code: Whether to fetch Python files too. An engine runs them if it is told to trust them.
         weights: Whether it has weights and a configuration; a tokenizer alone needs neither.
+        which: The weights that are meant.
 
     Raises:
         InvalidError: a web server, which lists nothing.
@@ -90,13 +85,13 @@ def fetch(place: str, storage: Storage | None, *, code: bool = False, weights: b
         PenstockError: as `penstock.open`.
     """
     found = _place(place, storage)
-    files = _small_files(found, code)
+    files = small_files(place, found.names, found.read, code)
     if weights and not any(name in files for name in _CONFIGURATIONS):
         held = ", ".join(sorted(found.names(""))[:8])
         text = f"there is no {' or '.join(_CONFIGURATIONS)} beside the weights, only {held}: {ADVICE}"
         raise NotFoundError(text, path=without_secrets(place))
     if weights:
-        files |= _headers(open_checkpoint(found.weights, storage=storage))
+        files |= _headers(open_files(found.weights, storage, which))
     endpoint = str((storage or {}).get("endpoint", ""))
     digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
     last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]
@@ -125,35 +120,6 @@ def _place(place: str, storage: Storage | None) -> _Place:
         return _core.contents([f"{folder}/{name}" for name in files], MOST, None, storage)
 
     return _Place(place, names, read)
-
-
-def _small_files(place: _Place, code: bool) -> dict[str, bytes]:
-    """What an engine may want, by the path in the folder."""
-    endings = (*_ENDINGS, _CODE) if code else _ENDINGS
-
-    def wanted(name: str) -> bool:
-        of_tokenizer = name.startswith("tokenizer.") and not name.endswith((_CODE, *_WEIGHTS))
-        return (name.endswith(endings) or of_tokenizer) and ".bin.index." not in name
-
-    def fetched(within: str) -> dict[str, bytes]:
-        names = [checked_name(name, place.weights) for name in place.names(within) if wanted(name)]
-        paths = [f"{within}/{name}" if within else name for name in names]
-        return dict(zip(paths, place.read(paths), strict=True))
-
-    files = fetched("")
-    for folder in _folders(files.get(_MODULES, b"[]")):
-        with suppress(NotFoundError):  # a module that has nothing to configure
-            files |= fetched(folder)
-    return files
-
-
-def _folders(modules: bytes) -> list[str]:
-    """The folders of the modules that a sentence-transformers model has besides the first."""
-    try:
-        paths = [str(module["path"]) for module in json.loads(modules)]
-    except (ValueError, TypeError, KeyError):
-        return []  # the engine will say what is wrong with it
-    return [path for path in paths if re.fullmatch(r"\w[\w.-]*", path)]
 
 
 def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -216,7 +182,7 @@ def _fill(folder: str, files: Mapping[str, bytes]) -> None:
     root = Path(folder)
     for name, content in files.items():
         to = root / name
-        to.parent.mkdir(exist_ok=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
         new = to.with_name(f".{to.name}.new")
         new.write_bytes(content)
         new.replace(to)

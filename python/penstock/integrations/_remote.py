@@ -6,12 +6,14 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
-from .._errors import UnsupportedError
+from .._errors import NotFoundError, UnsupportedError
 from .._paths import is_web, without_secrets
 
 _LONGEST = 250
@@ -46,19 +48,45 @@ def checked_name(name: str, address: str) -> str:
     return name
 
 
+Files = Literal["model", "consolidated"]
+"""Which weights of a folder are meant: those of transformers, or Mistral's own, which often lie beside them."""
+_CONSOLIDATED = ("consolidated.safetensors.index.json", "consolidated.safetensors")
+
+
+def open_files(place: str, storage: Storage | None, files: Files) -> Checkpoint:
+    """The checkpoint at an address that has these files.
+
+    Raises:
+        PenstockError: as `penstock.open`.
+        NotFoundError: there are no such files.
+    """
+    if files == "model" or place.endswith((".safetensors", ".json")):
+        return open_checkpoint(place, storage=storage)
+    for name in _CONSOLIDATED:
+        with suppress(NotFoundError):
+            return open_checkpoint(f"{place.removesuffix('/')}/{name}", storage=storage)
+    text = f'it has neither {" nor ".join(_CONSOLIDATED)}, which files="consolidated" asks for'
+    raise NotFoundError(text, path=without_secrets(place))
+
+
 class RemoteWeights:
     """The checkpoint at an address, and a folder with an empty file in place of each of its files.
 
     An engine's loader searches this folder for files, and chooses those that it wants. Nothing can be read from them:
     a loader that bypasses Penstock fails. The folder lasts until `close`.
 
+    Args:
+        place: Its address.
+        storage: How servers are asked.
+        files: Which files of it are meant.
+
     Raises:
         PenstockError: as `penstock.open`.
         UnsupportedError: two of the files have one name, or one has a name that no file of a folder can have.
     """
 
-    def __init__(self, place: str, storage: Storage | None) -> None:
-        self.checkpoint: Checkpoint = open_checkpoint(place, storage=storage)
+    def __init__(self, place: str, storage: Storage | None, files: Files = "model") -> None:
+        self.checkpoint: Checkpoint = open_files(place, storage, files)
         self._by_name = {file_name(path): path for path in self.checkpoint.files}
         if len(self._by_name) < len(self.checkpoint.files):
             raise UnsupportedError(f"{without_secrets(place)}: two of its files have one name, in different folders")

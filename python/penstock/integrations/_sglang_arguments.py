@@ -50,7 +50,7 @@ def _resolved(said: Any) -> dict[str, Any]:
             given = json.loads(given)
     if not isinstance(given, Mapping):
         raise InvalidError("SGLang: --model-loader-extra-config: give an object of JSON")
-    storage = settings_of(given, "SGLang").storage
+    settings = settings_of(given, "SGLang")
     refuse_revision(said.model_path, revision=said.revision)
     # SGLang puts "main" where nothing is given
     draft = None if said.speculative_draft_model_revision == "main" else said.speculative_draft_model_revision
@@ -59,7 +59,8 @@ def _resolved(said: Any) -> dict[str, Any]:
     found: dict[str, Fetched] = {}
     for name, place in places.items():
         if isinstance(place, str) and is_remote(place) and place not in found:
-            found[place] = fetch(place, storage, code=bool(said.trust_remote_code), weights=name in _MODELS)
+            code, weights = bool(said.trust_remote_code), name in _MODELS
+            found[place] = fetch(place, settings.storage, code=code, weights=weights, which=settings.files)
     models = [found[places[name]] for name in _MODELS if places[name] in found]
     return {
         **{name: found[place].folder for name, place in places.items() if place in found},

@@ -87,7 +87,7 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
         if model == first or not isinstance(settings.weights, str):
             model = settings.place_of(model)
         if is_remote(model):
-            remote = RemoteWeights(model, settings.storage)
+            remote = RemoteWeights(model, settings.storage, settings.files)
             _remotes(loader)[remote.folder] = remote
             model = remote.folder
         with naming_convert(model, "SGLang"):

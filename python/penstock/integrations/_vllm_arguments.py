@@ -78,7 +78,7 @@ def _resolve(args: Any) -> None:
     given = args.model_loader_extra_config or {}
     if not isinstance(given, Mapping):
         raise InvalidError("vLLM: --model-loader-extra-config: give an object of JSON")
-    storage = settings_of(given, "vLLM").storage
+    settings = settings_of(given, "vLLM")
     draft = args.speculative_config
     refuse_revision(args.model, revision=args.revision, code_revision=args.code_revision)
     refuse_revision(args.tokenizer or args.model, tokenizer_revision=args.tokenizer_revision)
@@ -91,7 +91,8 @@ def _resolve(args: Any) -> None:
         if not isinstance(place, str) or not is_remote(place):
             return place
         if place not in found:
-            found[place] = fetch(place, storage, code=bool(args.trust_remote_code), weights=weights)
+            code = bool(args.trust_remote_code)
+            found[place] = fetch(place, settings.storage, code=code, weights=weights, which=settings.files)
         return found[place].folder
 
     model = folder(args.model)

@@ -60,7 +60,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self.settings = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
         # The default loader refuses formats and keys that it does not know
         plain = copy.copy(load_config)
-        plain.load_format, plain.model_loader_extra_config = "safetensors", {}
+        plain.load_format, plain.model_loader_extra_config = self.settings.engine_format, {}
         super().__init__(plain)
         self.reports: list[Report] = []
         """Of the loads of the last call of `load_weights`."""
@@ -113,7 +113,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         place = self._place(source.model_or_path)
         if not is_remote(place):
             return self._iterator(source, None)
-        remote = RemoteWeights(place, self.settings.storage)
+        remote = RemoteWeights(place, self.settings.storage, self.settings.files)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}

@@ -68,7 +68,7 @@ def _claim(config: Any) -> None:
     if not isinstance(given, Mapping):
         raise InvalidError("SGLang: --model-loader-extra-config: give an object of JSON")
     settings = settings_of(given, "SGLang")
-    config.load_format, config.model_loader_extra_config = "safetensors", {}
+    config.load_format, config.model_loader_extra_config = settings.engine_format, {}
     try:
         from ._sglang_loader import install
 

@@ -42,8 +42,9 @@ pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
-    check_interfaces, Addressing, AzureSettings, Bearer, CredentialSource, GcsSettings, GivenCredentials,
-    GivesCredentials, ProfileSource, Proxies, S3Settings, Secret, StorageSettings, Web, WebSettings,
+    check_endpoint, check_interfaces, check_region, meant, unchecked_hosts, Addressing, AzureSettings, Bearer,
+    CredentialSource, GcsSettings, GivenCredentials, GivesCredentials, ProfileSource, Proxies, S3Settings, Secret,
+    StorageSettings, Web, WebSettings,
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;

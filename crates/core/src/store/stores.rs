@@ -4,7 +4,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
-use super::remote::{authorities, Environment, StorageSettings, Web};
+use super::remote::{authorities, certificates, Environment, StorageSettings, Web, WebSettings};
 use crate::error::{Error, ErrorKind, Result};
 use std::path::Path;
 #[cfg(feature = "remote")]
@@ -44,13 +44,24 @@ impl Stores {
         Stores { settings }
     }
 
-    /// The file with the certificates of the authorities that https trusts with these settings.
+    /// The files and folders with the certificates that https trusts with these settings.
     ///
     /// # Errors
     /// `Unsupported` if there is none.
     #[cfg(feature = "remote")]
-    pub fn authorities(&self) -> Result<PathBuf> {
+    pub fn authorities(&self) -> Result<Vec<PathBuf>> {
         authorities(self.settings.web.authorities.as_deref())
+    }
+
+    /// The certificates that https trusts with these settings (DER); `None`: all, because none is checked.
+    ///
+    /// # Errors
+    /// `Unsupported` if there are none.
+    #[cfg(feature = "remote")]
+    pub fn certificates(&self) -> Result<Option<Vec<Vec<u8>>>> {
+        let WebSettings { authorities, tls_verify, .. } = &self.settings.web;
+        let found = tls_verify.then(|| certificates(authorities.as_deref())).transpose()?;
+        Ok(found.map(|found| found.iter().map(|certificate| certificate.to_vec()).collect()))
     }
 
     /// What asking for the object at an address takes; `None` if no store has such addresses.

@@ -1,7 +1,7 @@
 //! Which storage account of Azure is meant, and what its owner gave to open it.
 
 use super::address::Address;
-use super::environment::Environment;
+use super::environment::{meant, Environment};
 use super::settings::AzureSettings;
 use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
@@ -21,7 +21,8 @@ type Opener = Option<(String, &'static str)>;
 #[derive(Default)]
 pub(super) struct Account {
     pub(super) name: Option<String>,
-    endpoint: Option<String>,
+    /// Where it is, and where that is said.
+    endpoint: Opener,
     pub(super) key: Opener,
     /// A shared access signature.
     pub(super) signature: Opener,
@@ -47,11 +48,16 @@ impl Account {
         if key.is_some() || signature.is_some() {
             (found.key, found.signature) = (key, signature);
         }
-        found.name = settings.account_name.clone().or(found.name);
-        found.endpoint = settings.endpoint.clone().or(found.endpoint);
-        let fits = |name: &String| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+        found.name = settings.account_name.as_deref().map(|name| meant(name).to_owned()).or(found.name);
+        let given = settings.endpoint.as_deref().map(|text| (meant(text).to_owned(), "endpoint in storage="));
+        found.endpoint = given.or(found.endpoint);
+        let fits = |name: &String| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
         if !found.name.as_ref().is_none_or(fits) {
-            return Err(invalid("the name of the storage account has other letters than a-z, digits and '-'"));
+            return Err(invalid(
+                "the name of the storage account (account_name in storage=, AZURE_STORAGE_ACCOUNT, \
+                 AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING) is empty, or has other letters than a-z, digits \
+                 and '-'",
+            ));
         }
         Ok(found)
     }
@@ -84,6 +90,7 @@ impl Account {
         };
         let (scheme, suffix) = (take("defaultendpointsprotocol"), take("endpointsuffix"));
         let endpoint = take("blobendpoint").or_else(|| name.as_ref().map(|name| built(name, scheme, suffix)));
+        let endpoint = endpoint.map(|text| (text, STRING));
         if endpoint.is_none() {
             return Err(invalid(&format!("{STRING} has neither AccountName nor BlobEndpoint")));
         }
@@ -93,15 +100,15 @@ impl Account {
 
     /// Where its containers are.
     pub(super) fn address(&self) -> Result<Address> {
-        let endpoint = match (&self.endpoint, &self.name) {
-            (Some(endpoint), _) => endpoint.clone(),
-            (None, Some(name)) => format!("https://{name}.blob.{SUFFIX}"),
+        let (endpoint, origin) = match (&self.endpoint, &self.name) {
+            (Some((endpoint, origin)), _) => (endpoint.clone(), *origin),
+            (None, Some(name)) => (format!("https://{name}.blob.{SUFFIX}"), "the account's"),
             (None, None) => return Err(invalid(
                 "no storage account is named: give storage={\"account_name\": ...}, or set AZURE_STORAGE_ACCOUNT or \
                      AZURE_STORAGE_CONNECTION_STRING",
             )),
         };
-        let wrong = |why: &str| format!("the endpoint for Azure: {why}");
+        let wrong = |why: &str| format!("the endpoint for Azure ({origin}): {why}");
         let address = Address::parse(&endpoint).map_err(|e| e.reworded(|why| wrong(why)))?;
         if address.target.contains('?') {
             return Err(invalid(&wrong("it has a query; a shared access signature is given as sas_token in storage=")));

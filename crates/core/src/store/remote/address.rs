@@ -104,6 +104,10 @@ impl Address {
         }
         let slash = if target.starts_with('/') { "" } else { "/" };
         let server = Server { tls, host: host.to_ascii_lowercase(), port };
+        // What signs requests takes no other hosts: 1.2.3.999 is none, nor is xn-- with what stands for no name.
+        if url::Url::parse(&server.origin()).is_err() {
+            return Err(invalid("its host is neither a name nor an address"));
+        }
         Ok(Address { server, target: escaped(&format!("{slash}{target}")) })
     }
 

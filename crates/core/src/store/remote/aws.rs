@@ -1,29 +1,28 @@
-//! Where the tools of AWS look for credentials, region and endpoint: environment, configuration files, and the services that
-//! a machine or a container has.
+//! Where the tools of AWS look for credentials: environment, configuration files, and the services that a machine or a container
+//! has.
 
-use super::control::{block_on, Control};
+use super::address::Address;
+use super::aws_files::{value, Values};
+use super::aws_place::{Profiles, S3Place};
+use super::aws_services::{full, relative, AwsService, ContainerToken, Service};
 use super::credentials::{Finder, FoundKey, USABLE};
 use super::environment::Environment;
 use super::given::{CredentialSource, Giver, CALLABLE};
 use super::net::Common;
 use super::settings::S3Settings;
+use super::tokens::PATIENCE;
 use crate::error::{Error, ErrorKind, Result};
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
+use object_store::aws::AwsCredential;
 use object_store::{BackoffConfig, RetryConfig};
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-const REGION: &str = "us-east-1";
-/// For services of this machine: away from AWS nobody answers.
-const QUICK: Duration = Duration::from_secs(2);
-const PATIENCE: Duration = Duration::from_secs(20);
-
-pub(super) const VARIABLES: [&str; 21] = [
+pub(super) const VARIABLES: [&str; 30] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
+    "AWS_SECURITY_TOKEN",
     "AWS_PROFILE",
     "AWS_DEFAULT_PROFILE",
     "AWS_REGION",
@@ -31,17 +30,25 @@ pub(super) const VARIABLES: [&str; 21] = [
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_STS",
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
+    "AWS_USE_FIPS_ENDPOINT",
+    "AWS_USE_DUALSTACK_ENDPOINT",
     "AWS_CA_BUNDLE",
+    "REQUESTS_CA_BUNDLE",
     "AWS_SHARED_CREDENTIALS_FILE",
     "AWS_CONFIG_FILE",
     "HOME",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
     "AWS_EC2_METADATA_DISABLED",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
+    "AWS_IMDS_USE_IPV6",
 ];
 
 /// What requests are signed with, and where they go.
@@ -49,8 +56,7 @@ pub(super) const VARIABLES: [&str; 21] = [
 pub(super) struct AwsKey {
     /// `None`: they are not signed.
     pub(super) credential: Option<Arc<AwsCredential>>,
-    pub(super) region: String,
-    pub(super) endpoint: Option<String>,
+    pub(super) place: S3Place,
 }
 
 type FoundCredential = FoundKey<Arc<AwsCredential>>;
@@ -58,7 +64,7 @@ type FoundCredential = FoundKey<Arc<AwsCredential>>;
 /// Something that gives credentials.
 pub(super) enum Provider {
     /// A service of this machine, or STS.
-    Service { provider: AwsCredentialProvider, control: Control, origin: String },
+    Service(Service),
     /// The program, or a library.
     Giver(Giver),
 }
@@ -75,13 +81,14 @@ impl Finder for Aws {
     type Provider = Provider;
 
     fn find(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundKey<AwsKey>> {
-        let (region, endpoint) = self.place()?;
+        let files = Profiles::read(&self.settings, &self.environment);
+        let place = S3Place::of(&self.settings, &self.environment, &files)?;
         if self.settings.anonymous {
-            let key = AwsKey { credential: None, region, endpoint };
+            let key = AwsKey { credential: None, place };
             return Ok(FoundKey { key, origin: String::new(), fades: false, renewable: false });
         }
-        let FoundKey { key, origin, fades, renewable } = self.credential(common, provider)?;
-        Ok(FoundKey { key: AwsKey { credential: Some(key), region, endpoint }, origin, fades, renewable })
+        let FoundKey { key, origin, fades, renewable } = self.credential(common, &files, &place, provider)?;
+        Ok(FoundKey { key: AwsKey { credential: Some(key), place }, origin, fades, renewable })
     }
 
     fn left(&self, provider: &Option<Provider>) -> Duration {
@@ -93,7 +100,13 @@ impl Finder for Aws {
 }
 
 impl Aws {
-    fn credential(&self, common: &Arc<Common>, provider: &mut Option<Provider>) -> Result<FoundCredential> {
+    fn credential(
+        &self,
+        common: &Arc<Common>,
+        files: &Profiles,
+        place: &S3Place,
+        provider: &mut Option<Provider>,
+    ) -> Result<FoundCredential> {
         if let Some(source) = &common.settings.credentials {
             let giver = || Provider::Giver(Giver::new(source.clone(), CALLABLE));
             provider.get_or_insert_with(giver);
@@ -101,37 +114,27 @@ impl Aws {
             return Ok(found);
         }
         if provider.is_none() {
-            *provider = self.web_identity(common)?;
-        }
-        if provider.is_none() {
-            let Profile { name, credential, needs, .. } = self.profile()?;
-            if let Some(found) = credential {
-                return Ok(found);
+            match self.looked_for(files, place)? {
+                Looked::Key(found) => return Ok(found),
+                Looked::Provider(found) => *provider = Some(found),
+                Looked::Nothing => return Err(self.none()),
             }
-            *provider = match needs {
-                Some(key) => Some(Provider::Giver(self.giver(&name, key)?)),
-                None => match self.container(common)? {
-                    Some(found) => Some(found),
-                    None => self.instance(common)?,
-                },
-            };
         }
-        let (gives, control, origin) = match provider {
-            Some(Provider::Service { provider, control, origin }) => (provider, control, origin),
+        let service = match provider {
+            Some(Provider::Service(service)) => service,
             Some(Provider::Giver(giver)) => return from_giver(giver, common.settings.credentials.is_none()),
             None => return Err(self.none()),
         };
-        match block_on(gives.get_credential())? {
-            Ok(credential) => {
-                Ok(FoundKey { key: checked(credential, origin)?, origin: origin.clone(), fades: true, renewable: true })
-            }
-            Err(_) => {
-                let why = match control.last() {
-                    Some(Ok(answer)) => format!("it answered {}", answer.shown()),
-                    Some(Err(e)) => e.full_message(),
-                    None => "its answer is not understood, or a token file cannot be read".to_owned(),
+        let origin = service.origin.clone();
+        match service.credential(common) {
+            Ok(credential) => Ok(FoundKey { key: checked(credential, &origin)?, origin, fades: true, renewable: true }),
+            Err(e) => {
+                let why = e.full_message();
+                let e = match (service.is_machine(), e.kind()) {
+                    (true, _) => self.none(),
+                    (false, ErrorKind::Invalid) => invalid("no credentials"),
+                    (false, _) => denied(String::from("no credentials")),
                 };
-                let e = if origin.as_str() == INSTANCE { self.none() } else { denied(String::from("no credentials")) };
                 Err(e.reworded(|what| format!("{what}; {origin}: {why}")))
             }
         }
@@ -149,92 +152,118 @@ impl Aws {
     /// What needs no question.
     fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
-        let (id, secret, token, origin) =
-            match (access_key_id, secret_access_key) {
+        let of = |name| self.environment.get(name).map(str::to_owned);
+        let (id, secret, token, origin) = match (access_key_id, secret_access_key) {
+            (Some(id), Some(secret)) => {
+                let token = session_token.as_ref().map(|token| token.shown().to_owned());
+                (id.clone(), secret.shown().to_owned(), token, "storage=")
+            }
+            (None, None) if profile.is_some() => return Ok(None),
+            // As for the tools of AWS, a secret alone is none.
+            (None, None) => match (of("AWS_ACCESS_KEY_ID"), of("AWS_SECRET_ACCESS_KEY")) {
                 (Some(id), Some(secret)) => {
-                    let token = session_token.as_ref().map(|token| token.shown().to_owned());
-                    (id.clone(), secret.shown().to_owned(), token, "storage=")
+                    let token = self.environment.first(&["AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"]);
+                    (id, secret, token.map(str::to_owned), "the variable AWS_ACCESS_KEY_ID")
                 }
-                (None, None) if profile.is_some() => return Ok(None),
-                (None, None) => {
-                    match (self.environment.get("AWS_ACCESS_KEY_ID"), self.environment.get("AWS_SECRET_ACCESS_KEY")) {
-                        (Some(id), Some(secret)) => {
-                            let token = self.environment.get("AWS_SESSION_TOKEN").map(str::to_owned);
-                            (id.to_owned(), secret.to_owned(), token, "the variable AWS_ACCESS_KEY_ID")
-                        }
-                        (None, None) => return Ok(None),
-                        _ => return Err(invalid(
-                            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY belong together, and one of them is not set",
-                        )),
-                    }
-                }
-                _ => {
+                (None, _) => return Ok(None),
+                (Some(_), None) => {
                     return Err(invalid(
-                        "storage=: access_key_id and secret_access_key belong together, and one of them is missing",
+                        "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together",
                     ))
                 }
-            };
+            },
+            _ => {
+                return Err(invalid(
+                    "storage=: access_key_id and secret_access_key belong together, and one of them is missing",
+                ))
+            }
+        };
         let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
         Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: false }))
     }
 
-    fn provider(
-        &self,
-        common: &Arc<Common>,
-        patience: Duration,
-        origin: &str,
-        settings: &[(AmazonS3ConfigKey, &str)],
-    ) -> Result<Option<Provider>> {
-        let control = Control::new(common, patience);
-        let control = if patience == QUICK { control.direct() } else { control };
-        let mut builder = AmazonS3Builder::new()
-            .with_bucket_name("none")
-            .with_region(self.settings.region.as_deref().or(self.region_of_environment()).unwrap_or(REGION))
-            .with_retry(retries(if patience == QUICK { 1 } else { 3 }))
-            .with_http_connector(control.clone());
-        for (key, value) in settings {
-            builder = builder.with_config(*key, *value);
+    /// What profile and environment say, in the order of the tools of AWS.
+    fn looked_for(&self, files: &Profiles, place: &S3Place) -> Result<Looked> {
+        let (profile, name) = (files.profile()?, &files.name);
+        let has = |keys: &[&'static str]| keys.iter().find(|key| profile.get(key).is_some()).copied();
+        let giver = |key| Ok(Looked::Provider(Provider::Giver(self.giver(name, key)?)));
+        let origin = format!("the AWS profile {name:?}");
+        if let (Some(key), None) = (has(&["role_arn"]), profile.get("web_identity_token_file")) {
+            return giver(key);
         }
-        let store =
-            builder.build().map_err(|_| invalid("the settings of AWS for credentials contradict each other"))?;
-        let provider = store.credentials().clone();
-        Ok(Some(Provider::Service { provider, control, origin: origin.to_owned() }))
+        if let Some(found) = self.web_identity(files, place)? {
+            return Ok(found);
+        }
+        if let Some(key) = has(&["sso_session", "sso_start_url"]) {
+            return giver(key);
+        }
+        if let Some(found) = of_profile(&profile.credentials, &origin)? {
+            return Ok(Looked::Key(found));
+        }
+        if let Some(key) = has(&["login_session", "credential_process"]) {
+            return giver(key);
+        }
+        if let Some(found) = of_profile(&profile.config, &origin)? {
+            return Ok(Looked::Key(found));
+        }
+        if let Some(found) = self.container()? {
+            return Ok(found);
+        }
+        self.instance()
     }
 
-    fn web_identity(&self, common: &Arc<Common>) -> Result<Option<Provider>> {
-        let of = |name| self.environment.get(name);
-        let (Some(file), Some(role), None) =
-            (of("AWS_WEB_IDENTITY_TOKEN_FILE"), of("AWS_ROLE_ARN"), &self.settings.profile)
-        else {
+    /// A role for the token in a file: of the environment, except where a profile is given in code, or of the profile.
+    fn web_identity(&self, files: &Profiles, place: &S3Place) -> Result<Option<Looked>> {
+        let of = |variable: &'static str, key: &str| {
+            let found = self.environment.get(variable).filter(|_| self.settings.profile.is_none());
+            found.or(files.found.get(key)).map(str::to_owned)
+        };
+        let Some(file) = of("AWS_WEB_IDENTITY_TOKEN_FILE", "web_identity_token_file") else { return Ok(None) };
+        let Some(role) = of("AWS_ROLE_ARN", "role_arn") else {
+            let text =
+                "AWS_WEB_IDENTITY_TOKEN_FILE is set, or web_identity_token_file of the profile, and no role: set \
+                        AWS_ROLE_ARN, or role_arn of the profile";
+            return Err(invalid(text));
+        };
+        let session = of("AWS_ROLE_SESSION_NAME", "role_session_name").unwrap_or_else(|| "penstock".to_owned());
+        let sts = place.sts(&self.environment, files)?;
+        let of_environment = self.environment.get("AWS_ROLE_ARN").is_some() && self.settings.profile.is_none();
+        let origin = match of_environment {
+            true => "the role of AWS_ROLE_ARN".to_owned(),
+            false => format!("the role of the AWS profile {:?}", files.name),
+        };
+        let service = Service::new(AwsService::WebIdentity { file, role, session, sts }, &origin);
+        Ok(Some(Looked::Provider(Provider::Service(service))))
+    }
+
+    fn container(&self) -> Result<Option<Looked>> {
+        let of = |name| self.environment.get(name).map(str::to_owned);
+        let (at, origin) = if let Some(path) = of("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") {
+            (relative(&path)?, "the task role of this container (AWS_CONTAINER_CREDENTIALS_RELATIVE_URI)")
+        } else if let Some(uri) = of("AWS_CONTAINER_CREDENTIALS_FULL_URI") {
+            (full(&uri)?, "the identity of this pod (AWS_CONTAINER_CREDENTIALS_FULL_URI)")
+        } else {
             return Ok(None);
         };
-        let mut settings = vec![(AmazonS3ConfigKey::WebIdentityTokenFile, file), (AmazonS3ConfigKey::RoleArn, role)];
-        settings.extend(of("AWS_ENDPOINT_URL_STS").map(|url| (AmazonS3ConfigKey::StsEndpoint, url)));
-        self.provider(common, PATIENCE, "the role of AWS_ROLE_ARN", &settings)
+        let (by_file, by_text) = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN");
+        let file = of(by_file).map(|file| ContainerToken::File(by_file, file));
+        let token = file.or_else(|| of(by_text).map(|token| ContainerToken::Text(by_text, token)));
+        Ok(Some(Looked::Provider(Provider::Service(Service::new(AwsService::Container(at, token), origin)))))
     }
 
-    fn container(&self, common: &Arc<Common>) -> Result<Option<Provider>> {
-        let of = |name| self.environment.get(name);
-        if let Some(path) = of("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") {
-            let settings = [(AmazonS3ConfigKey::ContainerCredentialsRelativeUri, path)];
-            return self.provider(common, QUICK, "the task role of this container", &settings);
+    fn instance(&self) -> Result<Looked> {
+        if self.environment.is_true("AWS_EC2_METADATA_DISABLED") {
+            return Ok(Looked::Nothing);
         }
-        let uri = of("AWS_CONTAINER_CREDENTIALS_FULL_URI");
-        let (Some(uri), Some(file)) = (uri, of("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")) else { return Ok(None) };
-        let settings = [
-            (AmazonS3ConfigKey::ContainerCredentialsFullUri, uri),
-            (AmazonS3ConfigKey::ContainerAuthorizationTokenFile, file),
-        ];
-        self.provider(common, QUICK, "the identity of this pod", &settings)
-    }
-
-    fn instance(&self, common: &Arc<Common>) -> Result<Option<Provider>> {
-        if self.environment.get("AWS_EC2_METADATA_DISABLED").is_some_and(|value| value.eq_ignore_ascii_case("true")) {
-            return Ok(None);
-        }
-        let endpoint = self.environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT").map(|url| url.trim_end_matches('/'));
-        let settings: Vec<_> = endpoint.map(|url| (AmazonS3ConfigKey::MetadataEndpoint, url)).into_iter().collect();
-        self.provider(common, QUICK, INSTANCE, &settings)
+        const VARIABLE: &str = "AWS_EC2_METADATA_SERVICE_ENDPOINT";
+        let mode = self.environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE").unwrap_or_default();
+        let usual = match mode.eq_ignore_ascii_case("ipv6") || self.environment.is_true("AWS_IMDS_USE_IPV6") {
+            true => "http://[fd00:ec2::254]",
+            false => "http://169.254.169.254",
+        };
+        let at = Address::parse(self.environment.get(VARIABLE).unwrap_or(usual))
+            .map_err(|e| e.reworded(|why| format!("{VARIABLE}: {why}")))?;
+        Ok(Looked::Provider(Provider::Service(Service::new(AwsService::Machine(at), INSTANCE))))
     }
 
     /// What gives the credentials of a profile that takes them from `key`.
@@ -247,78 +276,36 @@ impl Aws {
         let origin = format!("the AWS profile {profile:?} ({key}, by botocore)");
         Ok(Giver::new(CredentialSource((profiles.0)(profile)), origin))
     }
+}
 
-    fn region_of_environment(&self) -> Option<&str> {
-        self.environment.first(&["AWS_REGION", "AWS_DEFAULT_REGION"])
-    }
-
-    /// Region and endpoint. Reads the configuration files where something is missing.
-    fn place(&self) -> Result<(String, Option<String>)> {
-        let region = self.settings.region.as_deref().or(self.region_of_environment());
-        let variables = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"];
-        let endpoint = self.settings.endpoint.as_deref().or(self.environment.first(&variables));
-        if let (Some(region), Some(endpoint)) = (region, endpoint) {
-            return Ok((region.to_owned(), Some(endpoint.to_owned())));
-        }
-        let profile = self.profile()?;
-        let region = region.map(str::to_owned).or(profile.region).unwrap_or_else(|| REGION.to_owned());
-        Ok((region, endpoint.map(str::to_owned).or(profile.endpoint)))
-    }
-
-    /// What the profile says.
-    fn profile(&self) -> Result<Profile> {
-        let named =
-            self.settings.profile.as_deref().or(self.environment.first(&["AWS_PROFILE", "AWS_DEFAULT_PROFILE"]));
-        let name = named.unwrap_or("default");
-        let file = |variable: &str, usual: &str| {
-            let home = || self.environment.get("HOME").map(|home| Path::new(home).join(".aws").join(usual));
-            self.environment.get(variable).map(PathBuf::from).or_else(home)
-        };
-        let files = [file("AWS_SHARED_CREDENTIALS_FILE", "credentials"), file("AWS_CONFIG_FILE", "config")];
-        let mut values = BTreeMap::new();
-        let mut there = false;
-        for file in files.iter().flatten() {
-            // What cannot be read is not there, as for the tools of AWS.
-            let text = std::fs::read_to_string(file).unwrap_or_default();
-            if let Some(found) = section(&text, name) {
-                there = true;
-                for (key, value) in found {
-                    values.entry(key).or_insert(value);
-                }
-            }
-        }
-        if !there && named.is_some() {
-            let looked: Vec<_> = files.iter().flatten().map(|file| file.display().to_string()).collect();
-            return Err(invalid(&format!("there is no AWS profile {name:?} in {}", looked.join(" or "))));
-        }
-        let origin = format!("the AWS profile {name:?}");
-        let of = |key: &str| values.get(key).filter(|value| !value.is_empty()).cloned();
-        let credential = match (of("aws_access_key_id"), of("aws_secret_access_key")) {
-            (Some(key_id), Some(secret_key)) => {
-                let token = of("aws_session_token");
-                let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), &origin)?;
-                Some(FoundKey { key, origin, fades: false, renewable: true })
-            }
-            _ => None,
-        };
-        // The tools of AWS take a role or SSO rather than keys of the same profile, and keys rather than a process.
-        let has = |keys: &[&'static str]| keys.iter().find(|key| of(key).is_some()).copied();
-        let first = has(&["role_arn", "sso_session", "sso_start_url"]);
-        let credential = credential.filter(|_| first.is_none());
-        let needs = first.or(has(&["credential_process"])).filter(|_| credential.is_none());
-        Ok(Profile { name: name.to_owned(), credential, region: of("region"), endpoint: of("endpoint_url"), needs })
-    }
+/// The certificates to trust that the tools of AWS would take.
+pub(super) fn authorities(settings: &S3Settings, environment: &Environment) -> Option<PathBuf> {
+    let of_profile = || Profiles::read(settings, environment).found.get("ca_bundle").map(PathBuf::from);
+    let named = environment.get("AWS_CA_BUNDLE").map(PathBuf::from).or_else(of_profile);
+    named.or_else(|| environment.get("REQUESTS_CA_BUNDLE").map(PathBuf::from))
 }
 
 const INSTANCE: &str = "the role of this machine";
 
-struct Profile {
-    name: String,
-    credential: Option<FoundCredential>,
-    region: Option<String>,
-    endpoint: Option<String>,
-    /// The key in it that says where others give its credentials.
-    needs: Option<&'static str>,
+/// What profile and environment say.
+enum Looked {
+    Key(FoundCredential),
+    Provider(Provider),
+    Nothing,
+}
+
+/// The keys in one file's section of a profile.
+fn of_profile(values: &Values, origin: &str) -> Result<Option<FoundCredential>> {
+    let of = |key| value(values, key).map(str::to_owned);
+    let Some(key_id) = of("aws_access_key_id") else { return Ok(None) };
+    let Some(secret_key) = of("aws_secret_access_key") else {
+        return Err(invalid(&format!(
+            "{origin} has aws_access_key_id, and no aws_secret_access_key: they belong together"
+        )));
+    };
+    let token = of("aws_security_token").or_else(|| of("aws_session_token"));
+    let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), origin)?;
+    Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: true }))
 }
 
 /// `fades`: it may give others before anybody knows that those are no longer valid.
@@ -331,29 +318,6 @@ fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
     let token = given.session_token.map(|token| token.shown().to_owned());
     let key = checked(Arc::new(AwsCredential { key_id, secret_key: secret.shown().to_owned(), token }), &giver.origin)?;
     Ok(FoundKey { key, origin: giver.origin.clone(), fades: fades || giver.left().is_some(), renewable: true })
-}
-
-/// The keys of a profile in a configuration file; `None` if the file does not have it.
-fn section(text: &str, name: &str) -> Option<BTreeMap<String, String>> {
-    let mut found = None;
-    let mut inside = false;
-    for line in text.lines() {
-        if let Some(header) = line.trim().strip_prefix('[').and_then(|rest| rest.split(']').next()) {
-            let header = header.trim();
-            inside = header == name
-                || header.strip_prefix("profile").is_some_and(|rest| rest.trim_matches([' ', '\t', '"']) == name);
-            if inside {
-                found.get_or_insert_with(BTreeMap::new);
-            }
-        } else if let (true, false, Some((key, value))) =
-            (inside, line.starts_with([' ', '\t', '#', ';']), line.split_once('='))
-        {
-            if let Some(found) = &mut found {
-                found.insert(key.trim().to_ascii_lowercase(), value.trim().to_owned());
-            }
-        }
-    }
-    found
 }
 
 /// The credential, if requests can carry it.

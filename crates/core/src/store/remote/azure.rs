@@ -108,7 +108,8 @@ impl Finder for Azure {
         if let Some((key, origin)) = &account.key {
             let name = account.name.clone().ok_or_else(|| {
                 invalid(
-                    "an account key signs with the name of its account, and none is given: account_name in storage=",
+                    "an account key signs with the name of its account, and none is given: account_name in storage=, \
+                     AZURE_STORAGE_ACCOUNT, or AccountName in AZURE_STORAGE_CONNECTION_STRING",
                 )
             })?;
             return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, false);
@@ -153,9 +154,14 @@ impl Azure {
             let at = || {
                 let host = of("AZURE_AUTHORITY_HOST").unwrap_or_else(|| "login.microsoftonline.com".into());
                 let scheme = if host.contains("://") { "" } else { "https://" };
+                if !tenant.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
+                    return Err(invalid("AZURE_TENANT_ID has other letters than a-z, digits, '-', '.' and '_'"));
+                }
                 let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
                 match Address::parse(&at) {
-                    Ok(address) if common.keeps_secrets(&address.server) => Ok(at),
+                    Ok(address) if common.keeps_secrets(&address.server) => {
+                        Ok(format!("{}{}", address.server.origin(), address.target))
+                    }
                     _ => Err(invalid("AZURE_AUTHORITY_HOST is no https:// address")),
                 }
             };
@@ -174,10 +180,14 @@ impl Azure {
             }
         }
         if let (Some(at), Some(secret)) = (of("IDENTITY_ENDPOINT"), of("IDENTITY_HEADER")) {
-            let origin = "the managed identity of this service".to_owned();
+            let (at, origin) = (asked_at("IDENTITY_ENDPOINT", &at)?, "the managed identity of this service".to_owned());
+            if !secret.bytes().all(|b| (b' '..=b'~').contains(&b)) {
+                return Err(invalid("IDENTITY_HEADER has other letters than visible ones of ASCII in it"));
+            }
             return Ok(TokenProvider::new(AzureIdentity::Service(at, secret, program), origin));
         }
-        let host = of("AZURE_POD_IDENTITY_AUTHORITY_HOST").unwrap_or_else(|| format!("http://{METADATA}"));
+        const HOST: &str = "AZURE_POD_IDENTITY_AUTHORITY_HOST";
+        let host = asked_at(HOST, &of(HOST).unwrap_or_else(|| format!("http://{METADATA}")))?;
         let origin = "the managed identity of this machine".to_owned();
         Ok(TokenProvider::new(AzureIdentity::Machine(host, program), origin))
     }
@@ -214,6 +224,13 @@ impl TokenSource for AzureIdentity {
             }
         }
     }
+}
+
+/// The address in a variable, without what stands around it.
+fn asked_at(variable: &str, text: &str) -> Result<String> {
+    let Address { server, target } =
+        Address::parse(text).map_err(|e| e.reworded(|why| format!("{variable}: {why}")))?;
+    Ok(format!("{}{}", server.origin(), target.trim_end_matches('/')))
 }
 
 /// The bytes of an account key.

@@ -6,6 +6,7 @@ use super::answer::Answer;
 use super::net::Common;
 use super::proxy::Via;
 use super::racing;
+use super::refusal::refused;
 use super::request::Get;
 use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
@@ -14,7 +15,6 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
 use object_store::ClientOptions;
-use rustls::pki_types::ServerName;
 use rustls::{ClientConnection, StreamOwned};
 use std::future::Future;
 use std::io::{self, Read, Write};
@@ -79,7 +79,7 @@ impl HttpService for Control {
                 (response.body(body.into()).map_err(|e| HttpError::new(HttpErrorKind::Decode, e)), seen)
             }
             Err(e) => {
-                let refused = tunnel::refused(&e);
+                let refused = refused(&e);
                 let kind = match e.kind() {
                     _ if refused.is_some() => HttpErrorKind::Decode,
                     io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => HttpErrorKind::Timeout,
@@ -118,7 +118,7 @@ impl Control {
     /// Status and body of the answer.
     pub(super) fn ask(&self, request: &HttpRequest) -> Result<(u16, Vec<u8>)> {
         let none = || Error::new(ErrorKind::Io, format!("{}: no answer", server_of(request)));
-        let silent = |e| tunnel::refused(&e).unwrap_or_else(|| none().caused_by(e));
+        let silent = |e| refused(&e).unwrap_or_else(|| none().caused_by(e));
         self.exchange(request).map(|(status, _, body)| (status, body)).map_err(silent)
     }
 
@@ -175,8 +175,7 @@ impl Control {
             })?;
         }
         let mut stream: Box<dyn Wire> = if server.tls {
-            let config = common.tls.config(common.settings.authorities.as_deref()).map_err(|e| refuse(&e))?;
-            let name = ServerName::try_from(server.host.clone()).map_err(|e| invalid(e.to_string()))?;
+            let (config, name) = common.tls.for_host(&common.settings, &server.host).map_err(|e| refuse(&e))?;
             let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
             timed.set_read_timeout(Some(left(until)?))?;
             Box::new(StreamOwned::new(connection, socket))

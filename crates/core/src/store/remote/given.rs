@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 /// Credentials are replaced so long before they expire, or in the middle of their time if that is short.
-const MARGIN: Duration = Duration::from_secs(300);
+pub(super) const MARGIN: Duration = Duration::from_secs(300);
 /// What a callable is called in messages.
 pub(super) const CALLABLE: &str = "the callable in storage credentials";
 

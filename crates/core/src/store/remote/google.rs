@@ -3,7 +3,7 @@
 use super::address::Address;
 use super::control::{block_on, Control};
 use super::credentials::{Finder, FoundKey, USABLE};
-use super::environment::Environment;
+use super::environment::{meant, Environment};
 use super::net::Common;
 use super::settings::GcsSettings;
 use super::tokens::{asked, posted, NoToken, TokenGiver, TokenProvider, TokenSource, METADATA, PATIENCE, QUICK, USUAL};
@@ -122,11 +122,16 @@ const NOTHING: &str = "no credentials were found: GOOGLE_APPLICATION_CREDENTIALS
 impl Google {
     /// Where requests go.
     pub(super) fn endpoint(&self) -> Result<Address> {
-        let emulator =
-            self.emulator().map(|host| if host.contains("://") { host.to_owned() } else { format!("http://{host}") });
-        let endpoint = self.settings.endpoint.clone().or(emulator);
-        Address::parse(endpoint.as_deref().unwrap_or("https://storage.googleapis.com"))
-            .map_err(|e| e.reworded(|why| format!("the endpoint for Google Cloud Storage: {why}")))
+        let (text, origin) = match (&self.settings.endpoint, self.emulator()) {
+            (Some(endpoint), _) => (meant(endpoint).to_owned(), "endpoint in storage="),
+            (None, Some(host)) => {
+                let scheme = if host.contains("://") { "" } else { "http://" };
+                (format!("{scheme}{host}"), "STORAGE_EMULATOR_HOST")
+            }
+            (None, None) => ("https://storage.googleapis.com".to_owned(), "the usual one"),
+        };
+        let wrong = |why: &str| format!("the endpoint for Google Cloud Storage ({origin}): {why}");
+        Address::parse(&text).map_err(|e| e.reworded(|why| wrong(why)))
     }
 
     fn emulator(&self) -> Option<&str> {
@@ -151,7 +156,13 @@ impl Google {
         if of("NO_GCE_CHECK").is_some_and(|value| value.eq_ignore_ascii_case("true") || value == "1") {
             return Ok(None);
         }
-        let host = self.environment.first(&["GCE_METADATA_HOST", "GCE_METADATA_IP"]).unwrap_or(METADATA);
+        let named = self.environment.named(&["GCE_METADATA_HOST", "GCE_METADATA_IP"]);
+        let (variable, host) = named.unwrap_or(("the metadata server", METADATA));
+        let host = host.strip_prefix("http://").unwrap_or(host).trim_end_matches('/');
+        let parsed = Address::parse(&format!("http://{host}"));
+        if !parsed.as_ref().is_ok_and(|address| address.target == "/") {
+            return Err(invalid(format!("{variable}: this is no host that can be asked: give host or host:port")));
+        }
         let origin = "the service account of this machine".to_owned();
         Ok(Some(TokenProvider::new(GoogleSource::Machine(host.to_owned()), origin)))
     }

@@ -115,7 +115,7 @@ fn connect(common: &Common, server: &Server, asked: &mut Asked) -> Result<Connec
     let mut last = None;
     for address in addresses.iter() {
         let tls = match server.tls {
-            true => Some(common.tls.for_host(common.settings.authorities.as_deref(), &server.host)?),
+            true => Some(common.tls.for_host(&common.settings, &server.host)?),
             false => None,
         };
         let begun = Instant::now();

@@ -11,8 +11,12 @@ mod account;
 mod address;
 mod answer;
 mod aws;
+mod aws_files;
+mod aws_place;
+mod aws_services;
 mod azblob;
 mod azure;
+mod certificate;
 mod chunks;
 mod connecting;
 mod connection;
@@ -53,6 +57,7 @@ mod stragglers;
 mod tls;
 mod tokens;
 mod told;
+mod trust;
 mod tunnel;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -64,6 +69,7 @@ mod xml;
 use self::answer::Expected;
 use self::azblob::AzureBlob;
 use self::counts::Counts;
+pub use self::environment::meant;
 pub(super) use self::environment::Environment;
 use self::gcs::Gcs;
 pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
@@ -75,11 +81,13 @@ use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
 pub use self::settings::{
-    Addressing, AzureSettings, Bearer, GcsSettings, ProfileSource, S3Settings, Secret, StorageSettings, WebSettings,
+    check_endpoint, check_region, Addressing, AzureSettings, Bearer, GcsSettings, ProfileSource, S3Settings, Secret,
+    StorageSettings, WebSettings,
 };
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
-pub(super) use self::tls::authorities;
+pub use self::tls::unchecked_hosts;
+pub(super) use self::tls::{authorities, certificates};
 use self::told::Told;
 use self::whole::{is_whole, unknown_end};
 use super::facts::{Facts, FsKind};
@@ -98,7 +106,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Objects whose sizes are remembered.
@@ -132,8 +140,7 @@ impl Web {
     /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
     pub(super) fn s3(settings: StorageSettings, environment: Environment) -> Web {
         let StorageSettings { mut web, s3, .. } = settings;
-        let bundle = environment.first(&["AWS_CA_BUNDLE"]).map(PathBuf::from);
-        web.authorities = web.authorities.or(bundle);
+        web.authorities = web.authorities.or_else(|| aws::authorities(&s3, &environment));
         let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common, sizes: Arc::default() }
     }

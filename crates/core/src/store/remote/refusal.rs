@@ -1,7 +1,9 @@
 //! Connections that are refused for good.
 
+use super::trust::Distrust;
 use super::tunnel;
 use crate::error::{Error, ErrorKind};
+use rustls::{CertificateError, OtherError};
 use std::io;
 
 /// The error if a connection is refused for good, by TLS or by a proxy.
@@ -12,12 +14,14 @@ pub(super) fn refused(e: &io::Error) -> Option<Error> {
 /// The error if it is TLS that does not trust the server: no further attempt changes that.
 pub(super) fn refused_by_tls(e: &io::Error) -> Option<Error> {
     let cause = e.get_ref()?.downcast_ref::<rustls::Error>()?;
-    let text = match cause {
-        rustls::Error::InvalidCertificate(_) => {
-            "the server's certificate is not trusted; if an authority of your own has signed it, name the file with its \
-             certificate in SSL_CERT_FILE"
+    if let rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(why))) = cause {
+        if let Some(Distrust(why)) = why.downcast_ref() {
+            let text = format!(
+                "the server's certificate is not trusted: {why}. If an authority of your own has signed it, or it has signed \
+                 itself, name the file with that certificate in SSL_CERT_FILE, or as ca in storage="
+            );
+            return Some(Error::new(ErrorKind::Io, text));
         }
-        _ => "TLS with the server failed",
-    };
-    Some(Error::new(ErrorKind::Io, text).caused_by(cause.clone()))
+    }
+    Some(Error::new(ErrorKind::Io, "TLS with the server failed").caused_by(cause.clone()))
 }

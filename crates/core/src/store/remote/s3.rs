@@ -4,12 +4,13 @@
 use super::address::{Address, Server};
 use super::answer::Refused;
 use super::aws::{Aws, AwsKey};
+use super::aws_place::S3Place;
 use super::credentials::Credentials;
 use super::environment::Environment;
 use super::listing::{escaped, list, listed, parts, s3_query, Ask};
 use super::net::Common;
 use super::request::{Get, Listed, Requests};
-use super::settings::{Addressing, S3Settings};
+use super::settings::{is_region, Addressing, S3Settings};
 use super::tokens::form;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
@@ -48,28 +49,25 @@ impl S3 {
         &self.credentials.finder().settings
     }
 
-    fn region(&self, bucket: &str, key: &AwsKey) -> Result<String> {
-        let region = lock(&self.regions).get(bucket).unwrap_or(&key.region).clone();
-        if !is_region(&region) {
-            return Err(invalid("the region has other letters than a-z, digits and '-'"));
-        }
-        Ok(region)
+    fn region(&self, bucket: &str, key: &AwsKey) -> String {
+        lock(&self.regions).get(bucket).unwrap_or(&key.place.region).clone()
     }
 
     /// Where the bucket is: the server, and what stands before the keys.
     fn place(&self, bucket: &str, region: &str, key: &AwsKey) -> Result<Address> {
-        let Some(endpoint) = &key.endpoint else {
-            let end = if region.starts_with("cn-") { ".cn" } else { "" };
-            // A certificate for *.s3... does not cover a name with dots.
-            let path = self.settings().addressing == Some(Addressing::Path) || bucket.contains('.');
-            let host = format!("s3.{region}.amazonaws.com{end}");
-            let text = if path { format!("https://{host}/{bucket}") } else { format!("https://{bucket}.{host}") };
-            return Address::parse(&text);
+        let S3Place { endpoint, addressing, .. } = &key.place;
+        let Address { server, target } = match endpoint {
+            Some(endpoint) => endpoint.clone(),
+            None => Address::parse(&format!("https://{}", key.place.host(region)))?,
         };
-        let Address { server, target } =
-            Address::parse(endpoint).map_err(|e| e.reworded(|why| format!("the endpoint for S3: {why}")))?;
         let target = target.trim_end_matches('/');
-        if self.settings().addressing == Some(Addressing::Virtual) {
+        let is_wanted = match addressing {
+            None => endpoint.is_none(),
+            Some(Addressing::Virtual) => true,
+            Some(Addressing::Path) => false,
+        };
+        // As for the tools of AWS: no name stands before an address, and some buckets' names fit into none.
+        if is_wanted && server.ip().is_none() && fits_into_hosts(bucket, server.tls) {
             let host = format!("{bucket}.{}", server.host);
             return Ok(Address { server: Server { host, ..server }, target: target.to_owned() });
         }
@@ -77,11 +75,11 @@ impl S3 {
     }
 
     fn made(&self, at: &str, with: &AwsKey, generation: u64) -> Result<Get> {
-        let (bucket, key) = parts(at)?;
+        let (bucket, key) = bucket_and_key(at)?;
         if key.is_empty() {
             return Err(invalid("it names a bucket, and no object in it"));
         }
-        let region = self.region(bucket, with)?;
+        let region = self.region(bucket, with);
         let Address { server, target } = self.place(bucket, &region, with)?;
         let address = Address { server, target: format!("{}/{}", target.trim_end_matches('/'), escaped(key)) };
         let fields = self.fields(&address, bucket, with, false)?;
@@ -95,7 +93,7 @@ impl S3 {
         let address = match ask.moved {
             Some(place) => place.address.clone(),
             None => {
-                let Address { server, target } = self.place(ask.bucket, &self.region(ask.bucket, ask.key)?, ask.key)?;
+                let Address { server, target } = self.place(ask.bucket, &self.region(ask.bucket, ask.key), ask.key)?;
                 let target = target.trim_end_matches('/');
                 let pairs = s3_query(ask);
                 let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
@@ -114,8 +112,8 @@ impl S3 {
             return Ok(String::new());
         };
         let there = region_of(&address.server.host).filter(|_| is_moved && !lock(&self.regions).contains_key(bucket));
-        let region = there.map_or_else(|| self.region(bucket, key), Ok)?;
-        signature(address, credential, &region, self.settings().requester_pays)
+        let region = there.unwrap_or_else(|| self.region(bucket, key));
+        signature(address, credential, S3Place::signing(&region), self.settings().requester_pays)
     }
 
     /// What `made` gives, or what it gave lately for the same.
@@ -141,11 +139,11 @@ impl S3 {
     }
 
     fn renewed(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
-        let Ok((bucket, _)) = parts(at) else { return false };
+        let Ok((bucket, _)) = bucket_and_key(at) else { return false };
         if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
             let mut regions = lock(&self.regions);
             let Some(session) = self.credentials.known() else { return true };
-            if regions.get(bucket).unwrap_or(&session.found.key.region) != region {
+            if regions.get(bucket).unwrap_or(&session.found.key.place.region) != region {
                 regions.insert(bucket.to_owned(), region.to_owned());
                 self.credentials.generation.fetch_add(1, Ordering::AcqRel);
                 return true;
@@ -216,6 +214,7 @@ impl Requests for S3 {
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         let text = at.to_string();
+        bucket_and_key(&text).map_err(|e| e.at(at))?;
         let names = |bucket: &str, prefix: &str| {
             listed(
                 &self.credentials,
@@ -264,8 +263,63 @@ fn signature(address: &Address, credential: &AwsCredential, region: &str, payer:
     Ok(fields)
 }
 
-fn is_region(text: &str) -> bool {
-    !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
+/// Bucket and key.
+///
+/// # Errors
+/// Those of [`parts`], `Unsupported` for what speaks another protocol than buckets do.
+fn bucket_and_key(at: &str) -> Result<(&str, &str)> {
+    let bucket = at.split_once("://").map_or(at, |(_, rest)| rest).split('/').next().unwrap_or_default();
+    let refused = |what: &str, instead: &str| Err(Error::new(ErrorKind::Unsupported, format!("{what}: {instead}")));
+    if bucket.starts_with("arn:") {
+        // arn:partition:service:region:account:accesspoint/name
+        let service = bucket.split(':').nth(2).unwrap_or_default();
+        let is_global = bucket.split(':').nth(3).is_some_and(str::is_empty);
+        return match service {
+            "s3-outposts" => {
+                refused("this is an ARN of S3 on Outposts, which is not supported", "give a bucket of a region")
+            }
+            "s3-object-lambda" => {
+                refused("this is an ARN of an S3 Object Lambda access point, which is not supported", "give its bucket")
+            }
+            "s3express" => refused(
+                "this is an ARN of S3 Express One Zone, which is not supported",
+                "give a general purpose bucket",
+            ),
+            _ if !bucket.contains(":accesspoint") => {
+                refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
+            }
+            _ if is_global => refused(
+                "this is an ARN of a multi-region access point, which is not supported",
+                "give a bucket of a region",
+            ),
+            _ => refused(
+                "this is an ARN of an access point, which is not supported",
+                "give the access point's alias (it ends with -s3alias), or its bucket",
+            ),
+        };
+    }
+    for (end, what, instead) in [
+        ("--x-s3", "a directory bucket of S3 Express One Zone", "give a general purpose bucket"),
+        ("--xa-s3", "an access point of S3 Express One Zone", "give a general purpose bucket"),
+        ("--op-s3", "an access point of S3 on Outposts", "give a bucket of a region"),
+        ("--ol-s3", "an S3 Object Lambda access point", "give its bucket"),
+        (".mrap", "a multi-region access point", "give a bucket of a region"),
+    ] {
+        if bucket.ends_with(end) {
+            return refused(&format!("this is {what} (its name ends with {end}), which is not supported"), instead);
+        }
+    }
+    parts(at)
+}
+
+/// Whether the name of a bucket may be one of a host. The certificate for `*.s3...` does not cover a name with dots.
+fn fits_into_hosts(bucket: &str, tls: bool) -> bool {
+    let fits = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || (b == b'.' && !tls);
+    let label = |label: &str| !label.is_empty() && !label.starts_with(['-']) && !label.ends_with('-');
+    (1..=63).contains(&bucket.len())
+        && bucket.bytes().all(fits)
+        && bucket.split('.').all(label)
+        && !bucket.starts_with("xn--")
 }
 
 fn invalid(text: &str) -> Error {

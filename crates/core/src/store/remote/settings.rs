@@ -83,6 +83,34 @@ impl PartialEq for ProfileSource {
     }
 }
 
+/// Whether requests can be sent to this endpoint.
+///
+/// # Errors
+/// `Invalid` if it is no address.
+pub fn check_endpoint(text: &str) -> Result<()> {
+    Address::parse(text).map(drop)
+}
+
+/// Whether a region can be called so.
+///
+/// # Errors
+/// `Invalid` if none can.
+pub fn check_region(text: &str) -> Result<()> {
+    let text = text.strip_prefix("fips-").or(text.strip_suffix("-fips")).unwrap_or(text);
+    match is_region(text) {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Invalid, "a region has letters, digits and '-' only: such as us-east-1")),
+    }
+}
+
+pub(super) fn is_region(text: &str) -> bool {
+    let fits = |b: u8| b.is_ascii_alphanumeric() || b"-_".contains(&b);
+    (1..=63).contains(&text.len())
+        && text.bytes().all(fits)
+        && !text.starts_with(['-', '_'])
+        && !text.ends_with(['-', '_'])
+}
+
 /// Where a bucket stands in the addresses of its objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Addressing {
@@ -146,8 +174,10 @@ pub struct WebSettings {
     pub pause: Duration,
     /// A connection that brings nothing for so long is closed, and what is missing is asked for again.
     pub stall: Duration,
-    /// A file with the certificates (PEM) of the authorities to trust, instead of the system's.
+    /// A file with the certificates (PEM) to trust, or a folder of such files, instead of the system's.
     pub authorities: Option<PathBuf>,
+    /// Whether the certificates of servers are checked.
+    pub tls_verify: bool,
     /// What is asked for credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
     /// The network interfaces that connections of loads are bound to, in turn. None: as the system routes them.
@@ -173,6 +203,7 @@ impl Default for WebSettings {
             pause,
             stall,
             authorities: None,
+            tls_verify: true,
             credentials: None,
             interfaces: Vec::new(),
             bandwidth: None,

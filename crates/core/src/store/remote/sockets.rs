@@ -58,8 +58,7 @@ impl Wires for Sockets {
             None => e,
         };
         let addresses = addresses.map_err(no_proxy)?;
-        let authorities = self.common.settings.authorities.as_deref();
-        let tls = if server.tls { Some(self.common.tls.for_host(authorities, &server.host)?) } else { None };
+        let tls = if server.tls { Some(self.common.tls.for_host(&self.common.settings, &server.host)?) } else { None };
         let interfaces = &self.common.settings.interfaces;
         let health = &self.common.names.health;
         // Some addresses cannot be reached from here, such as those of IPv6 on many machines. That is known at once.

@@ -153,7 +153,7 @@ pub(super) fn asked(
     body: HttpRequestBody,
     once: bool,
 ) -> Result<(String, u64), NoToken> {
-    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "it names no server"));
+    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "no request can be made of its settings"));
     let request = request.body(body).map_err(no_server)?;
     let mut tries = TRIES;
     let (status, body) = loop {
