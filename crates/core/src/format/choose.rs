@@ -64,9 +64,10 @@ pub(super) fn is_candidate(name: &str) -> bool {
     name.ends_with(".safetensors") || is_index_name(name)
 }
 
-/// Whether no folder means this file: macOS writes `._name` beside every file that it copies.
+/// Whether no folder means this file: macOS writes `._name` beside every file that it copies. Two dots begin an odd name of a
+/// key in a bucket, and no hidden one.
 pub(super) fn is_hidden(name: &str) -> bool {
-    name.starts_with('.')
+    name.starts_with('.') && !name.starts_with("..")
 }
 
 /// Whether these are a whole checkpoint by their names, beside an index that is called `index` and has lost its files: one
