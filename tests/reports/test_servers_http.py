@@ -4,7 +4,7 @@ The verdict is that of the code before these tests were written (commit 9c12921)
 
 | report | what happens there | first verdict |
 |---|---|---|
-| versitygw#2398, noobaa-core#9138, ceph/s3-tests#671 | `Content-Encoding: aws-chunked` is kept and sent with the object | failed at first |
+| versitygw#2398, noobaa-core#9138, s3-tests#671 | `aws-chunked` is kept and sent with the object | failed at first |
 | aws-sdk-kotlin#1358 | objects with an empty `Content-Encoding` | failed at first |
 | donsetch#290 | S3 gives back `Content-Encoding: UTF-8` | failed at first |
 | mini_portile#85 | `Content-Encoding: chunked` | failed at first |

@@ -1,4 +1,4 @@
-//! Names of object stores: what an address means, and what a folder has. Keys are strings: a `/` in them ends a folder, and
+//! ListedNames of object stores: what an address means, and what a folder has. Keys are strings: a `/` in them ends a folder, and
 //! nothing else in them has a meaning.
 
 use super::address::Address;
@@ -31,22 +31,22 @@ pub(super) struct Ask<'a, K> {
     pub(super) prefix: &'a str,
     pub(super) page: &'a NextPage,
     /// Where a redirect has led.
-    pub(super) moved: Option<&'a Place>,
+    pub(super) moved: Option<&'a RedirectPlace>,
 }
 
 /// Where a redirect has led, and the region that it named.
-pub(super) struct Place {
+pub(super) struct RedirectPlace {
     pub(super) address: Address,
     pub(super) region: Option<String>,
 }
 
 /// The names directly under a prefix, with the bytes of their objects, or why the server does not say them.
-type Names = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
+type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
 /// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
 pub(super) fn list(
     at: &Location,
-    listed: impl FnOnce(&str, &str) -> Names,
+    listed: impl FnOnce(&str, &str) -> ListedNames,
     explained: impl FnOnce(Error) -> Error,
 ) -> Result<Vec<Listed>> {
     let text = at.to_string();
@@ -82,7 +82,7 @@ pub(super) fn listed<F: Finder>(
     prefix: &str,
     request: impl Fn(&Ask<'_, F::Key>) -> Result<Get>,
     renewed: impl Fn(u64, &Refused) -> bool,
-) -> Names {
+) -> ListedNames {
     let mut again = true;
     loop {
         let none = || Err(Error::new(ErrorKind::Internal, "no session; please report this"));
@@ -90,7 +90,7 @@ pub(super) fn listed<F: Finder>(
         let generation = credentials.generation.load(Ordering::Acquire);
         let control = Control::new(&credentials.common, PATIENCE);
         let key = &session.found.key;
-        let body = |page: &NextPage, moved: Option<&Place>| request(&Ask { key, bucket, prefix, page, moved });
+        let body = |page: &NextPage, moved: Option<&RedirectPlace>| request(&Ask { key, bucket, prefix, page, moved });
         match names(&control, prefix, body)? {
             Err(refusal) if again && renewed(generation, &refusal) => again = false,
             found => return Ok(found),
@@ -98,7 +98,11 @@ pub(super) fn listed<F: Finder>(
     }
 }
 
-fn names(control: &Control, prefix: &str, request: impl Fn(&NextPage, Option<&Place>) -> Result<Get>) -> Names {
+fn names(
+    control: &Control,
+    prefix: &str,
+    request: impl Fn(&NextPage, Option<&RedirectPlace>) -> Result<Get>,
+) -> ListedNames {
     let (mut names, mut seen) = (Vec::new(), HashSet::new());
     let mut page = NextPage::None;
     loop {
@@ -133,9 +137,12 @@ fn names(control: &Control, prefix: &str, request: impl Fn(&NextPage, Option<&Pl
 
 /// The body of an answer, or why the server refuses it. What may go better later is asked for again, and redirects are
 /// followed.
-fn asked(control: &Control, request: impl Fn(Option<&Place>) -> Result<Get>) -> Result<Result<Vec<u8>, Refused>> {
+fn asked(
+    control: &Control,
+    request: impl Fn(Option<&RedirectPlace>) -> Result<Get>,
+) -> Result<Result<Vec<u8>, Refused>> {
     let (mut tries, mut redirects, mut pause) = (0, 0, PAUSE);
-    let mut moved: Option<Place> = None;
+    let mut moved: Option<RedirectPlace> = None;
     let until = Instant::now() + 2 * PATIENCE;
     loop {
         let get = request(moved.as_ref())?;
@@ -152,7 +159,7 @@ fn asked(control: &Control, request: impl Fn(Option<&Place>) -> Result<Get>) -> 
                     Verdict::Moved { to, region } => {
                         redirects += 1;
                         let address = get.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
-                        moved = Some(Place { address, region });
+                        moved = Some(RedirectPlace { address, region });
                         continue;
                     }
                     Verdict::Again(e, longer) => {

@@ -51,6 +51,7 @@ mod s3;
 mod secret;
 mod server_error;
 mod settings;
+mod socket;
 mod sockets;
 mod source;
 mod stragglers;

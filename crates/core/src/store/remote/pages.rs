@@ -33,7 +33,7 @@ impl Page {
     /// `Io` for something else, with its text. What an object store calls an error has the kind that its code says.
     pub(super) fn of(body: &[u8]) -> Result<Page> {
         let text = String::from_utf8_lossy(body);
-        let mut read = Reading::default();
+        let mut read = PageReading::default();
         match xml::read(&text, |element| read.take(&element)) {
             Ok(root) if root.starts_with("ListBucket") => read.s3(),
             Ok("EnumerationResults") => Ok(read.azure()),
@@ -48,7 +48,7 @@ impl Page {
 
 /// What a page has said so far.
 #[derive(Debug, Default)]
-struct Reading {
+struct PageReading {
     keys: Vec<(String, Option<u64>)>,
     folders: Vec<String>,
     entry: (Option<String>, Option<u64>),
@@ -58,7 +58,7 @@ struct Reading {
     is_encoded: bool,
 }
 
-impl Reading {
+impl PageReading {
     fn take(&mut self, element: &Element<'_>) {
         let text = || Some(element.text.clone()).filter(|text| !text.is_empty());
         match &element.path[1..] {
@@ -102,7 +102,7 @@ impl Reading {
             self.folders.iter_mut().for_each(|folder| *folder = decoded(folder, true));
             self.marker = self.marker.as_deref().map(|marker| decoded(marker, true));
         }
-        let Reading { keys, folders, truncated, token, marker, .. } = self;
+        let PageReading { keys, folders, truncated, token, marker, .. } = self;
         let next = match (truncated, token) {
             (Some(false), _) => NextPage::None,
             (_, Some(token)) => NextPage::Token(token),

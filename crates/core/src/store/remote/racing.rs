@@ -1,7 +1,7 @@
 //! Which of a server's addresses is connected to (RFC 8305): the next one is tried when one does not answer soon, and which
 //! of them answered is remembered.
 
-use super::connection::Socket;
+use super::socket::Socket;
 use crate::sync::{lock, Mutex};
 use std::collections::HashMap;
 use std::io;
