@@ -182,7 +182,7 @@ def _why(error: Exception) -> str:
         "nothing in the file is run. Where the model was made, save its tensors alone: "
         "torch.save(model.state_dict(), FILE)"
     )
-    found = re.search(r"GLOBAL (\S+)|Unsupported (?:class|global:?) (\S+)", text)
+    found = re.search(r"(?:Unsupported (?:class|global):? )?GLOBAL (\S+)|Unsupported class (\S+)", text)
     if found:
         return f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
     if "weights_only" in text or "Weights only" in text or "WeightsUnpickler" in text:
@@ -196,13 +196,16 @@ def _load(file: Path) -> Any:
     """What is in the file; an archive is mapped, if the kernel does that."""
     import torch
 
-    if _is_zip(_start(file)):
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, OSError) as error:
-            if "mmap" not in str(error):
-                raise
-    return torch.load(file, map_location="cpu", weights_only=True)
+    with file.open("rb") as opened:
+        if _is_zip(_start(file)):
+            # By a path without an ending: torch takes a file called .safetensors for one
+            path = f"/proc/self/fd/{opened.fileno()}"
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, OSError) as error:
+                if "mmap" not in str(error) and not isinstance(error, FileNotFoundError):
+                    raise
+        return torch.load(opened, map_location="cpu", weights_only=True)
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
