@@ -88,7 +88,7 @@ class Pinned(NamedTuple):
 
 def endpoint() -> str:
     """The address of the Hub, without a slash at its end."""
-    found = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    found = os.environ.get("HF_ENDPOINT", "https://huggingface.co").strip().strip("\"'").strip().rstrip("/")
     sound = re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", found) is not None
     try:
         sound = sound and bool(urlsplit(found).hostname) and urlsplit(found).port != 0

@@ -70,7 +70,12 @@ class Container(Bucket):
             if fields.get("authorization") != self.token:
                 return 401, {}, b"who are you?"
             self.credentials += 1
-            given = {"AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": TOKEN, "Expiration": "2099-01-01T00:00:00Z"}
+            given = {
+                "AccessKeyId": KEY,
+                "SecretAccessKey": SECRET,
+                "Token": TOKEN,
+                "Expiration": "2099-01-01T00:00:00Z",
+            }
             return 200, {"Content-Type": "application/json"}, json.dumps(given).encode()
         return super().service(method, path, target, fields)
 
