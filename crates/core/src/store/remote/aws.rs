@@ -10,10 +10,8 @@ use super::environment::Environment;
 use super::given::{CredentialSource, Giver, CALLABLE};
 use super::net::Common;
 use super::settings::S3Settings;
-use super::tokens::PATIENCE;
 use crate::error::{Error, ErrorKind, Result};
 use object_store::aws::AwsCredential;
-use object_store::{BackoffConfig, RetryConfig};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -329,12 +327,6 @@ fn checked(credential: Arc<AwsCredential>, origin: &str) -> Result<Arc<AwsCreden
         )));
     }
     Ok(credential)
-}
-
-pub(super) fn retries(most: usize) -> RetryConfig {
-    let (init_backoff, max_backoff) = (Duration::from_millis(100), Duration::from_secs(2));
-    let backoff = BackoffConfig { init_backoff, max_backoff, base: 2.0 };
-    RetryConfig { backoff, max_retries: most, retry_timeout: 2 * PATIENCE }
 }
 
 fn denied(text: String) -> Error {

@@ -138,7 +138,7 @@ fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Resul
             Ok((status, _)) if left > 0 && (status >= 500 || status == 429) => {}
             Err(e) if left > 0 && e.kind() == ErrorKind::Io => {}
             Ok((status, body)) => {
-                let answer = Answer::of(status, &body, None);
+                let answer = Answer::of(status, &[], &body);
                 return Err(denied(format!("it answered {}", answer.shown())).answered(status, None));
             }
             Err(e) => return Err(e),

@@ -2,7 +2,6 @@
 //! a connection of its own, on a thread that may block. Bytes of tensors never come this way.
 
 use super::address::{Address, Server};
-use super::answer::Answer;
 use super::net::Common;
 use super::proxy::Via;
 use super::racing;
@@ -10,7 +9,6 @@ use super::refusal::refused;
 use super::request::Get;
 use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{lock, Mutex};
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
@@ -37,25 +35,18 @@ pub(super) struct Control {
     common: Arc<Common>,
     /// How long a server may take to answer a request completely.
     patience: Duration,
-    last: Arc<Mutex<Option<Result<Answer>>>>,
     /// It asks a service of this machine, which no proxy reaches.
     is_direct: bool,
 }
 
 impl Control {
     pub(super) fn new(common: &Arc<Common>, patience: Duration) -> Control {
-        Control { common: common.clone(), patience, last: Arc::default(), is_direct: false }
+        Control { common: common.clone(), patience, is_direct: false }
     }
 
     /// For a service of this machine, which is asked without a proxy.
     pub(super) fn direct(self) -> Control {
         Control { is_direct: true, ..self }
-    }
-
-    /// The last answer that was an error, or what kept it from coming. What `object_store` makes of it is not shown: it
-    /// may quote more of the answer than messages should have.
-    pub(super) fn last(&self) -> Option<Result<Answer>> {
-        lock(&self.last).take()
     }
 }
 
@@ -69,14 +60,13 @@ impl HttpConnector for Control {
 impl HttpService for Control {
     /// Blocks: nothing else runs on this runtime.
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
-        let (answer, seen) = match self.exchange(&request) {
+        match self.exchange(&request) {
             Ok((status, fields, body)) => {
                 let mut response = http::Response::builder().status(status);
                 for (name, value) in &fields {
                     response = response.header(name, value.as_slice());
                 }
-                let seen = (status >= 300).then(|| Ok(Answer::of(status, &fields, &body)));
-                (response.body(body.into()).map_err(|e| HttpError::new(HttpErrorKind::Decode, e)), seen)
+                response.body(body.into()).map_err(|e| HttpError::new(HttpErrorKind::Decode, e))
             }
             Err(e) => {
                 let refused = refused(&e);
@@ -86,12 +76,9 @@ impl HttpService for Control {
                     io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => HttpErrorKind::Decode,
                     _ => HttpErrorKind::Connect,
                 };
-                let seen = refused.unwrap_or_else(|| no_answer(&server_of(&request), &e));
-                (Err(HttpError::new(kind, e)), Some(Err(seen)))
+                Err(HttpError::new(kind, e))
             }
-        };
-        *lock(&self.last) = seen;
-        answer
+        }
     }
 }
 
