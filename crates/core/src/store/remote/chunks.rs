@@ -8,13 +8,13 @@ const LONGEST_LINE: usize = 8 << 10;
 /// How far a body in chunks has come.
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
-    at: ChunkPart,
+    at: ChunkStep,
     /// Bytes of this chunk that are still to come.
     left: u64,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum ChunkPart {
+enum ChunkStep {
     /// The size of a chunk.
     #[default]
     Size,
@@ -36,11 +36,11 @@ impl Chunks {
         loop {
             let rest = &bytes[used..];
             match self.at {
-                ChunkPart::Bytes | ChunkPart::Over => return Ok(used),
-                ChunkPart::Size | ChunkPart::Fields => {
+                ChunkStep::Bytes | ChunkStep::Over => return Ok(used),
+                ChunkStep::Size | ChunkStep::Fields => {
                     let Some(end) = rest.windows(2).position(|two| two == b"\r\n") else {
                         // A server that sends no chunks is known at once.
-                        if self.at == ChunkPart::Size && !rest.is_empty() {
+                        if self.at == ChunkStep::Size && !rest.is_empty() {
                             size(rest.strip_suffix(b"\r").unwrap_or(rest))?;
                         }
                         if rest.len() > LONGEST_LINE {
@@ -50,20 +50,20 @@ impl Chunks {
                     };
                     used += end + 2;
                     self.at = match (self.at, end) {
-                        (ChunkPart::Fields, 0) => ChunkPart::Over,
-                        (ChunkPart::Fields, _) => ChunkPart::Fields,
+                        (ChunkStep::Fields, 0) => ChunkStep::Over,
+                        (ChunkStep::Fields, _) => ChunkStep::Fields,
                         _ => {
                             self.left = size(&rest[..end])?;
                             if self.left == 0 {
-                                ChunkPart::Fields
+                                ChunkStep::Fields
                             } else {
-                                ChunkPart::Bytes
+                                ChunkStep::Bytes
                             }
                         }
                     };
                 }
-                ChunkPart::End => match rest {
-                    [b'\r', b'\n', ..] => (used, self.at) = (used + 2, ChunkPart::Size),
+                ChunkStep::End => match rest {
+                    [b'\r', b'\n', ..] => (used, self.at) = (used + 2, ChunkStep::Size),
                     [] | [b'\r'] => return Ok(used),
                     _ => return Err(wrong("a chunk is longer than its size")),
                 },
@@ -78,14 +78,14 @@ impl Chunks {
 
     /// Whether nothing follows.
     pub(super) fn is_over(&self) -> bool {
-        self.at == ChunkPart::Over
+        self.at == ChunkStep::Over
     }
 
     /// So many bytes of the chunk came.
     pub(super) fn took(&mut self, bytes: u64) {
         self.left -= bytes.min(self.left);
-        if self.left == 0 && self.at == ChunkPart::Bytes {
-            self.at = ChunkPart::End;
+        if self.left == 0 && self.at == ChunkStep::Bytes {
+            self.at = ChunkStep::End;
         }
     }
 }
