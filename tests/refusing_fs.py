@@ -96,7 +96,19 @@ class Server:
         times = [int(t // 10**9) for t in (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)]
         nanos = [int(t % 10**9) for t in (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)]
         return struct.pack(
-            "<6Q10I", s.st_ino, s.st_size, s.st_blocks, *times, *nanos, s.st_mode, s.st_nlink, s.st_uid, s.st_gid, 0, 4096, 0
+            "<6Q10I",
+            s.st_ino,
+            s.st_size,
+            s.st_blocks,
+            *times,
+            *nanos,
+            s.st_mode,
+            s.st_nlink,
+            s.st_uid,
+            s.st_gid,
+            0,
+            4096,
+            0,
         )
 
     def entry(self, path: Path) -> bytes:
@@ -121,7 +133,9 @@ class Server:
         text = [os.fsdecode(part) for part in body.split(b"\0")]
         if opcode == INIT:
             major, minor, ahead, _ = struct.unpack_from("<IIII", body)
-            return struct.pack("<IIIIHHIIHHII6I", major, min(minor, 38), ahead, 0, 16, 12, MOST, 1, 32, 0, 0, 0, *[0] * 6)
+            return struct.pack(
+                "<IIIIHHIIHHII6I", major, min(minor, 38), ahead, 0, 16, 12, MOST, 1, 32, 0, 0, 0, *[0] * 6
+            )
         if opcode == LOOKUP:
             return self.entry(path / text[0])
         if opcode == GETATTR:

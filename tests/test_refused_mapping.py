@@ -104,9 +104,7 @@ for options in ({}, {"io": "mapped"}):
 
 @pytest.mark.parametrize("error", ["ENODEV", "ENOMEM", "EACCES", "EPERM", "EINVAL", "EOPNOTSUPP", "EAGAIN", "ENOSYS"])
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_a_mapping_that_is_refused_is_a_read(
-    small: Path, python: Callable[..., Any], error: str, dtype: str | None
-):
+def test_a_mapping_that_is_refused_is_a_read(small: Path, python: Callable[..., Any], error: str, dtype: str | None):
     code = """
 import errno, sys, numpy as np, penstock, refusals
 path, error, dtype = sys.argv[1], getattr(errno, sys.argv[2]), sys.argv[3]
@@ -249,5 +247,3 @@ print(len(checkpoint.load(framework="np", options={"threads": 32})))
     with refusing_fs.mounted(tmp_path) as fs:
         done = python(code, fs.path / "model.safetensors")
     assert done.stdout.strip() == "64", done.stderr
-
-

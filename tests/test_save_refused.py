@@ -48,7 +48,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "nothing": {
         "sequential": True,
         "direct": False,
-        "refuse": dict.fromkeys(("rename", "link", "chmod", "ftruncate", "fsync", "fsyncdir", "fallocate"), errno.EINVAL),
+        "refuse": dict.fromkeys(
+            ("rename", "link", "chmod", "ftruncate", "fsync", "fsyncdir", "fallocate"), errno.EINVAL
+        ),
     },
 }
 #: Those where an old file cannot be replaced.
@@ -323,7 +325,10 @@ except penstock.PenstockError as caught:
 print(os.listdir(os.path.dirname(sys.argv[1])))
 """
     done = python(code, tmp_path / "m.safetensors", call, error, PYTHONPATH=HERE)
-    expected = {"ftruncate": "True [('O_DIRECT', True)]", "fsync": "True [('fsync', True), ('fsync of the directory', False)]"}[call]
+    expected = {
+        "ftruncate": "True [('O_DIRECT', True)]",
+        "fsync": "True [('fsync', True), ('fsync of the directory', False)]",
+    }[call]
     if (call, error) == ("fsync", "EPERM"):  # not what a file system says that knows no fsync
         assert done.stdout.split("\n")[:2] == ["AccessError True", "[]"], done.stderr
     else:

@@ -184,7 +184,9 @@ def _why(error: Exception) -> str:
     )
     found = re.search(r"(?:Unsupported (?:class|global):? )?GLOBAL (\S+)|Unsupported class (\S+)", text)
     if found:
-        return f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
+        return (
+            f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
+        )
     if "weights_only" in text or "Weights only" in text or "WeightsUnpickler" in text:
         reason = re.search(r"WeightsUnpickler error: ([^\n]+)", text)
         what = reason[1] if reason else text.split("\n")[0].split(". ")[0]
@@ -244,5 +246,7 @@ def not_here(source: str, error: PenstockError) -> PenstockError:
     """The error for a file or repository of a server that holds what `torch.save` wrote."""
     if "torch.save" not in str(error):
         return error
-    why = "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+    why = (
+        "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+    )
     return type(error)(why, path=source)
