@@ -1,4 +1,4 @@
-"""`penstock convert` of what torch.save wrote: every kind of file, nothing in it run, and advice that works when it is followed."""
+"""`penstock convert` of what torch.save wrote: every kind of file, nothing in it run, and advice that works."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_weights_of_a_folder_are_found_and_the_state_of_a_training_never(tmp
     for number, name in enumerate(names):
         written(tmp_path / "from" / name, {f"{name}.{number}": torch.full((3,), float(number))})
     if expected is None:
-        with pytest.raises(penstock.PenstockError, match="state of a training|several variants"):
+        with pytest.raises(penstock.PenstockError, match=r"state of a training|several variants"):
             convert([str(tmp_path / "from")], tmp_path / "to")
         assert not (tmp_path / "to").exists()
         return

@@ -1,4 +1,4 @@
-"""Files that the kernel does not map, and overlays whose layers are not on this machine: read, with the reason in the report."""
+"""Files that the kernel does not map, and overlays whose layers are not on this machine: they are read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 told = []
 if how == "load":
     found = checkpoint.load(names=["w"], framework="np")["w"]
-    told = [(one["from"], one["to"], "Cannot allocate memory" in one["reason"]) for one in checkpoint.last_report.fallbacks]
+    fallbacks = checkpoint.last_report.fallbacks
+    told = [(one["from"], one["to"], "Cannot allocate memory" in one["reason"]) for one in fallbacks]
 elif how == "stream":
     (_, found), = checkpoint.stream(names=["w"], framework="np")
 elif how == "safe_open":

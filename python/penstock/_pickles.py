@@ -1,4 +1,4 @@
-"""What `torch.save` wrote: which files of a folder hold weights, and their tensors, read without running anything in them.
+"""What `torch.save` wrote: which files of a folder hold weights, and their tensors. Nothing in them is run.
 
 The content of a file decides what it is, and not its name: pickles are called ``.safetensors`` and the other way round.
 """
@@ -16,12 +16,12 @@ from ._paths import is_web
 
 #: The names that `torch.save` of weights is given.
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: What libraries call the weights of a folder, in the order in which they are looked for: transformers, diffusers, peft.
+#: What transformers, diffusers and peft call the weights of a folder, in the order in which they are looked for.
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 #: State of a training, which no folder's weights are: of Trainer, Accelerate, DeepSpeed, FSDP.
 _STATE = re.compile(
-    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader|dl_state"
-    r"|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
+    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader"
+    r"|dl_state|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
     re.IGNORECASE,
 )
 #: Where trainers keep the state dict in what they save.

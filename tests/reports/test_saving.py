@@ -1,7 +1,6 @@
 """Reports of users about other loaders: saving, converting, odd files. Each is put to Penstock as a small program.
 
-The first verdict is what the program gave before anything was mended: "failed" or "right". Reports from the first list have a
-test here too; the others were found in public issue threads.
+The first verdict is what the program gave before anything was mended: "failed" or "right".
 
 | report | symptom there | first verdict |
 |---|---|---|
@@ -21,7 +20,7 @@ test here too; the others were found in public issue threads.
 | pmemfile#103 | fsync: invalid argument | failed |
 | ms-swift#6493 | saving: invalid argument (os error 22) | failed |
 | exllama#245 | unable to mmap 33 GB | failed |
-| stable-diffusion-webui-docker#752, safetensors#485 | No such device (os error 19) on a mount, or for a folder | right |
+| stable-diffusion-webui-docker#752, safetensors#485 | No such device (os error 19): a mount, a folder | right |
 | smoothquant#13 | a pointer of Git LFS is unpickled: invalid load key 'v' | failed |
 | diffusers#5328 | a web page is unpickled: invalid load key '<' | failed |
 | sd-scripts#990 | a .ckpt: HeaderTooLarge | failed |
@@ -44,16 +43,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ordeal
 import penstock
 import penstock.torch
 import pytest
+import refusing_fs
 import torch
 from penstock._convert import convert
 from torch import nn
-
-import ordeal
-import refusing_fs
-import slow_fs
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
 fuse = pytest.mark.skipif("slow_fs.why_not() is not None", reason="no FUSE here")
@@ -65,7 +62,7 @@ def saved_to(folder: Path, fsync: bool = True, **how: Any) -> penstock.Report:
     folder.mkdir(exist_ok=True)
     with refusing_fs.mounted(folder, **how) as fs:
         report = penstock.save_file(STATE, fs.path / "m.safetensors", fsync=fsync)
-        assert [name for name in fs.inside()] == ["m.safetensors"]
+        assert fs.inside() == ["m.safetensors"]
     found = penstock.load_file(folder / "m.safetensors")
     assert all(torch.equal(found[name], STATE[name]) for name in STATE)
     return report
