@@ -1,7 +1,7 @@
 """A writable passthrough file system that refuses the calls that it is told to: FUSE spoken straight to /dev/fuse.
 
-It stands for file systems of other processes: mountpoint-s3 (no rename, bytes in order, a file is there when it is closed),
-HDFS (no ftruncate), and those that know no fsync. `slow_fs.py` is the read-only one.
+It stands for file systems of other processes: mountpoint-s3 (no rename, bytes in order, a file shows when it is
+closed), HDFS (no ftruncate), and those that know no fsync. `slow_fs.py` is the read-only one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Server:
         self.device = device
         self.nodes: dict[int, Path] = {0: backing, 1: backing}
         self.ids: dict[Path, int] = {backing: 1}
-        #: refuse: {call: errno}; after: {call: how many are let through first}; sequential: bytes in order, and a file is
-        #: there when it is closed; direct: whether O_DIRECT opens
+        #: refuse: {call: errno}; after: {call: how many are let through first}; sequential: bytes in order, and a file
+        #: is there when it is closed; direct: whether O_DIRECT opens
         self.how: dict[str, Any] = {"refuse": {}, "after": {}, "sequential": False, "direct": True} | how
         self.counts: dict[str, int] = {}
         self.ends: dict[int, int] = {}
@@ -96,7 +96,19 @@ class Server:
         times = [int(t // 10**9) for t in (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)]
         nanos = [int(t % 10**9) for t in (s.st_atime_ns, s.st_mtime_ns, s.st_ctime_ns)]
         return struct.pack(
-            "<6Q10I", s.st_ino, s.st_size, s.st_blocks, *times, *nanos, s.st_mode, s.st_nlink, s.st_uid, s.st_gid, 0, 4096, 0
+            "<6Q10I",
+            s.st_ino,
+            s.st_size,
+            s.st_blocks,
+            *times,
+            *nanos,
+            s.st_mode,
+            s.st_nlink,
+            s.st_uid,
+            s.st_gid,
+            0,
+            4096,
+            0,
         )
 
     def entry(self, path: Path) -> bytes:
@@ -121,7 +133,9 @@ class Server:
         text = [os.fsdecode(part) for part in body.split(b"\0")]
         if opcode == INIT:
             major, minor, ahead, _ = struct.unpack_from("<IIII", body)
-            return struct.pack("<IIIIHHIIHHII6I", major, min(minor, 38), ahead, 0, 16, 12, MOST, 1, 32, 0, 0, 0, *[0] * 6)
+            return struct.pack(
+                "<IIIIHHIIHHII6I", major, min(minor, 38), ahead, 0, 16, 12, MOST, 1, 32, 0, 0, 0, *[0] * 6
+            )
         if opcode == LOOKUP:
             return self.entry(path / text[0])
         if opcode == GETATTR:
@@ -183,7 +197,7 @@ class Server:
             fh = struct.unpack_from("<Q", body)[0]
             if self.how["sequential"] and fh in self.poisoned:  # such an upload never shows
                 with contextlib.suppress(OSError):
-                    Path(os.readlink(f"/proc/self/fd/{fh}")).unlink()
+                    Path(f"/proc/self/fd/{fh}").readlink().unlink()
                 self.poisoned.discard(fh)
             os.close(fh)
             return b""

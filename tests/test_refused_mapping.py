@@ -1,4 +1,4 @@
-"""Files that the kernel does not map, and overlays whose layers are not on this machine: read, with the reason in the report."""
+"""Files that the kernel does not map, and overlays whose layers are not on this machine: they are read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 told = []
 if how == "load":
     found = checkpoint.load(names=["w"], framework="np")["w"]
-    told = [(one["from"], one["to"], "Cannot allocate memory" in one["reason"]) for one in checkpoint.last_report.fallbacks]
+    fallbacks = checkpoint.last_report.fallbacks
+    told = [(one["from"], one["to"], "Cannot allocate memory" in one["reason"]) for one in fallbacks]
 elif how == "stream":
     (_, found), = checkpoint.stream(names=["w"], framework="np")
 elif how == "safe_open":
@@ -104,9 +105,7 @@ for options in ({}, {"io": "mapped"}):
 
 @pytest.mark.parametrize("error", ["ENODEV", "ENOMEM", "EACCES", "EPERM", "EINVAL", "EOPNOTSUPP", "EAGAIN", "ENOSYS"])
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_a_mapping_that_is_refused_is_a_read(
-    small: Path, python: Callable[..., Any], error: str, dtype: str | None
-):
+def test_a_mapping_that_is_refused_is_a_read(small: Path, python: Callable[..., Any], error: str, dtype: str | None):
     code = """
 import errno, sys, numpy as np, penstock, refusals
 path, error, dtype = sys.argv[1], getattr(errno, sys.argv[2]), sys.argv[3]
@@ -249,5 +248,3 @@ print(len(checkpoint.load(framework="np", options={"threads": 32})))
     with refusing_fs.mounted(tmp_path) as fs:
         done = python(code, fs.path / "model.safetensors")
     assert done.stdout.strip() == "64", done.stderr
-
-

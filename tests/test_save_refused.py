@@ -1,4 +1,4 @@
-"""Saving where the file system refuses a call: in another way if nothing can be lost by it, else an error, never half a file."""
+"""Saving where a call is refused: in another way if nothing can be lost by it, else an error, never half a file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "nothing": {
         "sequential": True,
         "direct": False,
-        "refuse": dict.fromkeys(("rename", "link", "chmod", "ftruncate", "fsync", "fsyncdir", "fallocate"), errno.EINVAL),
+        "refuse": dict.fromkeys(
+            ("rename", "link", "chmod", "ftruncate", "fsync", "fsyncdir", "fallocate"), errno.EINVAL
+        ),
     },
 }
 #: Those where an old file cannot be replaced.
@@ -132,7 +134,7 @@ def test_a_save_that_fails_in_the_middle_leaves_nothing_and_keeps_the_old_file(t
         for name in ("old", "new"):
             with pytest.raises(penstock.PenstockError, match=rf"{name}\.safetensors"):
                 penstock.save_file(NEW, fs.path / f"{name}.safetensors", fsync=True)
-    left = [name for name in os.listdir(tmp_path) if name != "old.safetensors"]
+    left = [path.name for path in tmp_path.iterdir() if path.name != "old.safetensors"]
     if "unlink" in how.get("refuse", {}) and call != "write":
         # Whole, and not confirmed: nobody may remove it.
         assert left in ([], ["new.safetensors"])
@@ -217,7 +219,7 @@ def test_a_mounted_file_is_written_if_it_is_empty(tmp_path: Path, content: str, 
     print(json.dumps(attempt(folder / "inside/m.safetensors", fsync)))
     """
     what, told = json.loads(alone(code, tmp_path, fsync).stdout)
-    assert os.listdir(tmp_path / "inside") == ["m.safetensors"]
+    assert [path.name for path in (tmp_path / "inside").iterdir()] == ["m.safetensors"]
     assert (tmp_path / "inside/m.safetensors").stat().st_size == 0
     if content == "empty":
         assert (what, told) == ("saved", ["rename"])
@@ -284,7 +286,7 @@ def test_a_writable_file_in_a_folder_that_is_not(tmp_path: Path, how: str, conte
         assert f"({call})" in told and str(path) in told, told
         assert "another folder" in told or "its folder" in told, told
         assert content == "none" or path.read_bytes() == b"old"
-    assert os.listdir(folder) == ([] if content == "none" else ["m.safetensors"])
+    assert [path.name for path in folder.iterdir()] == ([] if content == "none" else ["m.safetensors"])
 
 
 @pytest.mark.parametrize("error", ["ENOSYS", "EPERM", "EXDEV", "EIO"])
@@ -323,7 +325,10 @@ except penstock.PenstockError as caught:
 print(os.listdir(os.path.dirname(sys.argv[1])))
 """
     done = python(code, tmp_path / "m.safetensors", call, error, PYTHONPATH=HERE)
-    expected = {"ftruncate": "True [('O_DIRECT', True)]", "fsync": "True [('fsync', True), ('fsync of the directory', False)]"}[call]
+    expected = {
+        "ftruncate": "True [('O_DIRECT', True)]",
+        "fsync": "True [('fsync', True), ('fsync of the directory', False)]",
+    }[call]
     if (call, error) == ("fsync", "EPERM"):  # not what a file system says that knows no fsync
         assert done.stdout.split("\n")[:2] == ["AccessError True", "[]"], done.stderr
     else:
@@ -342,10 +347,10 @@ def test_bytes_go_to_such_a_file_system_in_order_and_several_files_side_by_side(
 
 @fuse
 def test_a_mount_that_ends_in_the_middle_is_an_error(tmp_path: Path):
-    with refusing_fs.mounted(tmp_path, refuse={"write": errno.ENOTCONN}, after={"write": 3}) as fs:
-        with pytest.raises(penstock.WriteError, match="Transport endpoint"):
-            penstock.save_file(NEW, fs.path / "m.safetensors")
-    assert os.listdir(tmp_path) == []
+    how = {"refuse": {"write": errno.ENOTCONN}, "after": {"write": 3}}
+    with refusing_fs.mounted(tmp_path, **how) as fs, pytest.raises(penstock.WriteError, match="Transport endpoint"):
+        penstock.save_file(NEW, fs.path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 assert slow_fs  # named in a condition above

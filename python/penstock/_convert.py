@@ -49,7 +49,9 @@ def _warn(files: Iterable[Path]) -> None:
     """Says that files are not what their names say."""
     for file in files:
         what = "a safetensors file" if file.suffix in _pickles.SUFFIXES else "a file of torch.save"
-        warnings.warn(f"{file} is {what}, whatever its name says: it is converted as such", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"{file} is {what}, whatever its name says: it is converted as such", RuntimeWarning, stacklevel=4
+        )
 
 
 def _cast(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:

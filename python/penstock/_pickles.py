@@ -1,4 +1,4 @@
-"""What `torch.save` wrote: which files of a folder hold weights, and their tensors, read without running anything in them.
+"""What `torch.save` wrote: which files of a folder hold weights, and their tensors. Nothing in them is run.
 
 The content of a file decides what it is, and not its name: pickles are called ``.safetensors`` and the other way round.
 """
@@ -16,12 +16,12 @@ from ._paths import is_web
 
 #: The names that `torch.save` of weights is given.
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: What libraries call the weights of a folder, in the order in which they are looked for: transformers, diffusers, peft.
+#: What transformers, diffusers and peft call the weights of a folder, in the order in which they are looked for.
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 #: State of a training, which no folder's weights are: of Trainer, Accelerate, DeepSpeed, FSDP.
 _STATE = re.compile(
-    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader|dl_state"
-    r"|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
+    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader"
+    r"|dl_state|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
     re.IGNORECASE,
 )
 #: Where trainers keep the state dict in what they save.
@@ -184,7 +184,9 @@ def _why(error: Exception) -> str:
     )
     found = re.search(r"(?:Unsupported (?:class|global):? )?GLOBAL (\S+)|Unsupported class (\S+)", text)
     if found:
-        return f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
+        return (
+            f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
+        )
     if "weights_only" in text or "Weights only" in text or "WeightsUnpickler" in text:
         reason = re.search(r"WeightsUnpickler error: ([^\n]+)", text)
         what = reason[1] if reason else text.split("\n")[0].split(". ")[0]
@@ -244,5 +246,7 @@ def not_here(source: str, error: PenstockError) -> PenstockError:
     """The error for a file or repository of a server that holds what `torch.save` wrote."""
     if "torch.save" not in str(error):
         return error
-    why = "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+    why = (
+        "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+    )
     return type(error)(why, path=source)

@@ -32,7 +32,7 @@ from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 from ._text import check_text
-from ._unsaveable import check, check_one, without_memory
+from ._unsaveable import check, check_one, not_a_tensor, without_counterpart, without_memory
 
 #: No shard is larger than a file can be.
 _NO_LIMIT = 1 << 63
@@ -51,13 +51,7 @@ def _of_torch(name: str, tensor: Any) -> Described:
 
     dtype = _torch_names().get(tensor.dtype)
     if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
-        what = f"a {tensor.layout} tensor of {tensor.dtype}"
-        way_out = ""
-        if tensor.layout != torch.strided:
-            way_out = ". `.to_dense()` makes a dense one, which may be much larger"
-        elif tensor.is_quantized:
-            way_out = ". Save `.dequantize()` of it, or `.int_repr()` and its scales"
-        raise MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors{way_out}", tensor=name)
+        raise without_counterpart(name, tensor)
     if tensor.device.type == "meta":
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save", tensor=name)
     if type(tensor) is not torch.Tensor:
@@ -149,6 +143,8 @@ def describe(name: object, value: Any) -> Described:
         return _of_torch(name, value)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _of_numpy(name, numpy.asarray(value))
+    if name.endswith("_extra_state") and not hasattr(value, "shape"):
+        raise not_a_tensor(name, value)
     if hasattr(value, "__array__") and hasattr(value, "shape"):  # jax, tensorflow, mlx
         return _of_numpy(name, import_module("numpy").asarray(value))
     raise InvalidError(f"{name} is a {type(value).__name__}: give tensors of torch, or arrays of numpy or JAX")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._errors import ArgumentTypeError, InvalidError, NoValuesError
+from ._errors import ArgumentTypeError, InvalidError, MissingDtypeError, NoValuesError
 
 
 def check(state: Mapping[str, Any]) -> None:
@@ -14,6 +14,7 @@ def check(state: Mapping[str, Any]) -> None:
     Raises:
         ArgumentTypeError: it is no tensor.
         NoValuesError: a lazy module has not made it yet.
+        MissingDtypeError: it is sparse, or of a quantized dtype.
         InvalidError: it stands for others: a quantized tensor, or one that is divided among ranks.
     """
     for name, value in state.items():
@@ -33,6 +34,8 @@ def check_one(name: object, value: Any) -> None:
             "initialize_parameters, before it is saved",
             tensor=str(name),
         )
+    if value.layout != torch.strided or value.is_quantized:
+        raise without_counterpart(name, value)
     if stands_for_others(value):
         raise without_memory(name, value)
 
@@ -46,7 +49,9 @@ def stands_for_others(tensor: Any) -> bool:
     if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
         return True
     try:
-        return bool(tensor.numel()) and not tensor.untyped_storage().data_ptr() and tensor.device.type in ("cpu", "cuda")
+        return (
+            bool(tensor.numel()) and not tensor.untyped_storage().data_ptr() and tensor.device.type in ("cpu", "cuda")
+        )
     except (RuntimeError, NotImplementedError):
         return True
 
@@ -63,6 +68,18 @@ def not_a_tensor(name: object, value: object) -> ArgumentTypeError:
     return ArgumentTypeError(f"{kind}: a file holds tensors alone")
 
 
+def without_counterpart(name: object, tensor: Any) -> MissingDtypeError:
+    """The error for a tensor of a layout or a dtype that the format lacks."""
+    import torch
+
+    what, way_out = f"a {tensor.layout} tensor of {tensor.dtype}", ""
+    if tensor.layout != torch.strided:
+        way_out = ". `.to_dense()` makes a dense one, which may be much larger"
+    elif tensor.is_quantized:
+        way_out = ". Save `.dequantize()` of it, or `.int_repr()` and its scales"
+    return MissingDtypeError(f"tensor {name} is {what}: the format has no such tensors{way_out}", tensor=str(name))
+
+
 def without_memory(name: object, tensor: Any) -> InvalidError:
     """The error for a tensor that stands for others, with what to save in its place."""
     import torch
@@ -73,7 +90,9 @@ def without_memory(name: object, tensor: Any) -> InvalidError:
     elif getattr(type(tensor), "dequantize", None) is not torch.Tensor.dequantize:
         way_out = f"it is quantized. Save `.dequantize()` of it{_made_of(tensor)}"
     else:
-        way_out = f"save the tensors that it is made of{_made_of(tensor).removeprefix(', or the tensors that it is made of')}"
+        way_out = (
+            f"save the tensors that it is made of{_made_of(tensor).removeprefix(', or the tensors that it is made of')}"
+        )
     return InvalidError(f"{kind}: {way_out}", tensor=str(name))
 
 

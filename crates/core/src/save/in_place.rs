@@ -16,7 +16,7 @@ use std::path::Path;
 const HELD_BACK: usize = 8;
 
 /// A system call that the file system refused.
-pub(super) struct Refused {
+pub(super) struct RefusedCall {
     pub(super) call: &'static str,
     pub(super) cause: io::Error,
 }
@@ -72,7 +72,7 @@ impl InPlace {
 ///
 /// # Errors
 /// If something could be lost: the error says which call was refused, and what to do.
-pub(super) fn open(path: &Path, refused: &Refused) -> Result<(File, InPlace)> {
+pub(super) fn open(path: &Path, refused: &RefusedCall) -> Result<(File, InPlace)> {
     let made = match fs::symlink_metadata(path) {
         Err(cause) if cause.kind() == io::ErrorKind::NotFound && refused.call == "rename" => true,
         Ok(found) if found.is_file() && found.len() == 0 && is_refusal(&refused.cause) => false,
@@ -111,7 +111,7 @@ fn is_refusal(cause: &io::Error) -> bool {
     ![libc::ENOENT, libc::ENOTDIR, libc::ENOSPC, libc::EDQUOT, libc::EMFILE, libc::ENFILE, libc::EIO].contains(&errno)
 }
 
-fn not_beside(path: &Path, refused: &Refused, is_there: bool) -> Error {
+fn not_beside(path: &Path, refused: &RefusedCall, is_there: bool) -> Error {
     if refused.call == "rename" {
         return not_renamed(path, &refused.cause);
     }

@@ -10,7 +10,7 @@
 //! cannot be replaced. There a file is written under its name if nothing can be lost by that: if the name is free, or the
 //! file is empty. See [`in_place`].
 
-use super::in_place::{self, InPlace, Refused};
+use super::in_place::{self, InPlace, RefusedCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::options::PAGE;
@@ -53,7 +53,7 @@ impl Output {
         let folder = parent(path);
         let in_order = takes_bytes_in_order(folder);
         let beside = match in_place::is_mount_point(path) {
-            true => Err(Refused { call: "rename", cause: io::Error::from_raw_os_error(libc::EBUSY) }),
+            true => Err(RefusedCall { call: "rename", cause: io::Error::from_raw_os_error(libc::EBUSY) }),
             false => beside(folder, path),
         };
         let (file, temporary, in_place, mut fallback) = match beside {
@@ -298,16 +298,16 @@ pub(super) fn parent(path: &Path) -> &Path {
 }
 
 /// A file in the directory that has no name, or that has one which no reader looks for.
-fn beside(folder: &Path, path: &Path) -> Result<(File, Option<PathBuf>), Refused> {
+fn beside(folder: &Path, path: &Path) -> Result<(File, Option<PathBuf>), RefusedCall> {
     // Not every file system has them, and without /proc they cannot get a name.
     if let Ok(file) = nameless(folder) {
         return Ok((file, None));
     }
     // It lets nobody rename, and its users may be allowed to make files and not to remove them.
     if mount_of(folder).is_some_and(|mount| mount.source == "mountpoint-s3") {
-        return Err(Refused { call: "rename", cause: io::Error::from_raw_os_error(libc::ENOSYS) });
+        return Err(RefusedCall { call: "rename", cause: io::Error::from_raw_os_error(libc::ENOSYS) });
     }
-    let (file, first) = named(folder).map_err(|cause| Refused { call: "open", cause })?;
+    let (file, first) = named(folder).map_err(|cause| RefusedCall { call: "open", cause })?;
     // A save that finds out at its end that the file system cannot rename is a save in vain.
     let name = unused(folder);
     match fs::rename(&first, &name) {
@@ -320,7 +320,7 @@ fn beside(folder: &Path, path: &Path) -> Result<(File, Option<PathBuf>), Refused
         Err(cause) => {
             drop(file);
             let _left_behind = fs::remove_file(&first);
-            Err(Refused { call: "rename", cause })
+            Err(RefusedCall { call: "rename", cause })
         }
     }
 }

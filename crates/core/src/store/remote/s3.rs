@@ -35,9 +35,11 @@ pub(super) struct S3 {
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
     /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
-    /// By the address of the object, and the place that a redirect named.
-    signed: Mutex<HashMap<(String, Option<Address>), (Instant, Get)>>,
+    signed: Mutex<Signed>,
 }
+
+/// Requests, and when they were signed, by the address of the object and the place that a redirect named.
+type Signed = HashMap<(String, Option<Address>), (Instant, Get)>;
 
 impl S3 {
     pub(super) fn new(settings: S3Settings, environment: Environment, common: Arc<Common>) -> S3 {
