@@ -44,9 +44,10 @@ def _pickles(sources: Sequence[str]) -> list[Path]:
     """Files written by torch.save among the sources; empty where they are safetensors files."""
     found: list[Path] = []
     for source in map(Path, sources):
-        if source.is_dir() and not any(source.glob("*.safetensors")):
+        if source.is_dir() and all(path.name.startswith(".") for path in source.glob("*.safetensors")):
             for pattern in _PICKLES:
-                here = sorted(source.glob(pattern), key=lambda path: _natural(path.name))
+                here = [path for path in source.glob(pattern) if not path.name.startswith(".")]
+                here.sort(key=lambda path: _natural(path.name))
                 found += here
                 if here:
                     break
