@@ -724,3 +724,24 @@ def test_what_huggingface_hub_downloads_is_opened_and_verified(cache, small, mon
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_variant_of_a_repository_is_opened_and_what_is_passed_over_is_told(cache, weights):
+    for name in ("model.safetensors", "model.fp16.safetensors", "consolidated.safetensors"):
+        cache.add("org/name", name, weights)
+    cache.ref("org/name", "main")
+    plain, variant = penstock.open("org/name"), penstock.open("hf://org/name", variant="fp16")
+    assert [Path(file).name for file in plain.files] == ["model.safetensors"]
+    assert "consolidated.safetensors, model.fp16.safetensors" in plain.warnings[0]
+    assert [Path(file).name for file in variant.files] == ["model.fp16.safetensors"]
+    with pytest.raises(NotFoundError, match='variant="fp8"'):
+        penstock.open("org/name", variant="fp8")
+
+
+def test_an_index_of_the_cache_is_never_one_that_is_left_over(cache, weights):
+    """Its files can still be fetched, and another whole file beside it is another checkpoint."""
+    cache.add("org/name", "model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    cache.add("org/name", "consolidated.safetensors", weights)
+    cache.ref("org/name", "main")
+    with pytest.raises(NotFoundError, match="1 of the 1 shard files of this index are missing"):
+        penstock.open("org/name")

@@ -668,3 +668,14 @@ def test_https_with_an_authority_of_our_own(tmp_path, home, small, python, autho
         done = python(code, HF_ENDPOINT=hub.endpoint)
         assert "is not trusted" in done.stderr and "SSL_CERT_FILE" in done.stderr
         assert len(hub.asked("api")) == 1
+
+
+def test_a_variant_is_chosen_among_the_names_that_the_hub_lists(hub, one, tmp_path):
+    for name in ("model.safetensors", "model.fp16.safetensors", "consolidated.safetensors"):
+        (tmp_path / "both").mkdir(exist_ok=True)
+        (tmp_path / "both" / name).write_bytes((one / "model.safetensors").read_bytes())
+    hub.add("org/both", tmp_path / "both", "main", commit=OTHER)
+    plain, variant = penstock.open("org/both"), penstock.open("hf://org/both", variant="fp16")
+    assert [file.rpartition("/")[2] for file in plain.files] == ["model.safetensors"]
+    assert "consolidated.safetensors, model.fp16.safetensors" in plain.warnings[0]
+    assert [file.rpartition("/")[2] for file in variant.files] == ["model.fp16.safetensors"]

@@ -153,6 +153,8 @@ def test_a_pickle_is_converted_with_the_first_name_of_its_state(tmp_path: Path, 
     shared = torch.ones(3, 2)
     state = {names[0]: shared, "other": torch.ones(1), names[1]: shared, "view": shared[:2], "turned": shared.t()}
     torch.save(state, tmp_path / "pytorch_model.bin")
+    for sidecar in ("._pytorch_model.bin", "._model.safetensors", "._x.pt"):
+        (tmp_path / sidecar).write_bytes(b"\0\5\x16\7")
     convert([str(tmp_path)], tmp_path / "out", progress=False)
     assert names_in(tmp_path / "out") == sorted([names[0], "other", "view", "turned"])
     assert penstock.open(tmp_path / "out").metadata[names[1]] == names[0]
