@@ -18,6 +18,7 @@ import pytest
 from conftest import LAYOUT, Oracle
 from penstock import _core
 from penstock.integrations import _fetched
+from raw_server import Asked, part, raw_server
 from s3_server import KEYS, Answer, Bucket, error, serving
 from test_azure import ACCOUNT, Azure
 from test_gcs import Google
@@ -293,6 +294,29 @@ def test_a_plain_text_shows_no_query_of_an_address(bucket, scheme):
         with pytest.raises(penstock.ReadError, match="cannot do") as caught:
             penstock.open(address, storage=storage_of(bucket))
         assert not re.search("sesame|list-type|sig=", repr(caught.value))
+
+
+@pytest.mark.parametrize("size", [9, 8, 10])
+def test_a_listing_says_where_an_object_ends_that_ends_with_its_connection(size):
+    """Nothing else does, of a plain text without a length."""
+    content = f"<Contents><Key>m/merges.txt</Key><Size>{size}</Size></Contents>"
+    listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{content}</ListBucketResult>".encode()
+
+    def answer(asked: Asked) -> bytes:
+        if is_listing(asked.target):
+            return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(listing), listing)
+        return part(asked, b"nine byte", status="200 OK", length=False)
+
+    with raw_server(answer) as served:
+        storage: Any = {"endpoint": served.url, "anonymous": True}
+        with pytest.raises(penstock.ReadError, match="nothing says whether that is all"):
+            _core.contents(["s3://bucket/m/merges.txt"], 1 << 20, None, storage)
+        assert _core.names_in("s3://bucket/m/", None, storage) == ["merges.txt"]
+        if size == 9:
+            assert _core.contents(["s3://bucket/m/merges.txt"], 1 << 20, None, storage) == [b"nine byte"]
+            return
+        with pytest.raises(penstock.ReadError, match="nothing says whether that is all"):
+            _core.contents(["s3://bucket/m/merges.txt"], 1 << 20, None, storage)
 
 
 # Redirects
