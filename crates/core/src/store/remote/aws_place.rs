@@ -36,7 +36,7 @@ pub(super) struct Variant {
 }
 
 /// A text, and where it comes from, in words.
-struct Said<'a>(&'a str, String);
+struct Quoted<'a>(&'a str, String);
 
 impl S3Place {
     /// What settings, environment and profile say, in this order.
@@ -158,11 +158,11 @@ fn domain(region: &str) -> &'static str {
 /// The region, and whether its name asks for the FIPS endpoint, as older programs write it.
 fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<(String, bool)> {
     let named = environment.named(&["AWS_REGION", "AWS_DEFAULT_REGION"]);
-    let Said(text, origin) = match (&settings.region, named) {
-        (Some(text), _) => Said(meant(text), "region in storage=".to_owned()),
-        (None, Some((variable, text))) => Said(text, variable.to_owned()),
+    let Quoted(text, origin) = match (&settings.region, named) {
+        (Some(text), _) => Quoted(meant(text), "region in storage=".to_owned()),
+        (None, Some((variable, text))) => Quoted(text, variable.to_owned()),
         (None, None) => match files.profile()?.get("region") {
-            Some(text) => Said(meant(text), format!("region of the AWS profile {:?}", files.name)),
+            Some(text) => Quoted(meant(text), format!("region of the AWS profile {:?}", files.name)),
             None => return Ok((REGION.to_owned(), false)),
         },
     };
@@ -191,12 +191,12 @@ fn endpoint_of(
     let ignored = environment.is_true("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
         || files.found.get("ignore_configured_endpoint_urls").is_some_and(|value| value.eq_ignore_ascii_case("true"));
     let said = match (given, environment.named(&variables)) {
-        (Some(text), _) => Some(Said(text, "endpoint in storage=".to_owned())),
+        (Some(text), _) => Some(Quoted(text, "endpoint in storage=".to_owned())),
         _ if ignored => None,
-        (None, Some((variable, text))) => Some(Said(text, variable.to_owned())),
+        (None, Some((variable, text))) => Some(Quoted(text, variable.to_owned())),
         (None, None) => None,
     };
-    if let Some(Said(text, origin)) = said {
+    if let Some(Quoted(text, origin)) = said {
         return parsed(service, text, &origin).map(Some);
     }
     if ignored {
