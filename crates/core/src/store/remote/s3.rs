@@ -27,6 +27,9 @@ use std::time::{Duration, Instant};
 const SIGNED: Duration = Duration::from_secs(60);
 const MOST_SIGNED: usize = 4096;
 
+/// The address of an object, and the place that a redirect named.
+type SignedPlace = (String, Option<Address>);
+
 /// Makes requests for the objects of S3.
 #[derive(Debug)]
 pub(super) struct S3 {
@@ -34,8 +37,7 @@ pub(super) struct S3 {
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
     /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
-    /// By the address of the object, and the place that a redirect named.
-    signed: Mutex<HashMap<(String, Option<Address>), (Instant, Get)>>,
+    signed: Mutex<HashMap<SignedPlace, (Instant, Get)>>,
 }
 
 impl S3 {
@@ -119,7 +121,7 @@ impl S3 {
     }
 
     /// What `made` gives, or what it gave lately for the same.
-    fn once(&self, of: (String, Option<Address>), generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
+    fn once(&self, of: SignedPlace, generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
         let mut signed = lock(&self.signed);
         if let Some((when, get)) = signed.get(&of) {
             if when.elapsed() < SIGNED && get.generation == generation {
