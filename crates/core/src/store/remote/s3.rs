@@ -28,6 +28,9 @@ use std::time::{Duration, Instant};
 const SIGNED: Duration = Duration::from_secs(60);
 const MOST_SIGNED: usize = 4096;
 
+/// The address of an object, and the place that a redirect named.
+type SignedPlace = (String, Option<Address>);
+
 /// Makes requests for the objects of S3.
 #[derive(Debug)]
 pub(super) struct S3 {
@@ -35,11 +38,8 @@ pub(super) struct S3 {
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
     /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
-    signed: Mutex<Signed>,
+    signed: Mutex<HashMap<SignedPlace, (Instant, Get)>>,
 }
-
-/// Requests, and when they were signed, by the address of the object and the place that a redirect named.
-type Signed = HashMap<(String, Option<Address>), (Instant, Get)>;
 
 impl S3 {
     pub(super) fn new(settings: S3Settings, environment: Environment, common: Arc<Common>) -> S3 {
@@ -119,7 +119,7 @@ impl S3 {
     }
 
     /// What `made` gives, or what it gave lately for the same.
-    fn once(&self, of: (String, Option<Address>), generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
+    fn once(&self, of: SignedPlace, generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
         let mut signed = lock(&self.signed);
         if let Some((when, get)) = signed.get(&of) {
             if when.elapsed() < SIGNED && get.generation == generation {
