@@ -48,6 +48,7 @@ import penstock
 import penstock.torch
 import pytest
 import refusing_fs
+import slow_fs  # noqa: F401  (a condition names it)
 import torch
 from penstock._convert import convert
 from torch import nn
