@@ -21,6 +21,7 @@ from .._report import Report
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 from ._remote import RemoteWeights
+from ._strict import STRICT, not_used, strict_of
 
 logger = logging.getLogger("penstock")
 
@@ -37,6 +38,8 @@ class Settings(NamedTuple):
     weights: str | Mapping[str, str] | None
     """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
+    strict: bool = True
+    """Whether a load of the engine's own is an error."""
 
     def place_of(self, model: str) -> str:
         """Where the weights of a model are that the engine knows by this path."""
@@ -51,7 +54,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, *Options.names()]
+    known = [WEIGHTS, STORAGE, STRICT, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -63,8 +66,8 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
         raise InvalidError(text)
     if storage is not None:
         _check_storage(storage, engine)
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE)}
-    return Settings(make_options(options), weights, storage)
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, STRICT)}
+    return Settings(make_options(options), weights, storage, strict_of(given, engine))
 
 
 def _check_storage(storage: Any, engine: str) -> None:
@@ -109,6 +112,8 @@ class Loads:
     """The loads of one call of an engine's loader: one for each place that it takes weights from."""
 
     def __init__(self, device: torch.device, options: Options | None, mark: str | None = None) -> None:
+        self.engine, self.strict = "the engine", True
+        """Whose load this is, and whether a load of its own is an error."""
         self.recorders: list[Recorder] = []
         self.fallbacks: list[str] = []
         """Why the engine's own way was taken, for each place where it was."""
@@ -148,14 +153,18 @@ class Loads:
         return self._marked(recorder)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's own way gives. The reason goes into the reports."""
+        """What the engine's own way gives. The reason goes into the reports.
+
+        Raises:
+            UnsupportedError: the user has not accepted the engine's own way, or it cannot read the files.
+        """
         chosen.refuse_fallback(why)
+        not_used(self.engine, why, self.strict)
         self.fallbacks.append(why)
         if self.group is not None:
             # Ranks that do not fall back would wait for this one
             with suppress(BaseException), Gathering(self.group):
                 raise UnsupportedError(f"it loads as the engine does: {why}")
-        logger.warning("penstock: loading as the engine does: %s", why)
         return iter(otherwise())
 
     def _marked(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
@@ -210,12 +219,16 @@ def reloaded(
     options: Options,
     cuts: Cuts,
     otherwise: Callable[[], Any],
+    refuse: Callable[[str], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
 
+    Args:
+        refuse: Raises the error for a reload of the engine's own, if that is one. Gets the reason.
+
     Raises:
         MissingDtypeError: torch has no such dtype.
-        UnsupportedError: they cannot be given, and ``otherwise`` cannot read them.
+        UnsupportedError: they cannot be given, and ``otherwise`` cannot read them or may not.
     """
     try:
         return Reloader(*chosen.opened(keep), device, options, cuts).weights()
@@ -223,5 +236,5 @@ def reloaded(
         raise
     except UnsupportedError as error:
         chosen.refuse_fallback(str(error))
-        logger.warning("penstock: reloading as the engine does: %s", error)
+        refuse(str(error))
         return iter(otherwise())

@@ -58,6 +58,7 @@ class RemoteWeights:
     """
 
     def __init__(self, place: str, storage: Storage | None) -> None:
+        self.place = place
         self.checkpoint: Checkpoint = open_checkpoint(place, storage=storage)
         self._by_name = {file_name(path): path for path in self.checkpoint.files}
         if len(self._by_name) < len(self.checkpoint.files):
