@@ -15,6 +15,7 @@ __all__ = [
     "CacheFill",
     "Checkpoint",
     "Load",
+    "Lookout",
     "Mesh",
     "Options",
     "Save",
@@ -266,6 +267,21 @@ class Save:
     def files(self) -> list[str]:
         """Names of the files, the index last."""
     def report(self) -> dict[str, Any]: ...
+
+@final
+class Lookout:
+    """A rank that answers at ``host``, and watches the others, while no load of them is under way."""
+
+    def __new__(cls, host: str) -> Lookout: ...
+    @property
+    def pulse(self) -> int:
+        """The port at which it answers."""
+    def watch(self, rank: int, pulses: Sequence[tuple[str, int]], silence: float) -> None:
+        """Watches the others from now on. pulses: (host, pulse) of all. silence: seconds without an answer."""
+    def look(self) -> None:
+        """Raises PeerError if a rank was stopped."""
+    def close(self) -> None:
+        """Answers no more, and watches nobody."""
 
 @final
 class Seat:

@@ -13,9 +13,9 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from . import _core
@@ -28,9 +28,11 @@ from ._request import Agreement
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
-_PROTOCOL = 3
+_PROTOCOL = 4
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
-_LOOK = (0.0002, 0.02)
+_LOOK = (0.0002, 0.1)
+#: What the looks may cost: a pause is this part of the time that was waited already, or more.
+_PART = 0.05
 #: Names that an error lists.
 _SHOWN = 8
 
@@ -42,6 +44,26 @@ _MESHES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 _LEFT: WeakKeyDictionary[Store, dict[int, list[tuple[str, str | None]]]] = WeakKeyDictionary()
 #: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
 _KEPT = 8
+
+
+#: By store, then by rank: the ranks that are joined there (`penstock.joined`).
+_JOINED: WeakKeyDictionary[Store, dict[int, list[Company]]] = WeakKeyDictionary()
+
+
+class Company(Protocol):
+    """Ranks that have met, and that notice if one of them is gone or was stopped."""
+
+    def gone(self) -> PeerError | None:
+        """The error for a rank that is gone, or was stopped."""
+        ...
+
+    def closed(self) -> Mapping[int, int | None]:
+        """Ranks that have closed their connections. They may have come to a load before."""
+        ...
+
+    def heed(self) -> None:
+        """Raises the error that one of them has left before it went."""
+        ...
 
 
 class Member(NamedTuple):
@@ -164,6 +186,15 @@ def left_in(store: Store, rank: int) -> list[tuple[str, str | None]]:
         return []
 
 
+def joined_in(store: Any, rank: int) -> list[Company]:
+    """The companies of a rank in a store, or in the one of which this is a part. It may be changed."""
+    store = getattr(store, "penstock_whole", store)
+    try:
+        return _JOINED.setdefault(store, {}).setdefault(rank, [])
+    except TypeError:  # no weak reference to it can be made: it would be kept for ever
+        return []
+
+
 class Gathering:
     """One load of a group, before it begins. Every rank makes one for each load, in the same order.
 
@@ -183,6 +214,8 @@ class Gathering:
         self._deaf = False
         #: The addresses of all ranks are known.
         self._watches = False
+        #: Those that these ranks have met in before.
+        self._companies: Sequence[Company] = tuple(joined_in(store, self._rank))
 
     def __enter__(self) -> Gathering:
         return self
@@ -217,12 +250,26 @@ class Gathering:
             return
 
     def _go_on(self) -> bool:
-        """True. Raises the error of a rank that cannot load."""
+        """True. Raises the error of a rank that cannot load, is gone, or was stopped."""
+        self.heed()
+        for company in self._companies:
+            gone = company.gone()
+            if gone is None:
+                continue
+            self.heed()  # it has said why before it went
+            company.heed()
+            keys = [self._key(rank) for rank in company.closed()]
+            if not self._met and gone.rank in company.closed() and self._store.check(keys):
+                continue  # they have come, and have loaded alone meanwhile; or their connections will tell
+            raise gone
+        return True
+
+    def heed(self) -> None:
+        """Raises the error that a rank has left in the store."""
         if self._store.check([self._prefix + "failed"]):
             rank, host, why = json.loads(self._store.get(self._prefix + "failed"))
             text = f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}"
             raise PeerError(text, rank=rank, host=host, why=why)
-        return True
 
     def _go_on_meeting(self) -> bool:
         """The same, once all entries were read: ranks meet without the store, and without its news if it is gone."""
@@ -358,13 +405,13 @@ class Gathering:
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
         """What every rank has said of something."""
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
-        pause = _LOOK[0]
+        begun = time.monotonic()
         while not self._store.check(keys):
             self._go_on()
-            time.sleep(pause)
-            if pause == _LOOK[1]:
+            waited = time.monotonic() - begun
+            time.sleep(min(max(waited * _PART, _LOOK[0]), _LOOK[1]))
+            if waited >= _LOOK[1]:
                 self._look(keys)
-            pause = min(2 * pause, _LOOK[1])
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:

@@ -18,7 +18,6 @@ from penstock import Checkpoint, Destination
 from penstock._errors import MissingDtypeError
 from penstock.integrations._engine import settings_of
 from penstock.integrations._recorder import Recorder
-from safetensors.torch import load_file
 from tiny_models import Tensors, edited
 from vllm.model_executor.model_loader import default_loader
 from vllm_model import POISON, as_bytes, configured, created, digests, load
@@ -272,7 +271,6 @@ def method_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def methods_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     method_renamed(monkeypatch)
-    rewritten(monkeypatch, "get_all_weights", "self._get_weights_iterator(", "self._weights_of(")
     monkeypatch.setattr(Loader, "every_weight", Loader.get_all_weights, raising=False)
     rewritten(monkeypatch, "load_weights", "self.get_all_weights(", "self.every_weight(")
 
@@ -330,27 +328,6 @@ def test_a_reload_that_does_not_call_what_it_used_to_is_an_error(
     drift(monkeypatch)
     with pytest.raises(penstock.UnsupportedError, match="vLLM would load in its own way: "):
         list(loader.get_all_weights(config.model_config, mine))
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_files_that_are_not_safetensors_are_an_error_that_names_convert(
-    strict: bool, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """A model may have vLLM take files by patterns of its own."""
-    tensors = {name: one for shard in shards(model) for name, one in load_file(shard).items()}
-    for shard in shards(model):
-        shard.unlink()
-    torch.save(tensors, model / "pytorch_model.bin")
-    config = configured({"model": str(model), "model_loader_extra_config": {"strict": strict}}, "penstock")
-    loader, mine = created(config)
-    monkeypatch.setattr(type(mine), "allow_patterns_overrides", ["*.bin"], raising=False)
-    if strict:
-        with pytest.raises(penstock.UnsupportedError, match="penstock convert"):
-            load(loader, mine, config)
-        unchanged(mine)
-    else:
-        load(loader, mine, config)
-        assert len(loader.fallbacks) == 1
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
     check_interfaces, Addressing, AzureSettings, Bearer, CredentialSource, GcsSettings, GivenCredentials,
-    GivesCredentials, ProfileSource, Proxies, S3Settings, Secret, StorageSettings, Web, WebSettings,
+    GivesCredentials, NodeSettings, ProfileSource, Proxies, S3Settings, Secret, StorageSettings, Web, WebSettings,
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;

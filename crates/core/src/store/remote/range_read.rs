@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Most places that one system call fills.
 pub(super) const MOST_PLACES: usize = 64;
@@ -151,6 +152,8 @@ pub(super) struct RangeRead {
     got: u64,
     /// Requests that failed since the last one that brought much.
     pub(super) tries: u32,
+    /// When the first of them failed.
+    pub(super) failing: Option<Instant>,
     /// How often it was taken from a connection that was slower than others.
     pub(super) moves: u32,
     /// Whether a server has answered.
@@ -184,6 +187,7 @@ impl RangeRead {
             keep: Arc::new(()),
             got: 0,
             tries: 0,
+            failing: None,
             moves: 0,
             answered: false,
             asked: None,

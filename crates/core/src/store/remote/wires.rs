@@ -2,6 +2,7 @@
 //! tests have one in virtual time.
 
 use super::address::Server;
+use super::jitter::Jitter;
 use crate::error::Result;
 use crate::wake::Wake;
 use std::io;
@@ -49,6 +50,11 @@ pub(super) trait Wires {
     type Stream: WireEnd;
 
     fn now(&self) -> Instant;
+
+    /// Random times.
+    fn jitter(&self) -> Jitter {
+        Jitter::random()
+    }
 
     /// Notified when something has come that was asked for; none where such things are waited for.
     fn wake(&self) -> Option<&Arc<Wake>>;
