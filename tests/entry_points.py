@@ -126,6 +126,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),
         "Checkpoint.index": Call(checkpoint, "a"),
+        "Checkpoint.versions": Call(checkpoint),
         "Checkpoint.info": Call(checkpoint, 0),
         "Checkpoint.matching": Call(checkpoint, ["*"]),
         "Checkpoint.in_order": Call(checkpoint, "layer"),

@@ -153,6 +153,8 @@ class Checkpoint:
     def data_start(self, file: int) -> int: ...
     def identity(self) -> tuple[int, bool]:
         """What tells the versions of the files apart, and whether it does so on every machine."""
+    def versions(self) -> list[str]:
+        """For each file a text that tells its versions apart: on every machine for objects, on this one for files."""
     def samples(self) -> list[int]:
         """For each file a number of what some of its pages hold, or of its store's validator. Blocks."""
     def fingerprint(self) -> int:

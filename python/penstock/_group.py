@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import socket
 import struct
@@ -42,12 +43,13 @@ _MESHES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 #: By store, then by rank: what loads have left there, until a next one comes (prefix, what was wanted).
 _LEFT: WeakKeyDictionary[Store, dict[int, list[tuple[str, str | None]]]] = WeakKeyDictionary()
-#: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
-_KEPT = 8
-
 
 #: By store, then by rank: the ranks that are joined there (`penstock.joined`).
 _JOINED: WeakKeyDictionary[Store, dict[int, list[Company]]] = WeakKeyDictionary()
+
+
+#: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
+_KEPT = 8
 
 
 class Company(Protocol):
@@ -207,6 +209,8 @@ class Gathering:
         self._compared = compared
         #: All ranks have come.
         self._met = False
+        #: What of them is waited for.
+        self._awaited = "rank"
         self._over = False
         self._seat: _core.Seat | None = None
         self._number: int | None = None
@@ -258,7 +262,7 @@ class Gathering:
                 continue
             self.heed()  # it has said why before it went
             company.heed()
-            keys = [self._key(rank) for rank in company.closed()]
+            keys = [f"{self._prefix}{self._awaited}/{rank}" for rank in company.closed()]
             if not self._met and gone.rank in company.closed() and self._store.check(keys):
                 continue  # they have come, and have loaded alone meanwhile; or their connections will tell
             raise gone
@@ -318,8 +322,8 @@ class Gathering:
         left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
         before = list(left)
         left.append(this)
-        if not waits:
-            # Ranks that were asked for something else see that here
+        if not waits and self._compared:
+            # Ranks that wait see that here
             for one in before[: -_KEPT + 1]:
                 left.remove(one)
                 self._forget(*one)
@@ -331,17 +335,19 @@ class Gathering:
             self._forget(*one)
         _compare(entries)
         auto, within = options.exchange == "auto", options.scope == "node"
-        unreachable = "" if within else _unreachable(entries)
-        if auto and (reason := _all_alone(entries) or unreachable):
-            if reason != _ON_GPU:  # those do not wait
-                self._part(min(deadline, time.monotonic() + options.peer_timeout))
+        unreachable = _unreachable(entries)
+        if not unreachable:
+            seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
+            self._watches = True
+        # Exchange or not: ranks load one version, or none
+        if not self._compared and len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
+        unreachable = "" if within else unreachable
+        if reason := ("asked for" if options.exchange == "off" else auto and (_all_alone(entries) or unreachable)):
+            self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
-        seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
-        self._watches = True
-        if not self._compared and len({entry.identity for entry in entries}) > 1:
-            self._compare_contents(core, entries, deadline, options.stall_timeout)
         members = [rank for rank, entry in enumerate(entries) if not within or entry.machine == mine.machine]
         lists = sorted({entries[rank].wants for rank in members})
         packed = [zlib.decompress(wants if key == wanted else store.get(self._prefix + key)) for key in lists]
@@ -374,6 +380,15 @@ class Gathering:
             mesh.close()  # a traceback would keep it, and it says that this rank is alive
             raise
 
+    def confirm(self) -> None:
+        """Waits until all ranks have come so far, however long that takes: those that are gone are noticed."""
+        if self._size == 1:
+            return
+        self._store.set(f"{self._prefix}done/{self._rank}", "")
+        left_in(self._store.store, self._rank).append((self._prefix, None))
+        self._gathered("done", math.inf)
+        self._over = True
+
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
         pause = _LOOK[0]
@@ -404,6 +419,7 @@ class Gathering:
 
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
         """What every rank has said of something."""
+        self._awaited = what
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
         begun = time.monotonic()
         while not self._store.check(keys):
@@ -457,13 +473,23 @@ class Gathering:
 
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
-        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples")]
+        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples", "done")]
         if self._rank == 0:
             keys += [prefix + what for what in ("read", "parted")]
         try:
             self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
         except PenstockError:  # not every store can
             return
+
+
+def confirm(group: Any) -> None:
+    """Waits until all ranks of a group, which are joined, have come so far.
+
+    Raises:
+        PeerError: one of them has failed, is gone, or was stopped.
+    """
+    with Gathering(group) as gathering:
+        gathering.confirm()
 
 
 def _odd(values: Sequence[object]) -> list[int]:

@@ -192,6 +192,26 @@ class _Settling(Gathering):
             self._store.delete([f"penstock/loads/{self._rank}"])
 
 
+def compare(group: Any, checkpoint: Any, options: Options) -> None:
+    """Has the ranks of a group compare the versions of their files, before something that they do without each other.
+
+    Raises:
+        PeerError: a rank did not come, is gone, or cannot load.
+        PlanMismatchError: they have different checkpoints, or versions.
+    """
+    member = corner(group)
+    if member.size == 1:
+        return
+    together = _Settling(member)
+    try:
+        with together:
+            together.settle(checkpoint._core, options, "compared", "compared with each other")
+            # Whoever has them all may go: the others have them too, or hear of it
+            together.confirm()
+    finally:
+        together.clean()
+
+
 class _Meeting(Gathering):
     """A load of ranks that have settled, before it begins: a rank that is gone is not waited for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,9 @@ from .._choices import Storage
 from .._collector import collector_paused
 from .._core import Options, storage_settings
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
-from .._group import Gathering
+from .._group import Gathering, confirm
+from .._group_stream import compare
+from .._joined import joined
 from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
@@ -123,12 +125,16 @@ class Loads:
         self._device = device
         self._mark = mark
         self._met = False
+        self._company = ExitStack()
 
     def join(self, ranks: Callable[[], Any]) -> None:
-        """Loads with these ranks, if the options say so. On a GPU nothing is exchanged unless it was asked for."""
-        exchange = make_options(self.options).exchange
-        if exchange == "on" or (exchange == "auto" and self._device.type == "cpu"):
-            self.group = ranks()
+        """Loads with these ranks: all of them one version, or none. On a GPU nothing is exchanged unless it was asked for.
+
+        From here to the end of `barrier` a rank that is gone or was stopped is noticed.
+        """
+        if self.group is None and (group := ranks()) is not None:
+            self._company.enter_context(joined(group, options=self.options))
+            self.group = group
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
@@ -176,13 +182,22 @@ class Loads:
     @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
-        try:
-            with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
+        # Ranks that are still to load, or to say that they have, hear why this one ends
+        with self._company:
+            # Hundreds of thousands of objects, none of them garbage
+            with self._told(), collector_paused(), watching(self.recorders):
                 yield
+            if self.group is not None:
+                # One that has loaded alone knows nothing of the others
+                confirm(self.group)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells the other ranks of an error, where they wait for this one or will."""
+        try:
+            yield
         except BaseException as error:
-            joined = [one.joined for one in self.recorders]
-            if self.group is not None and (not all(joined) if self._met else not any(joined)):
-                # The others wait for this rank, or will
+            if self.group is not None:
                 with suppress(BaseException), Gathering(self.group):
                     raise error
             raise
@@ -220,18 +235,23 @@ def reloaded(
     cuts: Cuts,
     otherwise: Callable[[], Any],
     refuse: Callable[[str], None],
+    group: Any = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
 
     Args:
         refuse: Raises the error for a reload of the engine's own, if that is one. Gets the reason.
+        group: The ranks that make the same reload: of one version, or none does.
 
     Raises:
         MissingDtypeError: torch has no such dtype.
         UnsupportedError: they cannot be given, and ``otherwise`` cannot read them or may not.
     """
     try:
-        return Reloader(*chosen.opened(keep), device, options, cuts).weights()
+        checkpoint, kept = chosen.opened(keep)
+        if group is not None:
+            compare(group, checkpoint, options)
+        return Reloader(checkpoint, kept, device, options, cuts).weights()
     except MissingDtypeError:
         raise
     except UnsupportedError as error:

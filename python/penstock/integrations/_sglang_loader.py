@@ -17,6 +17,7 @@ from sglang.srt.model_loader import loader as sglang_loader
 
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
+from ._pins import pinned_in
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 from ._strict import not_used
@@ -92,11 +93,12 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
     """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
     settings = _settings(loader)
     if settings is not None:
+        named = model
         first = vars(loader).setdefault("penstock_model", model)
         if model == first or not isinstance(settings.weights, str):
             model = settings.place_of(model)
         if is_remote(model):
-            remote = RemoteWeights(model, settings.storage)
+            remote = RemoteWeights(model, settings.storage, pinned_in(named))
             _remotes(loader)[remote.folder] = remote
             model = remote.folder
     return original(loader, model, *args, **kwargs)

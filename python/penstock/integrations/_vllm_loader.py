@@ -20,6 +20,7 @@ from .._errors import UnsupportedError
 from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, reloaded, settings_of
+from ._pins import pinned_in
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
@@ -134,7 +135,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         place = self._place(source.model_or_path)
         if not is_remote(place):
             return self._iterator(source, None)
-        remote = RemoteWeights(place, self.settings.storage)
+        # A reload takes what is there then
+        pinned = pinned_in(source.model_or_path) if self._loads is not None else None
+        remote = RemoteWeights(place, self.settings.storage, pinned)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}
@@ -165,7 +168,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
             cuts = first.cuts if first else {}
-            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse)
+            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks())
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
