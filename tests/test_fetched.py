@@ -373,7 +373,7 @@ def replaced(bucket: Bucket, names: list[str]) -> None:
 def test_a_model_that_is_replaced_while_it_is_fetched_is_an_error_that_names_the_object(
     bucket, temporary, monkeypatch, point
 ):
-    shards = [name for name in bucket.objects if name.startswith("m/") and name.endswith(".safetensors")]
+    shards = [name for name in bucket.objects if name.startswith("m/model") and name.endswith(".safetensors")]
     small = _fetched._small_files
 
     def during(*args: Any) -> Any:
@@ -391,7 +391,7 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_an_error_that_names_the
 
 
 def test_ranks_take_the_version_that_was_fetched_or_none(bucket, temporary):
-    shards = [name for name in bucket.objects if name.startswith("m/") and name.endswith(".safetensors")]
+    shards = [name for name in bucket.objects if name.startswith("m/model") and name.endswith(".safetensors")]
     found = _fetched.fetch(FOLDER, settings(bucket))
     pinned = pinned_in(found.folder)
     assert pinned is not None and sorted(pinned) == [f"s3://bucket/{name}" for name in sorted(shards)]

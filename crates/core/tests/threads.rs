@@ -85,8 +85,7 @@ fn threads_of_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let bytes = vec![1u8; 1 << 20];
     let tensors = [Tensor { name: "w".into(), dtype: DType::U8, shape: vec![bytes.len() as u64] }];
-    let plan =
-        SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
+    let plan = SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
     tripped("penstock-save", || {
         let at = vec![At::Memory(bytes.as_ptr() as usize)];
         let request = SaveRequest::new(folder.path(), plan, at, Options::default());
@@ -122,7 +121,10 @@ fn read(objects: Arc<dyn Objects>) -> Result<Vec<u8>> {
         // SAFETY: the part is within the memory, which lives until the source is gone.
         let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(number * PART) });
         let (ticket, route, keep) = (Ticket(number as u64), Route::Buffered, Arc::new(()));
-        source.submit(Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep }).ok().unwrap();
+        source
+            .submit(Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep })
+            .ok()
+            .unwrap();
     }
     source.flush().unwrap();
     let (mut done, mut outcome, until) = (0, Ok(()), Instant::now() + SOON);

@@ -5,7 +5,8 @@ use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer, Listed};
 use crate::options::{repr, size, value_of};
 use penstock::store::{
-    check_interfaces, Addressing, Bearer, NodeSettings, ProfileSource, Proxies, Secret, StorageSettings, Stores, WebSettings,
+    check_interfaces, Addressing, Bearer, NodeSettings, ProfileSource, Proxies, Secret, StorageSettings, Stores,
+    WebSettings,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

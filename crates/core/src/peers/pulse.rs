@@ -56,7 +56,8 @@ impl Pulse {
         let listener = TcpListener::bind((at, 0)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let beating = Arc::new(Beating { over: Wake::new()?, said_on: Mutex::new(Vec::new()), failed: Mutex::new(None) });
+        let beating =
+            Arc::new(Beating { over: Wake::new()?, said_on: Mutex::new(Vec::new()), failed: Mutex::new(None) });
         let its = beating.clone();
         let thread = Builder::new().name("penstock-pulse".to_owned()).spawn(move || {
             // Without the listener other ranks are refused: to them this one is gone.

@@ -73,7 +73,8 @@ use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
 pub use self::settings::{
-    Addressing, AzureSettings, Bearer, GcsSettings, NodeSettings, ProfileSource, S3Settings, Secret, StorageSettings, WebSettings,
+    Addressing, AzureSettings, Bearer, GcsSettings, NodeSettings, ProfileSource, S3Settings, Secret, StorageSettings,
+    WebSettings,
 };
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};

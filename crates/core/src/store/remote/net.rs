@@ -48,6 +48,10 @@ const FIRST_BYTES: f64 = 8.0;
 /// Threads that share the connections of one load, at most, and the fewest connections for each.
 const MOST_THREADS: usize = 8;
 const LEAST_CONNECTIONS: usize = 8;
+/// How long a server may take to notice that a connection is closed.
+const PARTING: Duration = Duration::from_millis(250);
+/// How often it is told that a server is there which has asked for patience.
+const THERE: Duration = Duration::from_millis(300);
 /// How often connections are looked at.
 pub(super) const LOOK: Duration = Duration::from_millis(40);
 
@@ -94,6 +98,8 @@ pub(super) struct Net<W: Wires> {
     /// The budget of this node, and what of it may be used here.
     pub(super) node: Option<NodeBudget>,
     share_of_node: usize,
+    /// When it is told next that a server is there, which has asked for patience.
+    there_at: Instant,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
@@ -128,6 +134,7 @@ impl<W: Wires> Net<W> {
             request_rate,
             node: None,
             share_of_node: usize::MAX,
+            there_at: now,
             look_at: now,
             counts,
             gap: GAP,
@@ -211,6 +218,11 @@ impl<W: Wires> Net<W> {
         self.release(before, told);
         // A connection may be there at once, and lost at once.
         while self.ask_next(before, told) || self.connect_more(before, told) {}
+        if let Some(ticket) = self.waiting.put_off().filter(|_| before >= self.there_at) {
+            // The server is there, so this is no stall.
+            self.there_at = before + THERE;
+            told.push(Told::Received(ticket));
+        }
         if !told.is_empty() {
             return Ok(());
         }
@@ -248,7 +260,8 @@ impl<W: Wires> Net<W> {
         let asks = self.waiting.len() > 0;
         let sends = self.request_rate.due().filter(|_| asks && self.links.count(LinkState::Idle) > 0);
         let connects = self.node.as_ref().and_then(NodeBudget::due).filter(|_| asks);
-        let own = [look, self.rate_limit.due(), sends, connects].into_iter().flatten();
+        let there = self.waiting.put_off().map(|_| self.there_at);
+        let own = [look, self.rate_limit.due(), sends, connects, there].into_iter().flatten();
         let due = self.waiting.next_due().into_iter().chain(own).min();
         let due = due.map(|due| due.saturating_duration_since(now));
         due.into_iter().chain(self.longest_wait).min()
@@ -390,13 +403,16 @@ impl<W: Wires> Net<W> {
                 }
                 // There may be fewer by now, or other processes wait for it.
                 let gives_way = self.node.as_ref().is_some_and(|node| node.gives_way(self.waiting.len() == 0));
-                if self.links.len() < self.limit() && !(gives_way && served.is_some()) {
-                    self.keep(number, link, told);
+                match self.links.len() < self.limit() && !(gives_way && served.is_some()) {
+                    true => self.keep(number, link, told),
+                    false => self.part([link]),
                 }
             }
             Advance::Close => {}
             Advance::Told(verdict) => {
-                if let Some(fetch) = link.fetch {
+                let fetch = link.fetch.take();
+                self.part([link]);
+                if let Some(fetch) = fetch {
                     self.judged(fetch, verdict, now, told);
                 }
             }
@@ -430,6 +446,14 @@ impl<W: Wires> Net<W> {
                 let e = Error::new(ErrorKind::Io, format!("the connection to {server} is lost")).caused_by(e);
                 self.again(fetch, link.got, e, None, told);
             }
+        }
+    }
+
+    /// Closes connections on which nothing comes any more. In a budget of the node their places become free when the server
+    /// has closed them too: until then it has them all.
+    fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
+        if self.node.is_some() {
+            await_ends(links);
         }
     }
 
@@ -540,10 +564,7 @@ impl<W: Wires> Net<W> {
             let e = e.clone().reworded(|why| format!("{why}; it was asked for {tries} times in {seconds:.1} s"));
             return fail(read, e, told);
         }
-        if e.status().is_some() {
-            // The server is there, so this is no stall.
-            told.push(Told::Received(read.ticket));
-        }
+        read.put_off = e.status().is_some();
         let due = match pause.filter(|_| is_busy(e)) {
             Some(pause) => now + pause,
             None => {
@@ -559,6 +580,23 @@ impl<W: Wires> Net<W> {
 /// Whether a server says that it has too much to do.
 fn is_busy(e: &Error) -> bool {
     matches!(e.status(), Some(429 | 503)) || e.message().contains("SlowDown")
+}
+
+impl<W: Wires> Drop for Net<W> {
+    fn drop(&mut self) {
+        if self.node.is_some() {
+            let idle = |link: &Link<_>| link.state == LinkState::Idle;
+            await_ends(std::iter::from_fn(|| self.links.take_where(idle).map(|(_, link)| link)));
+        }
+    }
+}
+
+/// Leaves these connections, and waits for a moment until the servers have left them too.
+fn await_ends<S: WireEnd>(links: impl IntoIterator<Item = Link<S>>) {
+    let mut links: Vec<Link<S>> = links.into_iter().collect();
+    links.iter_mut().for_each(|link| link.stream.leave());
+    let until = Instant::now() + PARTING;
+    links.iter_mut().for_each(|link| link.stream.await_end(until));
 }
 
 pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {

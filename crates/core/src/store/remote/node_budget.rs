@@ -66,7 +66,11 @@ pub(super) fn usual_folder() -> PathBuf {
     // SAFETY: a plain system call.
     let name = format!("penstock-{}", unsafe { libc::getuid() });
     let shared = Path::new("/dev/shm");
-    if shared.is_dir() { shared.join(name) } else { Path::new("/tmp").join(name) }
+    if shared.is_dir() {
+        shared.join(name)
+    } else {
+        Path::new("/tmp").join(name)
+    }
 }
 
 impl Locks {
@@ -216,8 +220,7 @@ mod tests {
     #[test]
     fn all_together_have_no_more_than_the_budget_and_each_has_its_share() {
         let (folder, now) = (folder("shares"), Instant::now());
-        let mut all: Vec<_> =
-            (0..3).map(|n| NodeBudget::join(&folder, 8, Jitter::seeded(n)).unwrap()).collect();
+        let mut all: Vec<_> = (0..3).map(|n| NodeBudget::join(&folder, 8, Jitter::seeded(n)).unwrap()).collect();
         assert!(all.iter_mut().all(|one| one.limit(now) == 3));
         let mut taken: Vec<Vec<Permit>> = vec![Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..10 {
@@ -242,8 +245,7 @@ mod tests {
     #[test]
     fn more_that_load_than_connections_take_turns() {
         let (folder, now) = (folder("turns"), Instant::now());
-        let mut all: Vec<_> =
-            (0..5).map(|n| NodeBudget::join(&folder, 2, Jitter::seeded(n)).unwrap()).collect();
+        let mut all: Vec<_> = (0..5).map(|n| NodeBudget::join(&folder, 2, Jitter::seeded(n)).unwrap()).collect();
         for one in &mut all {
             assert_eq!(one.limit(now), 1);
             assert!(one.gives_way(false));

@@ -154,6 +154,8 @@ pub(super) struct RangeRead {
     pub(super) tries: u32,
     /// When the first of them failed.
     pub(super) failing: Option<Instant>,
+    /// Whether the server has answered the last of them: it is there, and asks for patience.
+    pub(super) put_off: bool,
     /// How often it was taken from a connection that was slower than others.
     pub(super) moves: u32,
     /// Whether a server has answered.
@@ -188,6 +190,7 @@ impl RangeRead {
             got: 0,
             tries: 0,
             failing: None,
+            put_off: false,
             moves: 0,
             answered: false,
             asked: None,

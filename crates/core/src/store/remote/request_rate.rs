@@ -148,7 +148,8 @@ mod tests {
         let begun = Instant::now();
         let (mut sent, mut retries) = (0, Vec::new());
         let (mut second, mut in_second, mut bucket) = (0, 0, 200.0);
-        let mut rates: Vec<_> = (0..clients).map(|n| RequestRate::new(Jitter::seeded(seed + n as u64), begun)).collect();
+        let mut rates: Vec<_> =
+            (0..clients).map(|n| RequestRate::new(Jitter::seeded(seed + n as u64), begun)).collect();
         // Requests to be sent for the first time; retries by their time.
         let mut fresh = vec![40; clients];
         let mut paused: Vec<BinaryHeap<std::cmp::Reverse<(Instant, u32)>>> = vec![BinaryHeap::new(); clients];

@@ -26,6 +26,14 @@ pub(super) trait WireEnd {
     /// Whether bytes were received that `receive` has not given yet: no event tells of them.
     fn holds_bytes(&self) -> bool;
 
+    /// Says that no more will be asked on it. What comes then is of no interest.
+    fn leave(&mut self) {}
+
+    /// Waits until the other end has left too, until then at most.
+    fn await_end(&mut self, until: Instant) {
+        let _ = until;
+    }
+
     /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
     /// `WouldBlock` says that nothing is there.
     ///
