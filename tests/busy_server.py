@@ -1,10 +1,10 @@
-"""A server of one object that takes so many requests in a second, from all clients together, and answers 503 to the rest.
+"""A server that takes so many requests in a second, from all clients together, and answers 503 to the rest.
 
     python busy_server.py FILE RATE HOW PORTS
 
-It writes the ports to standard output, and at the end of its standard input what it has counted, as JSON: for each request
-(when, port, path, first byte, status), and for each port the most connections at a time. HOW: `second` counts within each
-second, `bucket` has a bucket that fills with time. No answer says when to come again.
+It writes the ports to standard output. When its standard input ends it writes what it has counted, as JSON: for each
+request (when, port, path, first byte, status), and for each port the most connections at a time. HOW: `second` counts
+within each second, `bucket` has a bucket that fills with time. No answer says when to come again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 
 class Busy:
     def __init__(self, path: str, rate: float, how: str) -> None:
-        self.file = open(path, "rb")
-        self.size = os.path.getsize(path)
+        self.file = Path(path).open("rb")  # noqa: SIM115 - for the life of the process
+        self.size = Path(path).stat().st_size
         self.rate, self.how = rate, how
         self.second, self.taken = 0, 0
         self.bucket, self.filled = rate, time.monotonic()

@@ -108,8 +108,8 @@ def test_pods_that_start_together_load_with_few_requests_in_vain(size: Size, how
     if tenths > 0 and retries:
         mean, most = len(retries) / tenths, max(retries.count(tenth) for tenth in set(retries))
         print(f"retries: {len(retries)} in {tenths} tenths of a second, {most} at most in one")
-        # A few of them come together by chance
-        assert most <= max(3 * mean, 6), (most, mean)
+        # Of few retries some come together by chance
+        assert most <= max(3 * mean, 10), (most, mean)
 
 
 class Moody(http.server.BaseHTTPRequestHandler):
@@ -182,9 +182,9 @@ def test_pauses_after_a_refusal_are_random(one: Path):
 
 def test_a_read_that_fails_is_given_up_after_eight_times_and_after_the_patience(one: Path):
     for storage, least in ({}, 3.0), ({"patience": 12}, 12.0):
-        with moody(one, [(500, b"")] * 1000) as (url, asked):
+        with moody(one, [(500, b"")] * 1000) as (url, _):
             begun = time.monotonic()
-            with pytest.raises(penstock.ReadError, match="it was asked for .* times in") as caught:
+            with pytest.raises(penstock.ReadError, match=r"it was asked for .* times in") as caught:
                 penstock.open(url, storage=storage).load(framework="np")
             took = time.monotonic() - begun
             assert caught.value.status == 500

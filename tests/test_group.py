@@ -313,7 +313,9 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_ag
 
 @pytest.mark.parametrize("exchange", ["off", "on", "auto"])
 @pytest.mark.parametrize("how", ["in its place", "of equal time"])
-def test_a_file_that_is_replaced_between_two_opens_is_told_before_a_byte_moves(together, model, exchange, how, tmp_path):
+def test_a_file_that_is_replaced_between_two_opens_is_told_before_a_byte_moves(
+    together, model, exchange, how, tmp_path
+):
     """Of one size and header. Every rank hears which file it is; then all load the new one."""
     program = """
     import shutil

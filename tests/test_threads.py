@@ -1,4 +1,4 @@
-"""Every thread of the core has a guard: a panic there reaches those who wait for it. `crates/core/tests/threads.rs` trips them."""
+"""Each thread of the core has a guard: a panic reaches those who wait. `crates/core/tests/threads.rs` trips it."""
 
 from __future__ import annotations
 

@@ -102,15 +102,21 @@ class _Settling(Gathering):
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; {described}"
         return self.meet(options, (f"{core.fingerprint():016x}", _identity(core), described, meant, f"{mine:x}"), core)
 
-    def meet(self, options: Options, means: Sequence[str], core: _core.Checkpoint | None = None) -> int:
-        """Waits for all ranks, and watches them from then on. ``means``: their checkpoint and what they do with it."""
+    def meet(
+        self, options: Options, means: tuple[str, str, str, str, str], core: _core.Checkpoint | None = None
+    ) -> int:
+        """Waits for all ranks, and watches them from then on.
+
+        ``means``: their checkpoint and its identity; what they do, in words and as compared; a number with bits.
+        """
         deadline = time.monotonic() + options.join_timeout
         address = _address(self._store)
         token = os.urandom(16).hex() if self._rank == 0 else ""
         self.watch, self.lookout = Watch(address), _core.Lookout(address)
+        checkpoint, identity, described, order, wants = means
         entry = _Entry(
-            _PROTOCOL, _host(), address, self.watch.port, self.lookout.pulse, token, *means,
-            options.peer_timeout, options.exchange, "", "", options.scope,
+            _PROTOCOL, _host(), address, self.watch.port, self.lookout.pulse, token, checkpoint, identity, described,
+            order, wants, options.peer_timeout, options.exchange, "", "", options.scope,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
         left_in(self._store.store, self._rank).append((self._prefix, None))  # the first load deletes it

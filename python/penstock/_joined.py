@@ -1,4 +1,4 @@
-"""``penstock.joined``: ranks that meet before their first load, and notice from then on if one of them is gone or stopped."""
+"""``penstock.joined``: ranks meet before their first load, and notice from then on if one is gone or stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._options import make_options
 
 @contextmanager
 def joined(group: Any, *, options: Options | Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The ranks of a group watch each other, also where no load of them is under way: while they make a model, for example.
+    """The ranks of a group watch each other, also where no load is under way: while they make a model, for example.
 
     All ranks come together first. Within the block a rank that waits for another one, because it has come to a load
     already, raises `PeerError` if that one has failed, is gone (1 s) or was stopped (``peer_timeout``). Threads of the

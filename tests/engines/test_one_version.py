@@ -115,5 +115,5 @@ def test_a_model_that_is_replaced_while_its_small_files_are_fetched_is_an_error_
         return found
 
     monkeypatch.setattr(_fetched, "_small_files", replaced)
-    with pytest.raises(penstock.ChangedError, match="m/model.safetensors"):
+    with pytest.raises(penstock.ChangedError, match=r"m/model\.safetensors"):
         fetched(server, "off")

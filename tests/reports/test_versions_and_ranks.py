@@ -1,4 +1,4 @@
-"""Public reports about versions that change, formats that are not used, ranks that hang, and servers that have too much to do.
+"""Public reports: versions that change, formats that are not used, ranks that hang, servers with too much to do.
 
 Each test is the program of a report of its kind. First verdicts, of the code before these tests:
 
@@ -6,18 +6,18 @@ Each test is the program of a report of its kind. First verdicts, of the code be
 |---|---|---|
 | marin#7525 | S3 answers SlowDown at a scale-up, and the load fails | failed at first |
 | vllm#44245, vllm PR 47402 | workers retry in lockstep: the pauses have no jitter | failed at first |
-| StarRocks#39917 | SlowDown uses up all tries within a second, and no setting changes that | failed at first |
-| mountpoint-s3#743 | ranks of a training are refused by S3: more patience is wanted | failed at first |
+| StarRocks#39917 | SlowDown uses up all tries, and no setting changes that | failed at first |
+| mountpoint-s3#743 | ranks of a training are refused by S3 | failed at first |
 | nao-mgs-workflow#816, s3fs-fuse#499 | the processes of a node have too many connections together | failed at first |
 | presto#6718 | threads that were refused wake up together | failed at first |
-| sglang#5457 | one rank is done, others are not: nobody says which, and why | failed at first |
-| torchtitan#3065 | ranks that come to a load at different times hang, for hours and without an error | failed at first |
-| sglang#39128, sglang#39629 | a rank that is slow, and alive, is taken for one that hangs | right at once |
-| transformers#48228 | ranks that end their loads far apart kill each other's first collective | right at once |
+| sglang#5457 | one rank is done, and nobody says which is not, and why | failed at first |
+| torchtitan#3065 | ranks come to a load at different times and hang | failed at first |
+| sglang#39128, sglang#39629 | a slow rank is taken for one that hangs | right at once |
+| transformers#48228 | ranks end their loads far apart | right at once |
 | serving#1086 (tensorflow) | a model is picked up while it is uploaded | failed at first |
 | modelexpress#643 | the weights are of another revision than the configuration | failed at first |
 | vllm PR 45196 | a loader's options that are not valid fall back to the default without a word | right at once |
-| feldera#3261, ruff#17537 | a panic on a background thread: those who wait for it hang | failed at first, in `crates/core/tests/threads.rs` |
+| feldera#3261, ruff#17537 | a panic on a thread: waiters hang (`crates/core/tests/threads.rs`) | failed at first |
 """
 
 from __future__ import annotations
@@ -229,4 +229,3 @@ def test_vllm_45196_options_that_are_not_valid_are_refused(given: dict[str, Any]
 
     with pytest.raises((ValueError, TypeError)):
         settings_of(given, "vLLM")
-

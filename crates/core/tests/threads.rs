@@ -12,12 +12,12 @@ use penstock::format::DType;
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{Lookout, Seat};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
-use penstock::source::{Destination, Progress, Read, Source};
+use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
     CredentialSource, GivenCredentials, GivesCredentials, Location, Object, Objects, Secret, Store, Web, WebSettings,
 };
 use penstock::threads::{trip, untrip};
-use penstock::{Checkpoint, Load, Memory, Request, Where};
+use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,17 +46,23 @@ fn tripped<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Error {
     error
 }
 
-fn shard(folder: &Path) -> Checkpoint {
+fn shard(folder: &Path) -> Arc<Checkpoint> {
     let path = folder.join("model.safetensors");
     checkpoints::write(&path, &[("a", 3_000_000), ("b", 3_000_000)]);
-    Checkpoint::open(&[path]).unwrap()
+    Arc::new(Checkpoint::open(&[path]).unwrap())
 }
 
-fn load(checkpoint: &Checkpoint, options: Options) -> Result<()> {
-    let (memory, at) = (Memory { alignment: 1, copy: true }, Where::Cpu);
-    let request = Request { options, memory, at, ..Request::default() };
-    let load = Load::start(&Arc::new(checkpoint.clone()), request)?;
-    load.wait(Some(SOON)).map(drop)
+fn load(checkpoint: &Arc<Checkpoint>, options: Options) -> Result<()> {
+    let request = Request {
+        checkpoint: checkpoint.clone(),
+        wants: Want::all(checkpoint),
+        layout: None,
+        device: Where::Cpu,
+        memory: Memory::Ours,
+        options,
+        stream: false,
+    };
+    Load::start(request)?.wait(Some(SOON)).map(drop)
 }
 
 #[test]
@@ -87,8 +93,9 @@ fn threads_of_a_save() {
     let tensors = [Tensor { name: "w".into(), dtype: DType::U8, shape: vec![bytes.len() as u64] }];
     let plan = SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
     tripped("penstock-save", || {
-        let at = vec![At::Memory(bytes.as_ptr() as usize)];
-        let request = SaveRequest::new(folder.path(), plan, at, Options::default());
+        let (tensors, folder) = (vec![At::Host(bytes.as_ptr() as u64)], folder.path().to_path_buf());
+        let (keep, options) = (Arc::new(()), Options::default());
+        let request = SaveRequest { plan, folder, checkpoint: None, tensors, keep, sync: false, options };
         Save::start(request)?.wait(Some(SOON)).map(drop)
     });
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "half a file");
@@ -161,7 +168,7 @@ impl GivesCredentials for Gives {
     fn give(&self) -> Result<GivenCredentials> {
         assert!(self.0.fetch_add(1, Ordering::Relaxed) == 0, "penstock-keys panics on purpose");
         let expires = Some(SystemTime::now() + Duration::from_millis(1500));
-        Ok(GivenCredentials { token: Some(Secret::new("token".into())), expires, ..GivenCredentials::default() })
+        Ok(GivenCredentials { token: Some(Secret::new("token")), expires, ..GivenCredentials::default() })
     }
 
     fn number(&self) -> usize {

@@ -128,7 +128,9 @@ class Loads:
         self._company = ExitStack()
 
     def join(self, ranks: Callable[[], Any]) -> None:
-        """Loads with these ranks: all of them one version, or none. On a GPU nothing is exchanged unless it was asked for.
+        """Loads with these ranks: all of them one version, or none.
+
+        On a GPU nothing is exchanged unless it was asked for.
 
         From here to the end of `barrier` a rank that is gone or was stopped is noticed.
         """

@@ -64,12 +64,13 @@ def install() -> None:
             setattr(default, name, function)
         for kind in (default, *_below(default)):
             if "load_model" in vars(kind):
-                setattr(kind, "load_model", _around(kind.load_model, _started))
+                kind.load_model = _around(kind.load_model, _started)
         _installed = True
 
 
-def _below(kind: type) -> Iterator[type]:
+def _below(kind: Any) -> Iterator[Any]:
     """The classes that are derived from one."""
+    derived: Any
     for derived in kind.__subclasses__():
         yield derived
         yield from _below(derived)
@@ -163,7 +164,9 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     if not asked:
         place = getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")
         why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
-        not_used(_ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`")
+        not_used(
+            _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"
+        )
         vars(loader)["penstock_used"] = True  # that was said
     return found
 

@@ -1,4 +1,4 @@
-"""Load format ``penstock`` that an engine was asked for, and that is not used: an error, or a warning if the user says so."""
+"""Load format ``penstock`` was asked for, and an engine does not use it: an error, or a warning if the user says so."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def not_used(engine: str, why: str, strict: bool, way_out: str = "") -> None:
         ways = f"{way_out}, or " if way_out else ""
         raise UnsupportedError(
             f"{engine}: load format penstock was asked for, and {engine} would load in its own way: {why}; {ways}"
-            f'accept that with --model-loader-extra-config \'{{"{STRICT}": false}}\' or {VARIABLE}=0'
+            f"accept that with --model-loader-extra-config '{{\"{STRICT}\": false}}' or {VARIABLE}=0"
         )
     _logger.warning("penstock: loading as %s does: %s", engine, why)

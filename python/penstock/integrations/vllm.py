@@ -39,7 +39,8 @@ def register() -> None:
         _logger.warning("penstock: this vLLM is not one that it knows (%s)", unknown)
         from . import _vllm_fallback
 
-        _vllm_fallback.unknown, loader = unknown, _vllm_fallback.FallbackModelLoader
+        _vllm_fallback.unknown = unknown
+        loader = _vllm_fallback.FallbackModelLoader  # type: ignore[misc]
     register_model_loader(FORMAT)(loader)
     try:
         from vllm.engine.arg_utils import EngineArgs
