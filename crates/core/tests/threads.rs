@@ -14,7 +14,8 @@ use penstock::peers::{Lookout, Seat};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
-    CredentialSource, GivenCredentials, GivesCredentials, Location, Object, Objects, Secret, Store, Web, WebSettings,
+    CredentialSource, GivenCredentials, GivesCredentials, Location, Object, Objects, Secret, Store, Stores, Web,
+    WebSettings,
 };
 use penstock::threads::{trip, untrip};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
@@ -83,7 +84,7 @@ fn a_thread_that_opens() {
     let names: Vec<String> = (0..20_000).map(|number| format!("a tensor with a long name, {number}")).collect();
     let tensors: Vec<(&str, u64)> = names.iter().map(|name| (&**name, 1)).collect();
     checkpoints::write(folder.path().join("model.safetensors"), &tensors);
-    tripped("penstock-ask", || Checkpoint::open(&[folder.path()]));
+    tripped("penstock-ask", || Checkpoint::open_cancellable(&[folder.path()], &Stores::default(), SOON, || true));
 }
 
 #[test]
