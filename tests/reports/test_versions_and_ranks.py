@@ -53,11 +53,11 @@ def test_marin_7525_a_load_outlasts_slow_down(one: Path):
 
 def test_vllm_44245_workers_that_are_refused_together_do_not_come_back_together(one: Path):
     pauses = []
-    for _ in range(5):
+    for _ in range(8):
         with moody(one, [(503, b"")]) as (url, asked):
             penstock.open(url).load(framework="np")
-        pauses.append(round(asked[-1] - asked[-2], 2))
-    assert len(set(pauses)) >= 3, pauses
+        pauses.append(asked[-1] - asked[-2])
+    assert max(pauses) - min(pauses) > 0.06, pauses
 
 
 @pytest.mark.parametrize("tries", [9, 12])
