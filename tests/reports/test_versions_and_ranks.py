@@ -130,10 +130,10 @@ def test_torchtitan_3065_a_rank_that_hangs_between_two_parts_of_a_load_is_an_err
     together: Callable[..., Ranks], model: Path
 ):
     program = """
-    options = {"peer_timeout": 1.5, "join_timeout": 120.0, "window": 2 << 20}
+    options = {"peer_timeout": 1.5, "join_timeout": 60.0, "window": 4 << 20}
     try:
         for number, _ in enumerate(penstock.open(path).stream(group=group, options=options), 1):
-            if rank == 1 and number == 3:
+            if rank == 1 and number == 9:
                 store.set("left", str(time.time()))
                 os.kill(os.getpid(), signal.SIGSTOP)
     except penstock.PeerError as error:

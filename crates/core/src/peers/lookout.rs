@@ -20,12 +20,12 @@ const FOR_EACH: Duration = Duration::from_millis(8);
 #[derive(Debug)]
 pub struct Lookout {
     pulse: Pulse,
-    shared: Arc<Shared>,
+    shared: Arc<OnLookout>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct OnLookout {
     over: Wake,
     lost: Mutex<Option<Error>>,
 }
@@ -36,7 +36,7 @@ impl Lookout {
     /// # Errors
     /// What the kernel says.
     pub fn new(at: IpAddr) -> Result<Lookout> {
-        let shared = Arc::new(Shared { over: Wake::new()?, lost: Mutex::new(None) });
+        let shared = Arc::new(OnLookout { over: Wake::new()?, lost: Mutex::new(None) });
         Ok(Lookout { pulse: Pulse::start(at)?, shared, thread: None })
     }
 

@@ -16,10 +16,10 @@ const MOST_BYTES_HERE: u64 = 512 * 1024;
 
 thread_local! {
     /// Whether the caller has given up the question that this thread asks a store, and answers that ask for patience.
-    static QUESTION: RefCell<Option<Asked>> = const { RefCell::new(None) };
+    static QUESTION: RefCell<Option<Caller>> = const { RefCell::new(None) };
 }
 
-type Asked = (Arc<AtomicBool>, Arc<AtomicU64>);
+type Caller = (Arc<AtomicBool>, Arc<AtomicU64>);
 
 /// Whether somebody still waits for the answer to the question that this thread asks a store. A store that waits for long
 /// asks now and then, and ends with any error if nobody does.
