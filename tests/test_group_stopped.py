@@ -22,7 +22,7 @@ SIZE = 4
 #: What each rank runs around its work: when rank 1 has left, with which error the others end, and how long after that.
 _AROUND = """
 import resource
-options = {"peer_timeout": SILENCE, "join_timeout": 120.0, "window": 4 << 20}
+options = {"peer_timeout": SILENCE, "join_timeout": 20.0, "window": WINDOW}
 
 def leave(how):
     store.set("left", str(time.time()))
@@ -42,9 +42,9 @@ except (penstock.PeerError, ValueError) as error:
 """
 
 
-def program(work: str) -> str:
+def program(work: str, window: int = 4 << 20) -> str:
     body = "\n    ".join(line for line in work.strip("\n").splitlines())
-    return _AROUND.replace("SILENCE", str(SILENCE)).replace("WORK", body)
+    return _AROUND.replace("SILENCE", str(SILENCE)).replace("WINDOW", str(window)).replace("WORK", body)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def named(ranks: Ranks, how: str, others: list[int]) -> list[dict[str, Any]]:
     """What the other ranks say, who all name rank 1 in time."""
     found = [ranks.said(rank) for rank in others]
+    print("late:", [round(said.get("late", -1.0), 2) for said in found])
     limit = SILENCE + 1.0 if how == "stop" else 1.0
     for said in found:
         assert said.get("peer") == 1, said
-        assert said["late"] <= limit * ordeal.load_factor(), said
+        assert said["late"] <= min(limit * ordeal.load_factor(), 10.0), said  # and never join_timeout
     return found
 
 
-#: After which tensor rank 1 leaves, how, and seconds that rank 2 takes for each tensor.
+#: After which tensor rank 1 leaves, how, and seconds that rank 2 takes for each tensor. With a window of one tensor no
+#: load is under way then.
 POINTS = [
     *((at, "stop", 0.0) for at in (1, 2, 9)),
     (5, "stop", 0.4),
@@ -72,9 +74,10 @@ POINTS = [
 ]
 
 
+@pytest.mark.parametrize("window", [1 << 20, 4 << 20])
 @pytest.mark.parametrize(("at", "how", "slow"), POINTS)
 def test_a_rank_that_is_stopped_between_two_windows_is_named_in_time(
-    together: Callable[..., Ranks], model: Path, at: int, how: str, slow: float
+    together: Callable[..., Ranks], model: Path, at: int, how: str, slow: float, window: int
 ) -> None:
     work = """
     for number, (name, tensor) in enumerate(penstock.open(path).stream(group=group, options=options), 1):
@@ -85,7 +88,7 @@ def test_a_rank_that_is_stopped_between_two_windows_is_named_in_time(
             time.sleep(SLOW)
     """
     text = work.replace("AT", str(at)).replace("HOW", how).replace("SLOW", str(slow))
-    with together(program(text), SIZE, model) as ranks:
+    with together(program(text, window), SIZE, model) as ranks:
         for said in named(ranks, how, [0, 2, 3]):
             assert at <= said["found"] < 24
 

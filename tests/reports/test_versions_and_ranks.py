@@ -130,7 +130,7 @@ def test_torchtitan_3065_a_rank_that_hangs_between_two_parts_of_a_load_is_an_err
     together: Callable[..., Ranks], model: Path
 ):
     program = """
-    options = {"peer_timeout": 1.5, "join_timeout": 60.0, "window": 4 << 20}
+    options = {"peer_timeout": 1.5, "join_timeout": 20.0, "window": 1 << 20}
     try:
         for number, _ in enumerate(penstock.open(path).stream(group=group, options=options), 1):
             if rank == 1 and number == 9:
@@ -141,7 +141,7 @@ def test_torchtitan_3065_a_rank_that_hangs_between_two_parts_of_a_load_is_an_err
     """
     with together(program, 3, model) as ranks:
         for said in (ranks.said(0), ranks.said(2)):
-            assert said["rank"] == 1 and said["late"] <= 2.5 * ordeal.load_factor(), said
+            assert said["rank"] == 1 and said["late"] <= min(2.5 * ordeal.load_factor(), 10.0), said
 
 
 @pytest.mark.parametrize("kind", ["stream", "load"])
