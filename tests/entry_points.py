@@ -86,6 +86,9 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def seat() -> _core.Seat:
         return _core.Seat("127.0.0.1")
 
+    def lookout() -> _core.Lookout:
+        return _core.Lookout("127.0.0.1")
+
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
 
@@ -125,6 +128,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),
         "Checkpoint.index": Call(checkpoint, "a"),
+        "Checkpoint.versions": Call(checkpoint),
         "Checkpoint.info": Call(checkpoint, 0),
         "Checkpoint.matching": Call(checkpoint, ["*"]),
         "Checkpoint.in_order": Call(checkpoint, "layer"),
@@ -163,6 +167,10 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFill.wait": Call(filling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
+        "Lookout.__new__": Call(None, "127.0.0.1"),
+        "Lookout.close": Call(lookout),
+        "Lookout.look": Call(lookout),
+        "Lookout.watch": Call(lookout, 0, [("127.0.0.1", 1)], 1.0),
         "Seat.__new__": Call(None, "127.0.0.1"),
         "Seat.close": Call(seat),
         "Seat.look": Call(seat, [0]),
@@ -180,6 +188,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "View": view,
         "Save": saving,
         "CacheFill": filling,
+        "Lookout": lookout,
         "Seat": seat,
         "Mesh": lambda: seat().join(0, [("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares": lambda: _core.Shares(checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),

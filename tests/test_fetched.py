@@ -16,6 +16,7 @@ import pytest
 from conftest import LAYOUT
 from penstock import _core
 from penstock.integrations import _fetched
+from penstock.integrations._pins import PINS, pinned_in
 from penstock.integrations._remote import RemoteWeights, file_name
 from s3_server import KEYS, Bucket, serving
 from test_gcs import Google
@@ -70,7 +71,8 @@ def settings(bucket: Bucket, **more: Any) -> Any:
 def held(folder: str) -> dict[str, bytes]:
     """The files in a folder, by their paths."""
     root = Path(folder)
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    files = [path for path in root.rglob("*") if path.is_file() and path.name != PINS]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
 # What the core reads
@@ -453,3 +455,46 @@ def test_the_hub_is_not_asked_offline(hub, temporary, monkeypatch):  # noqa: F81
     with pytest.raises(penstock.NotFoundError, match="HF_HUB_OFFLINE is set: give the name without hf://"):
         _fetched.fetch("hf://org/name", None)
     assert hub.asked() == []
+
+
+def replaced(bucket: Bucket, names: list[str]) -> None:
+    """Puts others with equal headers and sizes."""
+    for name in names:
+        content = bucket.objects[name]
+        start = 8 + int.from_bytes(content[:8], "little") if name.endswith(".safetensors") else 0
+        bucket.objects[name] = content[:start] + bytes(byte ^ 255 for byte in content[start:])
+
+
+@pytest.mark.parametrize("point", ["after the headers", "after the small files"])
+def test_a_model_that_is_replaced_while_it_is_fetched_is_an_error_that_names_the_object(
+    bucket, temporary, monkeypatch, point
+):
+    shards = [name for name in bucket.objects if name.startswith("m/model") and name.endswith(".safetensors")]
+    small = _fetched._small_files
+
+    def during(*args: Any) -> Any:
+        if point == "after the headers":
+            replaced(bucket, shards)
+        found = small(*args)
+        if point == "after the small files":
+            replaced(bucket, shards)
+        return found
+
+    monkeypatch.setattr(_fetched, "_small_files", during)
+    with pytest.raises(penstock.ChangedError, match="has changed since this start began") as caught:
+        _fetched.fetch(FOLDER, settings(bucket))
+    assert any(str(caught.value.path).endswith(name) for name in shards)
+
+
+def test_ranks_take_the_version_that_was_fetched_or_none(bucket, temporary):
+    shards = [name for name in bucket.objects if name.startswith("m/model") and name.endswith(".safetensors")]
+    found = _fetched.fetch(FOLDER, settings(bucket))
+    pinned = pinned_in(found.folder)
+    assert pinned is not None and sorted(pinned) == [f"s3://bucket/{name}" for name in sorted(shards)]
+    RemoteWeights(found.weights, settings(bucket), pinned).close()
+    replaced(bucket, shards[:1])
+    with pytest.raises(penstock.ChangedError, match="has changed since its configuration was fetched"):
+        RemoteWeights(found.weights, settings(bucket), pinned)
+    RemoteWeights(found.weights, settings(bucket)).close()  # as a reload does
+    again = _fetched.fetch(FOLDER, settings(bucket))
+    RemoteWeights(again.weights, settings(bucket), pinned_in(again.folder)).close()

@@ -51,6 +51,7 @@ from ._selection import TensorInfo
 
 if TYPE_CHECKING:
     from ._destination import Destination
+    from ._joined import joined
     from ._patch import Patch, patch
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
@@ -98,6 +99,7 @@ __all__ = [
     "__version__",
     "broadcast",
     "get_sharded",
+    "joined",
     "load_file",
     "open",
     "patch",
@@ -124,6 +126,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _sharded as module
             elif name == "Destination":
                 from . import _destination as module
+            elif name == "joined":
+                from . import _joined as module
             elif name == "torch_dtype":
                 from . import _torch as module
             else:

@@ -117,6 +117,17 @@ class Storage(TypedDict, total=False):
     interfaces: Sequence[str] | str | None
     """Network interfaces, such as ["eth0", "eth1"]: the connections that receive tensors are bound to them in turn."""
 
+    patience: float | None
+    """Seconds for which a read that fails is asked for again, at least. Default: 8 times, about 9 s; where the server
+    says that it has too much to do (429, 503, SlowDown), as long as ``stall_timeout``, at least."""
+
+    connections_per_node: int | None
+    """The most connections of all processes of this node together that set it. Each that loads has its share."""
+
+    node_folder: str | os.PathLike[str] | None
+    """The folder with the locks of ``connections_per_node``: processes with the same one share a budget. Default: a
+    folder of this user in /dev/shm, or in /tmp."""
+
 
 def check_variant(variant: object) -> None:
     """Raises InvalidError if this cannot be the variant of a file's name: `fp16` in `model.fp16.safetensors`."""

@@ -15,6 +15,7 @@ __all__ = [
     "CacheFill",
     "Checkpoint",
     "Load",
+    "Lookout",
     "Mesh",
     "Options",
     "Save",
@@ -163,6 +164,8 @@ class Checkpoint:
     def data_start(self, file: int) -> int: ...
     def identity(self) -> tuple[int, bool]:
         """What tells the versions of the files apart, and whether it does so on every machine."""
+    def versions(self) -> list[str]:
+        """For each file a text that tells its versions apart: on every machine for objects, on this one for files."""
     def samples(self) -> list[int]:
         """For each file a number of what some of its pages hold, or of its store's validator. Blocks."""
     def fingerprint(self) -> int:
@@ -277,6 +280,21 @@ class Save:
     def files(self) -> list[str]:
         """Names of the files, the index last."""
     def report(self) -> dict[str, Any]: ...
+
+@final
+class Lookout:
+    """A rank that answers at ``host``, and watches the others, while no load of them is under way."""
+
+    def __new__(cls, host: str) -> Lookout: ...
+    @property
+    def pulse(self) -> int:
+        """The port at which it answers."""
+    def watch(self, rank: int, pulses: Sequence[tuple[str, int]], silence: float) -> None:
+        """Watches the others from now on. pulses: (host, pulse) of all. silence: seconds without an answer."""
+    def look(self) -> None:
+        """Raises PeerError if a rank was stopped."""
+    def close(self) -> None:
+        """Answers no more, and watches nobody."""
 
 @final
 class Seat:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from . import _core
@@ -28,9 +29,11 @@ from ._request import Agreement
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
-_PROTOCOL = 3
+_PROTOCOL = 4
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
-_LOOK = (0.0002, 0.02)
+_LOOK = (0.0002, 0.1)
+#: What the looks may cost: a pause is this part of the time that was waited already, or more.
+_PART = 0.05
 #: Names that an error lists.
 _SHOWN = 8
 
@@ -40,8 +43,29 @@ _MESHES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 #: By store, then by rank: what loads have left there, until a next one comes (prefix, what was wanted).
 _LEFT: WeakKeyDictionary[Store, dict[int, list[tuple[str, str | None]]]] = WeakKeyDictionary()
+
+#: By store, then by rank: the ranks that are joined there (`penstock.joined`).
+_JOINED: WeakKeyDictionary[Store, dict[int, list[Company]]] = WeakKeyDictionary()
+
+
 #: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
 _KEPT = 8
+
+
+class Company(Protocol):
+    """Ranks that have met, and that notice if one of them is gone or was stopped."""
+
+    def gone(self) -> PeerError | None:
+        """The error for a rank that is gone, or was stopped."""
+        ...
+
+    def closed(self) -> Mapping[int, int | None]:
+        """Ranks that have closed their connections. They may have come to a load before."""
+        ...
+
+    def heed(self) -> None:
+        """Raises the error that one of them has left before it went."""
+        ...
 
 
 class Member(NamedTuple):
@@ -164,6 +188,15 @@ def left_in(store: Store, rank: int) -> list[tuple[str, str | None]]:
         return []
 
 
+def joined_in(store: Any, rank: int) -> list[Company]:
+    """The companies of a rank in a store, or in the one of which this is a part. It may be changed."""
+    store = getattr(store, "penstock_whole", store)
+    try:
+        return _JOINED.setdefault(store, {}).setdefault(rank, [])
+    except TypeError:  # no weak reference to it can be made: it would be kept for ever
+        return []
+
+
 class Gathering:
     """One load of a group, before it begins. Every rank makes one for each load, in the same order.
 
@@ -176,6 +209,8 @@ class Gathering:
         self._compared = compared
         #: All ranks have come.
         self._met = False
+        #: What of them is waited for.
+        self._awaited = "rank"
         self._over = False
         self._seat: _core.Seat | None = None
         self._number: int | None = None
@@ -183,6 +218,8 @@ class Gathering:
         self._deaf = False
         #: The addresses of all ranks are known.
         self._watches = False
+        #: Those that these ranks have met in before.
+        self._companies: Sequence[Company] = tuple(joined_in(store, self._rank))
 
     def __enter__(self) -> Gathering:
         return self
@@ -217,12 +254,26 @@ class Gathering:
             return
 
     def _go_on(self) -> bool:
-        """True. Raises the error of a rank that cannot load."""
+        """True. Raises the error of a rank that cannot load, is gone, or was stopped."""
+        self.heed()
+        for company in self._companies:
+            gone = company.gone()
+            if gone is None:
+                continue
+            self.heed()  # it has said why before it went
+            company.heed()
+            keys = [f"{self._prefix}{self._awaited}/{rank}" for rank in company.closed()]
+            if not self._met and gone.rank in company.closed() and self._store.check(keys):
+                continue  # they have come, and have loaded alone meanwhile; or their connections will tell
+            raise gone
+        return True
+
+    def heed(self) -> None:
+        """Raises the error that a rank has left in the store."""
         if self._store.check([self._prefix + "failed"]):
             rank, host, why = json.loads(self._store.get(self._prefix + "failed"))
             text = f"rank {rank} ({host}) {why}" if host else f"rank {rank} {why}"
             raise PeerError(text, rank=rank, host=host, why=why)
-        return True
 
     def _go_on_meeting(self) -> bool:
         """The same, once all entries were read: ranks meet without the store, and without its news if it is gone."""
@@ -271,8 +322,8 @@ class Gathering:
         left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
         before = list(left)
         left.append(this)
-        if not waits:
-            # Ranks that were asked for something else see that here
+        if not waits and self._compared:
+            # Ranks that wait see that here
             for one in before[: -_KEPT + 1]:
                 left.remove(one)
                 self._forget(*one)
@@ -284,17 +335,19 @@ class Gathering:
             self._forget(*one)
         _compare(entries)
         auto, within = options.exchange == "auto", options.scope == "node"
-        unreachable = "" if within else _unreachable(entries)
-        if auto and (reason := _all_alone(entries) or unreachable):
-            if reason != _ON_GPU:  # those do not wait
-                self._part(min(deadline, time.monotonic() + options.peer_timeout))
+        unreachable = _unreachable(entries)
+        if not unreachable:
+            seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
+            self._watches = True
+        # Exchange or not: ranks load one version, or none
+        if not self._compared and len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
+        unreachable = "" if within else unreachable
+        if reason := ("asked for" if options.exchange == "off" else auto and (_all_alone(entries) or unreachable)):
+            self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
         if unreachable:
             raise InvalidError(f"group: {unreachable}")
-        seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
-        self._watches = True
-        if not self._compared and len({entry.identity for entry in entries}) > 1:
-            self._compare_contents(core, entries, deadline, options.stall_timeout)
         members = [rank for rank, entry in enumerate(entries) if not within or entry.machine == mine.machine]
         lists = sorted({entries[rank].wants for rank in members})
         packed = [zlib.decompress(wants if key == wanted else store.get(self._prefix + key)) for key in lists]
@@ -327,6 +380,15 @@ class Gathering:
             mesh.close()  # a traceback would keep it, and it says that this rank is alive
             raise
 
+    def confirm(self) -> None:
+        """Waits until all ranks have come so far, however long that takes: those that are gone are noticed."""
+        if self._size == 1:
+            return
+        self._store.set(f"{self._prefix}done/{self._rank}", "")
+        left_in(self._store.store, self._rank).append((self._prefix, None))
+        self._gathered("done", math.inf)
+        self._over = True
+
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
         pause = _LOOK[0]
@@ -357,14 +419,15 @@ class Gathering:
 
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
         """What every rank has said of something."""
+        self._awaited = what
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
-        pause = _LOOK[0]
+        begun = time.monotonic()
         while not self._store.check(keys):
             self._go_on()
-            time.sleep(pause)
-            if pause == _LOOK[1]:
+            waited = time.monotonic() - begun
+            time.sleep(min(max(waited * _PART, _LOOK[0]), _LOOK[1]))
+            if waited >= _LOOK[1]:
                 self._look(keys)
-            pause = min(2 * pause, _LOOK[1])
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:
@@ -410,13 +473,23 @@ class Gathering:
 
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
-        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples")]
+        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples", "done")]
         if self._rank == 0:
             keys += [prefix + what for what in ("read", "parted")]
         try:
             self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
         except PenstockError:  # not every store can
             return
+
+
+def confirm(group: Any) -> None:
+    """Waits until all ranks of a group, which are joined, have come so far.
+
+    Raises:
+        PeerError: one of them has failed, is gone, or was stopped.
+    """
+    with Gathering(group) as gathering:
+        gathering.confirm()
 
 
 def _odd(values: Sequence[object]) -> list[int]:

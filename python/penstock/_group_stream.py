@@ -39,6 +39,7 @@ class _Corner:
 
     def __init__(self, store: Store, prefix: str) -> None:
         self.underlying_store = store
+        self.penstock_whole = getattr(store, "penstock_whole", store)
         self._prefix = prefix
 
     def set(self, key: str, value: Any) -> None:
@@ -85,6 +86,8 @@ class _Settling(Gathering):
 
     watch: Watch | None = None
     """Connections to the others, and ``hosts`` theirs, once all have come."""
+    lookout: _core.Lookout | None = None
+    """What tells whether one of them was stopped."""
     hosts: Sequence[str] = ()
 
     def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
@@ -96,24 +99,38 @@ class _Settling(Gathering):
             PeerError: a rank did not come, or cannot load.
             PlanMismatchError: ranks have different checkpoints, or mean something else.
         """
-        deadline = time.monotonic() + options.join_timeout
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; {described}"
+        return self.meet(options, (f"{core.fingerprint():016x}", _identity(core), described, meant, f"{mine:x}"), core)
+
+    def meet(
+        self, options: Options, means: tuple[str, str, str, str, str], core: _core.Checkpoint | None = None
+    ) -> int:
+        """Waits for all ranks, and watches them from then on.
+
+        ``means``: their checkpoint and its identity; what they do, in words and as compared; a number with bits.
+        """
+        deadline = time.monotonic() + options.join_timeout
         address = _address(self._store)
         token = os.urandom(16).hex() if self._rank == 0 else ""
-        self.watch = Watch(address)
+        self.watch, self.lookout = Watch(address), _core.Lookout(address)
+        checkpoint, identity, described, order, wants = means
         entry = _Entry(
-            _PROTOCOL, _host(), address, self.watch.port, 0, token, f"{core.fingerprint():016x}", _identity(core),
-            described, meant, f"{mine:x}", options.peer_timeout, options.exchange, "", "", options.scope,
+            _PROTOCOL, _host(), address, self.watch.port, self.lookout.pulse, token, checkpoint, identity, described,
+            order, wants, options.peer_timeout, options.exchange, "", "", options.scope,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
         left_in(self._store.store, self._rank).append((self._prefix, None))  # the first load deletes it
         entries = self._entries(deadline)
         _compare(entries)
-        if len({entry.identity for entry in entries}) > 1:
+        self.hosts = [entry.host for entry in entries]
+        # From here on a rank that is stopped is noticed
+        silence = max(entry.silence for entry in entries)
+        self.lookout.watch(self._rank, [(entry.address, entry.pulse) for entry in entries], silence)
+        self._companies = (*self._companies, self)
+        if core is not None and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         addresses = [(entry.address, entry.port) for entry in entries]
         self.watch.join(self._rank, addresses, bytes.fromhex(entries[0].token), deadline, self._go_on)
-        self.hosts = [entry.host for entry in entries]
         self._over = True
         found = 0
         for entry in entries:
@@ -124,8 +141,24 @@ class _Settling(Gathering):
         """Ranks that have closed their connections, and for which rank each of them has given up."""
         return self.watch.closed() if self.watch is not None else {}
 
+    def stopped(self) -> PeerError | None:
+        """The error for a rank that was stopped."""
+        try:
+            if self.lookout is not None:
+                self.lookout.look()
+        except PeerError as error:
+            host = self.hosts[error.rank] if error.rank is not None and error.rank < len(self.hosts) else error.host
+            why = error.why or str(error)
+            return PeerError(f"rank {error.rank} ({host}) {why}", rank=error.rank, host=host, why=why)
+        return None
+
     def gone(self, patience: float = 0.0) -> PeerError | None:
-        """The error for a rank that is gone. Those that have given up for another one say so, and it is named."""
+        """The error for a rank that is gone, or was stopped.
+
+        Those that have given up for another one say so, and it is named.
+        """
+        if (stopped := self.stopped()) is not None:
+            return stopped
         limit = time.monotonic() + patience
         while not (closed := self.closed()) and time.monotonic() < limit:
             time.sleep(_LOOK)
@@ -146,16 +179,43 @@ class _Settling(Gathering):
         of_store = not isinstance(error, PenstockError) or (isinstance(error, PeerError) and error.rank is None)
         return (self.gone(patience=1.0) if of_store else None) or error
 
+    def drop(self, lost: int | None = None) -> None:
+        """Closes the connections. ``lost``: the rank for which this one gives up. Idempotent."""
+        if self.watch is not None:
+            self.watch.close(lost)
+        if self.lookout is not None:
+            self.lookout.close()
+            self.lookout = None
+
     def clean(self, lost: int | None = None) -> None:
         """Closes the connections, and deletes what only this rank has used in the store. Idempotent.
 
         ``lost``: the rank for which this one gives up.
         """
-        if self.watch is not None:
-            self.watch.close(lost)
+        self.drop(lost)
         left_in(self._store.store, self._rank).clear()
         with suppress(PenstockError):
             self._store.delete([f"penstock/loads/{self._rank}"])
+
+
+def compare(group: Any, checkpoint: Any, options: Options) -> None:
+    """Has the ranks of a group compare the versions of their files, before something that they do without each other.
+
+    Raises:
+        PeerError: a rank did not come, is gone, or cannot load.
+        PlanMismatchError: they have different checkpoints, or versions.
+    """
+    member = corner(group)
+    if member.size == 1:
+        return
+    together = _Settling(member)
+    try:
+        with together:
+            together.settle(checkpoint._core, options, "compared", "compared with each other")
+            # Whoever has them all may go: the others have them too, or hear of it
+            together.confirm()
+    finally:
+        together.clean()
 
 
 class _Meeting(Gathering):
@@ -163,18 +223,7 @@ class _Meeting(Gathering):
 
     def __init__(self, settled: _Settling, member: Member) -> None:
         super().__init__(member, compared=True)
-        self._settled = settled
-
-    def _go_on(self) -> bool:
-        super()._go_on()
-        gone = self._settled.gone()
-        if gone is not None:
-            super()._go_on()  # it has said why before it went
-            keys = [self._key(rank) for rank in self._settled.closed()]
-            if not self._met and self._store.check(keys):
-                return True  # they have come, and have loaded alone meanwhile; or their connections will tell
-            raise gone
-        return True
+        self._companies = (*self._companies, settled)
 
 
 class Company:
@@ -195,8 +244,7 @@ class Company:
                 with together:
                     together.settle(core, options, "loads", "loaded by several calls")
             except BaseException:
-                if together.watch is not None:
-                    together.watch.close()
+                together.drop()
                 raise
             self._settled = together
         try:
@@ -328,6 +376,9 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
                     job = _start(plan, following)
                     told = isinstance(job, Exception)
                 for want in window.wants:
+                    # One that is gone may have needed nobody any more. One that was stopped is waited for
+                    if following is not None and (stopped := plan.together.stopped()) is not None:
+                        raise stopped
                     name = selection.names[want]
                     yield name, tensors.pop(name)
                     raise_if_forked(owner, "stream")

@@ -201,8 +201,11 @@ def padding(model: torch.nn.Module, without: list[str]) -> int:
     )
 
 
-def fallback(rank: Rank, folder: str) -> Any:
-    """A load of what the recorder refuses."""
+OWN_WAY = json.dumps({"strict": False})
+
+
+def fallback(rank: Rank, folder: str, strict: bool = False) -> Any:
+    """A load of what the recorder refuses. ``strict``: the user has not accepted SGLang's own way."""
     load_plugins()
     config = rank.join(folder)
     expected = digests(rank.load(config, "safetensors"))
@@ -213,7 +216,9 @@ def fallback(rank: Rank, folder: str) -> Any:
         raise UnsupportedError("no such luck")
 
     _engine.Recorder = refuse
-    mine = rank.load(config, "penstock")
+    if strict:
+        return {"refused": _caught(rank.load, config, "penstock")}
+    mine = rank.load(config, "penstock", model_loader_extra_config=OWN_WAY)
     [report] = _sglang_loader.last_reports
     return {"different": different(expected, digests(mine)), "report": report, "said": rank.lines.of_penstock()}
 
@@ -432,11 +437,12 @@ def parses(rank: Rank, folder: str) -> Any:
     return found
 
 
-def _rename(owner: Any, name: str, users: list[FunctionType]) -> None:
-    """Gives something of SGLang another name, everywhere that SGLang uses it."""
+def _rename(owner: Any, name: str, users: list[FunctionType], kept: bool = False) -> None:
+    """Gives something of SGLang another name, everywhere that SGLang uses it. ``kept``: the old name is there too."""
     other = f"{name}_renamed"
     setattr(owner, other, vars(owner)[name])
-    delattr(owner, name)
+    if not kept:
+        delattr(owner, name)
     for user in users:
         names = tuple(other if one == name else one for one in user.__code__.co_names)
         assert names != user.__code__.co_names, f"{user.__qualname__} does not use {name}"
@@ -452,7 +458,33 @@ def _other_arguments() -> None:
     DefaultModelLoader.load_weights_only = staticmethod(load_weights_only)
 
 
+def _other_iterators() -> None:
+    for name in ("safetensors_weights_iterator", "buffered_multi_thread_safetensors_weights_iterator"):
+        _rename(loader_module, name, [DefaultModelLoader._get_weights_iterator], kept=True)
+
+
+def _files_chosen_later() -> None:
+    choose = DefaultModelLoader._get_weights_iterator
+
+    def _get_weights_iterator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        yield from choose(self, *args, **kwargs)
+
+    DefaultModelLoader._get_weights_iterator = _get_weights_iterator
+
+
+def _another_loader() -> None:
+    load = DefaultModelLoader.load_model
+
+    def load_model(self: Any, **kwargs: Any) -> Any:
+        return load(DefaultModelLoader(LoadConfig(load_format="safetensors")), **kwargs)
+
+    DefaultModelLoader.load_model = load_model
+
+
 DRIFTS: dict[str, Callable[[], None]] = {
+    "renamed": _other_iterators,
+    "later": _files_chosen_later,
+    "model": _another_loader,
     "choices": lambda: _rename(choices, "add_load_format_choices", []),
     "steps": lambda: _rename(resolution_hooks, "register_resolution_hook", []),
     "verify": lambda: _rename(LoadConfig, "_verify_load_format", [LoadConfig.__post_init__]),
@@ -485,12 +517,15 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
     expected = digests(rank.load(config, "safetensors"))
     found = {"known": known, "different": None}
     if known:
+        if kind != "steps":
+            found["strict"] = _caught(rank.load, config, "penstock")
         for _ in range(2):
-            found["different"] = different(expected, digests(rank.load(config, "penstock")))
+            mine = rank.load(config, "penstock", model_loader_extra_config=OWN_WAY)
+            found["different"] = different(expected, digests(mine))
     if kind == "steps":
         args = ServerArgs(model_path="s3://bucket/model", load_format="penstock", device="cpu")
         found["address"] = _caught(args.resolve_once)
-    return found | {"said": rank.lines.of_penstock(), "errors": rank.lines.errors()}
+    return found | {"said": list(dict.fromkeys(rank.lines.of_penstock())), "errors": rank.lines.errors()}
 
 
 TASKS: dict[str, Callable[..., Any]] = {

@@ -58,6 +58,9 @@ DRIFTS = {
     "threads": "no attribute 'buffered_multi_thread_safetensors_weights_iterator'",
     "load": "no attribute 'load_weights_only'",
     "arguments": "takes model, weights, target_device, extra",
+    "renamed": "has called none of",
+    "later": "has called none of",
+    "model": "has asked for no tensors",
 }
 
 #: Adds a head that predicts a second token: the last layer again, with what the head has besides.
@@ -212,6 +215,7 @@ def single(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "twice", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["twice"])}},
         {"name": "failures", "do": "failures", "with": {"folder": llama, "broken": broken, **torn}},
         *({"name": f"drift {kind}", "do": "drift", "with": {"folder": llama, "kind": kind}} for kind in DRIFTS),
+        {"name": "strict", "do": "fallback", "with": {"folder": llama, "strict": True}},
     ]
     yield Run(1, tasks, tmp_path_factory.mktemp("single"))
 
@@ -311,7 +315,13 @@ def test_what_cannot_be_recorded_is_loaded_as_sglang_does_and_the_report_says_wh
     assert found["different"] == []
     reason = {"from": "penstock", "to": "the engine's own loader", "reason": "no such luck"}
     assert (found["report"]["loads"], found["report"]["fallbacks"]) == (0, [reason])
-    assert found["said"] == ["penstock: loading as the engine does: no such luck"]
+    assert found["said"] == ["penstock: loading as SGLang does: no such luck"]
+
+
+def test_what_cannot_be_recorded_is_an_error_unless_the_user_accepts_sglangs_own_way(single: Run):
+    [found] = single.of("strict")
+    assert found["refused"]["type"] == "UnsupportedError"
+    assert "SGLang would load in its own way: no such luck" in found["refused"]["text"]
 
 
 def test_tensors_that_are_asked_for_outside_of_a_load_are_real(single: Run, places: dict[str, Path]):
@@ -395,6 +405,9 @@ def test_an_sglang_with_other_names_loads_its_own_way_and_one_line_says_why(sing
     assert DRIFTS[kind] in said
     assert found["errors"] == []
     assert found["known"] == (kind not in ("choices", "verify", "class"))
+    if found["known"] and kind != "steps":
+        assert found["strict"]["type"] == "UnsupportedError"
+        assert DRIFTS[kind] in found["strict"]["text"] and "PENSTOCK_STRICT=0" in found["strict"]["text"]
     assert found["different"] == ([] if found["known"] else None)
     if kind == "steps":
         assert found["address"]["type"] == "UnsupportedError"

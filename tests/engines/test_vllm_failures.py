@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,12 +225,32 @@ def test_a_shard_that_shrinks_meanwhile(model: Path, destinations: list[Destinat
     unchanged(loaded)
 
 
-def test_what_cannot_be_deferred_is_loaded_as_vllm_does(model: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def undeferrable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be deferred."""
+
     def refuses(self: Recorder, *args: Any) -> Any:
         raise penstock.UnsupportedError("not this one")
 
     monkeypatch.setattr(Recorder, "check", refuses)
-    config = configured({"model": str(model)}, "penstock")
+
+
+@pytest.mark.usefixtures("undeferrable")
+def test_what_cannot_be_deferred_is_an_error_that_says_how_to_accept_vllms_own_way(model: Path):
+    error, loaded = failed(model, penstock.UnsupportedError, "vLLM would load in its own way: not this one")
+    assert "false" in str(error) and "PENSTOCK_STRICT=0" in str(error)
+    unchanged(loaded)
+
+
+@pytest.mark.usefixtures("undeferrable")
+@pytest.mark.parametrize("variable", [False, True])
+def test_what_cannot_be_deferred_is_loaded_as_vllm_does_if_the_user_accepts_that(
+    model: Path, variable: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if variable:
+        monkeypatch.setenv("PENSTOCK_STRICT", "0")
+    extra = {} if variable else {"strict": False}
+    config = configured({"model": str(model), "model_loader_extra_config": extra}, "penstock")
     loader, mine = created(config)
     load(loader, mine, config)
     assert loader.fallbacks == ["not this one"]
@@ -250,7 +273,7 @@ def test_tensors_of_torchao_are_left_to_vllm(model: Path, monkeypatch: pytest.Mo
         return iter(())
 
     monkeypatch.setattr(default_loader, "safetensors_weights_iterator", own)
-    config = configured({"model": str(model)}, "penstock")
+    config = configured({"model": str(model), "model_loader_extra_config": {"strict": False}}, "penstock")
     loader, mine = created(config)
     loader.load_config.safetensors_load_strategy = "torchao"
     with pytest.raises(ValueError, match="not initialized"):
@@ -260,9 +283,116 @@ def test_tensors_of_torchao_are_left_to_vllm(model: Path, monkeypatch: pytest.Mo
     assert loader.fallbacks == ["the checkpoint holds tensors of torchao's classes"]
 
 
+Loader = default_loader.DefaultModelLoader
+
+
+def rewritten(monkeypatch: pytest.MonkeyPatch, method: str, old: str, new: str, called: str | None = None) -> None:
+    """A vLLM whose loader's method has another text. ``called``: the name of the method there."""
+    text = textwrap.dedent(inspect.getsource(getattr(Loader, method)))
+    assert old in text
+    made: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{text.replace(old, new)}", vars(default_loader), made)
+    monkeypatch.setattr(Loader, called or method, made[called or method], raising=False)
+
+
+def iterator_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default_loader, "shard_iterator", default_loader.safetensors_weights_iterator, raising=False)
+    rewritten(monkeypatch, "_get_weights_iterator", "= safetensors_weights_iterator(", "= shard_iterator(")
+
+
+def iterator_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator_renamed(monkeypatch)
+    monkeypatch.delattr(default_loader, "safetensors_weights_iterator")
+
+
+def iterator_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader import weight_utils
+
+    monkeypatch.setattr(default_loader, "weight_utils", weight_utils, raising=False)
+    new = "= weight_utils.safetensors_weights_iterator("
+    rewritten(monkeypatch, "_get_weights_iterator", "= safetensors_weights_iterator(", new)
+
+
+def threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = 'extra_config.get("enable_multithread_load")'
+    rewritten(monkeypatch, "_get_weights_iterator", old, 'extra_config.get("enable_multithread_load", True)')
+
+
+def files_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten(monkeypatch, "_get_weights_iterator", "return ((", "yield from ((")
+
+
+def method_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = "def _get_weights_iterator(", "def _weights_of("
+    rewritten(monkeypatch, "_get_weights_iterator", old, new, "_weights_of")
+    rewritten(monkeypatch, "get_all_weights", "self._get_weights_iterator(", "self._weights_of(")
+
+
+def methods_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    method_renamed(monkeypatch)
+    monkeypatch.setattr(Loader, "every_weight", Loader.get_all_weights, raising=False)
+    rewritten(monkeypatch, "load_weights", "self.get_all_weights(", "self.every_weight(")
+
+
+#: A vLLM of another version, and whether parameters are as they were when that is noticed.
+DRIFTS: list[tuple[Callable[[pytest.MonkeyPatch], None], bool]] = [
+    (iterator_renamed, True),
+    (iterator_gone, True),
+    (iterator_elsewhere, True),
+    (threads_by_default, True),
+    (files_chosen_later, True),
+    (method_renamed, True),
+    (methods_renamed, False),
+]
+
+
+@pytest.mark.parametrize(("drift", "early"), DRIFTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_vllm_that_does_not_call_what_it_used_to_is_an_error(
+    drift: Callable[[pytest.MonkeyPatch], None], early: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drift(monkeypatch)
+    _, loaded = failed(model, penstock.UnsupportedError, "vLLM would load in its own way: ")
+    if early:
+        unchanged(loaded)
+
+
+@pytest.mark.parametrize("drift", [drift for drift, _ in DRIFTS], ids=lambda drift: drift.__name__)
+def test_a_vllm_that_does_not_call_what_it_used_to_loads_its_own_way_with_a_warning_if_that_is_accepted(
+    drift: Callable[[pytest.MonkeyPatch], None],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    drift(monkeypatch)
+    config = configured({"model": str(model), "model_loader_extra_config": {"strict": False}}, "penstock")
+    loader, mine = created(config)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        load(loader, mine, config)
+    said = [one.getMessage() for one in caplog.records if one.name == "penstock"]
+    assert len(said) == 1 and said[0].startswith("penstock: loading as vLLM does: "), said
+    assert [f["reason"] for f in loader.reports[0]["fallbacks"]] == loader.fallbacks != []
+    config = configured({"model": str(model)})
+    loader, theirs = created(config)
+    load(loader, theirs, config)
+    assert digests(mine) == digests(theirs)
+
+
+@pytest.mark.parametrize("drift", [drift for drift, _ in DRIFTS[:-1]], ids=lambda drift: drift.__name__)
+def test_a_reload_that_does_not_call_what_it_used_to_is_an_error(
+    drift: Callable[[pytest.MonkeyPatch], None], model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = configured({"model": str(model)}, "penstock")
+    loader, mine = created(config)
+    load(loader, mine, config)
+    drift(monkeypatch)
+    with pytest.raises(penstock.UnsupportedError, match="vLLM would load in its own way: "):
+        list(loader.get_all_weights(config.model_config, mine))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"strict": "no"}, "vLLM: strict='no': give true or false"),
         ({"storage": {"secret_access_key": "hunter2"}}, "vLLM logs its arguments.*AWS_SECRET_ACCESS_KEY"),
         ({"storage": {"session_token": "hunter2"}}, "session_token in storage"),
         ({"storage": {"account_key": "hunter2", "sas_token": "hunter2"}}, "account_key and sas_token in storage"),

@@ -25,6 +25,8 @@ import stubs
 import torch
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.qwen3_moe  # noqa: F401
+from penstock.integrations import _remote
+from penstock.integrations._recorder import Recorder
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader import get_model_loader
@@ -137,6 +139,55 @@ def loads(rank: Rank, folder: str, options: dict[str, Any]) -> Any:
         rank.write("failed", json.dumps({"when": time.time(), "rank": error.rank, "text": str(error)}))
         raise
     return {"left": left_deferred(model)}
+
+
+def _hold(rank: Rank, name: str) -> None:
+    """Says that the rank has come so far, and waits until the test lets it go on."""
+    rank.write(name, "")
+    limit = time.monotonic() + PATIENCE
+    while not (rank.folder / f"{name}.go").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def one_version(rank: Rank, args: dict[str, Any], options: dict[str, Any], folders: list[str], point: str) -> Any:
+    """A load of a model that is replaced at a point of it. Which of two versions the rank has then: 0, 1, or none."""
+    expected = [digests(_served(rank.join({"model": folder}, "safetensors"))[1]) for folder in folders]
+    config = rank.join(args, "penstock", **options)
+    opens, run = _remote.open_checkpoint, Recorder.run
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if point == "opens" and rank.rank == 1:
+            _hold(rank, "opens")
+        found = opens(*args, **kwargs)
+        if point == "opens" and rank.rank == 0:
+            rank.write("opened", "")
+        return found
+
+    def running(self: Recorder, *args: Any) -> Any:
+        rank.write("running", "")
+        return run(self, *args)
+
+    _remote.open_checkpoint, Recorder.run = opened, running
+    if point == "before":
+        _hold(rank, "before")
+
+    def version(model: torch.nn.Module) -> list[int]:
+        found = digests(model)
+        return [number for number, one in enumerate(expected) if one == found]
+
+    try:
+        _, model = _served(config)
+    except penstock.PenstockError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    found = {"differ": expected[0] != expected[1], "version": version(model)}
+    if point == "reload":
+        _hold(rank, "reload")
+        poison(model)
+        with current(config):
+            reload_weights(config, model, None, None, True)
+        found["reloaded"] = version(model)
+    return found
 
 
 def _main(spec: dict[str, Any], number: int) -> int:

@@ -5,7 +5,7 @@
 //! limited time.
 
 use crate::error::{Error, ErrorKind, Result};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use crate::threads::guarded;
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ pub(crate) fn detached<T: Send + 'static>(
     let thread = thread
         .spawn(move || {
             // The caller may have given up. Then the result is dropped here.
-            let _unheard = tell.send(work());
+            let _unheard = tell.send(guarded("penstock-ask", work).and_then(|done| done));
         })
         .map_err(|e| Error::new(ErrorKind::Limit, format!("cannot start the thread that opens the files: {e}")))?;
     let mut moved = Instant::now();
@@ -66,7 +66,7 @@ pub(crate) fn detached<T: Send + 'static>(
 /// Does such work on the caller's own thread, if it is known not to hang. A panic becomes the same error as on a
 /// separate thread.
 pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()))
+    guarded("penstock-ask", work).and_then(|done| done)
 }
 
 fn panicked() -> Error {

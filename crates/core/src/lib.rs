@@ -101,6 +101,11 @@ pub mod staging;
 pub mod stats;
 pub mod store;
 mod sync;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod threads;
+#[cfg(not(debug_assertions))]
+mod threads;
 mod timeline;
 #[cfg_attr(loom, path = "wake/model.rs")]
 pub mod wake;

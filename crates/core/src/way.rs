@@ -2,6 +2,7 @@
 
 use crate::extent::Route;
 use crate::options::MIB;
+use std::time::Duration;
 
 /// Loads with fewer cold bytes than this do not try the pace of the storage. They keep. A trial times a third of it each way.
 pub const WORTH_A_TRIAL: u64 = 72 * MIB;
@@ -86,6 +87,8 @@ pub struct Routing {
     pub buffered_depth: usize,
     /// Bytes between two reads that one request to a server brings too, at most. None: what such a store finds best.
     pub gap: Option<u64>,
+    /// How long a load waits at most for something to move. A server that says it is busy is asked for as long, at least.
+    pub stall: Duration,
 }
 
 impl Routing {
@@ -102,6 +105,7 @@ impl Default for Routing {
         let (ways, reason) = (Vec::new(), String::new());
         let (depth, requests, buffered_depth) = (64, 64, 8);
         let (cold, here, threads, gap) = (Cold::Bypass, false, 12, None);
-        Routing { ways, cold, reason, here, threads, depth, requests, buffered_depth, gap }
+        let stall = Duration::ZERO;
+        Routing { ways, cold, reason, here, threads, depth, requests, buffered_depth, gap, stall }
     }
 }

@@ -48,6 +48,8 @@ fn store_for(fault: &Fault) -> Web {
         request_bytes,
         tries,
         pause,
+        // As often as `tries` says, also where the server is busy.
+        busy: Duration::ZERO,
         stall,
         ..WebSettings::default()
     })

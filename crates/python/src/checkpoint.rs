@@ -160,6 +160,11 @@ impl Checkpoint {
         answer(py, || Ok(self.0.identity()))
     }
 
+    /// For each file a text that tells its versions apart.
+    fn versions<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<String>> {
+        answer(py, || Ok(self.0.versions()))
+    }
+
     /// For each file a number of what some of its pages hold. Blocks.
     fn samples<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<u64>> {
         answer(py, || detached(py, || self.0.samples()))

@@ -43,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
-    use crate::ranks::{is_resident, pack_wants, traffic, Mesh, Seat, Shares};
+    use crate::ranks::{is_resident, pack_wants, traffic, Lookout, Mesh, Seat, Shares};
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]

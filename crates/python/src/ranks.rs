@@ -5,7 +5,7 @@ use crate::errors::{detached, interruptibly, invalid, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::wants::{wants_of, Region};
 use penstock::options::{Scope, MIB};
-use penstock::peers::{Mesh as CoreMesh, Seat as CoreSeat};
+use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{Party, Shares as CoreShares};
 use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
@@ -157,6 +157,60 @@ impl Mesh {
         answer(py, || {
             let mesh = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
             py.detach(|| drop(mesh));
+            Ok(())
+        })
+    }
+}
+
+/// A rank that answers, and watches the others, while no load of them is under way.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Lookout(Held<Mutex<Option<CoreLookout>>>);
+
+#[pymethods]
+impl Lookout {
+    /// Answers at this address, at a port of its own.
+    #[new]
+    fn new(py: Python<'_>, host: &str) -> PyResult<Self> {
+        guarded(py, || {
+            let lookout = CoreLookout::new(address_of(host)?).map_err(|e| raise(py, &e))?;
+            Ok(Self(Held::new(Mutex::new(Some(lookout)))))
+        })
+    }
+
+    /// The port at which it answers.
+    #[getter]
+    fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
+        answer(py, || {
+            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(lookout.as_ref().ok_or_else(|| invalid("this lookout was closed"))?.address().port())
+        })
+    }
+
+    /// Watches the other ranks from now on: (host, port) of what answers there. `silence`: seconds without an answer.
+    fn watch<'py>(&self, py: Python<'py>, rank: u32, pulses: Listed<(String, u16)>, silence: f64) -> Answer<'py, ()> {
+        answer(py, || {
+            let pulses = pulses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let mut lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let lookout = lookout.as_mut().ok_or_else(|| invalid("this lookout was closed"))?;
+            let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
+            lookout.watch(rank, &pulses, silence).map_err(|e| raise(py, &e))
+        })
+    }
+
+    /// Raises PeerError if a rank was stopped.
+    fn look<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
+        answer(py, || {
+            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let lost = lookout.as_ref().and_then(CoreLookout::lost);
+            lost.map_or(Ok(()), |e| Err(raise(py, &e)))
+        })
+    }
+
+    /// Answers no more, and watches nobody.
+    fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
+        answer(py, || {
+            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+            py.detach(|| drop(lookout));
             Ok(())
         })
     }

@@ -5,14 +5,15 @@ use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer, Listed};
 use crate::options::{repr, size, value_of};
 use penstock::store::{
-    check_endpoint, check_interfaces, check_region, meant, Addressing, Bearer, ProfileSource, Proxies, Secret,
-    StorageSettings, Stores, WebSettings,
+    check_endpoint, check_interfaces, check_region, meant, Addressing, Bearer, NodeSettings, ProfileSource, Proxies,
+    Secret, StorageSettings, Stores, WebSettings,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyMapping};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// What kind of value a setting has.
 #[derive(Clone, Copy, PartialEq)]
@@ -20,6 +21,8 @@ enum Kind {
     Number,
     /// Bytes, or a size such as "500MB".
     Size,
+    /// A time, whole or not.
+    Seconds,
     Path,
     Flag,
     Text,
@@ -30,7 +33,7 @@ enum Kind {
 }
 
 /// All settings, in the order in which errors list them.
-const SETTINGS: [(&str, Kind); 20] = [
+const SETTINGS: [(&str, Kind); 23] = [
     ("connections", Kind::Number),
     ("request_bytes", Kind::Number),
     ("ca", Kind::Path),
@@ -51,10 +54,19 @@ const SETTINGS: [(&str, Kind); 20] = [
     ("proxy", Kind::Text),
     ("bandwidth", Kind::Size),
     ("interfaces", Kind::Names),
+    ("patience", Kind::Seconds),
+    ("connections_per_node", Kind::Number),
+    ("node_folder", Kind::Path),
 ];
 
 /// Most connections of one load.
 const MOST_CONNECTIONS: usize = 1024;
+
+/// Most connections of all processes of a node.
+const MOST_OF_NODE: usize = 65_536;
+
+/// The longest patience, in seconds: a week.
+const MOST_PATIENCE: f64 = 604_800.0;
 
 /// Bytes that one request may ask for at most.
 const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
@@ -173,6 +185,7 @@ pub(crate) fn stores_of(
             set(&mut settings, name, text).map_err(|why| invalid(format!("storage {name}: {why}")))?;
         }
     }
+    settings.web.node = settings.web.node.filter(|node| node.connections > 0);
     if let Some((server, token)) = bearer {
         settings.bearer = Some(Bearer::new(&server, Secret::new(token)).map_err(|e| raise(py, &e))?);
     }
@@ -190,6 +203,10 @@ fn text_of(name: &str, kind: Kind, value: &Bound<'_, PyAny>) -> PyResult<String>
             let what = if kind == Kind::Size { "a whole number or a size such as \"500MB\"" } else { "a whole number" };
             let number = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<i128>().ok()).flatten();
             number.map(|number| number.to_string()).ok_or_else(|| wrong(what))
+        }
+        Kind::Seconds => {
+            let seconds = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<f64>().ok()).flatten();
+            seconds.map(|seconds| seconds.to_string()).ok_or_else(|| wrong("a number of seconds"))
         }
         Kind::Flag => value.extract::<bool>().map(|flag| flag.to_string()).map_err(|_| wrong("True or False")),
         Kind::Text => Err(wrong("a string")),
@@ -249,6 +266,22 @@ fn set(settings: &mut StorageSettings, name: &str, text: String) -> Result<(), S
             let number = text.trim().parse().ok().filter(|number| REQUEST_BYTES.contains(number));
             settings.web.request_bytes =
                 number.ok_or("must be a whole number, from 65536 (64 KiB) to 1073741824 (1 GiB)")?;
+        }
+        "patience" => {
+            let seconds = text.trim().parse().ok().filter(|seconds| (0.0..=MOST_PATIENCE).contains(seconds));
+            let seconds = seconds.ok_or_else(|| format!("must be seconds, from 0 to {MOST_PATIENCE} (a week)"))?;
+            settings.web.patience = Some(Duration::from_secs_f64(seconds));
+        }
+        "connections_per_node" => {
+            let number = text.trim().parse().ok().filter(|number| (1..=MOST_OF_NODE).contains(number));
+            let connections = number.ok_or_else(|| format!("must be a whole number, from 1 to {MOST_OF_NODE}"))?;
+            let folder = settings.web.node.take().and_then(|node| node.folder);
+            settings.web.node = Some(NodeSettings { connections, folder });
+        }
+        "node_folder" => {
+            // Without a budget it means nothing.
+            let node = settings.web.node.take().unwrap_or(NodeSettings { connections: 0, folder: None });
+            settings.web.node = Some(NodeSettings { folder: Some(PathBuf::from(text)), ..node });
         }
         "interfaces" => {
             let names: Vec<_> = text.split(',').map(|name| name.trim().to_owned()).collect();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -15,12 +15,15 @@ from .._choices import Storage
 from .._collector import collector_paused
 from .._core import Options, storage_settings
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
-from .._group import Gathering
+from .._group import Gathering, confirm
+from .._group_stream import compare
+from .._joined import joined
 from .._options import make_options
 from .._report import Report
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 from ._remote import Files, RemoteWeights
+from ._strict import STRICT, not_used, strict_of
 
 logger = logging.getLogger("penstock")
 
@@ -39,6 +42,8 @@ class Settings(NamedTuple):
     storage: Storage | None
     files: Files = "model"
     """Which of the weights of a model are meant that lie beside each other."""
+    strict: bool = True
+    """Whether a load of the engine's own is an error."""
 
     @property
     def engine_format(self) -> str:
@@ -58,7 +63,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, FILES, *Options.names()]
+    known = [WEIGHTS, STORAGE, FILES, STRICT, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -74,8 +79,8 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     if files not in get_args(Files):
         choices = " or ".join(f'"{choice}"' for choice in get_args(Files))
         raise InvalidError(f"{engine}: {FILES}={files!r}: give {choices} (Mistral's consolidated*.safetensors)")
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, FILES)}
-    return Settings(make_options(options), weights, storage, files)
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, FILES, STRICT)}
+    return Settings(make_options(options), weights, storage, files, strict_of(given, engine))
 
 
 def _check_storage(storage: Any, engine: str) -> None:
@@ -120,6 +125,8 @@ class Loads:
     """The loads of one call of an engine's loader: one for each place that it takes weights from."""
 
     def __init__(self, device: torch.device, options: Options | None, mark: str | None = None) -> None:
+        self.engine, self.strict = "the engine", True
+        """Whose load this is, and whether a load of its own is an error."""
         self.recorders: list[Recorder] = []
         self.fallbacks: list[str] = []
         """Why the engine's own way was taken, for each place where it was."""
@@ -129,12 +136,18 @@ class Loads:
         self._device = device
         self._mark = mark
         self._met = False
+        self._company = ExitStack()
 
     def join(self, ranks: Callable[[], Any]) -> None:
-        """Loads with these ranks, if the options say so. On a GPU nothing is exchanged unless it was asked for."""
-        exchange = make_options(self.options).exchange
-        if exchange == "on" or (exchange == "auto" and self._device.type == "cpu"):
-            self.group = ranks()
+        """Loads with these ranks: all of them one version, or none.
+
+        On a GPU nothing is exchanged unless it was asked for.
+
+        From here to the end of `barrier` a rank that is gone or was stopped is noticed.
+        """
+        if self.group is None and (group := ranks()) is not None:
+            self._company.enter_context(joined(group, options=self.options))
+            self.group = group
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
@@ -159,14 +172,18 @@ class Loads:
         return self._marked(recorder)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's own way gives. The reason goes into the reports."""
+        """What the engine's own way gives. The reason goes into the reports.
+
+        Raises:
+            UnsupportedError: the user has not accepted the engine's own way, or it cannot read the files.
+        """
         chosen.refuse_fallback(why)
+        not_used(self.engine, why, self.strict)
         self.fallbacks.append(why)
         if self.group is not None:
             # Ranks that do not fall back would wait for this one
             with suppress(BaseException), Gathering(self.group):
                 raise UnsupportedError(f"it loads as the engine does: {why}")
-        logger.warning("penstock: loading as the engine does: %s", why)
         return iter(otherwise())
 
     def _marked(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,13 +195,22 @@ class Loads:
     @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
-        try:
-            with collector_paused(), watching(self.recorders):  # hundreds of thousands of objects, none of them garbage
+        # Ranks that are still to load, or to say that they have, hear why this one ends
+        with self._company:
+            # Hundreds of thousands of objects, none of them garbage
+            with self._told(), collector_paused(), watching(self.recorders):
                 yield
+            if self.group is not None:
+                # One that has loaded alone knows nothing of the others
+                confirm(self.group)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells the other ranks of an error, where they wait for this one or will."""
+        try:
+            yield
         except BaseException as error:
-            joined = [one.joined for one in self.recorders]
-            if self.group is not None and (not all(joined) if self._met else not any(joined)):
-                # The others wait for this rank, or will
+            if self.group is not None:
                 with suppress(BaseException), Gathering(self.group):
                     raise error
             raise
@@ -221,18 +247,27 @@ def reloaded(
     options: Options,
     cuts: Cuts,
     otherwise: Callable[[], Any],
+    refuse: Callable[[str], None],
+    group: Any = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
 
+    Args:
+        refuse: Raises the error for a reload of the engine's own, if that is one. Gets the reason.
+        group: The ranks that make the same reload: of one version, or none does.
+
     Raises:
         MissingDtypeError: torch has no such dtype.
-        UnsupportedError: they cannot be given, and ``otherwise`` cannot read them.
+        UnsupportedError: they cannot be given, and ``otherwise`` cannot read them or may not.
     """
     try:
-        return Reloader(*chosen.opened(keep), device, options, cuts).weights()
+        checkpoint, kept = chosen.opened(keep)
+        if group is not None:
+            compare(group, checkpoint, options)
+        return Reloader(checkpoint, kept, device, options, cuts).weights()
     except MissingDtypeError:
         raise
     except UnsupportedError as error:
         chosen.refuse_fallback(str(error))
-        logger.warning("penstock: reloading as the engine does: %s", error)
+        refuse(str(error))
         return iter(otherwise())

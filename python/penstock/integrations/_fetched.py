@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 from .. import _core
 from .._checkpoint import Checkpoint
 from .._choices import Storage
-from .._errors import InvalidError, NotFoundError
+from .._errors import InvalidError, NotFoundError, PenstockError
 from .._paths import without_secrets
 from ._format import FORMAT
+from ._pins import PINS, check_pinned, pins_of, versions_of
 from ._remote import Files, file_name, is_remote, open_files
 from ._small_files import Names, Read, small_files
 
@@ -82,16 +83,28 @@ def fetch(
         InvalidError: a web server, which lists nothing.
         NotFoundError: there is no such folder, or no configuration or no checkpoint in it.
         UnsupportedError: one of the files, or its name, is too long, or no file can be called so.
+        ChangedError: the model was replaced meanwhile.
         PenstockError: as `penstock.open`.
     """
     found = _place(place, storage)
+    # Before the small files, and once more after them: so they are of one version with the weights
+    checkpoint: Checkpoint | None = None
+    failed: PenstockError | None = None
+    if weights:
+        try:
+            checkpoint = open_files(found.weights, storage, which)
+        except PenstockError as error:
+            failed = error
     files = small_files(place, found.names, found.read, code)
     if weights and not any(name in files for name in _CONFIGURATIONS):
         held = ", ".join(sorted(found.names(""))[:8])
         text = f"there is no {' or '.join(_CONFIGURATIONS)} beside the weights, only {held}: {ADVICE}"
         raise NotFoundError(text, path=without_secrets(place))
-    if weights:
-        files |= _headers(open_files(found.weights, storage, which))
+    if failed is not None:
+        raise failed
+    if checkpoint is not None:
+        check_pinned(open_files(found.weights, storage, which), versions_of(checkpoint), "this start began")
+        files |= {**_headers(checkpoint), PINS: pins_of(checkpoint)}
     endpoint = str((storage or {}).get("endpoint", ""))
     digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
     last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]

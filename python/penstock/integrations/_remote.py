@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._errors import NotFoundError, UnsupportedError
 from .._paths import is_web, without_secrets
+from ._pins import check_pinned
 
 _LONGEST = 250
 """Bytes of the name of a file."""
@@ -82,11 +83,21 @@ class RemoteWeights:
 
     Raises:
         PenstockError: as `penstock.open`.
+        ChangedError: it is not the version that is ``pinned``.
         UnsupportedError: two of the files have one name, or one has a name that no file of a folder can have.
     """
 
-    def __init__(self, place: str, storage: Storage | None, files: Files = "model") -> None:
+    def __init__(
+        self,
+        place: str,
+        storage: Storage | None,
+        files: Files = "model",
+        pinned: Mapping[str, str] | None = None,
+    ) -> None:
+        self.place = place
         self.checkpoint: Checkpoint = open_files(place, storage, files)
+        if pinned is not None:
+            check_pinned(self.checkpoint, pinned, "its configuration was fetched")
         self._by_name = {file_name(path): path for path in self.checkpoint.files}
         if len(self._by_name) < len(self.checkpoint.files):
             raise UnsupportedError(f"{without_secrets(place)}: two of its files have one name, in different folders")

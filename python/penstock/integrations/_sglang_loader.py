@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,12 @@ from sglang.srt.model_loader import loader as sglang_loader
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
 from ._pickles import naming_convert
+from ._pins import pinned_in
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
+from ._strict import not_used
 
-logger = logging.getLogger("penstock")
+_ENGINE = "SGLang"
 
 #: What the default loader calls for the tensors of the files that it has chosen.
 _ITERATE = ("buffered_multi_thread_safetensors_weights_iterator", "safetensors_weights_iterator")
@@ -38,7 +39,7 @@ last_reports: list[Report] = []
 
 
 def install() -> None:
-    """Puts Penstock around three methods of the default loader, once in a process.
+    """Puts Penstock around methods of the default loader, once in a process.
 
     Raises:
         AttributeError: SGLang lacks one of the names that this needs. Nothing has changed.
@@ -62,7 +63,18 @@ def install() -> None:
         }
         for name, function in around.items():
             setattr(default, name, function)
+        for kind in (default, *_below(default)):
+            if "load_model" in vars(kind):
+                kind.load_model = _around(kind.load_model, _started)
         _installed = True
+
+
+def _below(kind: Any) -> Iterator[Any]:
+    """The classes that are derived from one."""
+    derived: Any
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _below(derived)
 
 
 def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,11 +95,12 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
     """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
     settings = _settings(loader)
     if settings is not None:
+        named = model
         first = vars(loader).setdefault("penstock_model", model)
         if model == first or not isinstance(settings.weights, str):
             model = settings.place_of(model)
         if is_remote(model):
-            remote = RemoteWeights(model, settings.storage, settings.files)
+            remote = RemoteWeights(model, settings.storage, settings.files, pinned_in(named))
             _remotes(loader)[remote.folder] = remote
             model = remote.folder
         with naming_convert(model, "SGLang"):
@@ -105,7 +118,7 @@ def _remotes(loader: Any) -> dict[str, RemoteWeights]:
 def _iterated_by(make: Callable[[Any], Any]) -> Iterator[None]:
     """Has the default loader call other functions in place of its own iterators."""
     with _replacing:
-        own = {name: getattr(sglang_loader, name) for name in _ITERATE}
+        own = {name: getattr(sglang_loader, name) for name in _ITERATE if hasattr(sglang_loader, name)}
         for name, function in own.items():
             setattr(sglang_loader, name, make(function))
         try:
@@ -139,6 +152,8 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
                     chosen.refuse_fallback("tensors were asked for outside of a load of weights")
                     yield from own(files, *more, **named)
                 else:
+                    vars(loader)["penstock_used"] = True
+                    loads.engine, loads.strict = _ENGINE, settings.strict
                     loads.options = settings.options
                     loads.join(_ranks)
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
@@ -150,8 +165,25 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     with _iterated_by(make):
         found = original(loader, *args, **kwargs)
     if not asked:
-        logger.warning("penstock: loading as SGLang does: it found no safetensors files in %s", args[:1])
+        place = getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")
+        why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
+        not_used(
+            _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"
+        )
+        vars(loader)["penstock_used"] = True  # that was said
     return found
+
+
+def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model. What loads it in a way of its own, and never asks for tensors here, is noticed."""
+    settings = _settings(loader)
+    if settings is not None:
+        vars(loader)["penstock_used"] = False
+    model = original(loader, *args, **kwargs)
+    if settings is not None and not vars(loader)["penstock_used"]:
+        vars(loader)["penstock_used"] = True
+        not_used(_ENGINE, f"{type(loader).__name__} has asked for no tensors of the checkpoint", settings.strict)
+    return model
 
 
 def _ranks() -> Any:

@@ -1,4 +1,4 @@
-"""Load format ``penstock`` in a vLLM whose interface is not known: as ``safetensors``."""
+"""Load format ``penstock`` in a vLLM whose interface is not known: an error, or as ``safetensors``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from typing import Any
 
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from ._strict import not_used, strict_of
+
+unknown = "its interface differs"
+"""What is not known of this vLLM."""
+
 
 class FallbackModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's own loader."""
+    """vLLM's own loader.
+
+    Raises:
+        UnsupportedError: the user has not accepted that (``"strict": false``).
+    """
 
     def __init__(self, load_config: Any) -> None:
+        strict = strict_of(load_config.model_loader_extra_config, "vLLM")
+        not_used("vLLM", f"this vLLM is not one that Penstock knows ({unknown})", strict)
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
         super().__init__(plain)

@@ -16,13 +16,18 @@ from vllm.model_executor.model_loader import default_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
+from .._errors import UnsupportedError
+from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, reloaded, settings_of
 from ._pickles import naming_convert
+from ._pins import pinned_in
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
+from ._strict import not_used
 
+_ENGINE = "vLLM"
 _ITERATE = "safetensors_weights_iterator"
 """What the default loader calls for the tensors of the files that it has chosen."""
 
@@ -45,7 +50,10 @@ _replacing = threading.Lock()
 def _iterated_by(function: Callable[..., Any]) -> Iterator[None]:
     """Has the default loader call ``function`` in place of its own iterator."""
     with _replacing:
-        own = getattr(default_loader, _ITERATE)
+        own = getattr(default_loader, _ITERATE, None)
+        if own is None:  # nothing calls it then
+            yield
+            return
         setattr(default_loader, _ITERATE, function)
         try:
             yield
@@ -57,7 +65,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Load format ``penstock``: the default loader's files and tensors, and of these each rank's own bytes."""
 
     def __init__(self, load_config: Any) -> None:
-        self.settings = settings_of(load_config.model_loader_extra_config or {}, "vLLM")
+        self.settings = settings_of(load_config.model_loader_extra_config or {}, _ENGINE)
         # The default loader refuses formats and keys that it does not know
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = self.settings.engine_format, {}
@@ -69,16 +77,20 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._loads: Loads | None = None
         self._model: torch.nn.Module | None = None
         self._name: str | None = None
+        self._asked = 0
+        """Places whose tensors were asked for, of this loader or as vLLM gives them where that was accepted."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.settings.options)
+        loads.engine, loads.strict = _ENGINE, self.settings.strict
         loads.join(_ranks)
-        self.reports, self.fallbacks = [], loads.fallbacks
+        self.reports, self.fallbacks, self._asked = [], loads.fallbacks, 0
         try:
             with loads.barrier():
                 with phase("recording"):
                     super().load_weights(model, model_config)
+                    self._check_asked()
                 self.reports = loads.run(model)
         finally:
             self._loads = None
@@ -86,8 +98,21 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
-        self._model, self._name = model, model_config.model
-        yield from super().get_all_weights(model_config, model)
+        self._model, self._name, self._asked = model, model_config.model, 0
+        for found in super().get_all_weights(model_config, model):
+            self._check_asked()  # before a tensor of vLLM's own is copied
+            yield found
+
+    def _check_asked(self) -> None:
+        """Raises UnsupportedError if tensors come that this loader was not asked for, unless the user accepts that."""
+        if self._asked == 0:
+            self._asked = 1  # said once
+            self._refuse("this vLLM does not ask its loader for tensors where it used to (_get_weights_iterator)")
+
+    def _refuse(self, why: str, way_out: str = "") -> None:
+        not_used(_ENGINE, why, self.settings.strict, way_out)
+        if self._loads is not None and why not in self._loads.fallbacks:
+            self._loads.fallbacks.append(why)
 
     def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
         place = self._place(model_name_or_path)
@@ -113,7 +138,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         place = self._place(source.model_or_path)
         if not is_remote(place):
             return self._iterator(source, None)
-        remote = RemoteWeights(place, self.settings.storage, self.settings.files)
+        # A reload takes what is there then
+        pinned = pinned_in(source.model_or_path) if self._loads is not None else None
+        remote = RemoteWeights(place, self.settings.storage, self.settings.files, pinned)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}
@@ -122,10 +149,12 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             remote.close()
 
     def _iterator(self, source: Any, remote: RemoteWeights | None) -> Iterator[tuple[str, torch.Tensor]]:
-        own = getattr(default_loader, _ITERATE)
+        own: Any = getattr(default_loader, _ITERATE, None)
+        asked = []
 
         def iterate(files: Sequence[str], *args: Any, local_expert_ids: Any = None, **kwargs: Any) -> Any:
             chosen = Chosen(files, remote)
+            asked.append(chosen)
 
             def keep(name: str) -> bool:
                 return not should_skip_weight(name, local_expert_ids)
@@ -141,11 +170,21 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
-            return reloaded(chosen, keep, device, self.settings.options, first.cuts if first else {}, otherwise)
+            cuts = first.cuts if first else {}
+            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks())
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
-            return found
+        self._asked += 1
+        if not asked:
+            # vLLM has chosen other files, or reads these in a way that is not known
+            place = without_secrets(source.model_or_path if remote is None else remote.place)
+            why = f"its loader has not called {_ITERATE} for the files of {place}"
+            if remote is not None:
+                raise UnsupportedError(f"{place}: {why}, and nothing else can read them there")
+            ways = "if they are no safetensors files, convert them with `penstock convert`"
+            self._refuse(why, ways)
+        return found
 
 
 def _ranks() -> Any:

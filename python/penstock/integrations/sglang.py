@@ -60,6 +60,7 @@ def _claim(config: Any) -> None:
 
     Raises:
         InvalidError: an unknown key in ``--model-loader-extra-config``. The error lists the known ones.
+        UnsupportedError: this SGLang's loader is not known, and the user has not accepted a load of its own.
     """
     from .._errors import InvalidError
     from ._engine import settings_of  # with torch, which is there when a configuration is made
@@ -74,9 +75,17 @@ def _claim(config: Any) -> None:
 
         install()
     except (ImportError, AttributeError, TypeError) as error:
-        _say_once(f"penstock: loading as SGLang does, because its loader's interface differs: {error}")
+        _refuse(f"its loader's interface differs: {error}", settings.strict)
         return
     config.penstock = settings
+
+
+@functools.cache
+def _refuse(why: str, strict: bool) -> None:
+    """Raises UnsupportedError, or warns once."""
+    from ._strict import not_used
+
+    not_used("SGLang", why, strict)
 
 
 @functools.cache

@@ -17,7 +17,8 @@ _logger = logging.getLogger("penstock")
 def register() -> None:
     """Makes the load format ``penstock`` known to vLLM. May be called repeatedly.
 
-    If vLLM's interface has changed too much, one line is logged, and the format loads as ``safetensors`` does.
+    If vLLM's interface has changed too much, one line is logged, and a loader of this format is an error. With
+    ``"strict": false`` it loads as ``safetensors`` does.
     """
     try:
         from vllm.model_executor.model_loader import (
@@ -35,8 +36,11 @@ def register() -> None:
         from ._vllm_loader import PenstockModelLoader as loader
     except Exception as error:  # an interface that has changed fails in ways of its own
         unknown = repr(error)
-        _logger.warning("penstock: this vLLM is not one that it knows (%s); loading as safetensors does", unknown)
-        from ._vllm_fallback import FallbackModelLoader as loader
+        _logger.warning("penstock: this vLLM is not one that it knows (%s)", unknown)
+        from . import _vllm_fallback
+
+        _vllm_fallback.unknown = unknown
+        loader = _vllm_fallback.FallbackModelLoader  # type: ignore[misc]
     register_model_loader(FORMAT)(loader)
     try:
         from vllm.engine.arg_utils import EngineArgs

@@ -7,6 +7,7 @@ use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
+use crate::threads::guarded;
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use std::collections::VecDeque;
@@ -208,7 +209,9 @@ fn serve(shared: &CpuShared, number: u32) {
             continue;
         };
         drop(queue);
-        shared.finish(shared.run(batch, number));
+        let (ticket, begun) = (batch.ticket, batch.blocks().collect());
+        let copied = guarded("penstock-copy", || shared.run(batch, number));
+        shared.finish(copied.unwrap_or_else(|e| Copied { ticket, result: Err(e), begun }));
         queue = shared.lock();
     }
 }

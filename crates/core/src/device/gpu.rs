@@ -26,6 +26,7 @@ use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::options::{HUGE_PAGE, MIB};
 use crate::staging::{Growth, Ring, Share, Slab};
+use crate::threads::{guarded, of_panic};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -599,13 +600,7 @@ fn refuse_commands(shared: &GpuShared, inbox: &Receiver<Command>, error: &Error)
 
 /// Does such work; a panic in it is an error, for the load to hear of.
 fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panicked(&*panic)))
-}
-
-fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let said = said.unwrap_or("no reason was given");
-    Error::new(ErrorKind::Internal, format!("the GPU's thread panicked ({said}); please report this"))
+    guarded("penstock-gpu", work).and_then(|done| done)
 }
 
 /// Takes commands until the device is dropped. After the first failure, and after the drop, none is carried out.
@@ -741,7 +736,7 @@ impl<'a> GpuQueue<'a> {
     fn submit_caught(&mut self, batch: Batch) -> Result<()> {
         let (ticket, slab) = (batch.ticket, batch.slab.0);
         catch_unwind(AssertUnwindSafe(|| self.submit(batch))).unwrap_or_else(|panic| {
-            let error = panicked(&*panic);
+            let error = of_panic("penstock-gpu", &*panic);
             // Its copies may be under way, and no event tells when they end: its memory is never touched again. `submit`
             // has leaked what the batch keeps.
             if self.shared.lock().running.remove(&ticket).is_some() {
@@ -1024,7 +1019,7 @@ impl Pinning {
         *PINNING.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         let counted = Counted;
         let pinning = move || {
-            if let Err(error) = self.pin(threads) {
+            if let Err(error) = guarded("penstock-gpupin", || self.pin(threads)).and_then(|pinned| pinned) {
                 self.refused.store(true, Ordering::Relaxed);
                 if let Some(shared) = self.shared.upgrade() {
                     shared.fall_back(error.to_string());
@@ -1075,14 +1070,31 @@ fn await_events(shared: &GpuShared, context: &SharedContext, submitted: &Receive
     for Submitted { batch, event, failed } in submitted {
         // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.
         let wait = || unsafe { context.context.api().synchronize_event(event) };
-        let waited = if skip_wait { Ok(()) } else { wait() };
-        if let Err(error) = &waited {
-            shared.fail(error);
-            // A lost context fails again at once. If it is not lost, the copies may still run, and the batch must not come
-            // back before they have ended.
-            let _ = wait();
-        }
-        context.give_events(context.context.api(), [event], waited.is_ok() && !skip_wait);
+        let waited = guarded("penstock-gpuwait", || {
+            let waited = if skip_wait { Ok(()) } else { wait() };
+            if let Err(error) = &waited {
+                shared.fail(error);
+                // A lost context fails again at once. If it is not lost, the copies may still run, and the batch must not come
+                // back before they have ended.
+                let _ = wait();
+            }
+            context.give_events(context.context.api(), [event], waited.is_ok() && !skip_wait);
+            waited
+        });
+        let waited = match waited {
+            Ok(waited) => waited,
+            Err(error) => {
+                // Its copies may be under way, and nothing tells when they end: its memory is never touched again.
+                shared.fail(&error);
+                let (ticket, begun) = (batch.ticket, batch.blocks().collect());
+                if shared.lock().running.remove(&ticket).is_some() {
+                    Ring::process().quarantine(batch.slab.0);
+                    shared.hand_back(Copied { ticket, result: Err(error), begun });
+                }
+                std::mem::forget(batch);
+                continue;
+            }
+        };
         let (result, begun) = match failed {
             Some((error, begun)) => (Err(error), begun),
             None if waited.is_ok() => (waited, Vec::new()),

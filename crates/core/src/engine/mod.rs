@@ -261,8 +261,8 @@ impl<S> Engine<S> {
                 // What another rank sends goes on as long as that rank lives. But if something of this rank's own is in flight,
                 // that has to move: else two ranks whose storage hangs would wait for each other.
                 let theirs = self.is_received(ticket.0 as usize);
-                let goes_on = |stage: Stage| if theirs { stage.is_reading() } else { stage == Stage::Reading };
-                let known = self.expect(now, ticket, goes_on).is_some();
+                // A server may ask for patience before the first byte.
+                let known = self.expect(now, ticket, Stage::is_reading).is_some();
                 let own = self.reads_in_flight() + self.copies_in_flight - self.received;
                 let theirs_count = own == 0 || mutated!(self, PeersExcuseOwnStall);
                 let theirs_count = theirs_count && !mutated!(self, PeersDoNotMove);

@@ -188,6 +188,11 @@ impl Checkpoint {
         identity(self.opened())
     }
 
+    /// For each file a text that tells its versions apart: on every machine for objects of stores, on this one for files.
+    pub fn versions(&self) -> Vec<String> {
+        self.opened().map(|file| identity(std::iter::once(file))).map(|(found, _)| format!("{found:016x}")).collect()
+    }
+
     /// For each file a number of what some of its pages hold, or of the validator that its store has: the same wherever the
     /// bytes are the same. Two training steps of one model differ in it. Blocks.
     ///

@@ -7,7 +7,7 @@ use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Device, Fence};
 use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready, Slabs};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::extent::{InCommon, Landing, Route, Ticket};
 use crate::format::Checkpoint;
 use crate::memory::{Block, Keep};
@@ -19,11 +19,13 @@ use crate::staging::{Lease, Share};
 use crate::stats::{Report, Tally};
 use crate::store::{patiently, CacheFill, DiskUse, Storage};
 use crate::sync::lock;
+use crate::threads::{guarded, of_panic, step};
 use crate::timeline::{Lane, Span, Timeline};
 use crate::way::{Cold, Routing, Through};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::RawFd;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -174,11 +176,11 @@ impl Driver {
     pub(super) fn run(mut self) {
         let cpu = thread_cpu();
         let (shared, began) = (self.shared.clone(), self.began);
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let outcome = guarded("penstock-engine", || {
             let outcome = self.drive();
             self.finish(outcome, cpu)
-        }))
-        .unwrap_or_else(|panic| Err(panicked(&*panic)));
+        })
+        .and_then(|outcome| outcome);
         if let (Some(peers), Err(error)) = (&self.peers, &outcome) {
             peers.fail(error);
         }
@@ -186,8 +188,8 @@ impl Driver {
         let fill = shared.lock().report.cache_fill.clone();
         // Drop the source and the device before publishing the outcome: a caller that has seen the outcome may count
         // threads and descriptors. Publish even if the drop panics, or the owner waits forever.
-        let gone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(self)));
-        let outcome = outcome.and(gone.map_err(|panic| panicked(&*panic)));
+        let gone = catch_unwind(AssertUnwindSafe(move || drop(self)));
+        let outcome = outcome.and(gone.map_err(|panic| of_panic("penstock-engine", &*panic)));
         if let (Some(fill), Ok(())) = (&fill, &outcome) {
             fill.start();
         }
@@ -268,6 +270,7 @@ impl Driver {
         let (mut events, mut copied) = (Vec::new(), Vec::new());
         let mut told = u64::MAX;
         loop {
+            step("penstock-engine");
             self.engine.turn(clock.now());
             self.read_inbox(clock);
             let more = self.allocate_blocks(clock);
@@ -695,12 +698,6 @@ impl Driver {
             None => error,
         }
     }
-}
-
-fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
-    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-    Error::new(ErrorKind::Internal, format!("the engine panicked ({text}); please report this"))
 }
 
 /// The ticket of an extent is its number.

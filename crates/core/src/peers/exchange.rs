@@ -12,6 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::source::{Destination, Done, Progress, Read, Source};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::threads::{guarded, step};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -232,15 +233,14 @@ impl Serving {
 
     fn run(mut self) {
         let desk = self.desk.clone();
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let outcome = guarded("penstock-peers", || {
             self.say_all(ALIVE, &[]);
-            while self.turn() {}
-        }));
-        if outcome.is_err() {
-            self.set_failure(Error::new(
-                ErrorKind::Internal,
-                "the thread of the connections panicked; please report this",
-            ));
+            while self.turn() {
+                step("penstock-peers");
+            }
+        });
+        if let Err(e) = outcome {
+            self.set_failure(e);
             self.tell();
         }
         // Connections are closed and memory is let go before anybody is told.

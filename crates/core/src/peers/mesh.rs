@@ -194,6 +194,7 @@ impl Seat {
                 let text = format!("rank {rank} waited {:.1} s for rank {all}", patience.as_secs_f64());
                 return Err(Error::new(ErrorKind::Peer, text).of_peer(first, hosts[first as usize].clone()));
             }
+            self.pulse.check()?;
             wait(&self.listener, &silent);
             let awaited: Vec<u32> = ranks.clone().filter(|peer| is_awaited(&found, *peer)).collect();
             lost = self.look(&awaited).err().and_then(|error| Some((error.peer()?.0, error)));

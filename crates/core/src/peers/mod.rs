@@ -11,6 +11,7 @@ mod calls;
 mod desk;
 mod device;
 mod exchange;
+mod lookout;
 mod mesh;
 mod pulse;
 mod source;
@@ -18,4 +19,5 @@ pub(crate) mod watch;
 
 pub(crate) use desk::STEPS;
 pub(crate) use exchange::{Peers, RowsToSend};
+pub use lookout::Lookout;
 pub use mesh::{Mesh, Seat};

@@ -8,6 +8,7 @@
 use super::watch::peer_error;
 use crate::error::{Error, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
+use crate::threads::{guarded, step};
 use crate::wake::Wake;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -28,8 +29,8 @@ const EVERY: Duration = Duration::from_millis(250);
 const BEAT: Duration = Duration::from_millis(50);
 /// How long a connection may take. Kernels answer, not processes.
 const CONNECTED: Duration = Duration::from_millis(100);
-/// Ranks that are asked at the same time: of those that a rank waits for, the first.
-const ASKED: usize = 8;
+/// Ranks whose answers are waited for at the same time.
+const ASKED: usize = 64;
 
 /// A rank that answers.
 #[derive(Debug)]
@@ -44,6 +45,8 @@ struct Beating {
     over: Wake,
     /// Connections on which to say that this rank is alive.
     said_on: Mutex<Vec<TcpStream>>,
+    /// Why nothing is answered any more.
+    failed: Mutex<Option<Error>>,
 }
 
 impl Pulse {
@@ -53,15 +56,29 @@ impl Pulse {
         let listener = TcpListener::bind((at, 0)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let beating = Arc::new(Beating { over: Wake::new()?, said_on: Mutex::new(Vec::new()) });
+        let beating =
+            Arc::new(Beating { over: Wake::new()?, said_on: Mutex::new(Vec::new()), failed: Mutex::new(None) });
         let its = beating.clone();
-        let thread = Builder::new().name("penstock-pulse".to_owned()).spawn(move || its.run(&listener));
+        let thread = Builder::new().name("penstock-pulse".to_owned()).spawn(move || {
+            // Without the listener other ranks are refused: to them this one is gone.
+            if let Err(e) = guarded("penstock-pulse", || its.run(&listener)) {
+                *lock(&its.failed) = Some(e);
+            }
+        });
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
         Ok(Pulse { address, beating, thread: Some(thread) })
     }
 
     pub(super) fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Whether it answers.
+    ///
+    /// # Errors
+    /// `Internal`: its thread has panicked.
+    pub(super) fn check(&self) -> Result<()> {
+        lock(&self.beating.failed).clone().map_or(Ok(()), Err)
     }
 
     /// Says from now on that this rank is alive, on these connections. The exchange, which is to come, says it there too.
@@ -87,6 +104,7 @@ impl Beating {
     fn run(&self, listener: &TcpListener) {
         let mut spoken = Instant::now();
         loop {
+            step("penstock-pulse");
             let fds = [self.over.fd(), listener.as_raw_fd()];
             let mut polled = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             // SAFETY: two entries, as the count says.
@@ -123,6 +141,8 @@ pub(super) struct Pulses {
     silence: Duration,
     /// From one question to the next.
     every: Duration,
+    /// A rank that refuses is asked no more. Otherwise that is an error.
+    forgiving: bool,
 }
 
 #[derive(Debug)]
@@ -135,18 +155,28 @@ struct Inquiry {
     next: Instant,
     /// Where its answer comes, and how much of it came.
     answer: Option<(TcpStream, usize)>,
+    /// It has refused, and is asked no more.
+    ended: bool,
 }
 
 impl Pulses {
     /// `addresses`: of all ranks. `silence`: one that does not answer for so long was stopped.
     pub(super) fn new(addresses: &[SocketAddr], silence: Duration) -> Pulses {
+        Pulses::asked(addresses, silence, EVERY.min(silence / 8), false)
+    }
+
+    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most.
+    pub(super) fn forgiving(addresses: &[SocketAddr], silence: Duration, every: Duration) -> Pulses {
+        Pulses::asked(addresses, silence, every.max(EVERY.min(silence / 8)), true)
+    }
+
+    fn asked(addresses: &[SocketAddr], silence: Duration, every: Duration, forgiving: bool) -> Pulses {
         let now = Instant::now();
-        let every = EVERY.min(silence / 8);
         let asked = |address: &SocketAddr| {
             let (address, next) = (*address, now + every);
-            Inquiry { address, heard: None, looked: now, next, answer: None }
+            Inquiry { address, heard: None, looked: now, next, answer: None, ended: false }
         };
-        Pulses { of: addresses.iter().map(asked).collect(), silence, every }
+        Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving }
     }
 
     /// Asks those of these ranks whose turn it is, and hears answers.
@@ -156,8 +186,10 @@ impl Pulses {
     /// looks first whether that is so.
     pub(super) fn look(&mut self, ranks: &[u32]) -> Result<()> {
         let now = Instant::now();
-        for &rank in ranks.iter().take(ASKED) {
-            let Some(asked) = self.of.get_mut(rank as usize) else { continue };
+        // Ranks that answer make room for the others.
+        let mut asking = self.of.iter().filter(|asked| asked.answer.is_some()).count();
+        for &rank in ranks {
+            let Some(asked) = self.of.get_mut(rank as usize).filter(|asked| !asked.ended) else { continue };
             let host = asked.address.ip().to_string();
             let failed = |why: String| Err(peer_error(rank, &host, &why).because(why));
             if now.saturating_duration_since(asked.looked) > self.silence / 2 {
@@ -165,10 +197,15 @@ impl Pulses {
                 asked.heard = asked.heard.and(Some(now));
             }
             asked.looked = now;
-            if asked.answer.is_none() && now >= asked.next {
+            if asked.answer.is_none() && now >= asked.next && asking < ASKED {
                 asked.next = now + self.every;
+                asking += 1;
                 match TcpStream::connect_timeout(&asked.address, CONNECTED) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
+                    Err(e) if e.kind() == Why::ConnectionRefused && self.forgiving => {
+                        asked.ended = true;
+                        continue;
+                    }
                     Err(e) if e.kind() == Why::ConnectionRefused => {
                         return failed("is gone: its process has ended".into())
                     }

@@ -31,6 +31,7 @@ use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::staging::{Lease, Ring, Share};
 use crate::store::DiskUse;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::threads::guarded;
 use folder::Folder;
 use output::{check_room, Output};
 use std::borrow::Cow;
@@ -526,10 +527,7 @@ impl Sink {
 impl Work {
     /// The body of a thread of the crew.
     fn serve(&self) {
-        let work = std::panic::AssertUnwindSafe(|| self.write_chunks());
-        let result = std::panic::catch_unwind(work).unwrap_or_else(|_| {
-            Err(Error::new(ErrorKind::Internal, "a thread that writes panicked; please report this"))
-        });
+        let result = guarded("penstock-save", || self.write_chunks()).and_then(|written| written);
         if let Err(e) = result {
             lock(&self.state).failed.get_or_insert(e);
             // Other threads may wait for a tensor.
@@ -554,7 +552,7 @@ impl Work {
         }
         let outcome = match failed {
             Some(e) => Err(e),
-            None => self.conclude(),
+            None => guarded("penstock-save", || self.conclude()).and_then(|done| done),
         };
         // A file that did not get its name goes with its output.
         lock(&self.outputs).clear();

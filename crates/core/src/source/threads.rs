@@ -13,6 +13,7 @@ use crate::fallback::Fallback;
 use crate::machine::{block_signals, page_size};
 use crate::store::{read_fully, Files, FsKind, Stopped};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::threads::guarded;
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use crate::way::Routing;
@@ -20,7 +21,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -348,7 +348,8 @@ impl PoolShared {
                         break;
                     }
                     drop(state);
-                    self.fetch(last);
+                    // Nobody waits for it.
+                    let _unheard = guarded("penstock-read", || self.fetch(last));
                     state = lock(&self.state);
                     continue;
                 }
@@ -360,11 +361,11 @@ impl PoolShared {
             state.reading += 1;
             let finished = state.finished;
             drop(state);
-            let perform = || catch_unwind(AssertUnwindSafe(|| self.perform(&read, way, &mut tools)));
+            let perform = || guarded("penstock-read", || self.perform(&read, way, &mut tools));
             let result = self.recorded(&read, number, perform);
-            let result = result.unwrap_or_else(|_| {
+            let result = result.unwrap_or_else(|e| {
                 tools.written = read.len;
-                Err(Failure::Error(Error::new(ErrorKind::Internal, "a reading thread panicked: a bug in penstock")))
+                Err(Failure::Error(e))
             });
             if matches!(&result, Err(Failure::Error(e)) if e.kind() == ErrorKind::Limit) {
                 // No descriptor left: those that other threads are using become free when they finish.

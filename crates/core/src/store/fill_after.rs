@@ -19,10 +19,10 @@ use crate::machine::{self, block_signals, page_size};
 use crate::memory::Mapping;
 use crate::options::{HUGE_PAGE, MIB};
 use crate::sync::{lock, Builder, Condvar, Mutex};
+use crate::threads::guarded;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
-use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -347,9 +347,7 @@ impl Fills {
             let Some(fill) = next else { break };
             state.current = Some(fill.clone());
             drop(state);
-            let filled = catch_unwind(AssertUnwindSafe(|| fill.run(&self.pause, &mut scratch))).unwrap_or_else(|_| {
-                Err(Error::new(ErrorKind::Internal, "filling the page cache panicked; please report this"))
-            });
+            let filled = guarded("penstock-fill", || fill.run(&self.pause, &mut scratch)).and_then(|filled| filled);
             fill.files.close_idle();
             match filled {
                 Ok(true) => fill.end(FillState::Finished, String::new()),

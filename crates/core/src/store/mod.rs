@@ -43,8 +43,8 @@ pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
     check_endpoint, check_interfaces, check_region, meant, unchecked_hosts, Addressing, AzureSettings, Bearer,
-    CredentialSource, GcsSettings, GivenCredentials, GivesCredentials, ProfileSource, Proxies, S3Settings, Secret,
-    StorageSettings, Web, WebSettings,
+    CredentialSource, GcsSettings, GivenCredentials, GivesCredentials, NodeSettings, ProfileSource, Proxies,
+    S3Settings, Secret, StorageSettings, Web, WebSettings,
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;

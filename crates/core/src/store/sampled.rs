@@ -4,7 +4,7 @@
 //! would take as long as a load. A step changes nearly every weight, so a few pages tell.
 
 use super::location::Location;
-use super::version::Version;
+use super::version::{Identity, Version};
 use crate::error::{Error, Result};
 use crate::sync::{lock, Mutex};
 use std::fs::File;
@@ -93,13 +93,18 @@ pub(crate) fn samples<'a>(files: impl Iterator<Item = Opened<'a>>) -> Result<Vec
 }
 
 fn sample(&(at, size, data_start, version): &Opened<'_>) -> Result<u64> {
-    match version {
+    let opened = match version {
         Version::Strong(tag) | Version::Weak(tag) => return Ok(stable(tag.as_bytes())),
-        Version::Inode(_) => {}
-    }
+        Version::Inode(identity) => identity,
+    };
     let path = at.as_path();
     let failed = |doing: &str, e: std::io::Error| Error::io(doing, &e).at(path);
     let file = File::open(path).map_err(|e| failed("open", e))?;
+    // What is there by now is not what this rank has opened. Bytes that are nowhere have no inode.
+    if opened.ino != 0 {
+        let now = Identity::of(&file).map_err(|e| failed("ask for the size of", e))?;
+        opened.check(&now).map_err(|e| e.at(path))?;
+    }
     let (span, mut pages) = (size - data_start, Vec::with_capacity((PAGES * BYTES) as usize));
     for page in 0..PAGES {
         let from = data_start + span.saturating_sub(BYTES) * page / (PAGES - 1);

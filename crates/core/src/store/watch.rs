@@ -15,14 +15,25 @@ use std::sync::Arc;
 const MOST_BYTES_HERE: u64 = 512 * 1024;
 
 thread_local! {
-    /// Whether the caller has given up the question that this thread asks a store.
-    static QUESTION: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+    /// Whether the caller has given up the question that this thread asks a store, and answers that ask for patience.
+    static QUESTION: RefCell<Option<Caller>> = const { RefCell::new(None) };
 }
+
+type Caller = (Arc<AtomicBool>, Arc<AtomicU64>);
 
 /// Whether somebody still waits for the answer to the question that this thread asks a store. A store that waits for long
 /// asks now and then, and ends with any error if nobody does.
 pub fn still_wanted() -> bool {
-    QUESTION.with_borrow(|question| question.as_ref().is_none_or(|given_up| !given_up.load(Ordering::Relaxed)))
+    QUESTION.with_borrow(|question| question.as_ref().is_none_or(|(given_up, _)| !given_up.load(Ordering::Relaxed)))
+}
+
+/// A store says that its server has answered, if `really`, and has to be asked again: it is there, and the caller goes on waiting.
+pub(super) fn answered(really: bool) {
+    QUESTION.with_borrow(|question| {
+        if let Some((_, answers)) = question {
+            answers.fetch_add(u64::from(really), Ordering::Relaxed);
+        }
+    });
 }
 
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
@@ -32,6 +43,8 @@ pub(crate) struct Watch {
     left: Option<AtomicU64>,
     too_much: AtomicBool,
     given_up: Arc<AtomicBool>,
+    /// Answers that ask for patience.
+    again: Arc<AtomicU64>,
     asked: Mutex<Question>,
 }
 
@@ -83,14 +96,15 @@ impl Watch {
         let number = asked.next;
         asked.next += 1;
         asked.waiting.push((number, path.to_path_buf()));
-        QUESTION.set(Some(self.given_up.clone()));
+        QUESTION.set(Some((self.given_up.clone(), self.again.clone())));
         Waiting { watch: self, number }
     }
 
     /// The number of answers so far, and the path of the longest wait; `None` if no thread waits.
     pub(crate) fn asking(&self) -> Option<(u64, PathBuf)> {
         let asked = lock(&self.asked);
-        asked.waiting.first().map(|(_, path)| (asked.answers, path.clone()))
+        let answers = asked.answers + self.again.load(Ordering::Relaxed);
+        asked.waiting.first().map(|(_, path)| (answers, path.clone()))
     }
 
     /// The caller no longer waits for the result.

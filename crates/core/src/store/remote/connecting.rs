@@ -3,6 +3,7 @@
 use super::address::Server;
 use super::link::{Link, LinkState};
 use super::net::{fail, Net, LEAST_ASKED};
+use super::node_budget::Permit;
 use super::range_read::RangeRead;
 use super::request::Get;
 use super::told::Told;
@@ -61,12 +62,14 @@ impl<W: Wires> Net<W> {
             while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1)
                 && self.make_room(&server, now)
             {
+                let Some(permit) = self.permit(now) else { return made };
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
                         self.counts.connections.add(1);
                         let number = self.links.room();
-                        self.advance(number, Link::new(stream, server.clone(), now), now, told);
+                        let link = Link::new(stream, permit, server.clone(), now);
+                        self.advance(number, link, now, told);
                         coming += 1;
                     }
                     // Its addresses come.
@@ -83,9 +86,17 @@ impl<W: Wires> Net<W> {
         made
     }
 
+    /// The right to one more connection, if the processes of this node have a budget for them. `None`: not now.
+    fn permit(&mut self, now: Instant) -> Option<Option<Permit>> {
+        match &mut self.node {
+            None => Some(None),
+            Some(node) => node.take(now).map(Some),
+        }
+    }
+
     /// Whether there may be one more connection, perhaps in the place of another.
     fn may_connect(&self, now: Instant) -> bool {
-        let has_room = self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0;
+        let has_room = self.links.len() < self.limit() || self.links.count(LinkState::Idle) > 0;
         has_room || self.is_stuck() || self.links.iter().any(|(_, link)| is_late(link, now))
     }
 
@@ -98,7 +109,7 @@ impl<W: Wires> Net<W> {
     /// Whether one more connection to this server may be made. If there are as many as there may be, one to another server on
     /// which nothing is asked for gives way, or one that would wait for ever, or that no address answers.
     fn make_room(&mut self, server: &Server, now: Instant) -> bool {
-        if self.links.len() < self.pace.limit() {
+        if self.links.len() < self.limit() {
             return true;
         }
         let is_stuck = self.is_stuck();

@@ -74,6 +74,29 @@ impl Connection {
 }
 
 impl WireEnd for Connection {
+    fn leave(&mut self) {
+        // SAFETY: a plain system call on our own socket.
+        unsafe { libc::shutdown(self.fd(), libc::SHUT_WR) };
+    }
+
+    fn await_end(&mut self, until: Instant) {
+        let mut part = [0u8; 4096];
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut polled = libc::pollfd { fd: self.fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one pollfd; and as many bytes of our own as the length says.
+            let got = unsafe {
+                if left.is_zero() || libc::poll(&raw mut polled, 1, left.as_millis().max(1) as i32) != 1 {
+                    return;
+                }
+                libc::recv(self.fd(), part.as_mut_ptr().cast(), part.len(), libc::MSG_DONTWAIT)
+            };
+            if got <= 0 {
+                return;
+            }
+        }
+    }
+
     fn is_ready(&mut self) -> io::Result<bool> {
         let Connection { socket, is_connected, tunnel, tls, attempt, .. } = self;
         if !*is_connected {

@@ -5,6 +5,7 @@ use super::net::Common;
 use crate::error::{Error, Result};
 use crate::machine::block_signals;
 use crate::sync::{lock, Mutex};
+use crate::threads::guarded;
 use crate::wake::Wake;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -151,13 +152,24 @@ impl<F: Finder> Credentials<F> {
         let this = self.clone();
         let thread = std::thread::Builder::new().name("penstock-keys".into()).spawn(move || {
             block_signals();
-            let _ = this.fetch(count);
+            if let Err(e) = guarded("penstock-keys", || drop(this.fetch(count))) {
+                this.failed(e);
+            }
         });
         if let Err(e) = thread {
             lock(&self.state).asked = None;
             return Err(Error::io("start a thread", &e));
         }
         Ok(())
+    }
+
+    /// The thread that fetches has panicked: those who wait hear that.
+    fn failed(&self, e: Error) {
+        let mut state = lock(&self.state);
+        (state.count, state.failed) = (state.count + 1, Some((Instant::now(), e)));
+        for wake in state.asked.take().into_iter().flat_map(|(_, waiting)| waiting) {
+            wake.notify();
+        }
     }
 
     /// Fetches it, unless somebody else has since `count` was counted.

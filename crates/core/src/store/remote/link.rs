@@ -4,6 +4,7 @@ use super::address::Server;
 use super::answer::{no_ranges, Answer, Verdict};
 use super::chunks::Chunks;
 use super::fetch::{NextBytes, RangeRequest};
+use super::node_budget::Permit;
 use super::range_read::RangeRead;
 use super::request::Get;
 use super::told::{end, Told};
@@ -59,6 +60,8 @@ pub(super) enum Advance {
 
 pub(super) struct Link<S> {
     pub(super) stream: S,
+    /// Its place in the node's budget. It goes after the connection.
+    _permit: Option<Permit>,
     pub(super) server: Server,
     pub(super) fetch: Option<RangeRequest>,
     pub(super) state: LinkState,
@@ -91,12 +94,13 @@ pub(super) struct Link<S> {
 }
 
 impl<S: WireEnd> Link<S> {
-    pub(super) fn new(stream: S, server: Server, now: Instant) -> Link<S> {
+    pub(super) fn new(stream: S, permit: Option<Permit>, server: Server, now: Instant) -> Link<S> {
         let (head, state, watched) = (Vec::new(), LinkState::Connecting, Watched::Nothing);
         let (fetch, keeps, reused, answered_at) = (None, true, false, None);
         let (used, got, gaps, last, asked_at, told) = (0, 0, 0, now, now, now);
         Link {
             stream,
+            _permit: permit,
             server,
             fetch,
             state,

@@ -31,12 +31,14 @@ mod given_tokens;
 mod google;
 mod held;
 mod interfaces;
+mod jitter;
 mod link;
 mod links;
 mod listing;
 mod look;
 mod names;
 mod net;
+mod node_budget;
 mod pace;
 mod pages;
 mod proxied;
@@ -47,6 +49,7 @@ mod range_read;
 mod rate_limit;
 mod refusal;
 mod request;
+mod request_rate;
 mod s3;
 mod secret;
 mod server_error;
@@ -82,8 +85,8 @@ use self::range_read::{BodyPlaces, RangeRead, Site};
 use self::request::{requests_of, Requests};
 use self::s3::S3;
 pub use self::settings::{
-    check_endpoint, check_region, Addressing, AzureSettings, Bearer, GcsSettings, ProfileSource, S3Settings, Secret,
-    StorageSettings, WebSettings,
+    check_endpoint, check_region, Addressing, AzureSettings, Bearer, GcsSettings, NodeSettings, ProfileSource,
+    S3Settings, Secret, StorageSettings, WebSettings,
 };
 use self::sockets::Sockets;
 use self::source::{Remote, WebSource};
@@ -96,7 +99,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
-use super::watch::still_wanted;
+use super::watch::{answered, still_wanted};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
@@ -199,6 +202,7 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];
     let sockets = Sockets::new(common.clone(), None).map_err(located)?;
     let mut net = Net::new(sockets, common.clone(), Arc::default());
+    net.join_node().map_err(located)?;
     net.longest_wait = Some(LOOK);
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
     net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
@@ -209,6 +213,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
             return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
         }
         for event in told.drain(..) {
+            // A server that says when to ask again has answered.
+            answered(matches!(event, Told::Received(_)));
             if let Told::Done { result, object, by_close, .. } = event {
                 let got = result? as usize;
                 bytes.truncate(got);

@@ -5,6 +5,7 @@ use super::racing::{in_turn, Health};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::block_signals;
 use crate::sync::{lock, Mutex};
+use crate::threads::guarded;
 use crate::wake::Wake;
 use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -75,7 +76,7 @@ impl Names {
     /// On a thread of its own, which nobody waits for: a name server that is gone takes its time.
     fn answer(&self, server: &Server) {
         block_signals();
-        let found = resolved(server);
+        let found = guarded("penstock-dns", || resolved(server)).and_then(|found| found);
         let mut state = lock(&self.lookups);
         state.known.insert(server.clone(), (Instant::now(), found));
         for wake in state.asked.remove(server).unwrap_or_default() {

@@ -7,13 +7,15 @@ use super::fetch::{RangeRequest, GAP};
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
 use super::names::Names;
+use super::node_budget::{usual_folder, NodeBudget};
 use super::pace::ConnectionPace;
 use super::queue::ReadQueue;
 use super::range_read::{BodyPlaces, RangeRead};
 use super::rate_limit::RateLimit;
 use super::refusal::refused;
 use super::request::Get;
-use super::settings::WebSettings;
+use super::request_rate::RequestRate;
+use super::settings::{NodeSettings, WebSettings};
 use super::tls::Tls;
 use super::told::{end, Told};
 use super::wires::{Watched, WireEnd, Wires};
@@ -29,6 +31,8 @@ use std::time::{Duration, Instant};
 
 /// The longest pause before a request is sent again, unless the server asks for a longer one.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
+/// The pause of a read whose server has too much to do: at most this after the first refusal, and this after further ones.
+const BUSY_PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(5));
 /// A request that brings so many bytes before it fails was no failure: a slow server may need many.
 const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
@@ -44,6 +48,10 @@ const FIRST_BYTES: f64 = 8.0;
 /// Threads that share the connections of one load, at most, and the fewest connections for each.
 const MOST_THREADS: usize = 8;
 const LEAST_CONNECTIONS: usize = 8;
+/// How long a server may take to notice that a connection is closed.
+const PARTING: Duration = Duration::from_millis(250);
+/// How often it is told that a server is there which has asked for patience.
+const THERE: Duration = Duration::from_millis(300);
 /// How often connections are looked at.
 pub(super) const LOOK: Duration = Duration::from_millis(40);
 
@@ -86,6 +94,12 @@ pub(super) struct Net<W: Wires> {
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
     pub(super) rate_limit: RateLimit,
+    request_rate: RequestRate,
+    /// The budget of this node, and what of it may be used here.
+    pub(super) node: Option<NodeBudget>,
+    share_of_node: usize,
+    /// When it is told next that a server is there, which has asked for patience.
+    there_at: Instant,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
     pub(super) counts: Arc<Counts>,
@@ -108,6 +122,7 @@ impl<W: Wires> Net<W> {
         let now = wires.now();
         let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
         let rate_limit = RateLimit::new(common.settings.bandwidth, now);
+        let request_rate = RequestRate::new(wires.jitter(), now);
         let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
         Net {
             wires,
@@ -116,6 +131,10 @@ impl<W: Wires> Net<W> {
             waiting,
             pace,
             rate_limit,
+            request_rate,
+            node: None,
+            share_of_node: usize::MAX,
+            there_at: now,
             look_at: now,
             counts,
             gap: GAP,
@@ -126,6 +145,20 @@ impl<W: Wires> Net<W> {
             discard,
             numbers,
         }
+    }
+
+    /// Has its connections count in the budget of this node, if there is one.
+    pub(super) fn join_node(&mut self) -> Result<()> {
+        if let Some(NodeSettings { connections, folder }) = &self.common.settings.node {
+            let folder = folder.clone().unwrap_or_else(usual_folder);
+            self.node = Some(NodeBudget::join(&folder, *connections, self.wires.jitter())?);
+        }
+        Ok(())
+    }
+
+    /// Most connections now.
+    pub(super) fn limit(&self) -> usize {
+        self.pace.limit().min(self.share_of_node)
     }
 
     pub(super) fn add(&mut self, read: RangeRead) {
@@ -180,10 +213,16 @@ impl<W: Wires> Net<W> {
     /// Waits until something happens, and does what follows from it.
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
         let before = self.wires.now();
+        self.share_of_node = self.node.as_mut().map_or(usize::MAX, |node| node.limit(before));
         self.waiting.resume(before);
         self.release(before, told);
         // A connection may be there at once, and lost at once.
         while self.ask_next(before, told) || self.connect_more(before, told) {}
+        if let Some(ticket) = self.waiting.put_off().filter(|_| before >= self.there_at) {
+            // The server is there, so this is no stall.
+            self.there_at = before + THERE;
+            told.push(Told::Received(ticket));
+        }
         if !told.is_empty() {
             return Ok(());
         }
@@ -200,7 +239,7 @@ impl<W: Wires> Net<W> {
         self.numbers = numbers;
         let busy = self.links.count(LinkState::Asked) + self.links.count(LinkState::Body);
         let is_limited = self.rate_limit.is_limit(now);
-        self.pace.turned(now.duration_since(before), bytes, busy >= self.pace.limit() && !is_limited);
+        self.pace.turned(now.duration_since(before), bytes, busy >= self.limit() && !is_limited);
         // What has come and was not looked at yet is no silence.
         if all && now >= self.look_at {
             self.look_at = now + LOOK.min(self.common.settings.stall / 4);
@@ -218,7 +257,12 @@ impl<W: Wires> Net<W> {
     fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
-        let due = self.waiting.next_due().into_iter().chain(look).chain(self.rate_limit.due()).min();
+        let asks = self.waiting.len() > 0;
+        let sends = self.request_rate.due().filter(|_| asks && self.links.count(LinkState::Idle) > 0);
+        let connects = self.node.as_ref().and_then(NodeBudget::due).filter(|_| asks);
+        let there = self.waiting.put_off().map(|_| self.there_at);
+        let own = [look, self.rate_limit.due(), sends, connects, there].into_iter().flatten();
+        let due = self.waiting.next_due().into_iter().chain(own).min();
         let due = due.map(|due| due.saturating_duration_since(now));
         due.into_iter().chain(self.longest_wait).min()
     }
@@ -247,7 +291,7 @@ impl<W: Wires> Net<W> {
     fn ask_next(&mut self, now: Instant, told: &mut Vec<Told>) -> bool {
         let mut passed = None;
         for at in 0..self.waiting.len() {
-            if self.links.count(LinkState::Idle) == 0 {
+            if self.links.count(LinkState::Idle) == 0 || !self.request_rate.may_send(now) {
                 return false;
             }
             let Some(read) = self.waiting.get(at) else { return false };
@@ -283,6 +327,7 @@ impl<W: Wires> Net<W> {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
                 self.counts.requests.add(1);
                 self.asked += 1;
+                self.request_rate.sent(now);
                 link.ask(fetch, &request, now);
             }
             self.advance(number, link, now, told);
@@ -293,7 +338,11 @@ impl<W: Wires> Net<W> {
 
     /// Bytes to ask for in the next request.
     fn share(&self) -> u64 {
-        let (waiting, limit) = (self.waiting.bytes(), self.pace.limit());
+        if self.request_rate.is_bound() {
+            // Few requests, each for much.
+            return self.common.settings.request_bytes;
+        }
+        let (waiting, limit) = (self.waiting.bytes(), self.limit());
         // Less and less towards the end, so that all connections end together.
         let part = waiting / limit as u64;
         // Where a first byte comes late, small requests cost more than that, unless connections would have nothing to do.
@@ -339,6 +388,9 @@ impl<W: Wires> Net<W> {
         }
         if let (None, Some(answered)) = (had_answer, link.answered_at) {
             self.pace.answered(answered.duration_since(link.asked_at));
+            if !matches!(next, Advance::Told(_)) {
+                self.request_rate.taken(now);
+            }
         }
         match next {
             Advance::Wait => self.keep(number, link, told),
@@ -347,17 +399,22 @@ impl<W: Wires> Net<W> {
                 self.keep(number, link, told);
             }
             Advance::Ready => {
-                if let Some(answered) = link.answered_at.take() {
+                let served = link.answered_at.take();
+                if let Some(answered) = served {
                     self.pace.served(all, now.duration_since(answered));
                 }
-                // There may be fewer by now.
-                if self.links.len() < self.pace.limit() {
-                    self.keep(number, link, told);
+                // There may be fewer by now, or other processes wait for it.
+                let gives_way = self.node.as_ref().is_some_and(|node| node.gives_way(self.waiting.len() == 0));
+                match self.links.len() < self.limit() && !(gives_way && served.is_some()) {
+                    true => self.keep(number, link, told),
+                    false => self.part([link]),
                 }
             }
             Advance::Close => {}
             Advance::Told(verdict) => {
-                if let Some(fetch) = link.fetch {
+                let fetch = link.fetch.take();
+                self.part([link]);
+                if let Some(fetch) = fetch {
                     self.judged(fetch, verdict, now, told);
                 }
             }
@@ -392,6 +449,14 @@ impl<W: Wires> Net<W> {
                 let e = Error::new(ErrorKind::Io, format!("the connection to {server} is lost")).caused_by(e);
                 self.again(fetch, link.got, e, None, told);
             }
+        }
+    }
+
+    /// Closes connections on which nothing comes any more. In a budget of the node their places become free when the server
+    /// has closed them too: until then it has them all.
+    fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
+        if self.node.is_some() {
+            await_ends(links);
         }
     }
 
@@ -439,8 +504,15 @@ impl<W: Wires> Net<W> {
                 }
             }
             Verdict::Again(e, pause) => {
-                if matches!(e.status(), Some(429 | 503)) {
+                let mut pause = pause;
+                if is_busy(&e) {
                     self.pace.slow_down(now);
+                    let tries = fetch.reads.front().map_or(0, |read| read.tries);
+                    // The pauses of tests are shorter.
+                    let (least, longest) = BUSY_PAUSE;
+                    let least = least.min(self.common.settings.pause * 5);
+                    let random = self.request_rate.refused(now, tries, (least, longest));
+                    pause = Some(pause.unwrap_or_default() + random);
                 }
                 self.again(fetch, 0, e, pause, told);
             }
@@ -485,21 +557,53 @@ impl<W: Wires> Net<W> {
         told: &mut Vec<Told>,
     ) {
         if got >= MUCH {
-            read.tries = 0;
+            (read.tries, read.failing) = (0, None);
         }
+        let now = self.wires.now();
         read.tries += 1;
-        let most = self.common.settings.tries;
+        let failing = now.saturating_duration_since(*read.failing.get_or_insert(now));
+        let settings = &self.common.settings;
+        let most = settings.tries;
         let most = if read.answered || read.object().is_some() { most } else { most.min(TRIES_UNANSWERED) };
-        if read.tries >= most {
-            let e = e.clone().reworded(|why| format!("{why}; it was asked for {most} times"));
+        let busy = if is_busy(e) { settings.busy } else { Duration::ZERO };
+        if read.tries >= most && failing >= settings.patience.unwrap_or_default().max(busy) {
+            let (tries, seconds) = (read.tries, failing.as_secs_f64());
+            let e = e.clone().reworded(|why| format!("{why}; it was asked for {tries} times in {seconds:.1} s"));
             return fail(read, e, told);
         }
-        let usual = self.common.settings.pause.saturating_mul(1 << (read.tries - 1).min(10)).min(LONGEST_PAUSE);
-        // Requests that fail together do not come back together.
-        let spread = usual / 16 * ((read.missing().start >> 24) % 4) as u32;
-        let due = self.wires.now() + usual.max(pause.unwrap_or_default()) + spread;
+        read.put_off = e.status().is_some();
+        let due = match pause.filter(|_| is_busy(e)) {
+            Some(pause) => now + pause,
+            None => {
+                let usual = settings.pause.saturating_mul(1 << (read.tries - 1).min(10)).min(LONGEST_PAUSE);
+                let random = self.request_rate.spread(usual);
+                now + random.max(pause.unwrap_or_default() + random / 2)
+            }
+        };
         self.waiting.pause(read, due);
     }
+}
+
+/// Whether a server says that it has too much to do.
+fn is_busy(e: &Error) -> bool {
+    matches!(e.status(), Some(429 | 503)) || e.message().contains("SlowDown")
+}
+
+impl<W: Wires> Drop for Net<W> {
+    fn drop(&mut self) {
+        if self.node.is_some() {
+            let idle = |link: &Link<_>| link.state == LinkState::Idle;
+            await_ends(std::iter::from_fn(|| self.links.take_where(idle).map(|(_, link)| link)));
+        }
+    }
+}
+
+/// Leaves these connections, and waits for a moment until the servers have left them too.
+fn await_ends<S: WireEnd>(links: impl IntoIterator<Item = Link<S>>) {
+    let mut links: Vec<Link<S>> = links.into_iter().collect();
+    links.iter_mut().for_each(|link| link.stream.leave());
+    let until = Instant::now() + PARTING;
+    links.iter_mut().for_each(|link| link.stream.await_end(until));
 }
 
 pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {

@@ -1,6 +1,7 @@
 //! The reads that have no connection, in the order in which they are asked for.
 
 use super::range_read::RangeRead;
+use crate::extent::Ticket;
 use std::collections::VecDeque;
 use std::time::Instant;
 
@@ -47,6 +48,11 @@ impl ReadQueue {
             let due: Vec<(Instant, RangeRead)> = due;
             self.put_back(due.into_iter().map(|(_, read)| read));
         }
+    }
+
+    /// A read that waits for its time because its server has asked for that.
+    pub(super) fn put_off(&self) -> Option<Ticket> {
+        self.paused.iter().find(|(_, read)| read.put_off).map(|(_, read)| read.ticket)
     }
 
     /// When the next one is due that waits for its time.

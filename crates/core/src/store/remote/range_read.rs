@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Most places that one system call fills.
 pub(super) const MOST_PLACES: usize = 64;
@@ -159,6 +160,10 @@ pub(super) struct RangeRead {
     got: u64,
     /// Requests that failed since the last one that brought much.
     pub(super) tries: u32,
+    /// When the first of them failed.
+    pub(super) failing: Option<Instant>,
+    /// Whether the server has answered the last of them: it is there, and asks for patience.
+    pub(super) put_off: bool,
     /// How often it was taken from a connection that was slower than others.
     pub(super) moves: u32,
     /// Whether a server has answered.
@@ -196,6 +201,8 @@ impl RangeRead {
             keep: Arc::new(()),
             got: 0,
             tries: 0,
+            failing: None,
+            put_off: false,
             moves: 0,
             answered: false,
             asked: None,

@@ -172,6 +172,12 @@ pub struct WebSettings {
     pub tries: u32,
     /// The pause before the second of them. Each further pause is twice as long, up to 3 s.
     pub pause: Duration,
+    /// For how long a read is asked for again, at least, however often that is. `None`: as often as `tries` says.
+    pub patience: Option<Duration>,
+    /// The same where the server says that it has too much to do (429, 503, SlowDown), if that is longer.
+    pub busy: Duration,
+    /// The budget of connections that all processes of this node share.
+    pub node: Option<NodeSettings>,
     /// A connection that brings nothing for so long is closed, and what is missing is asked for again.
     pub stall: Duration,
     /// A file with the certificates (PEM) to trust, or a folder of such files, instead of the system's.
@@ -189,6 +195,15 @@ pub struct WebSettings {
     pub proxies: Option<Proxies>,
 }
 
+/// A budget of connections for all processes of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeSettings {
+    /// Most connections of all of them together.
+    pub connections: usize,
+    /// The folder with their locks; `None`: one of this user in the memory of this machine.
+    pub folder: Option<PathBuf>,
+}
+
 impl Default for WebSettings {
     fn default() -> Self {
         let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
@@ -200,6 +215,9 @@ impl Default for WebSettings {
             threads,
             request_bytes,
             tries: 8,
+            patience: None,
+            busy: Duration::from_secs(120),
+            node: None,
             pause,
             stall,
             authorities: None,

@@ -5,14 +5,16 @@ use super::counts::Counts;
 use super::fetch::GAP;
 use super::net::{Common, Net};
 use super::range_read::{BodyPlaces, RangeRead, Site};
+use super::settings::WebSettings;
 use super::sockets::Sockets;
 use super::told::Told;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Ticket;
+use crate::extent::{Route, Ticket};
 use crate::machine::block_signals;
 use crate::source::{Destination, Done, Progress, Read, Source};
 use crate::store::version::Version;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
+use crate::threads::{guarded, step};
 use crate::wake::Wake;
 use crate::way::Routing;
 use std::any::Any;
@@ -74,6 +76,8 @@ struct Exchanged {
     /// Every read has been given up: only their ends are of interest until the thread has heard of it.
     cancelled: bool,
     closing: bool,
+    /// The thread has panicked, and holds nothing any more.
+    dead: Option<Error>,
 }
 
 enum ToNet {
@@ -90,11 +94,17 @@ impl NetLane {
         let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         net.gap = gap;
+        net.join_node()?;
         let shared = Arc::new(Exchange { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
             block_signals();
-            theirs.run(&mut net);
+            let ran = guarded("penstock-net", || theirs.run(&mut net));
+            // Connections and reads go before anybody is told.
+            let gone = guarded("penstock-net", move || drop(net));
+            if let Err(e) = ran.and(gone) {
+                theirs.die(e);
+            }
         });
         let thread = Some(thread.map_err(|e| Error::io("start a thread", &e))?);
         Ok(NetLane { shared, thread, bytes: 0 })
@@ -110,6 +120,10 @@ impl WebSource {
     ) -> Result<WebSource> {
         let (depth, gap) = (routing.depth.max(routing.requests), routing.gap.unwrap_or(GAP).min(GAP));
         let to_owner = Arc::new(Wake::new()?);
+        let common = Arc::new(Common {
+            settings: WebSettings { busy: common.settings.busy.max(routing.stall), ..common.settings.clone() },
+            ..Common::clone(&common)
+        });
         let (lanes, each) = common.divided();
         let lane = |_| NetLane::new(each.clone(), counts.clone(), to_owner.clone(), gap);
         // Those that run already end if one cannot start.
@@ -199,7 +213,19 @@ impl Exchange {
                 net.give_up(&e, &mut told);
             }
             self.tell(&mut told);
+            step("penstock-net");
         }
+    }
+
+    /// The thread ends before its time: what it was asked for and what waits is let go, and its owner hears why.
+    fn die(&self, e: Error) {
+        let left = {
+            let mut state = lock(&self.state);
+            state.dead = Some(e);
+            mem::take(&mut state.commands)
+        };
+        drop(left);
+        self.to_owner.notify();
     }
 
     fn tell(&self, told: &mut Vec<Told>) {
@@ -272,8 +298,24 @@ impl Source for WebSource {
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.to_owner.clear();
         let from = events.len();
-        for NetLane { shared, .. } in &self.lanes {
-            events.append(&mut lock(&shared.state).events);
+        for (lane, NetLane { shared, .. }) in self.lanes.iter().enumerate() {
+            let (dead, commands) = {
+                let mut state = lock(&shared.state);
+                events.append(&mut state.events);
+                (state.dead.clone(), state.dead.is_some().then(|| mem::take(&mut state.commands)))
+            };
+            drop(commands);
+            let Some(e) = dead else { continue };
+            let ended = |ticket: &Ticket, events: &[Progress]| {
+                events.iter().any(|event| matches!(event, Progress::Done(done) if done.ticket == *ticket))
+            };
+            for (&ticket, _) in self.in_flight.iter().filter(|(_, read)| read.0 == lane) {
+                if !ended(&ticket, &events[from..]) {
+                    // How much was received is not known.
+                    let (route, written) = (Route::Buffered, u64::MAX);
+                    events.push(Progress::Done(Done { ticket, result: Err(e.clone()), route, written }));
+                }
+            }
         }
         for event in &events[from..] {
             match event {

@@ -47,14 +47,14 @@ impl<W: Wires> Net<W> {
 
     /// Whether something could be asked for at once, or on a new connection.
     fn has_free(&self) -> bool {
-        self.links.len() < self.pace.limit() || self.links.count(LinkState::Idle) > 0
+        self.links.len() < self.limit() || self.links.count(LinkState::Idle) > 0
     }
 
     /// If there are more connections than there may be, closes new ones that the server does not answer on.
     pub(super) fn leave_queued(&mut self, now: Instant) {
         let patience = QUEUED.max(self.pace.first_byte() * FIRST_BYTES);
         let is_late = |link: &Link<_>| is_queued(link) && now.duration_since(link.asked_at) >= patience;
-        while self.links.len() > self.pace.limit() {
+        while self.links.len() > self.limit() {
             let Some((_, link)) = self.links.take_where(is_late) else { return };
             self.counts.moved.add(1);
             self.back(link.fetch);

@@ -263,6 +263,10 @@ impl Wires for VirtualWires {
         world.begun + world.now
     }
 
+    fn jitter(&self) -> super::jitter::Jitter {
+        super::jitter::Jitter::seeded(1)
+    }
+
     fn wake(&self) -> Option<&Arc<Wake>> {
         None
     }

@@ -2,6 +2,7 @@
 //! tests have one in virtual time.
 
 use super::address::Server;
+use super::jitter::Jitter;
 use crate::error::Result;
 use crate::wake::Wake;
 use std::io;
@@ -36,6 +37,14 @@ pub(super) trait WireEnd {
         false
     }
 
+    /// Says that no more will be asked on it. What comes then is of no interest.
+    fn leave(&mut self) {}
+
+    /// Waits until the other end has left too, until then at most.
+    fn await_end(&mut self, until: Instant) {
+        let _ = until;
+    }
+
     /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
     /// `WouldBlock` says that nothing is there.
     ///
@@ -60,6 +69,11 @@ pub(super) trait Wires {
     type Stream: WireEnd;
 
     fn now(&self) -> Instant;
+
+    /// Random times.
+    fn jitter(&self) -> Jitter {
+        Jitter::random()
+    }
 
     /// Notified when something has come that was asked for; none where such things are waited for.
     fn wake(&self) -> Option<&Arc<Wake>>;

@@ -1,0 +1,209 @@
+//! A panic on a thread of the core: those who wait for the thread get it as an error, soon. `tests/test_threads.py` compares
+//! the names here with the source.
+#![cfg(all(target_os = "linux", debug_assertions))]
+#![allow(clippy::unwrap_used)]
+
+mod checkpoints;
+mod web_server;
+
+use penstock::error::{Error, ErrorKind, Result};
+use penstock::extent::{Route, Ticket};
+use penstock::format::DType;
+use penstock::options::{Cache, Io, Options, Order};
+use penstock::peers::{Lookout, Seat};
+use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
+use penstock::source::{Destination, Progress, Read};
+use penstock::store::{
+    CredentialSource, GivenCredentials, GivesCredentials, Location, Object, Objects, Secret, Store, Stores, Web,
+    WebSettings,
+};
+use penstock::threads::{trip, untrip};
+use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+use web_server::{Contents, Fault, WebServer};
+
+const SIZE: usize = 3_000_017;
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+/// Tells a hang from work, on a machine that has much else to do.
+const SOON: Duration = Duration::from_secs(30);
+
+/// One test at a time: a thread is tripped by its name.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// The error of work whose thread panics.
+fn tripped<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Error {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    trip(name);
+    let begun = Instant::now();
+    let error = work().err();
+    untrip();
+    assert!(begun.elapsed() < SOON, "{name}: after {:?}", begun.elapsed());
+    let error = error.unwrap_or_else(|| panic!("{name}: all went well"));
+    assert!(error.to_string().contains(name) && error.to_string().contains("on purpose"), "{name}: {error}");
+    error
+}
+
+fn shard(folder: &Path) -> Arc<Checkpoint> {
+    let path = folder.join("model.safetensors");
+    checkpoints::write(&path, &[("a", 3_000_000), ("b", 3_000_000)]);
+    Arc::new(Checkpoint::open(&[path]).unwrap())
+}
+
+fn load(checkpoint: &Arc<Checkpoint>, options: Options) -> Result<()> {
+    let request = Request {
+        checkpoint: checkpoint.clone(),
+        wants: Want::all(checkpoint),
+        layout: None,
+        device: Where::Cpu,
+        memory: Memory::Ours,
+        options,
+        stream: false,
+    };
+    Load::start(request)?.wait(Some(SOON)).map(drop)
+}
+
+#[test]
+fn threads_of_a_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = shard(folder.path());
+    let options = || Options { cache: Cache::Keep, io: Io::Buffered, ..Options::default() };
+    for name in ["penstock-engine", "penstock-read"] {
+        assert_eq!(tripped(name, || load(&checkpoint, options())).kind(), ErrorKind::Internal, "{name}");
+    }
+    load(&checkpoint, options()).unwrap();
+}
+
+#[test]
+fn a_thread_that_opens() {
+    let folder = tempfile::tempdir().unwrap();
+    // Too long for the caller's own thread.
+    let names: Vec<String> = (0..20_000).map(|number| format!("a tensor with a long name, {number}")).collect();
+    let tensors: Vec<(&str, u64)> = names.iter().map(|name| (&**name, 1)).collect();
+    checkpoints::write(folder.path().join("model.safetensors"), &tensors);
+    tripped("penstock-ask", || Checkpoint::open_cancellable(&[folder.path()], &Stores::default(), SOON, || true));
+}
+
+#[test]
+fn threads_of_a_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = vec![1u8; 1 << 20];
+    let tensors = [Tensor { name: "w".into(), dtype: DType::U8, shape: vec![bytes.len() as u64] }];
+    let plan = SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
+    tripped("penstock-save", || {
+        let (tensors, folder) = (vec![At::Host(bytes.as_ptr() as u64)], folder.path().to_path_buf());
+        let (keep, options) = (Arc::new(()), Options::default());
+        let request = SaveRequest { plan, folder, checkpoint: None, tensors, keep, sync: false, options };
+        Save::start(request)?.wait(Some(SOON)).map(drop)
+    });
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "half a file");
+}
+
+fn bytes() -> Vec<u8> {
+    (0..SIZE).map(|i| (i ^ i >> 8 ^ i >> 16) as u8).collect()
+}
+
+fn serving() -> WebServer {
+    let contents = Contents::default();
+    contents.lock().unwrap().insert("/o.safetensors".into(), (Arc::new(bytes()), "\"one\"".to_owned()));
+    WebServer::of(&contents, |_| Fault::None)
+}
+
+fn objects(store: &Web, server: &WebServer) -> Arc<dyn Objects> {
+    let at = Location::Url(server.url("/o.safetensors"));
+    let head = store.head(&at, 8).unwrap();
+    store.objects(vec![Some(Object { location: at, size: head.size, version: head.version })]).unwrap()
+}
+
+/// Reads everything, and gives the first error. Every read comes back.
+fn read(objects: Arc<dyn Objects>) -> Result<Vec<u8>> {
+    const PART: usize = 1_000_000;
+    let mut memory = vec![0u8; SIZE];
+    let mut source = objects.source(Io::Auto, &Arc::default()).unwrap();
+    let parts = SIZE.div_ceil(PART);
+    for number in 0..parts {
+        let (offset, len) = ((number * PART) as u64, PART.min(SIZE - number * PART) as u64);
+        // SAFETY: the part is within the memory, which lives until the source is gone.
+        let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(number * PART) });
+        let (ticket, route, keep) = (Ticket(number as u64), Route::Buffered, Arc::new(()));
+        source
+            .submit(Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep })
+            .ok()
+            .unwrap();
+    }
+    source.flush().unwrap();
+    let (mut done, mut outcome, until) = (0, Ok(()), Instant::now() + SOON);
+    while done < parts {
+        assert!(Instant::now() < until, "{done} of {parts} reads came back");
+        std::thread::sleep(Duration::from_millis(2));
+        let mut events = Vec::new();
+        source.poll(&mut events).unwrap();
+        for event in events {
+            if let Progress::Done(read) = event {
+                done += 1;
+                outcome = outcome.and(read.result.map(drop));
+            }
+        }
+    }
+    assert_eq!(source.in_flight(), 0);
+    drop(source);
+    outcome.map(|()| memory)
+}
+
+#[test]
+fn the_thread_of_the_connections_to_a_server() {
+    let server = serving();
+    let store = Web::new(WebSettings::default());
+    let objects = objects(&store, &server);
+    tripped("penstock-net", || read(objects.clone()));
+    assert!(read(objects).unwrap() == bytes(), "the next load is not disturbed");
+}
+
+/// Gives a token that is valid for a moment, and panics when it is asked again.
+struct Gives(AtomicUsize);
+
+impl GivesCredentials for Gives {
+    fn give(&self) -> Result<GivenCredentials> {
+        assert!(self.0.fetch_add(1, Ordering::Relaxed) == 0, "penstock-keys panics on purpose");
+        let expires = Some(SystemTime::now() + Duration::from_millis(1500));
+        Ok(GivenCredentials { token: Some(Secret::new("token")), expires, ..GivenCredentials::default() })
+    }
+
+    fn number(&self) -> usize {
+        77
+    }
+}
+
+#[test]
+fn the_thread_that_renews_credentials() {
+    let server = serving();
+    let credentials = Some(CredentialSource(Arc::new(Gives(AtomicUsize::new(0)))));
+    let store = Web::new(WebSettings { credentials, ..WebSettings::default() });
+    let objects = objects(&store, &server);
+    std::thread::sleep(Duration::from_millis(1700));
+    tripped("penstock-keys", || read(objects));
+}
+
+#[test]
+fn threads_that_tell_ranks_who_is_there() {
+    let silence = Duration::from_secs(20);
+    tripped("penstock-pulse", || {
+        let (first, other) = (Seat::new(HERE)?, Seat::new(HERE)?);
+        let addresses = [Some(first.address()?), Some(other.address()?)];
+        first.join(0, &addresses, [7; 16], SOON, || true)
+    });
+    tripped("penstock-lookout", || {
+        let mut here = Lookout::new(HERE)?;
+        let there = Lookout::new(HERE)?;
+        here.watch(0, &[here.address(), there.address()], silence)?;
+        let until = Instant::now() + SOON;
+        while Instant::now() < until {
+            here.lost().map_or(Ok(()), Err)?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,75 @@
+"""Each thread of the core has a guard: a panic reaches those who wait. `crates/core/tests/threads.rs` trips it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parents[1] / "crates/core"
+
+#: By the name of the thread: the file that starts it, and where a panic is put to the test.
+THREADS = {
+    "penstock-ask": ("detached.rs", "tests/threads.rs"),
+    "penstock-copy": ("device/cpu.rs", "src/device/cpu.rs"),
+    "penstock-dns": ("store/remote/names.rs", "src/store/remote/names.rs"),
+    "penstock-engine": ("load/start.rs", "tests/threads.rs"),
+    "penstock-fill": ("store/fill_after.rs", "src/store/fill_after.rs"),
+    "penstock-gpu": ("device/gpu.rs", "src/device/gpu.rs"),
+    "penstock-gpupin": ("device/gpu.rs", "src/device/gpu.rs"),
+    "penstock-gpuwait": ("device/gpu.rs", "src/device/gpu.rs"),
+    "penstock-keys": ("store/remote/credentials.rs", "tests/threads.rs"),
+    "penstock-lookout": ("peers/lookout.rs", "tests/threads.rs"),
+    "penstock-net": ("store/remote/source.rs", "tests/threads.rs"),
+    "penstock-peers": ("peers/exchange.rs", "src/peers/exchange.rs"),
+    "penstock-pulse": ("peers/pulse.rs", "tests/threads.rs"),
+    "penstock-read": ("source/threads.rs", "tests/threads.rs"),
+    "penstock-save": ("save/mod.rs", "tests/threads.rs"),
+}
+
+#: Threads that end before the call that starts them does: a panic there is one of the caller, whose thread has a guard.
+SCOPED = {"ceiling/files.rs", "format/join.rs", "store/cache.rs", "store/read_cost.rs", "store/sampled.rs"}
+
+#: Where the guard of a thread is, if not in the file that starts it.
+GUARDS = {"penstock-engine": "load/drive.rs"}
+
+
+def sources() -> dict[str, str]:
+    """The code of the core by file, without its unit tests."""
+    found = {}
+    for path in (CORE / "src").rglob("*.rs"):
+        name = str(path.relative_to(CORE / "src"))
+        if not name.endswith(("tests.rs", "virtual_time.rs")) and "simulator" not in name:
+            found[name] = re.split(r"#\[cfg\((?:all\()?test", path.read_text())[0]
+    return found
+
+
+def test_every_thread_is_known_here():
+    spawns, scoped = {}, set()
+    for name, text in sources().items():
+        count = len(re.findall(r"\bspawn\(", text)) - len(re.findall(r"\bfn spawn\(|[^.]\bspawn\(driver\)", text))
+        if count:
+            spawns[name] = count
+        if "spawn_scoped(" in text:
+            scoped.add(name)
+    assert scoped == SCOPED
+    expected: dict[str, int] = {}
+    for file, _ in THREADS.values():
+        expected[file] = expected.get(file, 0) + 1
+    assert spawns == expected
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_thread_has_a_guard(name: str):
+    file, tested = THREADS[name]
+    text = sources()[GUARDS.get(name, file)]
+    assert f'guarded("{name}"' in text
+    if tested.startswith("tests/"):
+        assert f'"{name}"' in (CORE / tested).read_text()
+
+
+def test_no_thread_catches_a_panic_without_saying_what_it_was():
+    """`guarded` keeps the text of the panic."""
+    allowed = {"threads.rs", "load/drive.rs", "device/gpu.rs"}  # a drop, and copies that may be under way
+    assert {name for name, text in sources().items() if "catch_unwind(" in text} <= allowed
