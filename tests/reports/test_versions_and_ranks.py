@@ -17,7 +17,7 @@ Each test is the program of a report of its kind. First verdicts, of the code be
 | serving#1086 (tensorflow) | a model is picked up while it is uploaded | failed at first |
 | modelexpress#643 | the weights are of another revision than the configuration | failed at first |
 | vllm PR 45196 | a loader's options that are not valid fall back to the default without a word | right at once |
-| feldera#3261, ruff#17537 | a panic on a thread: waiters hang (`crates/core/tests/threads.rs`) | failed at first |
+| feldera#3261, ruff#17537 | a panic on a thread: waiters hang (`crates/core/tests/threads.rs`) | by reading |
 """
 
 from __future__ import annotations
