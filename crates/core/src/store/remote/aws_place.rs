@@ -278,7 +278,7 @@ mod tests {
             ("AWS_REGION", "-"),
             ("AWS_ENDPOINT_URL", "h:1"),
             ("AWS_ENDPOINT_URL_S3", "http://1.2.3.999"),
-            ("AWS_ENDPOINT_URL_STS", "http://xn--a"),
+            ("AWS_ENDPOINT_URL_STS", "http://1.2.3.4.5"),
             ("AWS_ENDPOINT_URL_STS", "ftp://h"),
             ("AWS_PROFILE", "nobody"),
         ] {
