@@ -8,7 +8,7 @@ mod web_server;
 
 use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{Route, Ticket};
-use penstock::format::DType;
+use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{Lookout, Seat};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
@@ -84,7 +84,9 @@ fn a_thread_that_opens() {
     let names: Vec<String> = (0..20_000).map(|number| format!("a tensor with a long name, {number}")).collect();
     let tensors: Vec<(&str, u64)> = names.iter().map(|name| (&**name, 1)).collect();
     checkpoints::write(folder.path().join("model.safetensors"), &tensors);
-    tripped("penstock-ask", || Checkpoint::open_cancellable(&[folder.path()], &Stores::default(), SOON, || true));
+    tripped("penstock-ask", || {
+        Checkpoint::open_cancellable(&[folder.path()], &FolderRequest::plain(), &Stores::default(), SOON, || true)
+    });
 }
 
 #[test]

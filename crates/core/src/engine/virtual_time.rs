@@ -239,7 +239,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let sizes: Vec<u64> = layout.blocks.iter().map(|block| block.nbytes).collect();
     let groups = match allocation {
         Some(Allocation { in_groups: true, .. }) => grants(&sizes),
-        _ => vec![0..sizes.len()],
+        _ => Vec::from([0..sizes.len()]),
     };
     let (pace, mut allocated) = (allocation.map_or(0.0, |a| a.pace), 0.0);
     let mut coming = groups.into_iter().map(|group| {

@@ -4,6 +4,7 @@ use super::address::Address;
 use super::answer::Answer;
 use super::control::Control;
 use super::given::MARGIN;
+use super::jitter::Jitter;
 use super::net::Common;
 use super::tokens::{form, PATIENCE, QUICK};
 use crate::error::{Error, ErrorKind, Result};
@@ -143,7 +144,7 @@ fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Resul
             }
             Err(e) => return Err(e),
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2));
     }
 }
 

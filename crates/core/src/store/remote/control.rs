@@ -2,7 +2,7 @@
 //! a connection of its own, on a thread that may block. Bytes of tensors never come this way.
 
 use super::address::{Address, Server};
-use super::net::Common;
+use super::net::{is_busy, Common};
 use super::proxy::Via;
 use super::racing;
 use super::refusal::refused;
@@ -42,6 +42,13 @@ pub(super) struct Control {
 impl Control {
     pub(super) fn new(common: &Arc<Common>, patience: Duration) -> Control {
         Control { common: common.clone(), patience, is_direct: false }
+    }
+
+    /// How long what fails with this error is asked for again, at least.
+    pub(super) fn patience_with(&self, e: &Error) -> Duration {
+        let settings = &self.common.settings;
+        let busy = if is_busy(e) { settings.busy } else { Duration::ZERO };
+        settings.patience.unwrap_or_default().max(busy)
     }
 
     /// For a service of this machine, which is asked without a proxy.

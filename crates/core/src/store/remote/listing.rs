@@ -5,6 +5,7 @@ use super::address::Address;
 use super::answer::{Answer, Expected, Refused, Verdict};
 use super::control::Control;
 use super::credentials::{Credentials, Finder};
+use super::jitter::Jitter;
 use super::net::{LOOK, MOST_REDIRECTS};
 use super::pages::{NextPage, Page, WITHOUT};
 use super::request::{Get, Listed};
@@ -141,11 +142,12 @@ fn asked(
     control: &Control,
     request: impl Fn(Option<&RedirectPlace>) -> Result<Get>,
 ) -> Result<Result<Vec<u8>, Refused>> {
-    let (mut tries, mut redirects, mut pause) = (0, 0, PAUSE);
+    let (mut tries, mut redirects, mut usual) = (0, 0, PAUSE);
     let mut moved: Option<RedirectPlace> = None;
-    let until = Instant::now() + 2 * PATIENCE;
+    let (began, mut jitter) = (Instant::now(), Jitter::random());
     loop {
         let get = request(moved.as_ref())?;
+        let mut named = Duration::ZERO;
         let e = match control.get(&get) {
             Ok((200, _, body)) => return Ok(Ok(body)),
             Ok((status, fields, body)) => {
@@ -163,7 +165,7 @@ fn asked(
                         continue;
                     }
                     Verdict::Again(e, longer) => {
-                        pause = pause.max(longer.unwrap_or_default());
+                        named = longer.unwrap_or_default();
                         e
                     }
                     Verdict::OtherEtag(e) | Verdict::Failed(e) => return Err(e),
@@ -177,7 +179,11 @@ fn asked(
             Err((e, false)) => e,
         };
         tries += 1;
-        if tries >= TRIES || Instant::now() + pause >= until {
+        // Processes that are refused together must not come back together
+        let pause = named + jitter.between(usual / 2, usual * 3 / 2);
+        let failing = began.elapsed();
+        let patience = control.patience_with(&e);
+        if failing >= patience && (tries >= TRIES || failing + pause >= 2 * PATIENCE) {
             return Err(e);
         }
         let due = Instant::now() + pause;
@@ -187,7 +193,7 @@ fn asked(
             }
             std::thread::sleep(left.min(LOOK));
         }
-        pause = (pause * 2).min(Duration::from_secs(2));
+        usual = (usual * 2).min(Duration::from_secs(2));
     }
 }
 

@@ -585,7 +585,7 @@ impl<W: Wires> Net<W> {
 }
 
 /// Whether a server says that it has too much to do.
-fn is_busy(e: &Error) -> bool {
+pub(super) fn is_busy(e: &Error) -> bool {
     matches!(e.status(), Some(429 | 503)) || e.message().contains("SlowDown")
 }
 

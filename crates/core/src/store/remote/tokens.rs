@@ -4,6 +4,7 @@
 use super::control::Control;
 use super::credentials::USABLE;
 use super::given::{Giver, CALLABLE};
+use super::jitter::Jitter;
 use super::listing::escaped;
 use super::net::Common;
 use crate::error::{Error, ErrorKind, Result};
@@ -159,8 +160,10 @@ pub(super) fn asked(
     let (status, body) = loop {
         tries -= 1;
         match control.ask(&request) {
-            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => std::thread::sleep(PAUSE),
-            Err(_) if tries > 0 && !once => std::thread::sleep(PAUSE),
+            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => {
+                std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2))
+            }
+            Err(_) if tries > 0 && !once => std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2)),
             answer => break answer.map_err(NoToken::Silence)?,
         }
     };
