@@ -239,7 +239,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let sizes: Vec<u64> = layout.blocks.iter().map(|block| block.nbytes).collect();
     let groups = match allocation {
         Some(Allocation { in_groups: true, .. }) => grants(&sizes),
-        _ => Vec::from([0..sizes.len()]),
+        _ => std::iter::once(0..sizes.len()).collect(),
     };
     let (pace, mut allocated) = (allocation.map_or(0.0, |a| a.pace), 0.0);
     let mut coming = groups.into_iter().map(|group| {
