@@ -34,7 +34,7 @@ print([m for m in ("torch", "numpy") if m in sys.modules])
 #: program asks for what needs them. Each module that is added here costs every program (`benches/importing.py`).
 OURS = """
 _checkpoint _choices _collector _core _device _dtypes _errors _framework _frameworks _job _late_imports _load _options
-_paths _progress _report _request _running _selection
+_paths _progress _report _request _running _selection _tls
 """
 PYTHONS = "__future__ atexit contextlib gc importlib.util re safetensors threading typing warnings weakref"
 

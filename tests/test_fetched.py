@@ -174,7 +174,7 @@ def fetched(bucket: Bucket, code: bool = False, **more: Any) -> set[str]:
 def test_what_no_engine_needs_may_be_too_long(bucket, temporary, caplog, name):
     bucket.objects |= {f"m/{name}": TOO_LONG, "m/training.json": b"{}"}
     assert fetched(bucket) == {"training.json"}
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [text for text in caplog.messages if text.startswith("penstock: ")]
     assert f"'{name}' of {FOLDER} is passed over" in said and "67108865 bytes" in said
 
 
@@ -190,7 +190,7 @@ def test_what_an_engine_needs_may_not(bucket, temporary, name):
 def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary, caplog, name):
     bucket.objects[f"m/{name}"] = b"{}"
     assert fetched(bucket) == set()
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [text for text in caplog.messages if text.startswith("penstock: ")]
     assert repr(name[:80])[:-1] in said and "no file can be called so" in said
 
 
@@ -470,7 +470,7 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_an_error_that_names_the
     bucket, temporary, monkeypatch, point
 ):
     shards = [name for name in bucket.objects if name.startswith("m/model") and name.endswith(".safetensors")]
-    small = _fetched._small_files
+    small = _fetched.small_files
 
     def during(*args: Any) -> Any:
         if point == "after the headers":
@@ -480,7 +480,7 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_an_error_that_names_the
             replaced(bucket, shards)
         return found
 
-    monkeypatch.setattr(_fetched, "_small_files", during)
+    monkeypatch.setattr(_fetched, "small_files", during)
     with pytest.raises(penstock.ChangedError, match="has changed since this start began") as caught:
         _fetched.fetch(FOLDER, settings(bucket))
     assert any(str(caught.value.path).endswith(name) for name in shards)
@@ -491,10 +491,10 @@ def test_ranks_take_the_version_that_was_fetched_or_none(bucket, temporary):
     found = _fetched.fetch(FOLDER, settings(bucket))
     pinned = pinned_in(found.folder)
     assert pinned is not None and sorted(pinned) == [f"s3://bucket/{name}" for name in sorted(shards)]
-    RemoteWeights(found.weights, settings(bucket), pinned).close()
+    RemoteWeights(found.weights, settings(bucket), pinned=pinned).close()
     replaced(bucket, shards[:1])
     with pytest.raises(penstock.ChangedError, match="has changed since its configuration was fetched"):
-        RemoteWeights(found.weights, settings(bucket), pinned)
+        RemoteWeights(found.weights, settings(bucket), pinned=pinned)
     RemoteWeights(found.weights, settings(bucket)).close()  # as a reload does
     again = _fetched.fetch(FOLDER, settings(bucket))
-    RemoteWeights(again.weights, settings(bucket), pinned_in(again.folder)).close()
+    RemoteWeights(again.weights, settings(bucket), pinned=pinned_in(again.folder)).close()

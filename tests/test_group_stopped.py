@@ -180,3 +180,30 @@ def test_a_rank_that_waits_for_another_one_takes_less_than_a_twentieth_of_a_core
             assert said["waited"] > 4.0, said
             # What the load itself takes is no waiting
             assert said["cpu"] < 0.05 * said["waited"] + 0.1, said
+
+
+ATTEMPTS = """
+from penstock.integrations._engine import Loads
+said["ended"] = []
+for attempt in range(4):
+    loads = Loads(torch.device("cpu"), penstock.Options(peer_timeout=5.0, join_timeout=30.0))
+    try:
+        loads.join(lambda: group)
+        with loads.barrier():
+            if attempt == 1 and rank == 0:
+                raise ValueError("no such luck")
+            if attempt == 1:
+                penstock._group.confirm(loads.group)
+        said["ended"].append("well")
+    except (penstock.PeerError, ValueError) as error:
+        said["ended"].append(type(error).__name__)
+"""
+
+
+def test_a_load_of_an_engine_that_failed_on_one_rank_is_followed_by_others_that_do_not(
+    together: Callable[..., Ranks], model: Path
+) -> None:
+    """SGLang makes one at once, with the weights that it had. Each attempt has keys of its own."""
+    with together(ATTEMPTS, 2, model) as ranks:
+        assert ranks.said(0)["ended"] == ["well", "ValueError", "well", "well"]
+        assert ranks.said(1)["ended"] == ["well", "PeerError", "well", "well"]

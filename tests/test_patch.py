@@ -552,7 +552,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
 
 @pytest.mark.parametrize("error", [penstock.StalledError, penstock.ReadError, penstock.LimitError])
 def test_what_the_machine_refuses_is_not_tried_again_by_safetensors(one, monkeypatch, error):
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
         raise error("made up", path=str(one))
 
     with penstock.patch():

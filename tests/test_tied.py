@@ -229,3 +229,25 @@ def test_transformers_finds_every_weight_under_every_auto_class(tmp_path: Path, 
             parameter.zero_()
     penstock.open(folder).load_into(model)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_expanded_tensors_that_see_their_memory_differently_are_not_tied(tmp_path: Path):
+    row = torch.arange(3.0)
+    module = nn.Module()
+    module.register_buffer("across", row.expand(3, 3))
+    module.register_buffer("down", row.unsqueeze(1).expand(3, 3))
+    penstock.save(module, tmp_path / "saved", fsync=False)
+    found = penstock.open(tmp_path / "saved").load("cpu", framework="pt")
+    assert torch.equal(found["across"], row.expand(3, 3)) and torch.equal(found["down"], row.unsqueeze(1).expand(3, 3))
+
+
+def test_what_a_file_lacks_is_found_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not for each of thousands of tensors anew."""
+    spans: list[object] = []
+    span = penstock._memory._span
+    monkeypatch.setattr(penstock._memory, "_span", lambda to: (spans.append(to), span(to))[1])
+    state = {f"{i:04}": torch.zeros(2) for i in range(2000)}
+    penstock.save_file({name: state[name] for name in list(state)[:500]}, tmp_path / "part.safetensors", fsync=False)
+    report = penstock.open(tmp_path / "part.safetensors").load_into(state, strict=False)
+    assert len(report["missing"]) == 1500
+    assert len(spans) <= 8 * len(state), len(spans)

@@ -16,7 +16,7 @@ from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._late_imports import importing
 from ._load import stream
-from ._memory import Memory, covered, is_numpy, is_torch, memories, memory_of, memory_problems
+from ._memory import Covered, Memory, is_numpy, is_torch, memories, memory_of, memory_problems
 from ._progress import Meter, Progress
 from ._report import Report, merged, report_of
 from ._request import Request
@@ -88,7 +88,8 @@ def _by_name(selection: Selection, found: list[Memory], strict: bool) -> _Matche
     views: list[tuple[Memory, Memory]] = []
     problems += memory_problems(filled, views)
     # A view of tensors that are loaded gets its bytes with them: savers leave it out
-    missing = [name for to in absent if not covered(to, filled) for name in to.names]
+    covered = Covered(filled if absent else [])
+    missing = [name for to in absent if to not in covered for name in to.names]
     if strict:
         problems += [f"{name} is missing: the checkpoint has no such tensor" for name in missing]
         problems += [f"{name} is unexpected: there is no destination for it" for name in unexpected]

@@ -6,6 +6,7 @@ A write to memory that is read-only, freed or smaller than its tensor kills the 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -243,8 +244,8 @@ def identity(to: Memory, value: Any) -> Any:
     if not to.address or not to.nbytes:
         return id(value)
     strides: Any = ()
-    if to.problem is None and not to.contiguous:
-        strides = to.tensor.stride() if is_torch(value) else value.strides
+    if not to.contiguous:
+        strides = value.stride() if is_torch(value) else value.strides
     return to.device, to.address, to.dtype, to.shape, strides, str(to.placed)
 
 
@@ -260,15 +261,35 @@ def covers(a: Memory, b: Memory) -> bool:
     return a.device == b.device and start <= begin and end <= past and is_dense(a)
 
 
-def covered(to: Memory, filled: Sequence[Memory]) -> bool:
-    """Whether tensors that are filled have every byte of this one between them."""
-    if to.problem is not None or not to.nbytes:
-        return False
-    reached, past = _span(to)
-    for start, end in sorted(_span(other) for other in filled if other.device == to.device and is_dense(other)):
-        if start <= reached < end:
-            reached = end
-    return reached >= past
+class Covered:
+    """The bytes that tensors have between them, once they are filled."""
+
+    def __init__(self, filled: Sequence[Memory]) -> None:
+        spans: dict[Any, list[tuple[int, int]]] = {}
+        for other in filled:
+            if is_dense(other):
+                spans.setdefault(other.device, []).append(_span(other))
+        #: By device: where stretches without a hole begin, and where they end, in order.
+        self._stretches: dict[Any, tuple[list[int], list[int]]] = {}
+        for device, found in spans.items():
+            begins: list[int] = []
+            ends: list[int] = []
+            for start, end in sorted(found):
+                if ends and start <= ends[-1]:
+                    ends[-1] = max(ends[-1], end)
+                else:
+                    begins.append(start)
+                    ends.append(end)
+            self._stretches[device] = begins, ends
+
+    def __contains__(self, to: Memory) -> bool:
+        """Whether they have every byte of this one."""
+        if to.problem is not None or not to.nbytes or to.device not in self._stretches:
+            return False
+        begins, ends = self._stretches[to.device]
+        start, past = _span(to)
+        at = bisect_right(begins, start) - 1
+        return at >= 0 and past <= ends[at]
 
 
 def _overlaps_itself(to: Memory) -> bool:

@@ -49,9 +49,7 @@ def stands_for_others(tensor: Any) -> bool:
     if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
         return True
     try:
-        return (
-            bool(tensor.numel()) and not tensor.untyped_storage().data_ptr() and tensor.device.type in ("cpu", "cuda")
-        )
+        return bool(tensor.numel()) and not tensor.data_ptr() and tensor.device.type in ("cpu", "cuda")
     except (RuntimeError, NotImplementedError):
         return True
 
@@ -90,9 +88,7 @@ def without_memory(name: object, tensor: Any) -> InvalidError:
     elif getattr(type(tensor), "dequantize", None) is not torch.Tensor.dequantize:
         way_out = f"it is quantized. Save `.dequantize()` of it{_made_of(tensor)}"
     else:
-        way_out = (
-            f"save the tensors that it is made of{_made_of(tensor).removeprefix(', or the tensors that it is made of')}"
-        )
+        way_out = f"save other tensors in its place{_made_of(tensor)}"
     return InvalidError(f"{kind}: {way_out}", tensor=str(name))
 
 

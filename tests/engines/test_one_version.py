@@ -107,13 +107,13 @@ def test_all_ranks_have_one_version_or_none(
 def test_a_model_that_is_replaced_while_its_small_files_are_fetched_is_an_error_that_names_the_object(
     server: Server, put: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = _fetched._small_files
+    small = _fetched.small_files
 
     def replaced(*args: Any) -> Any:
         found = small(*args)
         put(1)
         return found
 
-    monkeypatch.setattr(_fetched, "_small_files", replaced)
+    monkeypatch.setattr(_fetched, "small_files", replaced)
     with pytest.raises(penstock.ChangedError, match=r"m/model\.safetensors"):
         fetched(server, "off")

@@ -193,14 +193,14 @@ def test_serving_1086_a_model_that_is_being_uploaded_is_not_picked_up_in_part(
     from penstock.integrations import _fetched
 
     shards = sorted(name for name in bucket.objects if name.endswith(".safetensors") and name.startswith("m/model"))
-    small = _fetched._small_files
+    small = _fetched.small_files
 
     def uploads(*args: Any) -> Any:
         found = small(*args)
         replaced(bucket, shards[:1])
         return found
 
-    monkeypatch.setattr(_fetched, "_small_files", uploads)
+    monkeypatch.setattr(_fetched, "small_files", uploads)
     with pytest.raises(penstock.ChangedError, match="has changed"):
         _fetched.fetch(FOLDER, settings(bucket))
 
@@ -217,7 +217,7 @@ def test_modelexpress_643_the_weights_are_of_the_revision_that_the_configuration
     found = _fetched.fetch(FOLDER, settings(bucket))
     replaced(bucket, [name for name in bucket.objects if name.endswith(".safetensors") and name.startswith("m/model")])
     with pytest.raises(penstock.ChangedError, match="since its configuration was fetched"):
-        RemoteWeights(found.weights, settings(bucket), pinned_in(found.folder))
+        RemoteWeights(found.weights, settings(bucket), pinned=pinned_in(found.folder))
 
 
 @pytest.mark.parametrize(

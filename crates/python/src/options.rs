@@ -198,8 +198,8 @@ impl Options {
 
     /// What pickles and copies it.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
-        let py = slf.py();
-        guarded(py, || {
+        guarded(slf.py(), || {
+            let py = slf.py();
             let values = PyDict::new(py);
             for name in names() {
                 values.set_item(name, slf.getattr(name)?)?;

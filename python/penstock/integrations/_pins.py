@@ -42,6 +42,6 @@ def check_pinned(checkpoint: Checkpoint, pinned: Mapping[str, str], when: str) -
     found = versions_of(checkpoint)
     for path in sorted(found.keys() | pinned.keys()):
         if found.get(path) != pinned.get(path):
-            what = "it has changed" if path in found and path in pinned else "it is there or not, in turn"
+            what = "it has changed" if path in found and path in pinned else "it was added or removed"
             what = f"{what} since {when}: start again, when nobody writes there any more"
             raise ChangedError(f"{without_secrets(path)}: {what}", path=without_secrets(path))

@@ -92,6 +92,7 @@ class RemoteWeights:
         place: str,
         storage: Storage | None,
         files: Files = "model",
+        *,
         pinned: Mapping[str, str] | None = None,
     ) -> None:
         self.place = place

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
+from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
 from ._pickles import naming_convert
@@ -100,7 +101,7 @@ def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any)
         if model == first or not isinstance(settings.weights, str):
             model = settings.place_of(model)
         if is_remote(model):
-            remote = RemoteWeights(model, settings.storage, settings.files, pinned_in(named))
+            remote = RemoteWeights(model, settings.storage, settings.files, pinned=pinned_in(named))
             _remotes(loader)[remote.folder] = remote
             model = remote.folder
         with naming_convert(model, "SGLang"):
@@ -165,7 +166,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     with _iterated_by(make):
         found = original(loader, *args, **kwargs)
     if not asked:
-        place = getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")
+        place = without_secrets(str(getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")))
         why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
         not_used(
             _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"

@@ -140,7 +140,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             return self._iterator(source, None)
         # A reload takes what is there then
         pinned = pinned_in(source.model_or_path) if self._loads is not None else None
-        remote = RemoteWeights(place, self.settings.storage, self.settings.files, pinned)
+        remote = RemoteWeights(place, self.settings.storage, self.settings.files, pinned=pinned)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}

@@ -593,7 +593,7 @@ def machine() -> dict[str, Any]:
         "huge pages of shared memory": line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "kernel's settings": config.replace("\n", " "),
         "locked memory": said("sh", "-c", "ulimit -l"),
-        "files": said("df", "-hT", files).replace("\n", " "),
+        "files": said("df", "-h", "--output=fstype,size,avail", files).replace("\n", " "),
         "disk": said("lsblk", "-dno", "NAME,SIZE,ROTA,MODEL").replace("\n", "; "),
         "/proc/meminfo": ", ".join(line("/proc/meminfo").splitlines()[:3]),
         "processor's copies": " ".join(sorted(flags & {"erms", "fsrm", "avx512f", "clzero"})),

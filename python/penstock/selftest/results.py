@@ -121,7 +121,7 @@ class Anonymous:
         # The longest first: one may lie in another
         ordered = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
         self._folders = [(folder, folders[folder]) for folder in ordered]
-        self._names = {socket.gethostname(): "HOST"}
+        self._names = {socket.gethostname(): "HOST", socket.gethostname().partition(".")[0]: "HOST"}
         with contextlib.suppress(KeyError, OSError):  # a user without a name, as in many containers
             self._names[getpass.getuser()] = "USER"
         self._names = {name: shown for name, shown in self._names.items() if name not in _NAMES_OF_NOBODY}

@@ -149,7 +149,8 @@ class Run:
     def report(self) -> None:
         found = results.summary(results.read(self.out))
         shown = results.Anonymous(self.files)
-        (self.out / "results.json").write_text(shown.text(json.dumps(found, indent=1, default=str)) + "\n")
+        text = json.dumps(found, indent=1, default=str, ensure_ascii=False)  # escapes would hide names from the search
+        (self.out / "results.json").write_text(shown.text(text) + "\n")
         (self.out / "results.md").write_text(shown.text(results.markdown(found)) + "\n")
         trace = self.out / "trace.json"
         if trace.exists():
@@ -239,12 +240,20 @@ def parts(text: str) -> list[str]:
     return [name for name in PARTS if name in names]
 
 
+def seconds(text: str) -> float:
+    """A time that a command line gives, from 1 s to a day."""
+    value = float(text)
+    if not 1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 to 86400 seconds")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Path("penstock-selftest")
     help = f"the folder for the report, results.md and results.json (default: {default})"
     parser.add_argument("--out", type=Path, default=default, metavar="FOLDER", help=help)
     parser.add_argument(
-        "--budget", type=float, default=530, metavar="SECONDS", help="the most seconds for all of it (530)"
+        "--budget", type=seconds, default=530, metavar="SECONDS", help="the most seconds for all of it (530)"
     )
     help = f"some of the parts, separated by commas (default: {','.join(PARTS)})"
     parser.add_argument("--parts", type=parts, default=list(PARTS), metavar="NAMES", help=help)
@@ -261,7 +270,8 @@ def run(chosen: argparse.Namespace) -> int:
     """Runs the suite as the arguments say. Gives the status."""
     out: Path = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / results.JOURNAL).unlink(missing_ok=True)
+    for name in (results.JOURNAL, "results.json", "results.md"):  # of an earlier run
+        (out / name).unlink(missing_ok=True)
     os.environ[results.FOLDER] = str(out)
     signal.signal(signal.SIGTERM, _terminate)
     if os.environ.get("PENSTOCK_SELFTEST_CHILD") == "1":  # of a script that may be killed alone
