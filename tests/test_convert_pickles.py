@@ -149,6 +149,14 @@ def test_the_weights_of_a_folder_are_found_and_the_state_of_a_training_never(tmp
     assert sorted(found) == sorted(f"{name}.{number}" for number, name in enumerate(names) if name in expected)
 
 
+@pytest.mark.parametrize(("names", "verb"), [(["optimizer.pt"], "holds"), (["optimizer.pt", "scaler.pt"], "hold")])
+def test_the_state_of_a_training_alone_is_named(tmp_path: Path, names: list[str], verb: str):
+    for name in names:
+        written(tmp_path / name)
+    with pytest.raises(penstock.NotFoundError, match=f"{names[-1]} {verb} the state of a training"):
+        weights([str(tmp_path)])
+
+
 # Code
 
 

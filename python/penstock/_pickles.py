@@ -100,7 +100,8 @@ def _of_folder(folder: Path) -> list[Path]:
             return here
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in names]
     if others and not names:
-        what = f"no weights in this folder: {', '.join(sorted(others))} hold the state of a training"
+        holds = "holds" if len(others) == 1 else "hold"
+        what = f"no weights in this folder: {', '.join(sorted(others))} {holds} the state of a training"
         raise NotFoundError(what, path=str(folder))
     return list(names.values())
 
