@@ -128,6 +128,21 @@ FOLDERS: dict[str, tuple[list[str], list[str] | None]] = {
         ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["mp_rank_00_model_states.pt"],
     ),
+    "shards of a variant": (
+        ["pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.fp16-00002-of-00002.bin"],
+        ["pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.fp16-00002-of-00002.bin"],
+    ),
+    "shards of a variant, as diffusers wrote them": (
+        ["diffusion_pytorch_model-00001-of-00002.fp16.bin", "diffusion_pytorch_model-00002-of-00002.fp16.bin"],
+        ["diffusion_pytorch_model-00001-of-00002.fp16.bin", "diffusion_pytorch_model-00002-of-00002.fp16.bin"],
+    ),
+    "shards of two variants": (["pytorch_model.fp16-00001-of-00001.bin", "pytorch_model.ema-00001-of-00001.bin"], None),
+    "shards from 0": (["m-0-of-2.pt", "m-1-of-2.pt"], ["m-0-of-2.pt", "m-1-of-2.pt"]),
+    "names that begin alike": (
+        ["optimus-7b.bin", "samplernn.bin", "scalerank.bin", "optimizer_1.bin", "optim.bin", "optimizers.bin"],
+        ["optimus-7b.bin", "samplernn.bin", "scalerank.bin"],
+    ),
+    "names that end alike": (["maxoptim.pt", "rank0_optim.pt", "x-optimizer.pt", "optim_states.pt"], ["maxoptim.pt"]),
     "hidden": (["._pytorch_model.bin", "model.pth"], ["model.pth"]),
     "a training": (["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"], None),
     "an optimizer": (["optimizer.pt"], None),
@@ -147,6 +162,43 @@ def test_the_weights_of_a_folder_are_found_and_the_state_of_a_training_never(tmp
     assert [path.name for path in weights([str(tmp_path / "from")])] == expected
     found = converted(tmp_path / "from", tmp_path / "to")
     assert sorted(found) == sorted(f"{name}.{number}" for number, name in enumerate(names) if name in expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["pytorch_model-00001-of-00003.bin", "pytorch_model-00002-of-00003.bin"], "pytorch_model-00003-of-00003.bin"),
+        (["adapter_model-00002-of-00002.bin"], "adapter_model-00001-of-00002.bin"),
+        (["pytorch_model.fp16-00001-of-00002.bin"], "pytorch_model.fp16-00002-of-00002.bin"),
+        (["diffusion_pytorch_model-00001-of-00002.fp16.bin"], "diffusion_pytorch_model-00002-of-00002.fp16.bin"),
+        (["m-0-of-3.pt", "m-2-of-3.pt"], "m-1-of-3.pt"),
+        (["m-1-of-999999999999.pth"], "m-2-of-999999999999.pth, m-3"),
+    ],
+)
+def test_a_set_of_shards_of_which_one_is_missing_is_refused(tmp_path: Path, names: list[str], missing: str):
+    for name in names:
+        written(tmp_path / "from" / name)
+    with pytest.raises(penstock.NotFoundError, match=f"missing in .*: {re.escape(missing)}"):
+        convert([str(tmp_path / "from")], tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_two_sets_of_shards_are_refused(tmp_path: Path):
+    for name in ("m-1-of-1.pt", "m-1-of-2.pt", "m-2-of-2.pt"):
+        written(tmp_path / "from" / name)
+    with pytest.raises(penstock.InvalidError, match=r"several sets of shards.*m-\*-of-1\.pt, m-\*-of-2\.pt"):
+        convert([str(tmp_path / "from")], tmp_path / "to")
+
+
+def test_weights_that_are_passed_over_are_named(tmp_path: Path):
+    written(tmp_path / "from/tokenizer_extra.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written(tmp_path / "from/optimizer.pt")
+        assert weights([str(tmp_path / "from")]) == [tmp_path / "from/tokenizer_extra.bin"]
+    written(tmp_path / "from/model.pth")
+    with pytest.warns(RuntimeWarning, match=r"model\.pth passed over, and tokenizer_extra\.bin converted"):
+        convert([str(tmp_path / "from")], tmp_path / "to", fsync=False, progress=False)
 
 
 @pytest.mark.parametrize(("names", "verb"), [(["optimizer.pt"], "holds"), (["optimizer.pt", "scaler.pt"], "hold")])
