@@ -18,7 +18,7 @@ import pytest
 import torch
 from penstock import cli
 from penstock._convert import convert
-from penstock._pickles import weights
+from penstock._pickles import tensors_of, weights
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "v": torch.ones(2, 5).t(), "h": torch.ones(3).bfloat16()}
 
@@ -294,6 +294,25 @@ def test_a_mapping_that_torch_is_refused_is_a_read_that_runs_nothing_either(
         convert([str(written(tmp_path / "evil.bin", {"a": Evil(tmp_path / "ran")}))], tmp_path / "no")
     assert not (tmp_path / "ran").exists()
     assert len(asked) == 4 and all(more["weights_only"] is True for more in asked)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_safe"),
+    [("2.6.0", True), ("2.10.1+cu130", True), ("3.0", True), ("2.6.0a0+git1234", True), ("2.5.1+cu121", False),
+     ("1.13.1", False), ("unknown", False)],
+)  # fmt: skip
+def test_a_torch_that_may_run_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_safe: bool
+):
+    source = written(tmp_path / "m.bin")
+    monkeypatch.setattr(torch, "__version__", version)
+    if is_safe:
+        assert [name for name, _ in tensors_of(source)] == list(STATE)
+        return
+    monkeypatch.setattr(torch, "load", lambda *args, **more: pytest.fail("it is loaded"))
+    with pytest.raises(penstock.UnsupportedError, match=rf"torch {re.escape(version)} .*CVE-2025-32434.*Update torch"):
+        convert([str(source)], tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_an_error_names_what_would_run_and_its_advice_works(tmp_path: Path):

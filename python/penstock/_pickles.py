@@ -31,6 +31,8 @@ _NUMBER = r"-\d+-of-\d+"
 #: Where trainers keep the state dict in what they save.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 _HEAD = 64
+#: The first torch whose ``torch.load(weights_only=True)`` runs nothing.
+_SAFE = (2, 6)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -267,18 +269,35 @@ def _load(file: Path) -> Any:
         return torch.load(opened, map_location="cpu", weights_only=True)
 
 
+def _check_version(version: str, file: Path) -> None:
+    """Checks that ``torch.load(weights_only=True)`` of this torch runs nothing.
+
+    Raises:
+        UnsupportedError: it may, or the version cannot be read.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < _SAFE:
+        why = (
+            f"torch.save wrote it, and torch {version} is not known to read it safely: before 2.6, "
+            "torch.load(weights_only=True) can run code in a file (CVE-2025-32434). Update torch, for example in an "
+            "environment of its own for this command"
+        )
+        raise UnsupportedError(why, path=str(file))
+
+
 def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
     """The tensors in a file that `torch.save` wrote, by name.
 
     Raises:
         NotFoundError: it is not there.
         InvalidError: it holds something else, or cannot be read without running code.
-        UnsupportedError: torch is not installed.
+        UnsupportedError: torch is not installed, or so old that a file can run code.
     """
     try:
         import torch
     except ImportError:
         raise UnsupportedError("reading what torch.save wrote needs torch") from None
+    _check_version(torch.__version__, file)
     if not file.exists():
         raise NotFoundError("this shard is missing", path=str(file))
     try:
