@@ -201,7 +201,8 @@ def test_listings_trust_what_loads_trust(bucket, small):
     served, certificate = bucket
     storage = {"endpoint": served.endpoint, **keys()}
     Oracle(small).same(opened("s3://bucket/m/", ca=certificate, **storage).load(framework="np"))
-    with pytest.raises(penstock.ReadError, match="certificate is not trusted: "):
+    advice = "certificate is not trusted: .*name the file with that certificate in SSL_CERT_FILE, or as ca in storage="
+    with pytest.raises(penstock.ReadError, match=advice):
         opened("s3://bucket/m/", **storage)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from penstock import cli
 from penstock._convert import convert
-from penstock._pickles import weights
+from penstock._pickles import tensors_of, weights
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "v": torch.ones(2, 5).t(), "h": torch.ones(3).bfloat16()}
 
@@ -128,6 +128,21 @@ FOLDERS: dict[str, tuple[list[str], list[str] | None]] = {
         ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["mp_rank_00_model_states.pt"],
     ),
+    "shards of a variant": (
+        ["pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.fp16-00002-of-00002.bin"],
+        ["pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.fp16-00002-of-00002.bin"],
+    ),
+    "shards of a variant, as diffusers wrote them": (
+        ["diffusion_pytorch_model-00001-of-00002.fp16.bin", "diffusion_pytorch_model-00002-of-00002.fp16.bin"],
+        ["diffusion_pytorch_model-00001-of-00002.fp16.bin", "diffusion_pytorch_model-00002-of-00002.fp16.bin"],
+    ),
+    "shards of two variants": (["pytorch_model.fp16-00001-of-00001.bin", "pytorch_model.ema-00001-of-00001.bin"], None),
+    "shards from 0": (["m-0-of-2.pt", "m-1-of-2.pt"], ["m-0-of-2.pt", "m-1-of-2.pt"]),
+    "names that begin alike": (
+        ["optimus-7b.bin", "samplernn.bin", "scalerank.bin", "optimizer_1.bin", "optim.bin", "optimizers.bin"],
+        ["optimus-7b.bin", "samplernn.bin", "scalerank.bin"],
+    ),
+    "names that end alike": (["maxoptim.pt", "rank0_optim.pt", "x-optimizer.pt", "optim_states.pt"], ["maxoptim.pt"]),
     "hidden": (["._pytorch_model.bin", "model.pth"], ["model.pth"]),
     "a training": (["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"], None),
     "an optimizer": (["optimizer.pt"], None),
@@ -147,6 +162,51 @@ def test_the_weights_of_a_folder_are_found_and_the_state_of_a_training_never(tmp
     assert [path.name for path in weights([str(tmp_path / "from")])] == expected
     found = converted(tmp_path / "from", tmp_path / "to")
     assert sorted(found) == sorted(f"{name}.{number}" for number, name in enumerate(names) if name in expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["pytorch_model-00001-of-00003.bin", "pytorch_model-00002-of-00003.bin"], "pytorch_model-00003-of-00003.bin"),
+        (["adapter_model-00002-of-00002.bin"], "adapter_model-00001-of-00002.bin"),
+        (["pytorch_model.fp16-00001-of-00002.bin"], "pytorch_model.fp16-00002-of-00002.bin"),
+        (["diffusion_pytorch_model-00001-of-00002.fp16.bin"], "diffusion_pytorch_model-00002-of-00002.fp16.bin"),
+        (["m-0-of-3.pt", "m-2-of-3.pt"], "m-1-of-3.pt"),
+        (["m-1-of-999999999999.pth"], "m-2-of-999999999999.pth, m-3"),
+    ],
+)
+def test_a_set_of_shards_of_which_one_is_missing_is_refused(tmp_path: Path, names: list[str], missing: str):
+    for name in names:
+        written(tmp_path / "from" / name)
+    with pytest.raises(penstock.NotFoundError, match=f"missing in .*: {re.escape(missing)}"):
+        convert([str(tmp_path / "from")], tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_two_sets_of_shards_are_refused(tmp_path: Path):
+    for name in ("m-1-of-1.pt", "m-1-of-2.pt", "m-2-of-2.pt"):
+        written(tmp_path / "from" / name)
+    with pytest.raises(penstock.InvalidError, match=r"several sets of shards.*m-\*-of-1\.pt, m-\*-of-2\.pt"):
+        convert([str(tmp_path / "from")], tmp_path / "to")
+
+
+def test_weights_that_are_passed_over_are_named(tmp_path: Path):
+    written(tmp_path / "from/tokenizer_extra.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written(tmp_path / "from/optimizer.pt")
+        assert weights([str(tmp_path / "from")]) == [tmp_path / "from/tokenizer_extra.bin"]
+    written(tmp_path / "from/model.pth")
+    with pytest.warns(RuntimeWarning, match=r"model\.pth passed over, and tokenizer_extra\.bin converted"):
+        convert([str(tmp_path / "from")], tmp_path / "to", fsync=False, progress=False)
+
+
+@pytest.mark.parametrize(("names", "verb"), [(["optimizer.pt"], "holds"), (["optimizer.pt", "scaler.pt"], "hold")])
+def test_the_state_of_a_training_alone_is_named(tmp_path: Path, names: list[str], verb: str):
+    for name in names:
+        written(tmp_path / name)
+    with pytest.raises(penstock.NotFoundError, match=f"{names[-1]} {verb} the state of a training"):
+        weights([str(tmp_path)])
 
 
 # Code
@@ -234,6 +294,25 @@ def test_a_mapping_that_torch_is_refused_is_a_read_that_runs_nothing_either(
         convert([str(written(tmp_path / "evil.bin", {"a": Evil(tmp_path / "ran")}))], tmp_path / "no")
     assert not (tmp_path / "ran").exists()
     assert len(asked) == 4 and all(more["weights_only"] is True for more in asked)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_safe"),
+    [("2.6.0", True), ("2.10.1+cu130", True), ("3.0", True), ("2.6.0a0+git1234", True), ("2.5.1+cu121", False),
+     ("1.13.1", False), ("unknown", False)],
+)  # fmt: skip
+def test_a_torch_that_may_run_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_safe: bool
+):
+    source = written(tmp_path / "m.bin")
+    monkeypatch.setattr(torch, "__version__", version)
+    if is_safe:
+        assert [name for name, _ in tensors_of(source)] == list(STATE)
+        return
+    monkeypatch.setattr(torch, "load", lambda *args, **more: pytest.fail("it is loaded"))
+    with pytest.raises(penstock.UnsupportedError, match=rf"torch {re.escape(version)} .*CVE-2025-32434.*Update torch"):
+        convert([str(source)], tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_an_error_names_what_would_run_and_its_advice_works(tmp_path: Path):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,17 @@ SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 #: State of a training, which no folder's weights are: of Trainer, Accelerate, DeepSpeed, FSDP.
 _STATE = re.compile(
-    r"(optim|scheduler|lr_scheduler|scaler|rng_state|random_states|training_args|trainer_state|sampler|dataloader"
-    r"|dl_state|custom_checkpoint).*|.*optim(izer)?(_states)?\.\w+",
+    r"(optim(izer)?|(lr_)?scheduler|scaler|rng_state|random_state|training_arg|trainer_state|sampler|dataloader"
+    r"|dl_state|custom_checkpoint)s?(?![a-z]).*|.*(?<![a-z])optim(izers?)?(_states?)?\.\w+",
     re.IGNORECASE,
 )
+#: The number of a shard, and of how many.
+_NUMBER = r"-\d+-of-\d+"
 #: Where trainers keep the state dict in what they save.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 _HEAD = 64
+#: The first torch whose ``torch.load(weights_only=True)`` runs nothing.
+_SAFE = (2, 6)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -73,6 +79,50 @@ def _seen(folder: Path, *suffixes: str) -> list[Path]:
     return sorted((path for path in found if not _STATE.fullmatch(path.name)), key=lambda path: _natural(path.name))
 
 
+def _all(shards: list[Path]) -> list[Path]:
+    """The same files.
+
+    Raises:
+        NotFoundError: by their names they are some of a set of shards, and others of it are not there.
+        InvalidError: they are of several sets.
+    """
+    sets: dict[tuple[str, str, str], list[str]] = {}
+    for path in shards:
+        if found := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(\..*)", path.name):
+            sets.setdefault((found[1], found[3], found[4]), []).append(found[2])
+    for (stem, count, ending), numbers in sets.items():
+        there = set(map(int, numbers))
+        first = 0 if 0 in there else 1
+        width = len(numbers[0])
+        # A count may be any number: no more names are made than are told
+        gaps = (number for number in range(first, first + int(count)) if number not in there)
+        missing = [f"{stem}-{number:0{width}}-of-{count}{ending}" for number in islice(gaps, 4)]
+        if missing:
+            names = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+            what = "this shard is" if len(missing) == 1 else "these shards are"
+            folder = shards[0].parent
+            raise NotFoundError(f"{what} missing in {folder}: {names}", path=str(folder / missing[0]))
+    heads = [(stem, ending) for stem, _, ending in sets]
+    if len(set(heads)) < len(heads):
+        listed = ", ".join(f"{stem}-*-of-{count}{ending}" for stem, count, ending in sets)
+        raise InvalidError(f"several sets of shards in this folder: {listed}", path=str(shards[0].parent))
+    return shards
+
+
+def _variant(folder: Path, stem: str, names: Mapping[str, Path]) -> list[Path]:
+    """The files of the only variant, whole or in shards; empty if there is none."""
+    variants: dict[str, list[Path]] = {}
+    for name, path in names.items():
+        if found := re.fullmatch(rf"{stem}(?:{_NUMBER})?\.([^.]+?)(?:{_NUMBER})?\.bin", name):
+            variants.setdefault(found[1], []).append(path)
+    if len(variants) > 1:
+        listed = ", ".join(path.name for paths in variants.values() for path in paths)
+        raise InvalidError(f"several variants in this folder: give one of them: {listed}", path=str(folder))
+    for label, paths in variants.items():
+        return [names[whole]] if (whole := f"{stem}.{label}.bin") in names else _all(paths)
+    return []
+
+
 def _of_folder(folder: Path) -> list[Path]:
     """The weights in a folder without safetensors files."""
     named = _seen(folder, ".safetensors")
@@ -85,24 +135,31 @@ def _of_folder(folder: Path) -> list[Path]:
         index = folder / f"{stem}.bin.index.json"
         if index.is_file():
             return _of_index(index)
-        shards = [path for name, path in names.items() if re.fullmatch(rf"{stem}-\d+-of-\d+\.bin", name)]
-        if shards:
-            return shards
-        variants = [path for name, path in names.items() if re.fullmatch(rf"{stem}\.[^.]+\.bin", name)]
-        if len(variants) > 1:
-            listed = ", ".join(path.name for path in variants)
-            raise InvalidError(f"several variants in this folder: give one of them: {listed}", path=str(folder))
-        if variants:
-            return variants
+        shards = [path for name, path in names.items() if re.fullmatch(rf"{stem}{_NUMBER}\.bin", name)]
+        if found := _all(shards) or _variant(folder, stem, names):
+            return found
     for suffix in SUFFIXES:
         here = [path for path in names.values() if path.suffix == suffix and (is_pickle(path) or is_misnamed(path))]
         if here:
-            return here
+            return _all(here)
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in names]
     if others and not names:
-        what = f"no weights in this folder: {', '.join(sorted(others))} hold the state of a training"
+        holds = "holds" if len(others) == 1 else "hold"
+        what = f"no weights in this folder: {', '.join(sorted(others))} {holds} the state of a training"
         raise NotFoundError(what, path=str(folder))
     return list(names.values())
+
+
+def _warn_of_others(folder: Path, taken: Sequence[Path]) -> None:
+    """Names the weights in a folder that are not converted."""
+    others = [path for path in _seen(folder, *SUFFIXES) if path not in taken and (is_pickle(path) or is_misnamed(path))]
+    if taken and others:
+        passed, names = ", ".join(path.name for path in others), ", ".join(path.name for path in taken)
+        warnings.warn(
+            f"{folder}: {passed} passed over, and {names} converted: give the files if others are meant",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _of_index(index: Path) -> list[Path]:
@@ -131,7 +188,7 @@ def weights(sources: Sequence[str]) -> list[Path]:
 
     Raises:
         InvalidError: some are, and some are not.
-        NotFoundError: a folder has nothing but the state of a training.
+        NotFoundError: a folder has nothing but the state of a training, or some shards of a set.
     """
     if any(map(is_web, sources)):
         return []
@@ -139,7 +196,9 @@ def weights(sources: Sequence[str]) -> list[Path]:
     for source in sources:
         path = _cached(source)
         if path.is_dir():
-            found += _of_folder(path)
+            of_folder = _of_folder(path)
+            _warn_of_others(path, of_folder)
+            found += of_folder
         elif path.name.endswith(".bin.index.json"):
             found += _of_index(path)
         elif path.name.endswith(".index.json") and path.is_file():
@@ -210,18 +269,35 @@ def _load(file: Path) -> Any:
         return torch.load(opened, map_location="cpu", weights_only=True)
 
 
+def _check_version(version: str, file: Path) -> None:
+    """Checks that ``torch.load(weights_only=True)`` of this torch runs nothing.
+
+    Raises:
+        UnsupportedError: it may, or the version cannot be read.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < _SAFE:
+        why = (
+            f"torch.save wrote it, and torch {version} is not known to read it safely: before 2.6, "
+            "torch.load(weights_only=True) can run code in a file (CVE-2025-32434). Update torch, for example in an "
+            "environment of its own for this command"
+        )
+        raise UnsupportedError(why, path=str(file))
+
+
 def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
     """The tensors in a file that `torch.save` wrote, by name.
 
     Raises:
         NotFoundError: it is not there.
         InvalidError: it holds something else, or cannot be read without running code.
-        UnsupportedError: torch is not installed.
+        UnsupportedError: torch is not installed, or so old that a file can run code.
     """
     try:
         import torch
     except ImportError:
         raise UnsupportedError("reading what torch.save wrote needs torch") from None
+    _check_version(torch.__version__, file)
     if not file.exists():
         raise NotFoundError("this shard is missing", path=str(file))
     try:

@@ -338,18 +338,25 @@ fn nothing_in(place: &Location, names: &[&str], hidden: bool) -> Error {
 
 /// Whether torch.save may have written weights to a file of this name, and not the state of a training.
 fn is_pickled_weights(name: &str) -> bool {
-    const STATE: [&str; 8] = [
+    const STATE: [&str; 9] = [
         "optim",
+        "optimizer",
         "scheduler",
         "lr_scheduler",
         "scaler",
         "rng_state",
-        "random_states",
-        "training_args",
+        "random_state",
+        "training_arg",
         "trainer_state",
     ];
+    let small = name.to_ascii_lowercase();
+    // The word, or several of it: optimus-7b.bin holds no optimizer.
+    let is_state = |word: &&str| {
+        let rest = small.strip_prefix(word).map(|rest| rest.strip_prefix('s').unwrap_or(rest));
+        rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic()))
+    };
     let ends = [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
-    ends && !name.starts_with('.') && !STATE.iter().any(|state| name.starts_with(state))
+    ends && !name.starts_with('.') && !STATE.iter().any(is_state)
 }
 
 #[cfg(test)]
@@ -367,6 +374,29 @@ mod tests {
             ToOpen::Files(names) => names,
         };
         Ok((names.iter().map(|n| n.to_string_lossy()).collect::<Vec<_>>().join(" "), only_variant))
+    }
+
+    #[test]
+    fn the_state_of_a_training_is_told_by_whole_words() {
+        for (name, expected) in [
+            ("pytorch_model.bin", true),
+            ("optimus-7b.bin", true),
+            ("optimized.pt", true),
+            ("scalerank.ckpt", true),
+            ("optim.bin", false),
+            ("optim_states.pt", false),
+            ("Optimizer.pt", false),
+            ("optimizer_1.bin", false),
+            ("optimizers.bin", false),
+            ("lr_scheduler.pt", false),
+            ("rng_state_0.pth", false),
+            ("random_states_0.pt", false),
+            ("training_args.bin", false),
+            (".optimus.bin", false),
+            ("optimus.json", false),
+        ] {
+            assert_eq!(is_pickled_weights(name), expected, "{name}");
+        }
     }
 
     const SHARDS: &str = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors";

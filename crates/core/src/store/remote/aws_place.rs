@@ -45,7 +45,7 @@ impl S3Place {
             files.profile()?;
         }
         let (region, is_fips) = region_of(settings, environment, files)?;
-        let endpoint = endpoint_of("s3", settings.endpoint.as_deref(), environment, files)?;
+        let endpoint = endpoint_of("s3", settings.endpoint.as_deref(), environment, files)?.map(|found| found.0);
         let of_profile = |key: &str| files.found.get(key).is_some_and(|value| value.eq_ignore_ascii_case("true"));
         let says = |variable: &str, key: &str| match environment.get(variable) {
             Some(_) => environment.is_true(variable),
@@ -96,10 +96,10 @@ impl S3Place {
         }
     }
 
-    /// Where STS is.
-    pub(super) fn sts(&self, environment: &Environment, files: &Profiles) -> Result<Address> {
-        if let Some(address) = endpoint_of("sts", None, environment, files)? {
-            return Ok(address);
+    /// Where STS is, and what names it, if something does.
+    pub(super) fn sts(&self, environment: &Environment, files: &Profiles) -> Result<StsPlace> {
+        if let Some((address, origin)) = endpoint_of("sts", None, environment, files)? {
+            return Ok(StsPlace { address, origin });
         }
         let Variant { fips, dualstack } = self.variant;
         let region = S3Place::signing(&self.region);
@@ -109,8 +109,15 @@ impl S3Place {
             (true, "amazonaws.com.cn") => "api.amazonwebservices.com.cn",
             (_, domain) => domain,
         };
-        Address::parse(&format!("https://{name}.{region}.{domain}"))
+        let address = Address::parse(&format!("https://{name}.{region}.{domain}"))?;
+        Ok(StsPlace { address, origin: String::new() })
     }
+}
+
+/// Where STS is, and what names it, in words.
+pub(super) struct StsPlace {
+    pub(super) address: Address,
+    pub(super) origin: String,
 }
 
 /// The configuration files, and the profile that is meant.
@@ -176,13 +183,13 @@ fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles)
     Ok((region.to_owned(), is_fips))
 }
 
-/// The endpoint that somebody names for a service: S3, or STS, which has no setting.
+/// The endpoint that somebody names for a service: S3, or STS, which has no setting; and where it is named, in words.
 fn endpoint_of(
     service: &str,
     given: Option<&str>,
     environment: &Environment,
     files: &Profiles,
-) -> Result<Option<Address>> {
+) -> Result<Option<(Address, String)>> {
     let variables = match service {
         "s3" => ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"],
         _ => ["AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL"],
@@ -215,11 +222,12 @@ fn endpoint_of(
     profile.get("endpoint_url").map(|text| parsed(service, text, &origin)).transpose()
 }
 
-fn parsed(service: &str, text: &str, origin: &str) -> Result<Address> {
+fn parsed(service: &str, text: &str, origin: &str) -> Result<(Address, String)> {
     let service = if service == "s3" { "S3" } else { "STS" };
-    Address::parse(meant(text)).map_err(|e| {
+    let address = Address::parse(meant(text)).map_err(|e| {
         e.reworded(|why| format!("the endpoint for {service} ({origin}): {why}; give https://host or http://host:port"))
-    })
+    })?;
+    Ok((address, origin.to_owned()))
 }
 
 fn invalid(text: String) -> Error {
@@ -236,7 +244,7 @@ mod tests {
         let files = Profiles::read(&S3Settings::default(), &environment);
         let place = S3Place::of(&S3Settings::default(), &environment, &files)?;
         let sts = place.sts(&environment, &files)?;
-        Ok((place, sts))
+        Ok((place, sts.address))
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::address::Address;
 use super::answer::Answer;
+use super::aws_place::StsPlace;
 use super::control::Control;
 use super::given::MARGIN;
 use super::jitter::Jitter;
@@ -31,7 +32,7 @@ const NEAR: [&str; 3] = ["169.254.170.2", "169.254.170.23", "fd00:ec2::23"];
 /// What gives them.
 pub(super) enum AwsService {
     /// A role that a web identity takes: the file with its token, the role, the name of the session, and where STS is.
-    WebIdentity { file: String, role: String, session: String, sts: Address },
+    WebIdentity { file: String, role: String, session: String, sts: StsPlace },
     /// The service of a container.
     Container(Address, Option<ContainerToken>),
     /// The metadata service of a machine.
@@ -152,7 +153,14 @@ fn uri(at: &Address, path: &str) -> String {
     format!("{}{}{path}", at.server.origin(), at.target.trim_end_matches('/'))
 }
 
-fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &Address) -> Result<Issued> {
+fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &StsPlace) -> Result<Issued> {
+    let StsPlace { address: sts, origin } = sts;
+    if !common.keeps_secrets(&sts.server) {
+        return Err(invalid(&format!(
+            "the endpoint for STS ({origin}) is http://, and the token of the web identity would be readable on the way: give an \
+             https:// address; AWS_ENDPOINT_URL_STS names that of STS alone"
+        )));
+    }
     let read = std::fs::read_to_string(file);
     let token = read.map_err(|e| Error::io(&format!("read the token file {file}"), &e))?;
     let fields = [
@@ -248,6 +256,24 @@ fn denied(text: String) -> Error {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_web_identity_goes_where_it_stays_secret() {
+        let file = std::env::temp_dir().join(format!("penstock-web-identity-{}", std::process::id()));
+        std::fs::write(&file, "token").unwrap();
+        let file_name = file.to_str().unwrap();
+        let asked = |at: &str| {
+            let place = StsPlace { address: Address::parse(at).unwrap(), origin: "AWS_ENDPOINT_URL".into() };
+            web_identity(&Arc::new(Common::default()), file_name, "role", "session", &place).err().unwrap()
+        };
+        let e = asked("http://192.0.2.1:9000/");
+        assert_eq!(e.kind(), ErrorKind::Invalid, "{e}");
+        assert!(e.to_string().contains("(AWS_ENDPOINT_URL) is http://"), "{e}");
+        // Nobody listens there: it was asked.
+        let e = asked("http://127.0.0.1:1/");
+        assert_eq!(e.kind(), ErrorKind::Io, "{e}");
+        std::fs::remove_file(&file).unwrap();
+    }
 
     #[test]
     fn a_container_token_goes_where_it_stays_secret() {

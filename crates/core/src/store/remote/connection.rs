@@ -100,8 +100,8 @@ impl WireEnd for Connection {
     fn is_ready(&mut self) -> io::Result<bool> {
         let Connection { socket, is_connected, tunnel, tls, attempt, .. } = self;
         if !*is_connected {
-            *is_connected = socket.is_connected().inspect_err(|_| {
-                attempt.iter().for_each(|attempt| attempt.health.refused(&attempt.to));
+            *is_connected = socket.is_connected().inspect_err(|e| {
+                attempt.iter().for_each(|attempt| attempt.health.failed(&attempt.to, e));
             })?;
             if !*is_connected {
                 return Ok(false);

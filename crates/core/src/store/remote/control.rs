@@ -125,7 +125,7 @@ impl Control {
             "GET {target} HTTP/1.1\r\nHost: {host}\r\n{}Accept: */*\r\nUser-Agent: {agent}\r\nConnection: close\r\n\r\n",
             get.fields
         );
-        self.exchange_with(server, head.into_bytes(), &[]).map_err(|e| match tunnel::refused(&e) {
+        self.exchange_with(server, head.into_bytes(), &[]).map_err(|e| match refused(&e) {
             Some(refused) => (refused, true),
             None => {
                 let is_final = matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData);

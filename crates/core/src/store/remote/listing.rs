@@ -24,6 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// How often a page is asked for that does not come, and the first pause before the next time. Each one is twice as long.
 const TRIES: u32 = 6;
 const PAUSE: Duration = Duration::from_millis(100);
+/// So many pages in a row may have no new key.
+const MOST_EMPTY: u32 = 1000;
 
 /// A page of a listing is asked for.
 pub(super) struct Ask<'a, K> {
@@ -106,7 +108,11 @@ fn names(
 ) -> ListedNames {
     let (mut names, mut seen) = (Vec::new(), HashSet::new());
     let mut page = NextPage::None;
+    let (mut asked_for, mut without_news) = (HashSet::new(), 0);
     loop {
+        if !still_wanted() {
+            return Err(unwanted());
+        }
         let body = match asked(control, |moved| request(&page, moved))? {
             Ok(body) => body,
             Err(refusal) => return Ok(Err(refusal)),
@@ -122,9 +128,10 @@ fn names(
             }
             seen.insert(key);
         }
-        // Without a token there is progress on every page. With one, a page may be empty.
-        let is_stuck =
-            next == page || (matches!(next, NextPage::Behind(_)) && page != NextPage::None && seen.len() == had);
+        // Without a token there is progress on every page. With one, pages may be empty, but not for ever.
+        without_news = if seen.len() == had { without_news + 1 } else { 0 };
+        let is_behind = matches!(next, NextPage::Behind(_)) && page != NextPage::None;
+        let is_stuck = !asked_for.insert(next.clone()) || without_news > if is_behind { 0 } else { MOST_EMPTY };
         if next == NextPage::None {
             return Ok(Ok(names));
         }
@@ -189,12 +196,16 @@ fn asked(
         let due = Instant::now() + pause;
         while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
             if !still_wanted() {
-                return Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more"));
+                return Err(unwanted());
             }
             std::thread::sleep(left.min(LOOK));
         }
         usual = (usual * 2).min(Duration::from_secs(2));
     }
+}
+
+fn unwanted() -> Error {
+    Error::new(ErrorKind::Cancelled, "nobody waits for it any more")
 }
 
 /// The query of a page in the terms of S3, which Google Cloud Storage knows too.
@@ -241,4 +252,81 @@ pub(super) fn escaped(key: &str) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::net::Common;
+    use super::*;
+    use crate::store::watch::Watch;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::sync::atomic::AtomicUsize;
+
+    /// What is found on a server whose page `n`, of those that were asked for, has a key and a token; and the count of them.
+    fn found(page: impl Fn(usize) -> (String, String) + Send + 'static) -> (ListedNames, usize) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = format!("http://{}/b", listener.local_addr().unwrap());
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = count.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                let (mut head, mut part) = (Vec::new(), [0; 1024]);
+                while !head.ends_with(b"\r\n\r\n") {
+                    let got = stream.read(&mut part).unwrap();
+                    head.extend_from_slice(&part[..got]);
+                }
+                let (key, token) = page(counted.fetch_add(1, Ordering::Relaxed));
+                let key = if key.is_empty() { key } else { format!("<Contents><Key>{key}</Key></Contents>") };
+                let next = match &*token {
+                    "" => "<IsTruncated>false</IsTruncated>".to_owned(),
+                    _ => {
+                        format!("<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>")
+                    }
+                };
+                let body = format!("<ListBucketResult>{key}{next}</ListBucketResult>");
+                write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+            }
+        });
+        let control = Control::new(&Arc::new(Common::default()), PATIENCE);
+        let address = Address::parse(&at).unwrap();
+        let get = |_: &_, _: Option<&_>| {
+            Ok(Get { address: address.clone(), fields: "".into(), generation: 0, is_moved: false })
+        };
+        (names(&control, "", get), count.load(Ordering::Relaxed))
+    }
+
+    #[test]
+    fn pages_without_end_are_an_error() {
+        let key = |n: usize| format!("k{n}");
+        let (turns, count) = found(move |n| (if n < 9 { key(n) } else { String::new() }, format!("t{}", n % 3)));
+        let e = turns.unwrap_err();
+        assert!(e.to_string().contains("gives the same page again") && count == 4, "{count}: {e}");
+        let (empty, count) = found(move |n| (if n < 2 { key(n) } else { String::new() }, format!("t{n}")));
+        let e = empty.unwrap_err();
+        assert!(e.to_string().contains("gives the same page again") && count == 1003, "{count}: {e}");
+        let (long, count) = found(move |n| match n {
+            700 | 1400 => (key(n), format!("t{n}")),
+            1500 => (key(n), String::new()),
+            _ => (String::new(), format!("t{n}")),
+        });
+        let names = long.unwrap().unwrap_or_else(|refusal| panic!("{}", refusal.error));
+        assert_eq!((names.len(), count), (3, 1501));
+    }
+
+    #[test]
+    fn pages_that_nobody_waits_for_are_not_asked_for() {
+        let watch = Arc::new(Watch::default());
+        let _asking = watch.ask(Path::new("s3://b/"));
+        let of_server = watch.clone();
+        let (cut, count) = found(move |n| {
+            if n == 4 {
+                of_server.give_up();
+            }
+            (format!("k{n}"), format!("t{n}"))
+        });
+        assert_eq!((cut.unwrap_err().kind(), count), (ErrorKind::Cancelled, 5));
+    }
 }

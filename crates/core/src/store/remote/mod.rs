@@ -47,6 +47,7 @@ mod queue;
 mod racing;
 mod range_read;
 mod rate_limit;
+mod redirect_place;
 mod refusal;
 mod request;
 mod request_rate;

@@ -15,7 +15,7 @@ pub(super) struct Page {
 }
 
 /// How the next page is asked for.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Hash)]
 pub(super) enum NextPage {
     /// There is none.
     #[default]

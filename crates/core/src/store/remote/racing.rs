@@ -32,8 +32,14 @@ impl Health {
         self.remember(to, false);
     }
 
-    /// It refuses a connection, or cannot be reached. One that has answered before may only have had enough.
-    pub(super) fn refused(&self, to: &SocketAddr) {
+    /// A connection to it has failed: perhaps because it refuses, or cannot be reached. One that has answered before may only
+    /// have had enough. What fails on this machine, for want of descriptors or rights, says nothing of it.
+    pub(super) fn failed(&self, to: &SocketAddr, why: &io::Error) {
+        const OF_ADDRESS: [i32; 5] =
+            [libc::ENETUNREACH, libc::EHOSTUNREACH, libc::EADDRNOTAVAIL, libc::ECONNREFUSED, libc::ETIMEDOUT];
+        if !why.raw_os_error().is_some_and(|code| OF_ADDRESS.contains(&code)) {
+            return;
+        }
         let mut known = lock(&self.0);
         if known.remove(to).is_none_or(|(_, answers)| !answers) {
             known.insert(*to, (Instant::now(), false));
@@ -127,7 +133,7 @@ pub(super) fn connect(health: &Health, addresses: &[SocketAddr], until: Instant)
                         next = now + DELAY;
                     }
                     Err(e) => {
-                        health.refused(to);
+                        health.failed(to, &e);
                         failed = e;
                         continue;
                     }
@@ -156,7 +162,7 @@ pub(super) fn connect(health: &Health, addresses: &[SocketAddr], until: Instant)
                     return tried.swap_remove(at).0.into_blocking();
                 }
                 Err(e) => {
-                    health.refused(to);
+                    health.failed(to, &e);
                     tried.remove(at);
                     (failed, next) = (e, Instant::now());
                 }
@@ -228,12 +234,39 @@ mod tests {
     fn what_answered_once_is_not_given_up_for_one_refusal() {
         let (health, addresses) = (Health::default(), [at(1, 1), at(2, 1)]);
         health.answered(&addresses[0]);
-        health.refused(&addresses[0]);
+        let refusal = io::Error::from_raw_os_error(libc::ECONNREFUSED);
+        health.failed(&addresses[0], &refusal);
         assert_eq!(health.hopeful(&addresses).len(), 2);
-        health.refused(&addresses[0]);
+        health.failed(&addresses[0], &refusal);
         assert_eq!(health.hopeful(&addresses), [&addresses[1]]);
         health.silent(&addresses[1]);
         assert_eq!(health.hopeful(&addresses).len(), 2, "if none answers, all are tried");
+    }
+
+    #[test]
+    fn only_what_an_address_does_is_held_against_it() {
+        for (code, is_bad) in [
+            (libc::ENETUNREACH, true),
+            (libc::EHOSTUNREACH, true),
+            (libc::EADDRNOTAVAIL, true),
+            (libc::ECONNREFUSED, true),
+            (libc::ETIMEDOUT, true),
+            (libc::EMFILE, false),
+            (libc::ENFILE, false),
+            (libc::ENOBUFS, false),
+            (libc::ENOMEM, false),
+            (libc::EPERM, false),
+            (libc::ENODEV, false),
+        ] {
+            let (health, addresses) = (Health::default(), [at(1, 1), at(2, 1)]);
+            health.failed(&addresses[0], &io::Error::from_raw_os_error(code));
+            assert_eq!(health.hopeful(&addresses).len(), if is_bad { 1 } else { 2 }, "{code}");
+        }
+        // An interface that there is not.
+        let (health, addresses) = (Health::default(), [at(1, 1), at(2, 1)]);
+        let e = Socket::connect(&addresses[0], Some("no-such-one")).map(|_| ()).unwrap_err();
+        health.failed(&addresses[0], &e);
+        assert_eq!(health.hopeful(&addresses).len(), 2, "{e}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use super::credentials::Credentials;
 use super::environment::Environment;
 use super::listing::{escaped, list, listed, parts, s3_query, Ask};
 use super::net::Common;
+use super::redirect_place::{is_of_amazon, is_same_service, is_signed, region_of};
 use super::request::{Get, Listed, Requests};
 use super::settings::{is_region, Addressing, S3Settings};
 use super::tokens::form;
@@ -108,14 +109,24 @@ impl S3 {
         Ok(Get { address, fields, generation: 0, is_moved })
     }
 
-    /// The fields that sign a request. Where a redirect has led, the place may have another region, or its own signature.
+    /// The fields that sign a request. Where a redirect has led, the place may have another region, its own signature, or
+    /// nothing to do with this service: then it gets no credentials.
     fn fields(&self, address: &Address, bucket: &str, key: &AwsKey, is_moved: bool) -> Result<String> {
-        let Some(credential) = key.credential.as_ref().filter(|_| !is_moved || !is_signed(&address.target)) else {
+        let Some(credential) = &key.credential else { return Ok(String::new()) };
+        if is_moved && (is_signed(&address.target) || !self.is_of_service(&address.server, bucket, key)?) {
             return Ok(String::new());
-        };
+        }
         let there = region_of(&address.server.host).filter(|_| is_moved && !lock(&self.regions).contains_key(bucket));
         let region = there.unwrap_or_else(|| self.region(bucket, key));
         signature(address, credential, S3Place::signing(&region), self.settings().requester_pays)
+    }
+
+    /// Whether a server that a redirect names is of the service that has the bucket.
+    fn is_of_service(&self, server: &Server, bucket: &str, key: &AwsKey) -> Result<bool> {
+        let own = self.place(bucket, &self.region(bucket, key), key)?.server;
+        let hosts = [Some(&own), key.place.endpoint.as_ref().map(|endpoint| &endpoint.server)];
+        let has = |own: &Server| is_same_service(&own.host, &server.host);
+        Ok(is_of_amazon(&server.host) || hosts.into_iter().flatten().any(has))
     }
 
     /// What `made` gives, or what it gave lately for the same.
@@ -228,24 +239,6 @@ impl Requests for S3 {
         };
         list(at, names, |e| self.explained(e))
     }
-}
-
-/// Whether a query signs the request that has it: a redirect may lead to what such an address opens.
-fn is_signed(target: &str) -> bool {
-    let query = target.split_once('?').map_or("", |(_, query)| query).to_ascii_lowercase();
-    query.split('&').any(|pair| {
-        ["x-amz-signature=", "signature=", "sig=", "x-goog-signature="].iter().any(|name| pair.starts_with(name))
-    })
-}
-
-/// The region that the name of one of Amazon's hosts says.
-fn region_of(host: &str) -> Option<String> {
-    let labels = host.strip_suffix(".cn").unwrap_or(host).strip_suffix(".amazonaws.com")?;
-    let labels: Vec<&str> = labels.split('.').collect();
-    let at = labels.iter().rposition(|label| *label == "s3" || label.starts_with("s3-"))?;
-    let old = labels[at].strip_prefix("s3-").filter(|rest| *rest != "fips");
-    let region = old.or_else(|| labels[at + 1..].iter().find(|label| **label != "dualstack").copied())?;
-    is_region(region).then(|| region.to_owned())
 }
 
 /// The fields that sign a request for this address.
@@ -395,7 +388,9 @@ mod tests {
 
     #[test]
     fn a_request_is_signed_for_the_place_that_a_redirect_names() {
-        let s3 = store(keys(), &[("AWS_REGION", "us-east-1"), ("AWS_SESSION_TOKEN", "t")]);
+        let environment =
+            [("AWS_REGION", "us-east-1"), ("AWS_SESSION_TOKEN", "t"), ("AWS_ENDPOINT_URL", "https://s3.example.com")];
+        let s3 = store(keys(), &environment);
         let first = s3.request("s3://b/k", None).unwrap().unwrap();
         let moved = |to: &str| s3.moved("s3://b/k", &Address::parse(to).unwrap(), None).unwrap().unwrap();
         for (to, region) in [
@@ -425,6 +420,42 @@ mod tests {
             anonymous.moved("s3://b/k", &Address::parse("https://h/k").unwrap(), None).unwrap().unwrap().fields,
             ""
         );
+    }
+
+    #[test]
+    fn a_redirect_out_of_the_service_gets_no_credentials() {
+        let secret = Some(Secret::new("token"));
+        for (endpoint, to, is_signed) in [
+            ("https://s3.example.com", "https://s3.example.com:8443/k", true),
+            ("https://s3.example.com", "https://b.s3.example.com/k", true),
+            ("https://s3.example.com", "https://node-7.example.com/k", true),
+            ("https://s3.example.com", "https://example.com/k", true),
+            ("https://s3.example.com", "https://b.s3.eu-west-1.amazonaws.com/k", true),
+            ("https://s3.example.com", "https://s3.cn-north-1.amazonaws.com.cn/b/k", true),
+            ("https://s3.example.com", "https://badexample.com/k", false),
+            ("https://s3.example.com", "https://s3.example.com.evil.net/k", false),
+            ("https://s3.example.com", "https://amazonaws.com.evil.net/k", false),
+            ("https://s3.example.com", "https://notamazonaws.com/k", false),
+            ("https://s3.example.com", "https://cdn.other.net/k?token=1", false),
+            ("https://s3.example.com", "https://node-7.example.com/k?X-Amz-Credential=1", false),
+            ("https://s3.shop.co.uk", "https://node.shop.co.uk/k", true),
+            ("https://s3.shop.co.uk", "https://evil.co.uk/k", false),
+            ("http://10.0.0.1:9000", "http://10.0.0.1:9001/b/k", true),
+            ("http://10.0.0.1:9000", "http://20.0.0.1:9000/b/k", false),
+            ("http://minio:9000", "http://b.minio:9000/k", true),
+            ("http://minio:9000", "http://other:9000/b/k", false),
+            ("", "https://b.s3.eu-west-1.amazonaws.com/k", true),
+            ("", "https://cdn.example.com/k?token=1", false),
+        ] {
+            let given = Some(endpoint.to_owned()).filter(|text| !text.is_empty());
+            let s3 = S3Settings { endpoint: given, session_token: secret.clone(), requester_pays: true, ..keys() };
+            let s3 = store(s3, &[("AWS_REGION", "r-1")]);
+            let first = s3.request("s3://b/k", None).unwrap().unwrap();
+            assert!(first.fields.contains("x-amz-security-token: token"), "{}", first.fields);
+            let get = s3.moved("s3://b/k", &Address::parse(to).unwrap(), None).unwrap().unwrap();
+            assert_eq!(get.fields.contains("authorization: "), is_signed, "{endpoint} to {to}");
+            assert!(is_signed || get.fields.is_empty(), "{endpoint} to {to}: {}", get.fields);
+        }
     }
 
     #[test]

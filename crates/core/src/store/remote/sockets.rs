@@ -77,7 +77,7 @@ impl Wires for Sockets {
                     return Ok(Some(connection.attempting(Attempt { health, of, to: *to, begun })));
                 }
                 Ok(connection) => return Ok(Some(connection)),
-                Err(_) if tries < addresses.len() * each => health.refused(to),
+                Err(e) if tries < addresses.len() * each => health.failed(to, &e),
                 Err(e) => {
                     let over = interface.map_or_else(String::new, |name| format!(" over the interface {name}"));
                     return Err(Error::io(&format!("connect{over}"), &e));
