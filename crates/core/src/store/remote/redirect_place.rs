@@ -16,10 +16,20 @@ pub(super) fn is_of_amazon(host: &str) -> bool {
     host.ends_with(".amazonaws.com") || host.ends_with(".amazonaws.com.cn")
 }
 
-/// Whether `other` is the host `own`, is below it, or has the same registered domain.
+/// Whether a host is one of this machine or of a private network: by its address, or because its name has no domain.
+fn is_private(host: &str) -> bool {
+    match host.parse::<IpAddr>() {
+        Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private(),
+        Ok(IpAddr::V6(ip)) => ip.is_loopback() || ip.is_unique_local(),
+        Err(_) => !host.is_empty() && !host.contains('.'),
+    }
+}
+
+/// Whether `other` is the host `own`, is below it, or has the same registered domain; or both are private: nodes of a cluster
+/// are named so.
 pub(super) fn is_same_service(own: &str, other: &str) -> bool {
     let is_ip = |host: &str| host.parse::<IpAddr>().is_ok();
-    if own == other {
+    if own == other || (is_private(own) && is_private(other)) {
         return true;
     }
     if is_ip(own) || is_ip(other) {
@@ -66,6 +76,16 @@ mod tests {
             assert_eq!(registered(host), expected, "{host}");
         }
         assert!(is_same_service("127.0.0.1", "127.0.0.1") && !is_same_service("10.0.0.1", "20.0.0.1"));
+        for (own, other) in
+            [("127.0.0.1", "localhost"), ("10.0.0.1", "192.168.7.2"), ("minio1", "minio2"), ("::1", "fd00::2")]
+        {
+            assert!(is_same_service(own, other) && is_same_service(other, own), "{own} {other}");
+        }
+        for (own, other) in
+            [("10.0.0.1", "169.254.169.254"), ("minio1", "cdn.example.com"), ("s3.example.com", "10.0.0.1")]
+        {
+            assert!(!is_same_service(own, other), "{own} {other}");
+        }
         assert!(!is_same_service("::1", "::2") && !is_same_service("co.uk", "evil.com"));
     }
 }
