@@ -148,8 +148,8 @@ pub(super) struct Pulses {
 #[derive(Debug)]
 struct Inquiry {
     address: SocketAddr,
-    /// When it was waited for first, or has answered last.
-    heard: Option<Instant>,
+    /// When it was asked first after its last answer: its silence begins with that question.
+    unanswered: Option<Instant>,
     /// When it was looked at last.
     looked: Instant,
     next: Instant,
@@ -165,7 +165,8 @@ impl Pulses {
         Pulses::asked(addresses, silence, EVERY.min(silence / 8), false)
     }
 
-    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most.
+    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most, as long as it
+    /// answers. `every` may be longer than `silence`.
     pub(super) fn forgiving(addresses: &[SocketAddr], silence: Duration, every: Duration) -> Pulses {
         Pulses::asked(addresses, silence, every.max(EVERY.min(silence / 8)), true)
     }
@@ -174,7 +175,7 @@ impl Pulses {
         let now = Instant::now();
         let asked = |address: &SocketAddr| {
             let (address, next) = (*address, now + every);
-            Inquiry { address, heard: None, looked: now, next, answer: None, ended: false }
+            Inquiry { address, unanswered: None, looked: now, next, answer: None, ended: false }
         };
         Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving }
     }
@@ -188,18 +189,21 @@ impl Pulses {
         let now = Instant::now();
         // Ranks that answer make room for the others.
         let mut asking = self.of.iter().filter(|asked| asked.answer.is_some()).count();
+        // In its silence a rank is asked several times.
+        let again = now + self.every.min(self.silence / 8);
         for &rank in ranks {
             let Some(asked) = self.of.get_mut(rank as usize).filter(|asked| !asked.ended) else { continue };
             let host = asked.address.ip().to_string();
             let failed = |why: String| Err(peer_error(rank, &host, &why).because(why));
             if now.saturating_duration_since(asked.looked) > self.silence / 2 {
                 // This process itself was stopped, or has not waited for this rank meanwhile: it has not heard it
-                asked.heard = asked.heard.and(Some(now));
+                asked.unanswered = asked.unanswered.and(Some(now));
             }
             asked.looked = now;
             if asked.answer.is_none() && now >= asked.next && asking < ASKED {
                 asked.next = now + self.every;
                 asking += 1;
+                asked.unanswered.get_or_insert(now);
                 match TcpStream::connect_timeout(&asked.address, CONNECTED) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
                     Err(e) if e.kind() == Why::ConnectionRefused && self.forgiving => {
@@ -210,28 +214,26 @@ impl Pulses {
                         return failed("is gone: its process has ended".into())
                     }
                     // It may pass. If not, that is silence.
-                    _ => {}
+                    _ => asked.next = again,
                 }
             }
-            let heard = *asked.heard.get_or_insert(now);
             if let Some((stream, have)) = &mut asked.answer {
                 let mut rest = [0; ANSWER.len()];
                 match stream.read(&mut rest[*have..]) {
                     Ok(more) => {
                         *have += more;
                         if *have == ANSWER.len() {
-                            asked.heard = Some(now);
-                        }
-                        if more == 0 || *have == ANSWER.len() {
-                            asked.answer = None;
+                            (asked.answer, asked.unanswered) = (None, None);
+                        } else if more == 0 {
+                            (asked.answer, asked.next) = (None, again);
                         }
                     }
                     Err(e) if matches!(e.kind(), Why::WouldBlock | Why::Interrupted) => {}
-                    Err(_) => asked.answer = None,
+                    Err(_) => (asked.answer, asked.next) = (None, again),
                 }
             }
-            let silent = now.saturating_duration_since(heard);
-            if silent >= self.silence && asked.heard == Some(heard) {
+            let silent = asked.unanswered.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+            if silent >= self.silence {
                 return failed(format!(
                     "has said nothing for {:.1} s: its process was stopped, or its host or network is down",
                     silent.as_secs_f64()
@@ -282,6 +284,31 @@ mod tests {
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let error = watched(&[stopped.local_addr().unwrap()], &[0]).unwrap();
         assert!(error.to_string().contains("has said nothing"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_answers_is_there_when_it_is_seldom_asked() {
+        let rank = Pulse::start(HERE).unwrap();
+        let (silence, every) = (SILENCE * 2 / 3, SILENCE);
+        let mut pulses = Pulses::forgiving(&[rank.address()], silence, every);
+        let begun = Instant::now();
+        while begun.elapsed() < every * 2 {
+            pulses.look(&[0]).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_seldom_asked_and_was_stopped_is_told() {
+        let stopped = TcpListener::bind((HERE, 0)).unwrap();
+        let (silence, every) = (SILENCE / 4, SILENCE / 2);
+        let begun = Instant::now();
+        let mut pulses = Pulses::forgiving(&[stopped.local_addr().unwrap()], silence, every);
+        while pulses.look(&[0]).is_ok() {
+            assert!(begun.elapsed() < SILENCE * 10);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(begun.elapsed() >= silence + every);
     }
 
     #[test]
