@@ -94,7 +94,7 @@ pub(super) struct Net<W: Wires> {
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
     pub(super) rate_limit: RateLimit,
-    request_rate: RequestRate,
+    pub(super) request_rate: RequestRate,
     /// The budget of this node, and what of it may be used here.
     pub(super) node: Option<NodeBudget>,
     share_of_node: usize,
@@ -454,7 +454,7 @@ impl<W: Wires> Net<W> {
 
     /// Closes connections on which nothing comes any more. In a budget of the node their places become free when the server
     /// has closed them too: until then it has them all.
-    fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
+    pub(super) fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
         if self.node.is_some() {
             await_ends(links);
         }

@@ -152,8 +152,8 @@ impl NodeBudget {
             let members = self.others() + 1;
             self.counted = Some(now);
             self.crowded = members > self.budget;
-            // Of a remainder some have one more: whoever is quicker.
-            self.share = self.budget.div_ceil(members).max(1);
+            // Nobody has the remainder: with one more for each, the last would have none.
+            self.share = (self.budget / members).max(1);
         }
         self.share
     }
@@ -221,7 +221,7 @@ mod tests {
     fn all_together_have_no_more_than_the_budget_and_each_has_its_share() {
         let (folder, now) = (folder("shares"), Instant::now());
         let mut all: Vec<_> = (0..3).map(|n| NodeBudget::join(&folder, 8, Jitter::seeded(n)).unwrap()).collect();
-        assert!(all.iter_mut().all(|one| one.limit(now) == 3));
+        assert!(all.iter_mut().all(|one| one.limit(now) == 2));
         let mut taken: Vec<Vec<Permit>> = vec![Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..10 {
             all.iter_mut().zip(&mut taken).for_each(|(one, taken)| taken.extend(one.take(now)));
@@ -240,6 +240,21 @@ mod tests {
         assert_eq!((0..10).map_while(|_| all[1].take(later + RETRY.1)).collect::<Vec<_>>().len(), closed);
         drop((taken, all));
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn shares_together_are_no_more_than_the_budget() {
+        for (budget, members) in [(8, 5), (8, 3), (7, 4), (4, 4)] {
+            let (folder, now) = (folder("sum"), Instant::now());
+            let join = |n| NodeBudget::join(&folder, budget, Jitter::seeded(n)).unwrap();
+            let mut all: Vec<_> = (0..members).map(join).collect();
+            // Each takes its whole share before the next one does.
+            let taken: Vec<Vec<Permit>> =
+                all.iter_mut().map(|one| (0..one.limit(now)).map_while(|_| one.take(now)).collect()).collect();
+            assert!(taken.iter().all(|taken| !taken.is_empty()), "{budget} for {members}");
+            drop((taken, all));
+            std::fs::remove_dir_all(folder).unwrap();
+        }
     }
 
     #[test]
