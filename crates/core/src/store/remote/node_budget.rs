@@ -131,17 +131,21 @@ impl NodeBudget {
 
     /// How many others load.
     fn others(&self) -> usize {
-        let (mut from, mut found) = (MEMBERS, 0);
-        while from < MEMBERS + MOST_MEMBERS {
-            let mut lock = whole(from, MEMBERS + MOST_MEMBERS - from, libc::F_WRLCK);
-            // SAFETY: our own descriptor, and a lock that lives as long as the call. It gets the first lock in the way.
+        let (mut found, mut ranges) = (0, vec![(MEMBERS, MEMBERS + MOST_MEMBERS)]);
+        while let Some((from, until)) = ranges.pop() {
+            if from >= until {
+                continue;
+            }
+            let mut lock = whole(from, until - from, libc::F_WRLCK);
+            // SAFETY: our own descriptor, and a lock that lives as long as the call. It gets one of the locks in the way: there
+            // may be others on both sides of it.
             let asked = unsafe { libc::fcntl(self.locks.file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
             if asked != 0 || lock.l_type == libc::F_UNLCK as libc::c_short {
-                break;
+                continue;
             }
-            let (first, past) = (lock.l_start.max(from), lock.l_start + lock.l_len.max(1));
+            let (first, past) = (lock.l_start.max(from), (lock.l_start + lock.l_len.max(1)).min(until));
             found += (past - first) as usize;
-            from = past;
+            ranges.extend([(from, first), (past, until)]);
         }
         found
     }
@@ -255,6 +259,23 @@ mod tests {
             drop((taken, all));
             std::fs::remove_dir_all(folder).unwrap();
         }
+    }
+
+    #[test]
+    fn members_are_counted_whatever_the_order_of_their_locks() {
+        let (folder, now) = (folder("order"), Instant::now());
+        let join = |n| NodeBudget::join(&folder, 60, Jitter::seeded(n)).unwrap();
+        let mut all: Vec<_> = (0..6).map(join).collect();
+        // Their bytes are free, and those that come have them: their locks are the last of the kernel's list.
+        for n in [4, 2, 0] {
+            drop(all.remove(n));
+        }
+        all.extend((6..9).map(join));
+        for one in &mut all {
+            assert_eq!((one.others(), one.limit(now)), (5, 10));
+        }
+        drop(all);
+        std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]
