@@ -254,12 +254,14 @@ impl<W: Wires> Net<W> {
     }
 
     /// How long to wait for events; `None`: until there are some.
-    fn patience(&self, now: Instant) -> Option<Duration> {
+    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
         let asks = self.waiting.len() > 0;
-        let sends = self.request_rate.due().filter(|_| asks && self.links.count(LinkState::Idle) > 0);
-        let connects = self.node.as_ref().and_then(NodeBudget::due).filter(|_| asks);
+        // What was due was tried in this turn: it waits for something else.
+        let is_later = |due: &Instant| asks && *due > now;
+        let sends = self.request_rate.due().filter(|due| is_later(due) && self.links.count(LinkState::Idle) > 0);
+        let connects = self.node.as_ref().and_then(NodeBudget::due).filter(is_later);
         let there = self.waiting.put_off().map(|_| self.there_at);
         let own = [look, self.rate_limit.due(), sends, connects, there].into_iter().flatten();
         let due = self.waiting.next_due().into_iter().chain(own).min();

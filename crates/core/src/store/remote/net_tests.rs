@@ -103,6 +103,30 @@ fn folder(name: &str) -> PathBuf {
 }
 
 #[test]
+fn a_time_that_has_passed_is_not_waited_for() {
+    let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("past"));
+    let (begun, later) = (now.get(), now.get() + Duration::from_secs(1));
+    // No connection of the node is free, and then nothing is tried for a while.
+    let mut net = quiet(&now);
+    let mut other = NodeBudget::join(&folder, 1, Jitter::seeded(2)).unwrap();
+    let all = other.take(begun).unwrap();
+    net.node = Some(NodeBudget::join(&folder, 1, Jitter::seeded(3)).unwrap());
+    assert!(net.node.as_mut().unwrap().take(begun).is_none());
+    net.add(read("10.0.0.1"));
+    assert!(net.patience(begun).unwrap() > Duration::ZERO);
+    assert_eq!(net.patience(later), None);
+    drop((net, all, other));
+    // Requests may be sent again, and there is no connection to the server of what waits.
+    let mut net = quiet(&now);
+    idle(&mut net, "10.0.0.2", begun);
+    net.add(read("10.0.0.1"));
+    net.request_rate.refused(begun, 1, (Duration::from_millis(5), Duration::from_millis(50)));
+    assert!(net.patience(begun).unwrap() > Duration::ZERO);
+    assert_eq!(net.patience(later), None);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn an_idle_connection_to_another_server_gives_its_permit_to_one_that_is_refused() {
     let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("idle"));
     let mut net = quiet(&now);
