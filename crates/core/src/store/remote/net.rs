@@ -33,8 +33,8 @@ use std::time::{Duration, Instant};
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// The pause of a read whose server has too much to do: at most this after the first refusal, and this after further ones.
 const BUSY_PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(5));
-/// A request that brings so many bytes before it fails was no failure: a slow server may need many.
-const MUCH: u64 = 64 << 10;
+/// A request that brings so many bytes before it fails was no failure, if they stay: a slow server may need many.
+pub(super) const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
 const TRIES_UNANSWERED: u32 = 3;
 pub(super) const MOST_REDIRECTS: u32 = 5;
@@ -558,7 +558,8 @@ impl<W: Wires> Net<W> {
         pause: Option<Duration>,
         told: &mut Vec<Told>,
     ) {
-        if got >= MUCH {
+        // What begins again has brought nothing that stays.
+        if got >= MUCH && !read.begins_again() {
             (read.tries, read.failing) = (0, None);
         }
         let now = self.wires.now();

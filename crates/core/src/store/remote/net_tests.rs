@@ -4,12 +4,13 @@ use super::address::{Address, Server};
 use super::answer::Expected;
 use super::jitter::Jitter;
 use super::link::{Link, LinkState};
-use super::net::{Common, Net};
+use super::net::{Common, Net, MUCH};
 use super::node_budget::NodeBudget;
 use super::range_read::{RangeRead, Site};
 use super::request::Unsigned;
+use super::told::Told;
 use super::wires::{Watched, WireEnd, Wires};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::wake::Wake;
 use std::cell::Cell;
@@ -141,4 +142,21 @@ fn an_idle_connection_to_another_server_gives_its_permit_to_one_that_is_refused(
     assert!(other.take(now.get()).is_none(), "the permit was kept");
     drop((net, permit, other));
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_body_that_begins_again_each_time_is_not_asked_for_without_end() {
+    let now = Rc::new(Cell::new(Instant::now()));
+    let mut net = quiet(&now);
+    net.add(read("10.0.0.1"));
+    let (e, mut told) = (Error::new(ErrorKind::Io, "the connection is lost"), Vec::new());
+    for _ in 0..100 {
+        let Some(mut read) = net.waiting.take(0) else { break };
+        read.begin();
+        read.opened();
+        net.tried(read, MUCH, &e, None, &mut told);
+        now.set(now.get() + Duration::from_secs(3600));
+        net.waiting.resume(now.get());
+    }
+    assert!(matches!(told[..], [Told::Done { result: Err(_), .. }]), "it is still asked for");
 }
