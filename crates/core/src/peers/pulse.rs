@@ -27,7 +27,7 @@ const ANSWER: &[u8; 8] = b"penstock";
 const EVERY: Duration = Duration::from_millis(250);
 /// From one word to the next.
 const BEAT: Duration = Duration::from_millis(50);
-/// How long a connection may take. Kernels answer, not processes.
+/// How long a connection may take, at most. Kernels answer, not processes.
 const CONNECTED: Duration = Duration::from_millis(100);
 /// Ranks whose answers are waited for at the same time.
 const ASKED: usize = 64;
@@ -143,6 +143,8 @@ pub(super) struct Pulses {
     every: Duration,
     /// A rank that refuses is asked no more. Otherwise that is an error.
     forgiving: bool,
+    /// Where among the ranks the next look begins: where the time of the last one was spent.
+    first: usize,
 }
 
 #[derive(Debug)]
@@ -177,7 +179,7 @@ impl Pulses {
             let (address, next) = (*address, now + every);
             Inquiry { address, unanswered: None, looked: now, next, answer: None, ended: false }
         };
-        Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving }
+        Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving, first: 0 }
     }
 
     /// Asks those of these ranks whose turn it is, and hears answers.
@@ -189,9 +191,13 @@ impl Pulses {
         let now = Instant::now();
         // Ranks that answer make room for the others.
         let mut asking = self.of.iter().filter(|asked| asked.answer.is_some()).count();
+        // A host that is lost costs time at each question. A look that took long would find the next one late.
+        let (longest, mut spent) = (self.silence / 8, None);
+        let connected = CONNECTED.min(longest).max(Duration::from_millis(1));
+        let first = if self.first < ranks.len() { self.first } else { 0 };
         // In its silence a rank is asked several times.
         let again = now + self.every.min(self.silence / 8);
-        for &rank in ranks {
+        for (at, &rank) in ranks.iter().enumerate().cycle().skip(first).take(ranks.len()) {
             let Some(asked) = self.of.get_mut(rank as usize).filter(|asked| !asked.ended) else { continue };
             let host = asked.address.ip().to_string();
             let failed = |why: String| Err(peer_error(rank, &host, &why).because(why));
@@ -200,11 +206,14 @@ impl Pulses {
                 asked.unanswered = asked.unanswered.and(Some(now));
             }
             asked.looked = now;
-            if asked.answer.is_none() && now >= asked.next && asking < ASKED {
+            let is_next = asked.answer.is_none() && now >= asked.next && asking < ASKED;
+            if is_next && now.elapsed() >= longest {
+                spent.get_or_insert(at);
+            } else if is_next {
                 asked.next = now + self.every;
                 asking += 1;
                 asked.unanswered.get_or_insert(now);
-                match TcpStream::connect_timeout(&asked.address, CONNECTED) {
+                match TcpStream::connect_timeout(&asked.address, connected) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
                     Err(e) if e.kind() == Why::ConnectionRefused && self.forgiving => {
                         asked.ended = true;
@@ -240,6 +249,7 @@ impl Pulses {
                 ));
             }
         }
+        self.first = spent.unwrap_or(0);
         Ok(())
     }
 }
@@ -309,6 +319,32 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(begun.elapsed() >= silence + every);
+    }
+
+    #[test]
+    fn ranks_whose_hosts_do_not_answer_are_told_however_many_there_are() {
+        // Its queue is full: the kernel answers no further connection.
+        let full = TcpListener::bind((HERE, 0)).unwrap();
+        let address = full.local_addr().unwrap();
+        // SAFETY: a plain system call on our own descriptor.
+        assert_eq!(unsafe { libc::listen(full.as_raw_fd(), 0) }, 0);
+        let connect = || TcpStream::connect_timeout(&address, CONNECTED).ok();
+        let queued: Vec<TcpStream> = std::iter::from_fn(connect).take(16).collect();
+        assert!(queued.len() < 16, "the queue is never full");
+        let there = Pulse::start(HERE).unwrap();
+        let mut addresses = vec![address; 24];
+        addresses.push(there.address());
+        let ranks: Vec<u32> = (0..addresses.len() as u32).collect();
+        let mut pulses = Pulses::new(&addresses, SILENCE);
+        let begun = Instant::now();
+        let error = loop {
+            if let Err(e) = pulses.look(&ranks) {
+                break e;
+            }
+            assert!(begun.elapsed() < SILENCE * 10, "they are never told");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(error.peer().is_some_and(|peer| peer.0 < 24), "{error}");
     }
 
     #[test]
