@@ -45,8 +45,8 @@ impl Lookout {
         self.pulse.address()
     }
 
-    /// Watches the other ranks from now on: `pulses` are those of all. One that does not answer for `silence` was stopped. One
-    /// that refuses has ended or needs nobody any more, which is for others to judge.
+    /// Watches the other ranks from now on: `pulses` are those of all. One that is asked and does not answer
+    /// for `silence` was stopped. One that refuses has ended or needs nobody any more, which is for others to judge.
     ///
     /// # Errors
     /// There can be no more threads.

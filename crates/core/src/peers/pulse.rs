@@ -27,7 +27,7 @@ const ANSWER: &[u8; 8] = b"penstock";
 const EVERY: Duration = Duration::from_millis(250);
 /// From one word to the next.
 const BEAT: Duration = Duration::from_millis(50);
-/// How long a connection may take. Kernels answer, not processes.
+/// How long a connection may take, at most. Kernels answer, not processes.
 const CONNECTED: Duration = Duration::from_millis(100);
 /// Ranks whose answers are waited for at the same time.
 const ASKED: usize = 64;
@@ -143,13 +143,15 @@ pub(super) struct Pulses {
     every: Duration,
     /// A rank that refuses is asked no more. Otherwise that is an error.
     forgiving: bool,
+    /// Where among the ranks the next look begins: where the time of the last one was spent.
+    first: usize,
 }
 
 #[derive(Debug)]
 struct Inquiry {
     address: SocketAddr,
-    /// When it was waited for first, or has answered last.
-    heard: Option<Instant>,
+    /// When it was asked first after its last answer: its silence begins with that question.
+    unanswered: Option<Instant>,
     /// When it was looked at last.
     looked: Instant,
     next: Instant,
@@ -165,7 +167,8 @@ impl Pulses {
         Pulses::asked(addresses, silence, EVERY.min(silence / 8), false)
     }
 
-    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most.
+    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most, as long as it
+    /// answers. `every` may be longer than `silence`.
     pub(super) fn forgiving(addresses: &[SocketAddr], silence: Duration, every: Duration) -> Pulses {
         Pulses::asked(addresses, silence, every.max(EVERY.min(silence / 8)), true)
     }
@@ -174,9 +177,9 @@ impl Pulses {
         let now = Instant::now();
         let asked = |address: &SocketAddr| {
             let (address, next) = (*address, now + every);
-            Inquiry { address, heard: None, looked: now, next, answer: None, ended: false }
+            Inquiry { address, unanswered: None, looked: now, next, answer: None, ended: false }
         };
-        Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving }
+        Pulses { of: addresses.iter().map(asked).collect(), silence, every, forgiving, first: 0 }
     }
 
     /// Asks those of these ranks whose turn it is, and hears answers.
@@ -188,19 +191,29 @@ impl Pulses {
         let now = Instant::now();
         // Ranks that answer make room for the others.
         let mut asking = self.of.iter().filter(|asked| asked.answer.is_some()).count();
-        for &rank in ranks {
+        // A host that is lost costs time at each question. A look that took long would find the next one late.
+        let (longest, mut spent) = (self.silence / 8, None);
+        let connected = CONNECTED.min(longest).max(Duration::from_millis(1));
+        let first = if self.first < ranks.len() { self.first } else { 0 };
+        // In its silence a rank is asked several times.
+        let again = now + self.every.min(self.silence / 8);
+        for (at, &rank) in ranks.iter().enumerate().cycle().skip(first).take(ranks.len()) {
             let Some(asked) = self.of.get_mut(rank as usize).filter(|asked| !asked.ended) else { continue };
             let host = asked.address.ip().to_string();
             let failed = |why: String| Err(peer_error(rank, &host, &why).because(why));
             if now.saturating_duration_since(asked.looked) > self.silence / 2 {
                 // This process itself was stopped, or has not waited for this rank meanwhile: it has not heard it
-                asked.heard = asked.heard.and(Some(now));
+                asked.unanswered = asked.unanswered.and(Some(now));
             }
             asked.looked = now;
-            if asked.answer.is_none() && now >= asked.next && asking < ASKED {
+            let is_next = asked.answer.is_none() && now >= asked.next && asking < ASKED;
+            if is_next && now.elapsed() >= longest {
+                spent.get_or_insert(at);
+            } else if is_next {
                 asked.next = now + self.every;
                 asking += 1;
-                match TcpStream::connect_timeout(&asked.address, CONNECTED) {
+                asked.unanswered.get_or_insert(now);
+                match TcpStream::connect_timeout(&asked.address, connected) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => asked.answer = Some((stream, 0)),
                     Err(e) if e.kind() == Why::ConnectionRefused && self.forgiving => {
                         asked.ended = true;
@@ -210,34 +223,33 @@ impl Pulses {
                         return failed("is gone: its process has ended".into())
                     }
                     // It may pass. If not, that is silence.
-                    _ => {}
+                    _ => asked.next = again,
                 }
             }
-            let heard = *asked.heard.get_or_insert(now);
             if let Some((stream, have)) = &mut asked.answer {
                 let mut rest = [0; ANSWER.len()];
                 match stream.read(&mut rest[*have..]) {
                     Ok(more) => {
                         *have += more;
                         if *have == ANSWER.len() {
-                            asked.heard = Some(now);
-                        }
-                        if more == 0 || *have == ANSWER.len() {
-                            asked.answer = None;
+                            (asked.answer, asked.unanswered) = (None, None);
+                        } else if more == 0 {
+                            (asked.answer, asked.next) = (None, again);
                         }
                     }
                     Err(e) if matches!(e.kind(), Why::WouldBlock | Why::Interrupted) => {}
-                    Err(_) => asked.answer = None,
+                    Err(_) => (asked.answer, asked.next) = (None, again),
                 }
             }
-            let silent = now.saturating_duration_since(heard);
-            if silent >= self.silence && asked.heard == Some(heard) {
+            let silent = asked.unanswered.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+            if silent >= self.silence {
                 return failed(format!(
                     "has said nothing for {:.1} s: its process was stopped, or its host or network is down",
                     silent.as_secs_f64()
                 ));
             }
         }
+        self.first = spent.unwrap_or(0);
         Ok(())
     }
 }
@@ -282,6 +294,57 @@ mod tests {
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let error = watched(&[stopped.local_addr().unwrap()], &[0]).unwrap();
         assert!(error.to_string().contains("has said nothing"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_answers_is_there_when_it_is_seldom_asked() {
+        let rank = Pulse::start(HERE).unwrap();
+        let (silence, every) = (SILENCE * 2 / 3, SILENCE);
+        let mut pulses = Pulses::forgiving(&[rank.address()], silence, every);
+        let begun = Instant::now();
+        while begun.elapsed() < every * 2 {
+            pulses.look(&[0]).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_seldom_asked_and_was_stopped_is_told() {
+        let stopped = TcpListener::bind((HERE, 0)).unwrap();
+        let (silence, every) = (SILENCE / 4, SILENCE / 2);
+        let begun = Instant::now();
+        let mut pulses = Pulses::forgiving(&[stopped.local_addr().unwrap()], silence, every);
+        while pulses.look(&[0]).is_ok() {
+            assert!(begun.elapsed() < SILENCE * 10);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(begun.elapsed() >= silence + every);
+    }
+
+    #[test]
+    fn ranks_whose_hosts_do_not_answer_are_told_however_many_there_are() {
+        // Its queue is full: the kernel answers no further connection.
+        let full = TcpListener::bind((HERE, 0)).unwrap();
+        let address = full.local_addr().unwrap();
+        // SAFETY: a plain system call on our own descriptor.
+        assert_eq!(unsafe { libc::listen(full.as_raw_fd(), 0) }, 0);
+        let connect = || TcpStream::connect_timeout(&address, CONNECTED).ok();
+        let queued: Vec<TcpStream> = std::iter::from_fn(connect).take(16).collect();
+        assert!(queued.len() < 16, "the queue is never full");
+        let there = Pulse::start(HERE).unwrap();
+        let mut addresses = vec![address; 24];
+        addresses.push(there.address());
+        let ranks: Vec<u32> = (0..addresses.len() as u32).collect();
+        let mut pulses = Pulses::new(&addresses, SILENCE);
+        let begun = Instant::now();
+        let error = loop {
+            if let Err(e) = pulses.look(&ranks) {
+                break e;
+            }
+            assert!(begun.elapsed() < SILENCE * 10, "they are never told");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(error.peer().is_some_and(|peer| peer.0 < 24), "{error}");
     }
 
     #[test]

@@ -375,7 +375,7 @@ impl Answer {
             Some(_) => {}
             None => end = end.min(size),
         }
-        if first != start || last.checked_add(1) != Some(end) {
+        if first != start || last.checked_add(1) != Some(end) || end < start {
             let text = format!("bytes {start}..{end} were asked for, and the server sends {first}..={last}");
             return Err(failed(text));
         }
@@ -460,6 +460,14 @@ mod tests {
                 )
             }
             Verdict::Failed(e) => format!("failed {:?}", e.kind()),
+        }
+    }
+
+    #[test]
+    fn a_part_that_ends_before_it_begins_is_refused() {
+        for (range, length) in [("10-4/5", 5), ("10-0/1", 0)] {
+            let text = format!("HTTP/1.1 206 Partial Content\nContent-Length: {length}\nContent-Range: bytes {range}");
+            assert_eq!(told(&text, None), "failed Io", "{range}");
         }
     }
 

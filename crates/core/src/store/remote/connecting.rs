@@ -62,7 +62,7 @@ impl<W: Wires> Net<W> {
             while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1)
                 && self.make_room(&server, now)
             {
-                let Some(permit) = self.permit(now) else { return made };
+                let Some(permit) = self.permit(now).or_else(|| self.permit_of_idle(&server, now)) else { return made };
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
@@ -92,6 +92,19 @@ impl<W: Wires> Net<W> {
             None => Some(None),
             Some(node) => node.take(now).map(Some),
         }
+    }
+
+    /// The permit of a connection to another server on which nothing is asked: no other is free, and it gives way. One that
+    /// only waits until a request may be sent does not.
+    fn permit_of_idle(&mut self, server: &Server, now: Instant) -> Option<Option<Permit>> {
+        if !self.request_rate.may_send(now) {
+            return None;
+        }
+        let gives_way = |link: &Link<_>| link.state == LinkState::Idle && link.server != *server;
+        let (_, mut link) = self.links.take_where(gives_way)?;
+        let permit = link.permit.take();
+        self.part([link]);
+        Some(permit)
     }
 
     /// Whether there may be one more connection, perhaps in the place of another.

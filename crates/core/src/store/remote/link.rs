@@ -61,7 +61,7 @@ pub(super) enum Advance {
 pub(super) struct Link<S> {
     pub(super) stream: S,
     /// Its place in the node's budget. It goes after the connection.
-    _permit: Option<Permit>,
+    pub(super) permit: Option<Permit>,
     pub(super) server: Server,
     pub(super) fetch: Option<RangeRequest>,
     pub(super) state: LinkState,
@@ -100,7 +100,7 @@ impl<S: WireEnd> Link<S> {
         let (used, got, gaps, last, asked_at, told) = (0, 0, 0, now, now, now);
         Link {
             stream,
-            _permit: permit,
+            permit,
             server,
             fetch,
             state,

@@ -38,6 +38,9 @@ mod listing;
 mod look;
 mod names;
 mod net;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod net_tests;
 mod node_budget;
 mod pace;
 mod pages;

@@ -33,8 +33,8 @@ use std::time::{Duration, Instant};
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// The pause of a read whose server has too much to do: at most this after the first refusal, and this after further ones.
 const BUSY_PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(5));
-/// A request that brings so many bytes before it fails was no failure: a slow server may need many.
-const MUCH: u64 = 64 << 10;
+/// A request that brings so many bytes before it fails was no failure, if they stay: a slow server may need many.
+pub(super) const MUCH: u64 = 64 << 10;
 /// Requests for an object whose server has never answered: it is probably not there.
 const TRIES_UNANSWERED: u32 = 3;
 pub(super) const MOST_REDIRECTS: u32 = 5;
@@ -94,7 +94,7 @@ pub(super) struct Net<W: Wires> {
     pub(super) waiting: ReadQueue,
     pub(super) pace: ConnectionPace,
     pub(super) rate_limit: RateLimit,
-    request_rate: RequestRate,
+    pub(super) request_rate: RequestRate,
     /// The budget of this node, and what of it may be used here.
     pub(super) node: Option<NodeBudget>,
     share_of_node: usize,
@@ -254,12 +254,14 @@ impl<W: Wires> Net<W> {
     }
 
     /// How long to wait for events; `None`: until there are some.
-    fn patience(&self, now: Instant) -> Option<Duration> {
+    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
         let idle = self.links.count(LinkState::Idle) + self.links.count(LinkState::Parked);
         let look = (self.links.len() > idle).then_some(self.look_at);
         let asks = self.waiting.len() > 0;
-        let sends = self.request_rate.due().filter(|_| asks && self.links.count(LinkState::Idle) > 0);
-        let connects = self.node.as_ref().and_then(NodeBudget::due).filter(|_| asks);
+        // What was due was tried in this turn: it waits for something else.
+        let is_later = |due: &Instant| asks && *due > now;
+        let sends = self.request_rate.due().filter(|due| is_later(due) && self.links.count(LinkState::Idle) > 0);
+        let connects = self.node.as_ref().and_then(NodeBudget::due).filter(is_later);
         let there = self.waiting.put_off().map(|_| self.there_at);
         let own = [look, self.rate_limit.due(), sends, connects, there].into_iter().flatten();
         let due = self.waiting.next_due().into_iter().chain(own).min();
@@ -454,7 +456,7 @@ impl<W: Wires> Net<W> {
 
     /// Closes connections on which nothing comes any more. In a budget of the node their places become free when the server
     /// has closed them too: until then it has them all.
-    fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
+    pub(super) fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
         if self.node.is_some() {
             await_ends(links);
         }
@@ -556,7 +558,8 @@ impl<W: Wires> Net<W> {
         pause: Option<Duration>,
         told: &mut Vec<Told>,
     ) {
-        if got >= MUCH {
+        // What begins again has brought nothing that stays.
+        if got >= MUCH && !read.begins_again() {
             (read.tries, read.failing) = (0, None);
         }
         let now = self.wires.now();

@@ -131,17 +131,21 @@ impl NodeBudget {
 
     /// How many others load.
     fn others(&self) -> usize {
-        let (mut from, mut found) = (MEMBERS, 0);
-        while from < MEMBERS + MOST_MEMBERS {
-            let mut lock = whole(from, MEMBERS + MOST_MEMBERS - from, libc::F_WRLCK);
-            // SAFETY: our own descriptor, and a lock that lives as long as the call. It gets the first lock in the way.
+        let (mut found, mut ranges) = (0, vec![(MEMBERS, MEMBERS + MOST_MEMBERS)]);
+        while let Some((from, until)) = ranges.pop() {
+            if from >= until {
+                continue;
+            }
+            let mut lock = whole(from, until - from, libc::F_WRLCK);
+            // SAFETY: our own descriptor, and a lock that lives as long as the call. It gets one of the locks in the way: there
+            // may be others on both sides of it.
             let asked = unsafe { libc::fcntl(self.locks.file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
             if asked != 0 || lock.l_type == libc::F_UNLCK as libc::c_short {
-                break;
+                continue;
             }
-            let (first, past) = (lock.l_start.max(from), lock.l_start + lock.l_len.max(1));
+            let (first, past) = (lock.l_start.max(from), (lock.l_start + lock.l_len.max(1)).min(until));
             found += (past - first) as usize;
-            from = past;
+            ranges.extend([(from, first), (past, until)]);
         }
         found
     }
@@ -152,8 +156,8 @@ impl NodeBudget {
             let members = self.others() + 1;
             self.counted = Some(now);
             self.crowded = members > self.budget;
-            // Of a remainder some have one more: whoever is quicker.
-            self.share = self.budget.div_ceil(members).max(1);
+            // Nobody has the remainder: with one more for each, the last would have none.
+            self.share = (self.budget / members).max(1);
         }
         self.share
     }
@@ -221,7 +225,7 @@ mod tests {
     fn all_together_have_no_more_than_the_budget_and_each_has_its_share() {
         let (folder, now) = (folder("shares"), Instant::now());
         let mut all: Vec<_> = (0..3).map(|n| NodeBudget::join(&folder, 8, Jitter::seeded(n)).unwrap()).collect();
-        assert!(all.iter_mut().all(|one| one.limit(now) == 3));
+        assert!(all.iter_mut().all(|one| one.limit(now) == 2));
         let mut taken: Vec<Vec<Permit>> = vec![Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..10 {
             all.iter_mut().zip(&mut taken).for_each(|(one, taken)| taken.extend(one.take(now)));
@@ -239,6 +243,38 @@ mod tests {
         let closed = 8 - taken[1].len();
         assert_eq!((0..10).map_while(|_| all[1].take(later + RETRY.1)).collect::<Vec<_>>().len(), closed);
         drop((taken, all));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn shares_together_are_no_more_than_the_budget() {
+        for (budget, members) in [(8, 5), (8, 3), (7, 4), (4, 4)] {
+            let (folder, now) = (folder("sum"), Instant::now());
+            let join = |n| NodeBudget::join(&folder, budget, Jitter::seeded(n)).unwrap();
+            let mut all: Vec<_> = (0..members).map(join).collect();
+            // Each takes its whole share before the next one does.
+            let taken: Vec<Vec<Permit>> =
+                all.iter_mut().map(|one| (0..one.limit(now)).map_while(|_| one.take(now)).collect()).collect();
+            assert!(taken.iter().all(|taken| !taken.is_empty()), "{budget} for {members}");
+            drop((taken, all));
+            std::fs::remove_dir_all(folder).unwrap();
+        }
+    }
+
+    #[test]
+    fn members_are_counted_whatever_the_order_of_their_locks() {
+        let (folder, now) = (folder("order"), Instant::now());
+        let join = |n| NodeBudget::join(&folder, 60, Jitter::seeded(n)).unwrap();
+        let mut all: Vec<_> = (0..6).map(join).collect();
+        // Their bytes are free, and those that come have them: their locks are the last of the kernel's list.
+        for n in [4, 2, 0] {
+            drop(all.remove(n));
+        }
+        all.extend((6..9).map(join));
+        for one in &mut all {
+            assert_eq!((one.others(), one.limit(now)), (5, 10));
+        }
+        drop(all);
         std::fs::remove_dir_all(folder).unwrap();
     }
 

@@ -267,6 +267,11 @@ impl RangeRead {
         self.seen(self.got, self.got, version);
     }
 
+    /// Whether what breaks off now is asked for from the first byte on.
+    pub(super) fn begins_again(&self) -> bool {
+        self.is_open
+    }
+
     /// Before it is asked for: what broke off and cannot go on is forgotten.
     pub(super) fn begin(&mut self) {
         if std::mem::take(&mut self.is_open) {
