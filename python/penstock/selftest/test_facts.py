@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -21,7 +22,9 @@ def cuda() -> None:
 
 def of_its_own(*arguments: str, seconds: float) -> None:
     command = [sys.executable, "-m", "penstock.selftest.facts", *arguments]
-    done = subprocess.run(command, check=False, timeout=seconds, capture_output=True, text=True)
+    # In the folder of its files, which goes: cuFile writes a log into the working directory
+    folder = os.environ.get("PENSTOCK_SELFTEST_FILES")
+    done = subprocess.run(command, check=False, timeout=seconds, capture_output=True, text=True, cwd=folder)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
 
