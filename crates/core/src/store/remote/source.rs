@@ -121,7 +121,7 @@ impl WebSource {
         let (depth, gap) = (routing.depth.max(routing.requests), routing.gap.unwrap_or(GAP).min(GAP));
         let to_owner = Arc::new(Wake::new()?);
         let common = Arc::new(Common {
-            settings: WebSettings { busy: common.settings.busy.max(routing.stall), ..common.settings.clone() },
+            settings: WebSettings { busy: routing.stall, ..common.settings.clone() },
             ..Common::clone(&common)
         });
         let (lanes, each) = common.divided();
