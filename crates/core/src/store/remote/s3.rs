@@ -443,7 +443,11 @@ mod tests {
             ("http://10.0.0.1:9000", "http://10.0.0.1:9001/b/k", true),
             ("http://10.0.0.1:9000", "http://20.0.0.1:9000/b/k", false),
             ("http://minio:9000", "http://b.minio:9000/k", true),
-            ("http://minio:9000", "http://other:9000/b/k", false),
+            // Nodes of a cluster in a private network
+            ("http://minio:9000", "http://other:9000/b/k", true),
+            ("http://127.0.0.1:9000", "http://localhost:9001/b/k", true),
+            ("http://minio:9000", "http://cdn.example.com/b/k", false),
+            ("http://10.0.0.1:9000", "http://169.254.169.254/b/k", false),
             ("", "https://b.s3.eu-west-1.amazonaws.com/k", true),
             ("", "https://cdn.example.com/k?token=1", false),
         ] {
