@@ -88,7 +88,7 @@ def without_memory(name: object, tensor: Any) -> InvalidError:
     elif getattr(type(tensor), "dequantize", None) is not torch.Tensor.dequantize:
         way_out = f"it is quantized. Save `.dequantize()` of it{_made_of(tensor)}"
     else:
-        way_out = f"save other tensors in its place{_made_of(tensor)}"
+        way_out = f"save {_made_of(tensor).removeprefix(', or ') or 'the tensors that it is made of'}"
     return InvalidError(f"{kind}: {way_out}", tensor=str(name))
 
 
