@@ -77,6 +77,7 @@ def test_private_copies_are_read_once(saved, reports, monkeypatch, how):
     assert read(reports) == nbytes_in(folder)
 
 
+@pytest.mark.machine  # a thread that waits a second for another one maps for itself
 def test_mapped_bytes_are_not_copied_and_hardly_mapped_twice(tmp_path, reports):
     model = llama()
     model.save_pretrained(tmp_path)
