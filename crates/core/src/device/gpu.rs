@@ -85,7 +85,16 @@ pub fn stop_pinning() {
 /// bytes that were.
 pub fn release_staging() -> u64 {
     stop_pinning();
-    Ring::process().trim()
+    let bytes = Ring::process().trim();
+    // Contexts that something else keeps: what a hanging copy may touch, or a load
+    if USED_BY.load(Ordering::SeqCst) == std::process::id() {
+        let contexts: Vec<_> = {
+            let contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+            contexts.iter().filter_map(Weak::upgrade).collect()
+        };
+        contexts.iter().for_each(|context| context.drop_idle());
+    }
+    bytes
 }
 
 /// Contexts in use, by library and device.
@@ -160,6 +169,22 @@ impl SharedContext {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Destroys the streams and events that nobody uses.
+    fn drop_idle(&self) {
+        let Idle { streams, events } = std::mem::take(&mut *self.idle());
+        // A failure means that the context is lost, and all of it with it.
+        if let Ok(api) = self.context.enter() {
+            for event in events {
+                // SAFETY: from `create_event`, and nobody waits for it.
+                let _ = unsafe { api.destroy_event(event) };
+            }
+            for stream in streams {
+                // SAFETY: from `create_stream`, and nobody uses it.
+                let _ = unsafe { api.destroy_stream(stream) };
+            }
+        }
+    }
+
     /// A stream on which nothing is queued, for one owner. `api` says that the context is current.
     ///
     /// # Errors
@@ -209,18 +234,7 @@ impl SharedContext {
 impl Drop for SharedContext {
     fn drop(&mut self) {
         if self.pid == std::process::id() {
-            let Idle { streams, events } = std::mem::take(&mut *self.idle());
-            // A failure means that the context is lost, and all of it with it.
-            if let Ok(api) = self.context.enter() {
-                for event in events {
-                    // SAFETY: from `create_event`, and nobody waits for it.
-                    let _ = unsafe { api.destroy_event(event) };
-                }
-                for stream in streams {
-                    // SAFETY: from `create_stream`, and nobody uses it.
-                    let _ = unsafe { api.destroy_stream(stream) };
-                }
-            }
+            self.drop_idle();
             // SAFETY: dropped once, here.
             unsafe { ManuallyDrop::drop(&mut self.context) };
         }
