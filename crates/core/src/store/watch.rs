@@ -28,6 +28,7 @@ pub fn still_wanted() -> bool {
 }
 
 /// A store says that its server has answered, if `really`, and has to be asked again: it is there, and the caller goes on waiting.
+#[cfg(feature = "remote")]
 pub(super) fn answered(really: bool) {
     QUESTION.with_borrow(|question| {
         if let Some((_, answers)) = question {
