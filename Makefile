@@ -66,7 +66,7 @@ help:
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
 	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS, distant servers, the oldest Rust: each is a target too (docs/checks.md)"
-	@echo "make test-hardware  `penstock selftest --gpu`, for a machine with a GPU, into .bench/hardware (docs/checks.md)"
+	@echo "make test-hardware  penstock selftest --gpu, for a machine with a GPU, into .bench/hardware (docs/checks.md)"
 	@echo "make gpu-kit  the wheel, which holds that suite, and those of the peers, into .gpu/, for a machine that can fetch nothing"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
 

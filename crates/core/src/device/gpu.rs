@@ -1007,7 +1007,7 @@ fn grow(shared: &Arc<GpuShared>, context: &Arc<SharedContext>, growth: Growth, t
     }
 }
 
-/// What the pinning threads of a growth share.
+/// State that the pinning threads of one growth share.
 #[derive(Clone)]
 struct Pinning {
     // Dropped first: after that the load may get plain slabs, and by then the fallback is reported.

@@ -9,10 +9,10 @@ use super::index::Index;
 use crate::error::Result;
 use crate::store::{Origin, Watch};
 
-/// What is asked for where no folder can be listed.
+/// The index that is asked for if the folder cannot be listed.
 const USUAL: &str = "model.safetensors.index.json";
 
-/// What the indexes beside these files say.
+/// The indexes beside these files, read when they are first needed.
 pub(super) struct Authority<'w> {
     files: Vec<Origin>,
     hasher: Seeded,

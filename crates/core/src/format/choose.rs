@@ -16,10 +16,10 @@ const DIFFUSERS: &str = "diffusion_pytorch_model";
 const PEFT: &str = "adapter_model";
 /// Tensors in the layout of the model's own program, often beside those of transformers.
 const CONSOLIDATED: &str = "consolidated";
-/// Names of which a dotted part is never a module of a model.
+/// Names whose dotted parts are variants, never modules of a model.
 const WRITERS: [&str; 5] = [DIFFUSERS, PEFT, CONSOLIDATED, "pytorch_model", "pytorch_lora_weights"];
 
-/// What is opened of the things in one place.
+/// The files, or the index, that are opened in a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ToOpen {
     /// This index, and the files that it names.
@@ -28,12 +28,12 @@ pub(super) enum ToOpen {
     Files(Vec<OsString>),
 }
 
-/// What a caller asks of a folder.
+/// A caller's request for the files of a folder.
 #[derive(Debug, Clone, Default)]
 pub struct FolderRequest {
     /// The variant whose files are meant, such as `fp16`. `None`: the files without one.
     pub variant: Option<String>,
-    /// Whether an index may be passed over if none of its files is there. A cache that holds a part of a repository says no.
+    /// Whether an index without any of its files may be passed over. Not in a cache that holds a part of a repository.
     pub leftover: bool,
     /// The names in the folder, if the caller knows them: a web server does not list any.
     pub names: Option<Vec<OsString>>,
