@@ -187,6 +187,13 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth.write_file(tmp_path_factory.mktemp("big") / "big.safetensors", tensors)
 
 
+@pytest.fixture(scope="session")
+def quarter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of 24 MB in 24 tensors: `big` for servers that are written in Python. Not to be written to."""
+    tensors = [Tensor(f"layers.{i}.weight", "F32", (500, 500)) for i in range(24)]
+    return synth.write_file(tmp_path_factory.mktemp("quarter") / "quarter.safetensors", tensors)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes one file: write(Tensor(...), ..., name="x.safetensors", **synth.write_file's)."""

@@ -254,6 +254,12 @@ def until(there: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.002)
 
 
+def until_stopped(pid: int) -> None:
+    """Waits until a process has stopped: one that ends instead has not done what it was to do."""
+    until(lambda: state(pid) in "TZ")
+    assert state(pid) == "T", "it ended, and did not stop"
+
+
 def state(pid: int) -> str:
     """What the kernel says of a process: `R`, `S`, `T` (stopped), `Z` (gone)."""
     try:

@@ -197,10 +197,10 @@ def test_where_tokens_come_from(bucket, small, source, address):
 
 
 @pytest.mark.parametrize("source", ["machine", "user"], indirect=True)
-def test_an_expired_token_is_renewed_once_for_all_requests(bucket, big, source):
+def test_an_expired_token_is_renewed_once_for_all_requests(bucket, quarter, source):
     storage, others = {"endpoint": bucket.endpoint}, {f"token-{n}" for n in range(100)}
     says = "AuthenticationRequired"
-    stores.an_expired_credential_is_renewed_once(bucket, big, FOLDER, storage, "token-1", others, says)
+    stores.an_expired_credential_is_renewed_once(bucket, quarter, FOLDER, storage, "token-1", others, says)
     # The folder again
     bucket.expired = {f"token-{n}" for n in range(1, bucket.credentials + 1)}
     penstock.open(FOLDER, storage={"endpoint": bucket.endpoint})

@@ -86,12 +86,12 @@ def test_it_wins_over_the_environment(bucket, monkeypatch):
     assert {key for _, key in bucket.asked} == {"AKIDGIVEN1"}
 
 
-def test_it_is_asked_again_once_for_all_requests_that_a_server_refuses(bucket, big):
-    bucket.objects = {"m/model.safetensors": big.read_bytes()}
+def test_it_is_asked_again_once_for_all_requests_that_a_server_refuses(bucket, quarter):
+    bucket.objects = {"m/model.safetensors": quarter.read_bytes()}
     vault = Vault()
     checkpoint = penstock.open(FOLDER, storage=storage(bucket, vault))
     bucket.expired = {"AKIDGIVEN1"}
-    Oracle(big).same(checkpoint.load(framework="np", options=NEAR))
+    Oracle(quarter).same(checkpoint.load(framework="np", options=NEAR))
     assert vault.calls == 2
     # One that gives what is refused is not asked without end
     bucket.expired = {f"AKIDGIVEN{n}" for n in range(100)}

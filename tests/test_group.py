@@ -10,7 +10,7 @@ from pathlib import Path
 import penstock
 import pytest
 import torch
-from ranks_together import state, until
+from ranks_together import until_stopped
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -295,7 +295,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_ag
     with together(program, 4, large) as ranks:
         others = [rank for rank in range(4) if rank != which]
         if fault == "stopped":
-            until(lambda: state(ranks.pids[which]) == "T")
+            until_stopped(ranks.pids[which])
         else:
             ranks.ended(which)
         ended = time.time()

@@ -6,6 +6,8 @@ that is taken twice hangs for good.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -441,13 +443,37 @@ def gone():
 """
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["_learn", "_replace", "install"])
-def test_a_patch_may_be_made_and_undone_in_the_middle_of_making_one(many, way, where):
+def each_in_a_child(program: str, path: Path, cases: list[tuple[str, ...]]) -> list[str]:
+    """Runs a program once for each list of arguments, in children of one process: torch is imported once."""
+    children = """
+import json
+for case in json.loads(sys.argv[2]):
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        sys.argv[2:] = case
+        re_entering = {"signal": by_signal, "del": by_del, "gc": by_collection}[sys.argv[2]]
+        exec(PROGRAM)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("right" if status == 0 else f"{case}: {status}", flush=True)
+"""
+    head, _, _ = HEAD.rpartition("re_entering = ")
+    done = subprocess.run(
+        [sys.executable, "-c", f"{head}{PATCHING}\nPROGRAM = {program!r}\n{children}", str(path), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=60 * len(cases) * ordeal.load_factor(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_a_patch_may_be_made_and_undone_in_the_middle_of_making_one(many):
     pytest.importorskip("safetensors")
-    program = (
-        PATCHING
-        + """
+    program = """
 outer, inner = [], []
 def use():
     inner.append(penstock.patch())
@@ -464,19 +490,14 @@ inner[0].undo()
 assert in_force()
 outer[0].undo()
 assert gone() and routing.finder not in sys.meta_path
-print("right")
 """
-    )
-    for end in ("undone", "kept"):
-        assert run(program, many, way, end, where) == "right\n"
+    cases = [*itertools.product(WAYS, ("undone", "kept"), ("_learn", "_replace", "install"))]
+    assert each_in_a_child(program, many, cases) == ["right"] * 18
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_patch_may_be_made_in_the_middle_of_undoing_one(many, way):
+def test_a_patch_may_be_made_in_the_middle_of_undoing_one(many):
     pytest.importorskip("safetensors")
-    program = (
-        PATCHING
-        + """
+    program = """
 made = []
 first = penstock.patch()
 once_in(_patch, "_swap", re_entering(lambda: made.append(penstock.patch())))
@@ -487,10 +508,8 @@ first.undo()
 assert in_force()
 made[0].undo()
 assert gone()
-print("right")
 """
-    )
-    assert run(program, many, way) == "right\n"
+    assert each_in_a_child(program, many, [(way,) for way in WAYS]) == ["right"] * 3
 
 
 def test_imports_of_two_threads_do_not_wait_for_each_other(tmp_path, many):

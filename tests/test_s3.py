@@ -217,9 +217,9 @@ def test_services_at_the_addresses_of_amazons_machines(small, kind):
 
 
 @pytest.mark.parametrize("source", ["instance", "pod", "web identity"], indirect=True)
-def test_an_expired_credential_is_renewed_once_for_all_requests(bucket, big, source):
+def test_an_expired_credential_is_renewed_once_for_all_requests(bucket, quarter, source):
     others = {f"AKID{n}" for n in range(100)}
-    stores.an_expired_credential_is_renewed_once(bucket, big, FOLDER, None, "AKID0", others, "ExpiredToken")
+    stores.an_expired_credential_is_renewed_once(bucket, quarter, FOLDER, None, "AKID0", others, "ExpiredToken")
 
 
 @pytest.mark.parametrize("source", ["profile"], indirect=True)

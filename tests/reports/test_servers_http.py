@@ -29,6 +29,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import penstock
@@ -141,20 +142,26 @@ def test_httpie_96_scdl_248_what_breaks_off_is_no_file(tiny, cut):
 
 
 def test_a_chunked_body_that_ends_early_is_no_file(tiny):
+    """Each is asked for several times, with pauses: side by side."""
     content = tiny.read_bytes()
     told = part(Asked("/", {}), content, status="200 OK", chunked=50)
-    for cut in (1, 2, 6, 30, 100):
-        short = told[:-cut].replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-        with raw_server(lambda asked, short=short: short) as served:
-            for look in (penstock.open, lambda address: _core.contents([address], 1 << 20)):
-                with pytest.raises(penstock.ReadError):
-                    look(f"{served.url}/x.safetensors")
-    short = content[:-1]
-    with (
-        raw_server(lambda asked: part(asked, short, status="200 OK", chunked=50)) as served,
-        pytest.raises(penstock.PenstockError),
-    ):
-        penstock.open(f"{served.url}/x.safetensors")
+    shorter = [told[:-cut].replace(b"\r\n", b"\r\nConnection: close\r\n", 1) for cut in (1, 2, 6, 30, 100)]
+    whole = part(Asked("/", {}), content[:-1], status="200 OK", chunked=50)
+
+    def found(answer: bytes, look: Callable[[str], object]) -> BaseException | None:
+        with raw_server(lambda asked: answer) as served:
+            try:
+                look(f"{served.url}/x.safetensors")
+            except penstock.PenstockError as error:
+                return error
+        return None
+
+    looks = (penstock.open, lambda address: _core.contents([address], 1 << 20))
+    with ThreadPoolExecutor(11) as threads:
+        early = [threads.submit(found, answer, look) for answer in shorter for look in looks]
+        last = threads.submit(found, whole, penstock.open)
+        assert [type(one.result()) for one in early] == [penstock.ReadError] * 10
+        assert isinstance(last.result(), penstock.PenstockError)
 
 
 def test_a_document_that_ends_with_its_connection_is_whole_if_it_parses():
