@@ -191,10 +191,8 @@ impl Source for Counted {
     }
 }
 
-/// Streams tensors of these sizes in MiB, one list for each file on a storage device of its own, and pauses before it takes
-/// one. Gives the most bytes by which the reads passed the window, or the next tensor alone where that is larger, and two
-/// reads besides: the first and the last read of a tensor bring others too.
-fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes: bool) -> u64 {
+/// Writes files of tensors of these sizes in MiB.
+fn written(files: &[&[u64]]) -> (tempfile::TempDir, Vec<PathBuf>) {
     let folder = tempfile::tempdir().unwrap();
     let paths: Vec<PathBuf> = (0..files.len()).map(|f| folder.path().join(format!("{f}.safetensors"))).collect();
     for (f, (path, sizes)) in paths.iter().zip(files).enumerate() {
@@ -202,8 +200,15 @@ fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes
         let tensors: Vec<(&str, u64)> = names.iter().zip(*sizes).map(|(n, s)| (n.as_str(), s * MIB)).collect();
         checkpoints::write(path, &tensors);
     }
-    let checkpoint = Arc::new(Checkpoint::open(&paths).unwrap());
-    let sizes: Vec<u64> = files.concat().iter().map(|s| s * MIB).collect();
+    (folder, paths)
+}
+
+/// Streams the tensors of files, each on a storage device of its own, and pauses before it takes one. Gives the most bytes by
+/// which the reads passed the window, or the next tensor alone where that is larger, and two reads besides: the first and
+/// the last read of a tensor bring others too.
+fn excess_over_the_window(files: &[PathBuf], window: u64, options: Options, takes: bool) -> u64 {
+    let checkpoint = Arc::new(Checkpoint::open(files).unwrap());
+    let sizes: Vec<u64> = checkpoint.tensors().iter().map(|t| t.nbytes()).collect();
     let slack = 2 * options.extent;
     let request = Request {
         wants: Want::all(&checkpoint),
@@ -222,7 +227,7 @@ fn excess_over_the_window(files: &[&[u64]], window: u64, options: Options, takes
     let load = load.unwrap();
     let mut taken = 0;
     loop {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(10));
         match load.next(Some(Duration::from_secs(30))).unwrap() {
             Next::Ready(want) => {
                 assert_eq!(want as usize, taken);
@@ -253,21 +258,23 @@ const UNEVEN: &[u64] = &[1, 1, 1, 1, 1, 1, 1, 1, 24, 1, 1, 1, 1, 1, 1, 1, 1, 3, 
 #[test]
 fn a_stream_reads_ahead_its_window_or_the_next_tensor_alone() {
     let _alone = alone();
+    let (_folder, files) = written(&[UNEVEN]);
     for window in [1, 2 * MIB, 5 * MIB] {
-        assert_eq!(excess_over_the_window(&[UNEVEN], window, small_reads(), true), 0, "window {window}");
+        assert_eq!(excess_over_the_window(&files, window, small_reads(), true), 0, "window {window}");
     }
     let direct = Options { io: Io::Direct, ..small_reads() };
-    assert_eq!(excess_over_the_window(&[UNEVEN], 2 * MIB, direct, true), 0, "past the page cache");
+    assert_eq!(excess_over_the_window(&files, 2 * MIB, direct, true), 0, "past the page cache");
 }
 
 /// Else the files that come later would be read whole while the first one is handed out.
 #[test]
 fn a_stream_of_files_on_several_devices_keeps_to_its_window_too() {
     let _alone = alone();
-    let even = [1; 24];
+    let (_folder, files) = written(&[UNEVEN, &[1; 24]]);
+    let turned: Vec<PathBuf> = files.iter().rev().cloned().collect();
     for window in [1, 2 * MIB, 5 * MIB] {
-        for files in [[UNEVEN, &even], [&even, UNEVEN]] {
-            assert_eq!(excess_over_the_window(&files, window, small_reads(), true), 0, "window {window}");
+        for files in [&files, &turned] {
+            assert_eq!(excess_over_the_window(files, window, small_reads(), true), 0, "window {window}");
         }
     }
 }
@@ -276,7 +283,8 @@ fn a_stream_of_files_on_several_devices_keeps_to_its_window_too() {
 #[test]
 fn a_stream_goes_on_for_a_consumer_that_never_says_that_it_took_a_tensor() {
     let _alone = alone();
-    assert_eq!(excess_over_the_window(&[UNEVEN], 2 * MIB, small_reads(), false), 0);
+    let (_folder, files) = written(&[UNEVEN]);
+    assert_eq!(excess_over_the_window(&files, 2 * MIB, small_reads(), false), 0);
 }
 
 /// Takes every want, and pauses after so many of them.
