@@ -161,6 +161,16 @@ def test_the_number_of_loads_comes_first_and_the_published_figures_last(name, mo
     assert "ranks no loader" in out
 
 
+def test_the_summary_has_a_quick_run_too(monkeypatch, tmp_path, capsys):
+    ran = Ran(monkeypatch, tmp_path)
+    ran.run("--preset", "summary", "--quick")
+    assert ran.checkpoints == [(name, ("cold", "cold-freed", "warm")) for name in ("dense", "moe")]
+    assert ran.settings is not None and (ran.settings.seconds, ran.settings.rounds) == (presets.QUICK_SECONDS, 1)
+    found = command.kinds(arguments_of("--preset", "summary", "--quick"), [])
+    assert all(kind.layout().nbytes < 0.11e9 for kind in found.values())
+    assert " loads of dense, moe, none begins after 270 s" in capsys.readouterr().err.splitlines()[0]
+
+
 def test_a_run_says_first_how_many_loads_it_has(monkeypatch, tmp_path, capsys):
     Ran(monkeypatch, tmp_path).run("--quick", "--checkpoint", "minilm", "--contestant", "penstock", "--loads", "7")
     assert capsys.readouterr().err.splitlines()[0] == "7 loads of minilm"

@@ -75,7 +75,11 @@ def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]
 
     chosen = arguments.checkpoint
     if arguments.preset == SUMMARY.name:
-        known = {name: dataclasses.replace(FULL[name], scenarios=SUMMARY.scenarios) for name in SUMMARY.models}
+        # Quick, its models that are small here too
+        of = {name: QUICK[name] for name in SUMMARY.models if name in QUICK} if arguments.quick else FULL
+        known = {
+            name: dataclasses.replace(of[name], scenarios=SUMMARY.scenarios) for name in SUMMARY.models if name in of
+        }
     elif arguments.preset and arguments.quick:
         preset, nbytes = PRESETS[arguments.preset], arguments.size or QUICK_BYTES
         quick = preset.quick()
@@ -137,13 +141,14 @@ def run(arguments: argparse.Namespace) -> bool:
             raise InvalidError(f"no such contestant: {name} (there are {', '.join(known)})")
     summary = arguments.preset == SUMMARY.name
     preset = SUMMARY if summary else PRESETS[arguments.preset] if arguments.preset else None
-    # A published table in a few minutes: what its rows stand beside, and penstock
-    redone, beside = arguments.quick and preset is not None and not summary, set()
-    if preset is not None and redone:
-        if len(arguments.checkpoint or ()) > QUICK_MODELS:
-            raise InvalidError(f"--quick with --preset: at most {QUICK_MODELS} of --checkpoint")
-        beside = set() if arguments.contestant or arguments.scenario else preset.beside()
-    part = "full" if summary else arguments.preset or ("quick" if arguments.quick else "full")
+    short = arguments.quick and preset is not None
+    if short and len(arguments.checkpoint or ()) > QUICK_MODELS:
+        raise InvalidError(f"--quick with --preset: at most {QUICK_MODELS} of --checkpoint")
+    # Of a published table: what its rows stand beside, and penstock
+    redone, beside = short and not summary, set()
+    if preset is not None and redone and not (arguments.contestant or arguments.scenario):
+        beside = preset.beside()
+    part = arguments.preset if preset is not None and not summary else "quick" if arguments.quick else "full"
     part += "-quick" if redone else ""
     folders = [folder / part for folder in arguments.folder or [Path(".bench/checkpoints")]]
     for folder in folders:
@@ -154,9 +159,9 @@ def run(arguments: argparse.Namespace) -> bool:
         device=arguments.device,
         routes=arguments.routes,
         quick=arguments.quick,
-        traces=arguments.traces and not summary and not redone,
-        ceilings=arguments.ceilings and not summary and not redone,
-        seconds=QUICK_SECONDS if redone else None,
+        traces=arguments.traces and not summary and not short,
+        ceilings=arguments.ceilings and not summary and not short,
+        seconds=QUICK_SECONDS if short else None,
         preset=arguments.preset,
         contestants=tuple(
             arguments.contestant
@@ -209,7 +214,7 @@ def run(arguments: argparse.Namespace) -> bool:
         for name, kind in chosen.items()
     }
     loads = sum(bench.planned(name, scenarios[name], kind.routes) for name, kind in chosen.items())
-    most = f", none begins after {QUICK_SECONDS} s" if redone else ""
+    most = f", none begins after {QUICK_SECONDS} s" if short else ""
     print(f"{loads} loads of {', '.join(chosen)}{most}", file=sys.stderr, flush=True)
     with server:
         for name, kind in chosen.items():
