@@ -307,6 +307,19 @@ def test_figures_in_the_text_beside_tables_are_kept_too():
     assert all(fits(told, value) for told, value in zip(tls.groups(), kept_ones, strict=True))
 
 
+def test_three_checkpoints_from_a_bucket_follow_from_the_table_of_what_is_read():
+    [table] = [table for table in TABLES if table.heading == "What is read" and table.header[0] == "checkpoint"]
+    row = next(row for row in table.rows if row[1] == "8")  # of Llama-3-8B, the first
+    column, o_proj, down_proj = (float(cell.partition(",")[0]) for cell in row[2:])
+    received = column + 8 * (o_proj + down_proj)
+    text = " ".join((TOP / "docs/engines.md").read_text().split())
+    told = re.search(r"11\.23 \+ 8 x \(1\.07 \+ 3\.76\) = (\S+) GB, (\S+) times the checkpoint", text)
+    assert told is not None
+    assert fits(told[1], received) and fits(told[2], received / (column + o_proj + down_proj))
+    for document in ("README.md", "docs/engines.md"):
+        assert "about three checkpoints" in " ".join((TOP / document).read_text().split())
+
+
 @pytest.mark.parametrize(
     ("text", "value", "right"),
     [("0.26 s", 0.264, True), ("0.27 s", 0.264, False), ("46 ms", 0.0464, True), ("**1.01**", 1.0149, True),
