@@ -23,7 +23,10 @@ import pytest
 import torch
 from conftest import Oracle, raw
 from fakegpu import FakeTorch, fresh, torch_on
+from penstock._device import parse_device
+from penstock.compat import _instanttensor_budget
 from penstock.compat import instanttensor as face
+from penstock.compat._instanttensor_backends import candidates
 from penstock.compat.instanttensor import Backend, BackendPolicy
 from penstock.synthetic.synth import Tensor
 
@@ -285,12 +288,12 @@ def routes(report: penstock.Report) -> set[str]:
     [
         ({"backend": Backend.URING}, "uring", "direct"),
         ({"backend": Backend.AIO}, "threads", "direct"),
-        ({"backend": Backend.CUFILE}, "direct", "direct"),
+        ({"backend": [Backend.CUFILE, Backend.AIO, Backend.MMAP]}, "threads", "direct"),
         ({"backend": [Backend.AIO, Backend.MMAP]}, "threads", "direct"),
         ({"backend": Backend.URING_BUFFERED}, "uring_buffered", "buffered"),
         ({"backend": Backend.AIO_BUFFERED}, "buffered", "buffered"),
         ({"backend": Backend.MMAP}, "buffered", "buffered"),
-        ({"backend": BackendPolicy.BUFFERED}, "buffered", "buffered"),
+        ({"backend": BackendPolicy.BUFFERED}, "uring_buffered", "buffered"),
         ({"backend": Backend.MMAP, "copy": False}, "mapped", "mapped"),
         ({"copy": False}, None, "mapped"),
     ],
@@ -306,7 +309,7 @@ def test_a_backend_is_a_route(held, given, io, taken):
 def test_the_environment_is_asked_where_an_argument_is_missing(held, monkeypatch):
     monkeypatch.setenv("INSTANTTENSOR_BACKEND", "URING, AIO")
     assert settings(held)["io"] == "uring"
-    assert settings(held, backend=BackendPolicy.BUFFERED)["io"] == "buffered"
+    assert settings(held, backend=Backend.AIO_BUFFERED)["io"] == "buffered"
 
 
 @pytest.fixture
@@ -349,6 +352,7 @@ def needs(path: Path, *interfaces: str) -> None:
         ("NO_URING, NO_DIRECT", "[Backend.URING, Backend.AIO, Backend.URING_BUFFERED, Backend.MMAP]", "buffered 24"),
         ("NO_DIRECT", "[Backend.CUFILE, Backend.AIO, Backend.URING_BUFFERED]", "uring_buffered 24"),
         ("NO_URING", "(Backend.URING_BUFFERED, BackendPolicy.BUFFERED)", "buffered 24"),
+        ("NO_DIRECT", "[Backend.AIO, BackendPolicy.BUFFERED]", "uring_buffered 24"),
         ("NO_DIRECT", "[Backend.URING_BUFFERED, Backend.AIO]", "uring_buffered 24"),
     ],
 )
@@ -372,12 +376,27 @@ def test_backends_that_are_all_refused_are_one_error_with_each_reason(held, refu
     assert str(held) in said and "AIO_BUFFERED and MMAP work everywhere" in said
 
 
+def test_cufile_is_refused_with_its_reason_in_the_order_of_the_list(held, monkeypatch):
+    """InstantTensor refuses CUFILE where there is no cuFile, and Penstock has no GPUDirect Storage anywhere."""
+    for given in ({"backend": Backend.CUFILE}, {}):
+        if not given:
+            monkeypatch.setenv("INSTANTTENSOR_BACKEND", "CUFILE")
+        with pytest.raises(RuntimeError, match="CUFILE: cuFile is not available: Penstock has no GPUDirect Storage"):
+            face.safe_open(held, "pt", "cpu", **given)
+    assert settings(held, backend=[Backend.CUFILE, Backend.MMAP, Backend.AIO])["io"] == "buffered"
+
+
+def test_a_policy_is_the_list_that_instanttensor_has_for_it():
+    expected = [Backend.AIO, Backend.URING_BUFFERED, Backend.MMAP]
+    assert list(candidates([Backend.AIO, BackendPolicy.BUFFERED])) == expected
+
+
 def test_one_backend_that_is_refused_is_an_error_as_in_a_list(held, refused):
     assert refused("NO_URING", "Backend.URING").startswith("UnsupportedError")
 
 
 def test_a_file_system_without_o_direct_rejects_the_backends_that_need_it(held, refused, tmp_path_factory):
-    said = refused("NO_DIRECT", "[Backend.AIO, Backend.CUFILE]")
+    said = refused("NO_DIRECT", "[Backend.AIO, Backend.URING]")
     assert said.count("refuses O_DIRECT (Invalid argument)") == 2 and said.count(str(held)) == 2
     memory = Path("/dev/shm") / f"{tmp_path_factory.mktemp('held').name}-{os.getpid()}.safetensors"
     try:
@@ -417,6 +436,45 @@ def test_settings_reach_the_engine(held, monkeypatch):
     assert load(held).tensors == 24
 
 
+def test_max_free_mem_usage_bounds_what_is_read_ahead(held, monkeypatch):
+    free = 200 * MIB
+    monkeypatch.setattr(_instanttensor_budget, "_free_on", lambda device: free)
+    assert settings(held, copy=False, max_free_mem_usage=0.5) == {"window": 100 * MIB, "staging": 100 * MIB}
+    assert settings(held, copy=False, max_free_mem_usage=0.5, buffer_size=100 * MIB)["window"] == 100 * MIB
+    opened = face.safe_open(held, "pt", "cpu", max_free_mem_usage=0.01)
+    assert opened.buffer_size == 2 * MIB
+    with opened as f:
+        Oracle(held).same(dict(f.tensors()))
+    monkeypatch.setenv("INSTANTTENSOR_MAX_FREE_MEM_USAGE", "0.25")
+    assert face.safe_open(held, "pt", "cpu").buffer_size == 50 * MIB
+    with pytest.raises(RuntimeError, match=r"0\.25 leaves 52428800 bytes of cpu .* a smaller buffer"):
+        face.safe_open(held, "pt", "cpu", buffer_size=50 * MIB + 1)
+    free = 0
+    with pytest.raises(RuntimeError, match="leaves 0 bytes"):
+        face.safe_open(held, "pt", "cpu")
+    free = 1 << 40
+    assert settings(held, copy=False) == {}
+
+
+def test_max_free_mem_usage_never_shrinks_the_window_of_one_rank_of_several(monkeypatch):
+    monkeypatch.setattr(_instanttensor_budget, "_free_on", lambda device: 100)
+    here = parse_device("cpu")
+    assert _instanttensor_budget.window_within(0.5, here, 50, False, True) == 50
+    with pytest.raises(RuntimeError, match="the same smaller buffer_size to all ranks"):
+        _instanttensor_budget.window_within(0.5, here, 51, False, True)
+
+
+def test_what_is_free_is_asked_of_the_device(held, monkeypatch):
+    assert _instanttensor_budget._free_on(parse_device("cpu")) > MIB
+    if not fakegpu.LIBRARY:
+        pytest.skip(fakegpu.NO_LIBRARY)
+    monkeypatch.setenv("PENSTOCK_GPU_LIBRARY", f"cuda:{fakegpu.LIBRARY}")
+    with fresh() as fake, torch_on(fake, monkeypatch, devices=2) as gpu:
+        gpu.cuda.mem_get_info = lambda index: ([7, 6][index] * MIB, 8 * MIB)
+        opened = face.safe_open(held, "pt", "cuda:1", max_free_mem_usage=0.5, load_now=False)
+        assert opened.buffer_size == 3 * MIB
+
+
 @pytest.mark.parametrize(
     "name", ["BUFFER_SIZE", "CHUNK_SIZE", "CONCURRENCY", "IO_DEPTH", "MAX_FREE_MEM_USAGE", "BACKEND"]
 )
@@ -435,10 +493,13 @@ def test_a_variable_that_makes_no_sense_is_refused(held, monkeypatch, name):
         ({"buffer_size": 1.5}, "buffer_size=1.5"),
         ({"chunk_size": 2 << 30}, "1 GiB"),
         ({"io_depth": 0}, "io_depth=0"),
+        ({"io_depth": 1025}, "io_depth=1025: give None or a whole number of at least 1 and at most 1024"),
         ({"concurrency": -1}, "concurrency=-1"),
         ({"concurrency": True}, "concurrency=True"),
         ({"max_free_mem_usage": 1.5}, "max_free_mem_usage=1.5"),
         ({"max_free_mem_usage": 0}, "max_free_mem_usage=0"),
+        ({"max_free_mem_usage": float("nan")}, "max_free_mem_usage=nan"),
+        ({"max_free_mem_usage": True}, "max_free_mem_usage=True"),
         ({"backend": []}, "URING_BUFFERED"),
         ({"tensor_name_match_mode": "prefix"}, "glob, exact, regex"),
         ({"process_group": "world"}, "process_group='world'"),

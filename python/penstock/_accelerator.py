@@ -82,6 +82,10 @@ class Accelerator:
                 "load before the capture, or on another thread"
             )
 
+    def free(self) -> int:
+        """Bytes of the GPU's memory that nobody has, as its driver counts them."""
+        return int(self._torch.cuda.mem_get_info(self.index)[0])
+
     def empty(self, shape: Sequence[int], dtype: Any, nbytes: int) -> Any:
         """A new tensor, ``nbytes`` bytes, for use on the current stream."""
         try:

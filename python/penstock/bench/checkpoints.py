@@ -62,6 +62,20 @@ def fitted(name: str, nbytes: float) -> Layout:
     return layouts.build(name, scale=nbytes / whole.nbytes)
 
 
+#: Layers of a model in a quick run of a published table.
+_QUICK_LAYERS = 4
+
+
+def small(name: str, nbytes: float) -> Layout:
+    """A public model for a quick run: its first layers with all tensors thinner, at most about so many bytes."""
+    whole = layouts.build(name)
+    if whole.nbytes <= nbytes:
+        return whole
+    layers = min(_QUICK_LAYERS, len(layouts.model(name).layers))
+    few = layouts.build(name, layers=layers)
+    return layouts.build(name, layers=layers, scale=min(1.0, nbytes / few.nbytes))
+
+
 # What moves many bytes takes minutes a scenario: those that are about the machine's state are compared on the half
 # gigabyte of GPT-2, and the large ones where it is size and number of tensors that count.
 FULL: dict[str, Kind] = {

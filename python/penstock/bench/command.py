@@ -13,11 +13,12 @@ import os
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import InvalidError
-from .presets import PRESETS, SUMMARY, room
+from .presets import PRESETS, QUICK_BYTES, QUICK_MODELS, QUICK_SECONDS, SUMMARY, room
 from .scenarios import CORE, SCENARIOS
 from .scenarios import chosen as chosen_scenarios
 
@@ -29,7 +30,8 @@ SCHEMA = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, one round: shows that everything works, ranks no loader")
+    quick = "0.1 GB, one round: shows that everything works, ranks no loader; a published table in at most 5 minutes"
+    add("--quick", action="store_true", help=quick)
     tables = f"{SUMMARY.name}: cold and warm loads in minutes; or repeat a published comparison: {', '.join(PRESETS)}"
     add("--preset", choices=[SUMMARY.name, *PRESETS], metavar="NAME", help=tables)
     rounds = f"processes for each contestant and scenario (default: 3; {SUMMARY.name}: 4; --quick: 1)"
@@ -66,13 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]:
     """The checkpoints of a run, by name."""
     from ..synthetic import layouts
-    from .checkpoints import FULL, QUICK, Kind, fitted
+    from .checkpoints import FULL, QUICK, Kind, fitted, small
 
     def model(name: str, allowed: float, scenarios: tuple[str, ...]) -> Kind:
         return Kind(lambda: fitted(name, allowed), scenarios, routes=True)
 
+    chosen = arguments.checkpoint
     if arguments.preset == SUMMARY.name:
-        known = {name: dataclasses.replace(FULL[name], scenarios=SUMMARY.scenarios) for name in SUMMARY.models}
+        # Quick, its models that are small here too
+        of = {name: QUICK[name] for name in SUMMARY.models if name in QUICK} if arguments.quick else FULL
+        known = {
+            name: dataclasses.replace(of[name], scenarios=SUMMARY.scenarios) for name in SUMMARY.models if name in of
+        }
+    elif arguments.preset and arguments.quick:
+        preset, nbytes = PRESETS[arguments.preset], arguments.size or QUICK_BYTES
+        quick = preset.quick()
+        known = {
+            name: Kind(partial(small, name, nbytes), quick.get(name, preset.scenarios), routes=True)
+            for name in preset.models
+        }
+        chosen = chosen or list(quick)
     elif arguments.preset:
         preset = PRESETS[arguments.preset]
         allowed = arguments.size or room(folders, len(preset.models), "tmpfs" in preset.scenarios)
@@ -82,7 +97,7 @@ def kinds(arguments: argparse.Namespace, folders: list[Path]) -> dict[str, Kind]
         allowed = arguments.size or room(folders, 1, False)
         asked = set(arguments.checkpoint or ()) - set(known)
         known |= {name: model(name, allowed, CORE) for name in asked & set(layouts.MODELS)}
-    chosen = arguments.checkpoint or list(known)
+    chosen = chosen or list(known)
     unknown = set(chosen) - set(known)
     if unknown:
         raise InvalidError(
@@ -126,7 +141,15 @@ def run(arguments: argparse.Namespace) -> bool:
             raise InvalidError(f"no such contestant: {name} (there are {', '.join(known)})")
     summary = arguments.preset == SUMMARY.name
     preset = SUMMARY if summary else PRESETS[arguments.preset] if arguments.preset else None
-    part = "full" if summary else arguments.preset or ("quick" if arguments.quick else "full")
+    short = arguments.quick and preset is not None
+    if short and len(arguments.checkpoint or ()) > QUICK_MODELS:
+        raise InvalidError(f"--quick with --preset: at most {QUICK_MODELS} of --checkpoint")
+    # Of a published table: what its rows stand beside, and penstock
+    redone, beside = short and not summary, set()
+    if preset is not None and redone and not (arguments.contestant or arguments.scenario):
+        beside = preset.beside()
+    part = arguments.preset if preset is not None and not summary else "quick" if arguments.quick else "full"
+    part += "-quick" if redone else ""
     folders = [folder / part for folder in arguments.folder or [Path(".bench/checkpoints")]]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,10 +159,16 @@ def run(arguments: argparse.Namespace) -> bool:
         device=arguments.device,
         routes=arguments.routes,
         quick=arguments.quick,
-        traces=arguments.traces and not summary,
-        ceilings=arguments.ceilings and not summary,
+        traces=arguments.traces and not summary and not short,
+        ceilings=arguments.ceilings and not summary and not short,
+        seconds=QUICK_SECONDS if short else None,
         preset=arguments.preset,
-        contestants=tuple(arguments.contestant or (preset.contestants if preset else ())),
+        contestants=tuple(
+            arguments.contestant
+            or (beside and ("penstock", "penstock copy", "penstock url", *(name for _, _, name in beside)))
+            or (preset.contestants if preset else ())
+        ),
+        beside=frozenset(beside),
         loads=arguments.loads or (5 if arguments.quick else 0),
         tools=arguments.tools,
         link=link_of(arguments.link),
@@ -177,10 +206,19 @@ def run(arguments: argparse.Namespace) -> bool:
     place.parent.mkdir(parents=True, exist_ok=True)
     # Each scenario adds to the file: what an hour has found is not lost with the rest of it.
     partial = place.with_name(place.name + ".partial")
+    scenarios = {
+        # Of a quick run of a published table one state of memory will do
+        name: kind.scenarios
+        if redone and not arguments.scenario
+        else chosen_scenarios(arguments.scenario or kind.scenarios)
+        for name, kind in chosen.items()
+    }
+    loads = sum(bench.planned(name, scenarios[name], kind.routes) for name, kind in chosen.items())
+    most = f", none begins after {QUICK_SECONDS} s" if short else ""
+    print(f"{loads} loads of {', '.join(chosen)}{most}", file=sys.stderr, flush=True)
     with server:
         for name, kind in chosen.items():
-            scenarios = chosen_scenarios(arguments.scenario or kind.scenarios)
-            for _scenario in bench.checkpoint(name, kind.layout(), scenarios, kind.routes):
+            for _scenario in bench.checkpoint(name, kind.layout(), scenarios[name], kind.routes):
                 partial.write_text(json.dumps(result(), indent=1) + "\n")
                 partial.replace(place)
 

@@ -171,15 +171,19 @@ def fastsafetensors(nogds: bool = True) -> Callable[[Job], Tensors]:
     return load
 
 
-def fastsafetensors_sized(threads: int, megabytes: int) -> Callable[[Job], Tensors]:
-    """With as many threads and that much bounce buffer in all, as its benchmark for ROCm varies them."""
+def fastsafetensors_sized(threads: int, megabytes: int, block: int | None = None) -> Callable[[Job], Tensors]:
+    """With as many threads and that much bounce buffer in all, as its benchmark for ROCm varies them.
+
+    `block` is the most MB of one request to its readers, `max_copy_block_size`; without it the loader's own default.
+    """
+    blocks = {} if block is None else {"max_copy_block_size": block << 20}
 
     def load(job: Job) -> Tensors:
         from fastsafetensors import SafeTensorsFileLoader
 
         loader = SafeTensorsFileLoader(None, job.device, bbuf_size_kb=megabytes << 10, max_threads=threads, nogds=True)
         loader.add_filenames({0: job.paths})
-        buffers = loader.copy_files_to_device()
+        buffers = loader.copy_files_to_device(**blocks)
         state = {name: buffers.get_tensor(name) for name in loader.get_keys()}
         loader.close()
         return state
@@ -386,10 +390,11 @@ CONTESTANTS: list[Contestant] = [
     ),
     *(
         Contestant(
-            f"fastsafetensors {threads} threads, {megabytes} MB", "fastsafetensors",
-            fastsafetensors_sized(threads, megabytes), "private", preset="fastsafetensors-rocm",
+            f"fastsafetensors {threads} threads, {megabytes} MB{'' if block is None else f', blocks of {block} MB'}",
+            "fastsafetensors", fastsafetensors_sized(threads, megabytes, block), "private",
+            preset="fastsafetensors-rocm",
         )
-        for threads, megabytes in ((8, 8), (16, 16), (32, 32), (16, 160))
+        for threads, megabytes, block in ((8, 8, None), (16, 16, None), (32, 32, None), (16, 16, 160), (32, 32, 160))
     ),
 ]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Presets: a short run for a summary of a machine, and the runs behind published tables, done again.
 
 Beside a published table's rerun its published figures are printed. They are in `published.json`, each table with its
-source, its machine, and what makes it another measurement than ours.
+machine and what makes it another measurement than ours, and each of its rows with its source, what is timed, what the
+source says of the page cache, and what it does not say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ GIB = 2**30
 _SHARE_OF_DISK = 0.4
 #: Of the memory, what one checkpoint may take: it lies in the page cache and in private memory at once.
 _SHARE_OF_MEMORY = 0.35
+#: A quick run of a published table: most models, bytes of each, and seconds after which no further load begins.
+QUICK_MODELS, QUICK_BYTES, QUICK_SECONDS = 2, 0.1e9, 270
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,18 @@ class Preset:
     scenarios: tuple[str, ...]
     #: Names of contestants; none: all of them.
     contestants: tuple[str, ...] = ()
+
+    def beside(self) -> set[tuple[str, str, str]]:
+        """Checkpoint, scenario and contestant of every published row. On a CPU `private` may stand for `warm`."""
+        rows = [row for row in published(self.name)["rows"] if row["contestant"] is not None]
+        found = {(row["checkpoint"], row["scenario"], row["contestant"]) for row in rows}
+        return found | {(model, "private", name) for model, scenario, name in found if scenario == "warm"}
+
+    def quick(self) -> dict[str, tuple[str, ...]]:
+        """The models of a quick run: the first ones that have published rows, and the scenarios of these rows."""
+        there = {(model, scenario) for model, scenario, _ in self.beside()}
+        models = {name: tuple(one for one in self.scenarios if (name, one) in there) for name in self.models}
+        return dict([(name, scenarios) for name, scenarios in models.items() if scenarios][:QUICK_MODELS])
 
 
 #: No published table: Penstock and the loaders that are the fastest on a CPU, where it matters most. Without ceilings
@@ -52,7 +67,8 @@ PRESETS: dict[str, Preset] = {
             ("warm", "private", "cold", "cast"),
             ("penstock", "penstock copy", "safetensors", "safetensors clone", "fastsafetensors",
              "fastsafetensors buffered", "fastsafetensors 8 threads, 8 MB", "fastsafetensors 16 threads, 16 MB",
-             "fastsafetensors 32 threads, 32 MB", "fastsafetensors 16 threads, 160 MB"),
+             "fastsafetensors 32 threads, 32 MB", "fastsafetensors 16 threads, 16 MB, blocks of 160 MB",
+             "fastsafetensors 32 threads, 32 MB, blocks of 160 MB"),
         ),
         Preset(
             "instanttensor",
@@ -90,27 +106,30 @@ def room(folders: list[Path], models: int, tmpfs: bool) -> float:
 
 
 def published(preset: str) -> dict[str, Any]:
-    """The published table that a preset redoes."""
+    """The published table that a preset redoes. Its `rows` have what their group says of all of them."""
     tables: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
-    return tables[preset]
+    table = tables[preset]
+    about = ("source", "measures", "cache", "not_said")
+    table["rows"] = [{key: group[key] for key in about} | row for group in table["groups"] for row in group["rows"]]
+    return table
 
 
 def comparison(result: dict[str, Any]) -> str:
     """Published and rerun figures side by side, as Markdown, and what is not comparable."""
     table = published(result["preset"])
     rows = {(row["checkpoint"], row["scenario"], row["contestant"]): row for row in result["rows"]}
-    lines = [f"\n{table['title']}"]
-    if table["source"]:
-        lines.append(f"{table['source']}, on {table['machine']}")
-    if table["rows"]:
-        lines += [
-            "",
-            "| checkpoint | published as | s | GB/s | here: scenario | contestant | s | GB/s | penstock s | GB/s |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+    lines = [
+        f"\n{table['title']}",
+        f"{table['source']}, on {table['machine']}",
+        "",
+        "| checkpoint | published as | timed there | page cache there | s | GB/s "
+        "| here: scenario | contestant | s | GB/s | penstock s | GB/s |",
+        f"|{'---|' * 12}",
+    ]
     factor = GIB / 1e9 if table["unit"] == "GiB/s" else 1.0
     for one in table["rows"]:
-        there = [f"{one['seconds']:.3g}" if "seconds" in one else "", _rate(one.get("rate"), factor)]
+        there = [one["checkpoint"], one["as"], one["measures"], one["cache"]]
+        there += [f"{one['seconds']:g}" if "seconds" in one else "", _rate(one.get("rate"), factor)]
         # Into CPU memory, loaders whose tensors are private are compared in a scenario of their own
         scenario = one["scenario"]
         mine = "penstock url" if scenario in BUCKET else "penstock"
@@ -118,12 +137,20 @@ def comparison(result: dict[str, Any]) -> str:
             scenario, mine = "private", "penstock copy"
         same = rows.get((one["checkpoint"], scenario, one["contestant"]))
         ours = rows.get((one["checkpoint"], scenario, mine))
-        here = [scenario, one["contestant"], *_figures(same), *_figures(ours)]
-        lines.append(f"| {' | '.join([one['checkpoint'], one['as'], *there, *here])} |")
+        here = [scenario, one["contestant"] or "not run here", *_figures(same), *_figures(ours)]
+        lines.append(f"| {' | '.join([*there, *here])} |")
+    if result.get("quick"):
+        lines.append("- here a quick run: one round of small checkpoints shows that it works, and ranks no loader")
     for name, about in result["checkpoints"].items():
         if about.get("cut"):
             lines.append(f"- here {name} is cut: {about['cut']}")
-    return "\n".join([*lines, *(f"- {reason}" for reason in table["not_comparable"])])
+    lines += [f"- {reason}" for reason in table["not_comparable"]]
+    for group in table["groups"]:
+        kinds = f"{group['measures']}, page cache {group['cache']}"
+        lines.append(
+            f"- not said of '{group['rows'][0]['as']}' and the like ({kinds}; {group['source']}): {group['not_said']}"
+        )
+    return "\n".join(lines)
 
 
 def _rate(rate: float | None, factor: float) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +71,10 @@ class Settings:
     tools: Path | None = None
     #: Options of `netbench serve`: the link model of the scenarios `bucket`.
     link: dict[str, str] = field(default_factory=dict)
+    #: Seconds after which no further load begins; None: all take place.
+    seconds: float | None = None
+    #: Checkpoint, scenario and contestant: rivals take part in no others; none: in all.
+    beside: frozenset[tuple[str, str, str]] = frozenset()
 
     @property
     def on_gpu(self) -> bool:
@@ -95,6 +100,7 @@ class Bench:
     _made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     #: The web server of a scenario that has one.
     _served: Served | None = None
+    _begun: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         kind = self.settings.device.partition(":")[0]
@@ -146,7 +152,7 @@ class Bench:
 
     # What is compared
 
-    def entrants(self, scenario: Scenario) -> list[Contestant]:
+    def entrants(self, scenario: Scenario, checkpoint: str) -> list[Contestant]:
         """Who can be compared in a scenario: those that are there, as far as is known."""
         settings, kind = self.settings, self.settings.device.partition(":")[0]
         return [
@@ -157,7 +163,23 @@ class Bench:
             and (not one.scenarios or scenario.name in one.scenarios)
             and (one.preset is None or one.preset == settings.preset)
             and (one.name in settings.contestants if settings.contestants else self._routes or not one.route)
+            and (not one.rival or not settings.beside or (checkpoint, scenario.name, one.name) in settings.beside)
         ]
+
+    def planned(self, name: str, scenarios: Iterable[str], routes: bool) -> int:
+        """Loads of one checkpoint, ceilings and timelines not counted, of the loaders that are installed."""
+        self._routes = routes and self.settings.routes
+        return sum(
+            self.settings.rounds * self.loads_of(scenario) * scenario.processes
+            for scenario in (SCENARIOS[one] for one in scenarios)
+            for one in self.entrants(scenario, name)
+            if find_spec(one.module) is not None
+        )
+
+    def is_over(self) -> bool:
+        """Whether the time for loads is over."""
+        seconds = self.settings.seconds
+        return seconds is not None and time.monotonic() - self._begun >= seconds
 
     def measures(self, scenario: Scenario, entrants: list[Contestant]) -> list[str]:
         """Ceilings that take their turn among the contestants. The raw read does not: it precedes each cold load."""
@@ -201,7 +223,7 @@ class Bench:
 
     def scenario(self, scenario: Scenario, placed: Placed, best: dict[str, _ceiling.Settings]) -> None:
         """All rounds of one scenario on one checkpoint."""
-        entrants = self.entrants(scenario)
+        entrants = self.entrants(scenario, placed.name)
         for one in [one for one in entrants if placed.tensors > one.most_tensors]:
             entrants.remove(one)
             self.absent[f"{one.name}, {placed.name}"] = f"takes a minute and more for {placed.tensors:,} tensors"
@@ -224,6 +246,9 @@ class Bench:
             for entrant in rotated(turns, number):
                 label = f"ceiling: {entrant}" if isinstance(entrant, str) else entrant.name
                 if label in self.absent:
+                    continue
+                if self.is_over():
+                    self.absent.setdefault(f"{label}, {placed.name}, {scenario.name}", "no time was left")
                     continue
                 about: Run = {"checkpoint": placed.name, "scenario": scenario.name, "contestant": label}
                 try:

@@ -113,6 +113,8 @@ def print_results(result: dict[str, Any]) -> None:
     print(result["command"])
     if result["quick"]:
         _print_quick(result)
+        if result.get("preset") in PRESETS:
+            print(comparison(result))
         return
     for checkpoint, scenario, rows in _tables(result):
         size = next((f" ({row['bytes'] / 1e9:.2f} GB)" for row in rows if "bytes" in row), "")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import _core
 from .._dtypes import DTYPES
 from .._errors import InvalidError, UnsupportedError
 from .._frameworks import need
@@ -66,6 +68,26 @@ class DType(Enum):
     I64 = "I64"
     U64 = "U64"
     AUTO = "AUTO"
+
+
+_PCI_BUSES = Path("/sys/class/pci_bus")
+
+
+def get_device_numa_node(device: int | None) -> int | None:
+    """The NUMA node of a GPU, by the driver's number of it.
+
+    -1: the kernel knows none. None: there is no such GPU or no driver, or ``device`` is None.
+    """
+    if device is None:
+        return None
+    gpus = _core.gpus()["gpus"]
+    if not 0 <= device < len(gpus):
+        return None
+    bus = ":".join(gpus[device]["pci"].split(":")[:2]).lower()
+    try:
+        return int((_PCI_BUSES / bus / "device" / "numa_node").read_text())
+    except FileNotFoundError:
+        return None
 
 
 def device_for(device: Any) -> Any:

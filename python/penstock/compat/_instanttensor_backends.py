@@ -26,7 +26,7 @@ class Backend(Enum):
 
 
 class BackendPolicy(Enum):
-    """A choice of backends by what they have in common."""
+    """A list of backends by what they have in common: through the page cache, io_uring first, else MMAP."""
 
     BUFFERED = "BUFFERED"
 
@@ -42,34 +42,46 @@ class _Route(NamedTuple):
     """The key of `_core.probe` that says why the kernel refuses its interface."""
     direct: bool = False
     """Whether the file system must take O_DIRECT."""
+    missing: str | None = None
+    """Why Penstock cannot take this route on any machine."""
 
 
-_ROUTES: dict[Choice, _Route] = {
+_ROUTES: dict[Backend, _Route] = {
     # Penstock does not use Linux AIO: where io_uring is refused, a pool of threads reads as fast
     Backend.AIO: _Route("threads", direct=True),
     Backend.AIO_BUFFERED: _Route("buffered"),
     Backend.URING: _Route("uring", "io_uring", direct=True),
     Backend.URING_BUFFERED: _Route("uring_buffered", "io_uring"),
-    # It is chosen to go past the page cache. There is no GPUDirect Storage here
-    Backend.CUFILE: _Route("direct", direct=True),
+    Backend.CUFILE: _Route("direct", missing="cuFile is not available: Penstock has no GPUDirect Storage"),
     # InstantTensor copies from its mapping. Only without a copy, and on the CPU, do tensors stay in it here
     Backend.MMAP: _Route("buffered"),
-    BackendPolicy.BUFFERED: _Route("buffered"),
 }
-_NAMES = ", ".join(choice.name for choice in _ROUTES)
+_LISTS: dict[BackendPolicy, tuple[Backend, ...]] = {BackendPolicy.BUFFERED: (Backend.URING_BUFFERED, Backend.MMAP)}
+"""The backends that a policy stands for, in the order of InstantTensor 0.2.2."""
+_BY_NAME: dict[str, Choice] = {choice.name: choice for choice in (*Backend, *BackendPolicy)}
+_NAMES = ", ".join(_BY_NAME)
 
 
-def candidates(backend: Any) -> Sequence[Choice]:
-    """The backends asked for, by argument or else by INSTANTTENSOR_BACKEND; none if nobody asks."""
+def candidates(backend: Any) -> Sequence[Backend]:
+    """The backends asked for, by argument or else by INSTANTTENSOR_BACKEND; none if nobody asks.
+
+    A policy is the list that it stands for.
+    """
+    found: list[Backend] = []
+    for choice in _choices(backend):
+        found += [choice] if isinstance(choice, Backend) else _LISTS[choice]
+    return found
+
+
+def _choices(backend: Any) -> Sequence[Choice]:
     if backend is None:
         text = os.environ.get("INSTANTTENSOR_BACKEND")
         if text is None:
             return ()
-        by_name = {choice.name: choice for choice in _ROUTES}
         names = [name.strip() for name in text.split(",") if name.strip()]
-        if not names or any(name not in by_name for name in names):
+        if not names or any(name not in _BY_NAME for name in names):
             raise InvalidError(f"INSTANTTENSOR_BACKEND={text!r}: give one or more of {_NAMES}, between commas")
-        return [by_name[name] for name in names]
+        return [_BY_NAME[name] for name in names]
     listed = backend if isinstance(backend, (list, tuple)) else [backend]
     if any(not isinstance(choice, (Backend, BackendPolicy)) for choice in listed):
         raise TypeError(f"backend={backend!r}: give a Backend or BackendPolicy, or a list of them: {_NAMES}")
@@ -78,7 +90,7 @@ def candidates(backend: Any) -> Sequence[Choice]:
     return listed
 
 
-def io_for(asked: Sequence[Choice], files: Sequence[str], mapped: bool) -> str | None:
+def io_for(asked: Sequence[Backend], files: Sequence[str], mapped: bool) -> str | None:
     """The value of `Options.io` for the first of these backends that can read these files; None if none was asked for.
 
     Args:
@@ -92,7 +104,7 @@ def io_for(asked: Sequence[Choice], files: Sequence[str], mapped: bool) -> str |
     """
     here, rejected = _Here(files), []
     for choice in asked:
-        why = here.obstacle(_ROUTES[choice]) if files else None
+        why = _ROUTES[choice].missing or (here.obstacle(_ROUTES[choice]) if files else None)
         if why is None:
             return "mapped" if mapped and choice is Backend.MMAP else _ROUTES[choice].io
         rejected.append(f"{choice.name}: {why}")
@@ -100,7 +112,7 @@ def io_for(asked: Sequence[Choice], files: Sequence[str], mapped: bool) -> str |
         return None
     raise UnsupportedError(
         f"none of the backends asked for can be used ({'; '.join(rejected)}). AIO_BUFFERED and MMAP work everywhere",
-        path=files[0],
+        path=files[0] if files else None,
     )
 
 

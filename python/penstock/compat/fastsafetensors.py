@@ -7,18 +7,26 @@
     buffer = loader.copy_files_to_device()
     tensor = buffer.get_tensor("wte.weight")
 
-`fastsafe_open`, `ParallelLoader`, `AutoLoader` and `ParallelSaver` are here too, and what the original has in
-submodules (`DType`, `Device`, `TensorFrame`, `WriteEntry`, `plain_entry`, `save_sharded`). What the settings mean here,
-and what differs, is in docs/compatibility.md.
+`fastsafe_open`, `ParallelLoader`, `AutoLoader`, `ParallelSaver`, `SafeTensorsMetadata` and the filters for expert
+parallelism are here too, and what the original has in submodules (`DType`, `Device`, `TensorFrame`, `WriteEntry`,
+`plain_entry`, `save_sharded`). What the settings mean here, and what differs, is in docs/compatibility.md.
 """
 
 from ._fastsafetensors_buffer import FilesBufferOnDevice
+from ._fastsafetensors_experts import (
+    DEFAULT_EXPERT_PATTERN,
+    expert_parallel_filter,
+    expert_parallel_filter_from_env,
+    owned_expert_range,
+)
+from ._fastsafetensors_header import SafeTensorsMetadata
 from ._fastsafetensors_loader import SafeTensorsFileLoader, SingleGroup, fastsafe_open
 from ._fastsafetensors_saver import ParallelSaver, WriteEntry, plain_entry, save_sharded
 from ._fastsafetensors_stream import AutoLoader, BudgetInfeasibleError, LoaderConfig, ParallelLoader, load_config
-from ._fastsafetensors_types import Device, DeviceType, DType, TensorFrame, TorchTensor
+from ._fastsafetensors_types import Device, DeviceType, DType, TensorFrame, TorchTensor, get_device_numa_node
 
 __all__ = [
+    "DEFAULT_EXPERT_PATTERN",
     "AutoLoader",
     "BudgetInfeasibleError",
     "DType",
@@ -29,12 +37,17 @@ __all__ = [
     "ParallelLoader",
     "ParallelSaver",
     "SafeTensorsFileLoader",
+    "SafeTensorsMetadata",
     "SingleGroup",
     "TensorFrame",
     "TorchTensor",
     "WriteEntry",
+    "expert_parallel_filter",
+    "expert_parallel_filter_from_env",
     "fastsafe_open",
+    "get_device_numa_node",
     "load_config",
+    "owned_expert_range",
     "plain_entry",
     "save_sharded",
 ]

@@ -31,6 +31,7 @@ from .._request import Request, prepare
 from .._selection import TensorInfo, unknown
 from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
+from ._instanttensor_budget import share_of, window_within
 from ._process_group import ranks_of, told, told_of_stream
 
 if TYPE_CHECKING:
@@ -40,31 +41,23 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
 
 _PAGE = 4096
+_MOST_READS = 1024
+"""MAX_IO_DEPTH of InstantTensor 0.2.2 (csrc/instant_tensor/common.hpp)."""
 _SINGLES = 2
 """Tensors that `safe_open.get_tensor` loads one by one before a caller counts as one who wants them all."""
 
 
-def _number(value: Any, name: str, least: int) -> int | None:
+def _number(value: Any, name: str, least: int, most: int | None = None) -> int | None:
     """The whole number given as argument ``name``, or else in its environment variable."""
     where, variable = f"{name}={value!r}", f"INSTANTTENSOR_{name.upper()}"
     if value is None and (text := os.environ.get(variable)) is not None:
         where, value = f"{variable}={text!r}", int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else text
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidError(f"{where}: give None or a whole number of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise InvalidError(f"{where}: give None or a whole number of at least {least}{upper}")
     return value
-
-
-def _check_fraction(value: Any) -> None:
-    """Raises for a ``max_free_mem_usage`` that is no fraction. It bounds a buffer that does not exist here."""
-    given = value if value is not None else os.environ.get("INSTANTTENSOR_MAX_FREE_MEM_USAGE")
-    try:
-        fits = given is None or 0 < float(given) <= 1
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise InvalidError(f"max_free_mem_usage={given!r}: give None or a number above 0 and up to 1")
 
 
 def _matcher(patterns: Any, mode: str) -> Callable[[str], bool]:
@@ -94,7 +87,7 @@ def _settings_for(
     extent = _number(chunk_size, "chunk_size", 1)
     window = _number(buffer_size, "buffer_size", 1)
     threads = _number(concurrency, "concurrency", 0)
-    depth = _number(io_depth, "io_depth", 1)
+    depth = _number(io_depth, "io_depth", 1, _MOST_READS)
     default = Options()
     if extent is not None:
         settings["extent"] = -(-extent // _PAGE) * _PAGE
@@ -122,8 +115,9 @@ class safe_open:
         buffer_size: Most bytes read ahead of the consumer; bounds staging memory too where it is less than that.
         chunk_size: Most bytes of one read, rounded up to whole pages.
         concurrency: Threads that read and copy; 0 adapts.
-        io_depth: Most reads in flight.
-        max_free_mem_usage: Ignored: tensors are read to where they stay, there is no buffer to be sized.
+        io_depth: Most reads in flight, at most 1024.
+        max_free_mem_usage: The share of the device's free memory that bytes read ahead may take: they become fewer, or
+            it is an error if ``buffer_size`` or a group fixes their number. None: no such bound.
         load_now: Whether device and dtypes are checked here rather than by `tensors`. Reading starts with the first
             tensor.
         copy: On the CPU: private memory; else files are mapped where that is possible. No difference on a GPU, where
@@ -133,15 +127,16 @@ class safe_open:
         tensor_filter: Patterns of names; only tensors that one of them matches are there, and read.
         tensor_name_match_mode: "glob", "exact" or "regex", all of the whole name.
 
-    buffer_size, chunk_size, concurrency, io_depth and backend default to the environment variables INSTANTTENSOR_ and
-    their names in capitals.
+    buffer_size, chunk_size, concurrency, io_depth, max_free_mem_usage and backend default to the environment variables
+    INSTANTTENSOR_ and their names in capitals.
 
     Attributes:
         total_tensor_size: Bytes of all tensors that the filter leaves.
         buffer_size: Most bytes read ahead.
 
     Raises:
-        UnsupportedError: (a RuntimeError) a dtype that torch lacks; none of the backends can be used, and why not each.
+        UnsupportedError: (a RuntimeError) a dtype that torch lacks; none of the backends can be used, and why not each;
+            max_free_mem_usage leaves less than is to be read ahead.
         InvalidError: (a ValueError) settings that make no sense. It lists those that do.
         NotFoundError: (a FileNotFoundError) and every other PenstockError of `penstock.open`.
     """
@@ -168,11 +163,12 @@ class safe_open:
             raise InvalidError(f'framework={framework!r}: give "pt" (or "torch", "pytorch")')
         need_torch()
         ranks = ranks_of(process_group, "process_group")
-        _check_fraction(max_free_mem_usage)
+        share = share_of(max_free_mem_usage)
         matches = _matcher([] if tensor_filter is None else tensor_filter, tensor_name_match_mode)
-        on_cpu = _device.parse_device(device).is_cpu
+        where = _device.parse_device(device)
+        on_cpu = where.is_cpu
         self._settings = _settings_for(on_cpu, copy, buffer_size, chunk_size, concurrency, io_depth)
-        options, backends = Options(**self._settings), candidates(backend)
+        window, backends = Options(**self._settings).window, candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
         self._company = None if ranks is None else ranks.company()
@@ -180,6 +176,11 @@ class safe_open:
             self._checkpoint = open_as("filename", filename, network=False)
             files = [local_path(file, "filename") for file in self._checkpoint.files]
             io = io_for(backends, files, mapped=on_cpu and not copy)
+            if share is not None:
+                within = window_within(share, where, window, "window" in self._settings, self._company is not None)
+                if within < window:
+                    window = within
+                    self._settings = _settings_for(on_cpu, copy, window, chunk_size, concurrency, io_depth)
         if io is not None:
             self._settings["io"] = io
         self._names = None if tensor_filter is None else [name for name in self._checkpoint if matches(name)]
@@ -189,7 +190,7 @@ class safe_open:
             if self._names is None
             else sum(self._checkpoint[name].nbytes for name in self._names)
         )
-        self.buffer_size = options.window
+        self.buffer_size = window
         self._closed = False
         self._running: list[Any] = []
         # Of `get_tensor`: the names in order, how many have been asked for in it, and the stream that follows

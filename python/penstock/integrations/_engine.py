@@ -20,6 +20,7 @@ from .._group_stream import compare, corner
 from .._joined import joined
 from .._options import make_options
 from .._report import Report
+from ._read_besides import read_besides
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 from ._remote import Files, RemoteWeights
@@ -234,6 +235,8 @@ class Loads:
                 *({"from": "penstock", "to": "the engine's own loader", "reason": why} for why in self.fallbacks),
             ]
             logger.info("penstock: %s", report)
+            if said := read_besides(report):
+                logger.warning("penstock: %s", said)
         return reports
 
     def cuts(self) -> Cuts:

@@ -1,0 +1,28 @@
+"""The log line of a load that read much more than its rank wanted: row-parallel weights, without exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._report import Report, size_text
+
+_SHARE, _LEAST = 1.25, 16 << 20
+"""Bytes read by bytes wanted, and bytes read beyond those: a load with less of either says nothing."""
+
+
+def read_besides(report: Report) -> str | None:
+    """What to say of a load whose rank read or received much more than it wanted; None: nothing."""
+    exchange: dict[str, Any] | None = report.get("exchange")
+    if exchange is not None and exchange["choice"] == "on":
+        return None
+    wanted = report["nbytes"]
+    network = report.get("network") or {}
+    read = max(sum(way["bytes"] for way in report.get("routes", {}).values()), network.get("received_bytes", 0))
+    if read < _SHARE * wanted or read - wanted < _LEAST:
+        return None
+    times = f"{read / max(wanted, 1):.1f} times as many"
+    return (
+        f"{size_text(read)} were read for {size_text(wanted)} that this rank wants, {times}: "
+        "row-parallel weights are cut along their rows, and what lies between the pieces is read with them. Ranks that "
+        'read for each other take each byte once: --model-loader-extra-config \'{"exchange": "on"}\''
+    )
