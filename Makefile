@@ -90,9 +90,10 @@ test-rust: environment
 	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
 
 # Processes that run tests which compute. Many of them wait for others, so there are more than processors. Tests that observe
-# the machine run alone, afterwards.
-WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
-PYTEST = PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
+# the machine run alone, before them. Compiled modules are kept where the environment says no too: each process would compile
+# all tests again, which takes twice as long as the rest of what it imports.
+WORKERS ?= $(shell n=$$(($$(nproc) * 2 + 1)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
+PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
 	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20
 
@@ -106,9 +107,10 @@ test-python: develop libraries
 	cargo build -p fakegpu
 	cargo build --release -p penstock-core --example load
 	cargo build --release -p netbench
+	$(RUN) -m compileall -q python/penstock
 	failed=0; \
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
 	$(PYTEST) -m machine || failed=1; \
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
 	exit $$failed
 
 # Every combination of parameters: tests/pairwise.py chooses some for `make test`.
