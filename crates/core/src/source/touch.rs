@@ -36,9 +36,9 @@ use std::time::{Duration, Instant};
 /// Most places of one call: IOV_MAX.
 const PLACES: usize = 1024;
 /// Pages at the start of each 2 MiB that are touched to learn what touching costs there.
-const SAMPLE: usize = 16;
+pub(crate) const TOUCH_SAMPLE: usize = 16;
 /// The first touch of a page has to take this long to be worth the call.
-const WORTH: Duration = Duration::from_micros(1);
+pub(crate) const SLOW_TOUCH: Duration = Duration::from_micros(1);
 
 /// In a virtual machine this many stretches of 2 MiB are populated in huge pages first. If half of them are slow, the rest of
 /// the load comes in small pages.
@@ -163,7 +163,7 @@ pub(super) enum Untouched {
 
 impl Touch {
     pub(super) fn new() -> Touch {
-        Touch::worth(WORTH)
+        Touch::worth(SLOW_TOUCH)
     }
 
     /// Touches all pages of those 2 MiB where a first touch takes at least so long.
@@ -190,17 +190,16 @@ impl Touch {
         for start in pages.clone().step_by(huge) {
             let count = (pages.end.min(start + huge) - start).div_ceil(page);
             let at = |i: usize| start + i * page;
-            let sample = || (0..count.min(SAMPLE)).map(at);
+            let sample = || (0..count.min(TOUCH_SAMPLE)).map(at);
             let result = timed(self.process, sample(), places).and_then(|(sampled, calls, time)| {
                 self.count(sampled, calls);
-                // Where touching takes as long once more, the processor is slow and nothing is gained.
-                let slow = time >= self.worth * sampled as u32;
-                let gained = slow && (self.worth.is_zero() || timed(self.process, sample(), places)?.2 * 2 < time);
+                let another = || timed(self.process, sample(), places).map(|(_, _, time)| time);
+                let gained = is_slow(self.worth, sampled, time, another)?;
                 if huge_pages {
                     lock(&self.page_size).judge(gained);
                 }
-                if gained && count > SAMPLE {
-                    let (touched, calls) = touch(self.process, (SAMPLE..count).map(at), places)?;
+                if gained && count > TOUCH_SAMPLE {
+                    let (touched, calls) = touch(self.process, (TOUCH_SAMPLE..count).map(at), places)?;
                     self.count(touched, calls);
                 }
                 Ok(())
@@ -239,6 +238,17 @@ impl Touch {
             calls: self.calls.swap(0, Ordering::Relaxed),
         }
     }
+}
+
+/// Whether the first touch of so many pages was slow: it took at least `worth` a page. If another touch of them takes as
+/// long, the processor is slow and nothing is gained.
+pub(crate) fn is_slow<E>(
+    worth: Duration,
+    pages: usize,
+    first: Duration,
+    another: impl FnOnce() -> Result<Duration, E>,
+) -> Result<bool, E> {
+    Ok(first >= worth * pages as u32 && (worth.is_zero() || another()? * 2 < first))
 }
 
 /// Seconds for the first touch of `bytes` that are left, by a look at a few pages of them.
@@ -374,13 +384,13 @@ mod tests {
     #[test]
     fn pages_are_touched_in_the_order_of_their_addresses() {
         let page = page_size() as usize;
-        for closed in [0, 1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 300] {
+        for closed in [0, 1, TOUCH_SAMPLE - 1, TOUCH_SAMPLE, TOUCH_SAMPLE + 1, 300] {
             let (_memory, pages) = memory(HUGE_PAGE as usize / page);
             let _closed = Closed::new(pages.start + closed * page);
             let touch = Touch::worth(Duration::ZERO);
             assert!(matches!(touch.populated(pages, true, &mut Vec::new()), Err(Untouched::Lost(_))));
             // The call that meets the page that cannot be had is not counted, and all before it are of lower addresses.
-            let before = if closed < SAMPLE { 0 } else { SAMPLE as u64 };
+            let before = if closed < TOUCH_SAMPLE { 0 } else { TOUCH_SAMPLE as u64 };
             assert_eq!(touch.take(&[]).pages, before, "page {closed}");
         }
     }
@@ -424,7 +434,7 @@ mod tests {
         let (_memory, pages) = memory(PAGES);
         let found = touched(Duration::from_secs(1), pages.clone()).unwrap();
         let chunks = pages.len().div_ceil(HUGE_PAGE as usize) as u64;
-        assert!(found.pages <= chunks * 2 * SAMPLE as u64, "{found:?}");
+        assert!(found.pages <= chunks * 2 * TOUCH_SAMPLE as u64, "{found:?}");
         assert_eq!(found.calls, chunks);
     }
 
@@ -449,7 +459,7 @@ mod tests {
 
     #[test]
     fn no_page_is_forgotten_and_one_that_is_lost_is_an_error() {
-        for count in [1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 2 * SAMPLE + 3, 100] {
+        for count in [1, TOUCH_SAMPLE - 1, TOUCH_SAMPLE, TOUCH_SAMPLE + 1, 2 * TOUCH_SAMPLE + 3, 100] {
             let (_memory, pages) = memory(count);
             for page in pages.clone().step_by(page_size() as usize) {
                 let _closed = Closed::new(page);
