@@ -7,8 +7,8 @@ through it by io_uring, or past it with O_DIRECT. Without an option Penstock cho
 - cold: nothing of it is in the page cache;
 - warm: all of it is, as `penstock warm` or an earlier turn has put it there;
 - second: a process loaded it cold in that way, waited until the page cache was filled where it is, and ended. Nothing
-  was evicted since. Before that process the machine was idle for `--idle` seconds, so that the host of a virtual machine
-  has taken the free memory back, and the page cache gets memory that the host has not given yet.
+  was evicted since. Before that process free memory was left alone for `--idle` seconds. The host of a virtual machine
+  takes it back then, so the page cache gets memory that the host has not given yet.
 
 Every load has a process of its own. The turns of a round are in random order, each after the same predecessor: a
 process that took twice the memory of a load and gave it back. Seconds are from the call to the last byte in place,
@@ -17,10 +17,9 @@ without an option, so many times as `--warm` says: median and 99th percentile. I
 reads as many bytes of the same files into fresh memory by plain system calls, on one thread (`read`): what their 99th
 percentile is above their median comes from the machine.
 
-In each round the files are also brought into the page cache by populating a mapping, which touches no page, after the
-same idle seconds. Then one thread reads them twice: `first touch` and `second touch`, processor time a page. If the first
-is not slower, this machine cannot show what an untouched page costs. The command says so, and the count of missing bytes
-alone decides.
+Once per round the files are also populated after the same idle seconds, which touches no page. Then one thread reads
+them twice: `first touch` and `second touch`, processor time a page. If the first is no slower, this machine cannot show
+what an untouched page costs. The command says so, and the count of missing bytes alone decides.
 
 The last lines say what the project promises of loads without an option: cold within 10% of the faster of `keep` and
 `bypass`, no byte missing in the page cache after the fill, the second start within 10% or 10 ms of a warm load, and the
@@ -119,7 +118,8 @@ for _ in range(times):
 if (fill := report.cache_fill) is not None:
     fill.wait()
     said[-1]["fill"] = {"state": fill.state, "reason": fill.reason, "seconds": fill.seconds, "nbytes": fill.nbytes}
-said[-1]["missing"] = sum(size - resident for resident, size, _ in map(penstock._core.residency, map(str, checkpoint.files)))
+known = [penstock._core.residency(str(file)) for file in checkpoint.files]
+said[-1]["missing"] = sum(size - resident for resident, size, _ in known)
 print(json.dumps(said))
 """
 
@@ -195,7 +195,7 @@ def rest(nbytes: int, idle: float) -> None:
 
 
 def touches(path: Path, idle: float) -> dict[str, float]:
-    """Microseconds of processor time a page: the first and the second time that a thread reads what the disk has filled."""
+    """Microseconds of processor time a page: a thread reads twice what the disk has filled."""
     checkpoint = penstock.open(path)
     files = list(map(str, checkpoint.files))
     put(files, "cold")

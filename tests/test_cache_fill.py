@@ -109,7 +109,7 @@ def test_it_pauses_while_the_process_wants_the_disk_and_goes_on_afterwards(cold:
 
 
 def dropped(path: Path, size: int) -> None:
-    """Drops the first bytes of a file, as the kernel does when it wants memory. It keeps pages that are read just then."""
+    """Drops the first bytes of a file, as the kernel does when it wants memory. Pages that are read just then stay."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
 
