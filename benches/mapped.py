@@ -1,17 +1,17 @@
 """Where cold mapped loads spend the processor: `python benches/mapped.py [CHECKPOINT] [--rounds N] [--idle S]`.
 
-Penstock and safetensors map the same cold file in turn, each in a process of its own, and one thread reads a byte of every
-page. CHECKPOINT is a path, or one of the benchmark by name (gpt2), which is generated where it is not there. Right before
-each load, after its imports, another process takes twice the memory of the file and gives it back. With `--idle 5` five
-seconds pass after that, and the host of a virtual machine has taken the memory again.
+Penstock and safetensors map the same cold file in turn, each in a process of its own, and one thread reads a byte of
+every page. CHECKPOINT is a path, or one of the benchmark by name (gpt2), which is generated where it is not there.
+Right before each load, after its imports, another process takes twice the memory of the file and gives it back. With
+`--idle 5` five seconds pass after that, and the host of a virtual machine has taken the memory again.
 
-The first rows are times: seconds to the last byte touched, processor seconds, how long the disk was busy and with how many
-reads (of the whole device, so of other programs too). Medians over the rounds, with least and most.
+The first rows are times: seconds to the last byte touched, processor seconds, how long the disk was busy and with how
+many reads (of the whole device, so of other programs too). Medians over the rounds, with least and most.
 
-The others say what the processor did, by `perf` (as root): each sample belongs to the system call, page fault or interrupt
-that it was taken in. `difference` is Penstock less safetensors, `share` is what a row has of the sum of those rows in
-which Penstock takes more. The last line says how much of the difference the rows with a name explain. Samples are taken in
-rounds of their own, since they slow the load down.
+The others say what the processor did, by `perf` (as root): each sample belongs to the system call, page fault or
+interrupt that it was taken in. `difference` is Penstock less safetensors, `share` is what a row has of the sum of
+those rows in which Penstock takes more. The last line says how much of that the rows with a name explain. Samples are
+taken in rounds of their own, since they slow the load down.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ print(json.dumps({"load": loaded, "all": seconds, "processor": processor}), flus
 os._exit(0)
 """
 
-#: What the processor does, by a function of the call chain. The first that matches, from the innermost on, has the sample.
+#: What the processor does, by a function of the call chain. The first that matches, from the innermost on, has the
+#: sample.
 ROWS = {
     "interrupts of disk and timer": r"^(asm_common_interrupt|asm_sysvec_.*|__softirqentry_text_start|handle_softirqs)$",
     "requests of 128 KiB (POSIX_FADV_WILLNEED)": r"^(__x64_sys_fadvise64|ksys_fadvise64_64)$",
     "populating (MADV_POPULATE_READ)": r"^(do_madvise|__x64_sys_madvise)$",
     "touching (process_vm_readv)": r"^(process_vm_rw|__x64_sys_process_vm_readv)$",
     "page faults": r"^(asm_exc_page_fault|exc_page_fault)$",
-    "waiting and waking": r"^(__x64_sys_futex|__x64_sys_poll|__x64_sys_read|__x64_sys_write|__x64_sys_clone3?|ret_from_fork.*)$",
+    "waiting and waking": r"^(__x64_sys_(futex|poll|read|write|clone3?)|ret_from_fork.*)$",
     "other system calls": r"^(do_syscall_64|entry_SYSCALL_64.*)$",
 }
 #: Everything that has none of these.

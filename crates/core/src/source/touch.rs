@@ -23,7 +23,7 @@
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
 
-use crate::machine::{is_virtual_machine, page_size, thread_cpu};
+use crate::machine::{is_virtual_machine, page_size, time_of};
 use crate::options::HUGE_PAGE;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
@@ -40,6 +40,10 @@ pub(crate) const TOUCH_SAMPLE: usize = 16;
 /// From this much time on the first touch of a page is slow. A slow one takes 5 to 11 us. Others take 0.6 to 0.9 us in huge
 /// pages and 1 to 3 us in small ones, because nothing of them is in the processor's caches.
 pub(crate) const SLOW_TOUCH: Duration = Duration::from_micros(3);
+
+/// Touches of a load's threads are measured by processor time, which takes two system calls to ask. By the wall clock one
+/// sample of ten seemed slow because the thread had lost the processor (12 threads, two cores).
+const PROCESSOR: libc::clockid_t = libc::CLOCK_THREAD_CPUTIME_ID;
 
 /// In a virtual machine this many stretches of 2 MiB are populated in huge pages first. If half of them are slow, the rest of
 /// the load comes in small pages.
@@ -192,9 +196,9 @@ impl Touch {
             let count = (pages.end.min(start + huge) - start).div_ceil(page);
             let at = |i: usize| start + i * page;
             let sample = || (0..count.min(TOUCH_SAMPLE)).map(at);
-            let result = timed(self.process, sample(), places).and_then(|(sampled, calls, time)| {
+            let result = timed(PROCESSOR, self.process, sample(), places).and_then(|(sampled, calls, time)| {
                 self.count(sampled, calls);
-                let another = || timed(self.process, sample(), places).map(|(_, _, time)| time);
+                let another = || timed(PROCESSOR, self.process, sample(), places).map(|(_, _, time)| time);
                 let gained = is_slow(self.worth, sampled, time, another)?;
                 if huge_pages {
                     lock(&self.page_size).judge(gained);
@@ -265,10 +269,10 @@ fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
     // Seconds that the first touch of a group of pages takes longer than another one.
     let mut gained = |start: usize, end: usize| {
         let group = || (start..end).step_by(page).take(AROUND);
-        let (touched, _, first) = timed(process, group(), &mut places).ok()?;
+        let (touched, _, first) = timed(libc::CLOCK_MONOTONIC, process, group(), &mut places).ok()?;
         let again = match usual {
             Some(again) => again,
-            None => *usual.insert(timed(process, group(), &mut places).ok()?.2 / touched as u32),
+            None => *usual.insert(timed(libc::CLOCK_MONOTONIC, process, group(), &mut places).ok()?.2 / touched as u32),
         };
         Some(first.saturating_sub(again * touched as u32).as_secs_f64())
     };
@@ -294,18 +298,16 @@ fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
     (seen > 0).then(|| seconds * bytes as f64 / seen as f64)
 }
 
-/// Touches pages of this process; how many, by how many calls, and the time that took.
-///
-/// By processor time, which takes two system calls to ask. By the wall clock one sample of ten seemed slow because the thread
-/// had lost the processor (12 threads, two cores).
+/// Touches pages of this process; how many, by how many calls, and the time by `clock` that took.
 fn timed(
+    clock: libc::clockid_t,
     process: libc::pid_t,
     pages: impl Iterator<Item = usize>,
     places: &mut Vec<libc::iovec>,
 ) -> io::Result<(usize, usize, Duration)> {
-    let begun = thread_cpu();
+    let begun = time_of(clock);
     let (touched, calls) = touch(process, pages, places)?;
-    Ok((touched, calls, thread_cpu().saturating_sub(begun)))
+    Ok((touched, calls, time_of(clock).saturating_sub(begun)))
 }
 
 /// Reads the byte at each of these addresses; how many, and by how many calls.
